@@ -34,7 +34,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,bench,reference,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,data,bench,reference,dev]'
 	@touch $@
 
 $(VENV)/.setup-fast: pyproject.toml constraints.txt | $(VENV)/bin/python

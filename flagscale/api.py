@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """Path of a YAML, from which Hydra composes the configuration, or the whole configuration."""
-_NAME = "config"
+_CONFIG_NAME = "config"
 
 
 def launch(config: Config, overrides: Sequence[str] = ()) -> Run:
@@ -57,7 +57,7 @@ def launch(config: Config, overrides: Sequence[str] = ()) -> Run:
     """
     from flagscale.launcher.actions import launch_in_background as start
 
-    with _file_errors():
+    with _convert_file_errors():
         return Run(start(load(config, overrides, "launch")))
 
 
@@ -69,7 +69,7 @@ def plan(config: Config, overrides: Sequence[str] = ()) -> LaunchPlan:
     """
     from flagscale.launcher.runners.base import runner_for_experiment
 
-    with _file_errors():
+    with _convert_file_errors():
         experiment = load(config, overrides, "plan")
         return runner_for_experiment(experiment).plan(experiment)
 
@@ -83,7 +83,7 @@ def find(run: str | os.PathLike[str]) -> Run:
     """
     from flagscale.launcher.runs import require_run
 
-    with _file_errors():
+    with _convert_file_errors():
         return Run(require_run(os.fspath(run)))
 
 
@@ -117,20 +117,22 @@ class Run:
     def wait(self, timeout: float | None = None, every: float = 1.0) -> Snapshot:
         """Wait until the run has ended, at most ``timeout`` seconds, and return its last status.
 
-        The status is polled every ``every`` seconds. ``phase.ended`` is true if the run has ended.
+        The status is polled every ``every`` seconds. ``phase.ended`` is True if the run has ended.
         """
         from flagscale.launcher.runs import remember_outcome
 
         if not every > 0 or (timeout is not None and not timeout >= 0):
             raise ConfigError("wait: expected a timeout of no less than 0, every of more than 0")
-        until = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._open_runner() as (runner, _):
             while True:
                 snapshot = runner.query(self._current_state())
-                remaining = every if until is None else min(every, until - time.monotonic())
-                if snapshot.phase.ended or remaining <= 0:
+                sleep_seconds = (
+                    every if deadline is None else min(every, deadline - time.monotonic())
+                )
+                if snapshot.phase.ended or sleep_seconds <= 0:
                     break
-                time.sleep(remaining)
+                time.sleep(sleep_seconds)
             return remember_outcome(self._current_state(), snapshot)
 
     def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
@@ -167,7 +169,7 @@ class Run:
         from flagscale.report.pages import write_page
 
         path = Path(f"report_{self.id}.html" if output is None else output).absolute()
-        with _file_errors():
+        with _convert_file_errors():
             return write_page([run._current_state() for run in (self, *others)], path)
 
     def stop(self) -> None:
@@ -178,7 +180,7 @@ class Run:
         """
         from flagscale.launcher.run_commands import stop_run
 
-        with _file_errors():
+        with _convert_file_errors():
             stop_run(self._current_state())
 
     def _current_state(self) -> RunState:
@@ -194,7 +196,7 @@ class Run:
         from flagscale.launcher.runners.base import runner_for_run
 
         state = self._current_state()
-        with _file_errors(), closing(runner_for_run(state)) as runner:
+        with _convert_file_errors(), closing(runner_for_run(state)) as runner:
             yield runner, state
 
 
@@ -207,7 +209,7 @@ def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experime
     from flagscale.config.load import load as read
 
     _check_overrides(overrides)
-    config = _as_data(config)
+    config = _to_config_input(config)
     if not isinstance(config, Mapping):
         path = Path(config).absolute()
         return read(path.parent, path.name, overrides, purpose).experiment
@@ -220,8 +222,8 @@ def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experime
 
 
 def _check_overrides(overrides: object) -> None:
-    listed = isinstance(overrides, Sequence) and not isinstance(overrides, (str, bytes))
-    if not listed or not all(
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, (str, bytes))
+    if not is_list or not all(
         isinstance(override_text, str) for override_text in cast(Sequence[object], overrides)
     ):
         raise ConfigError(f"overrides: expected a list of texts, found {overrides!r}")
@@ -230,8 +232,10 @@ def _check_overrides(overrides: object) -> None:
             raise ConfigError(f"{override}: what is called says what is done; leave it out")
 
 
-def _as_data(config: Config) -> Config:
-    """Return a path or nested mappings; OmegaConf's interpolations stay unresolved."""
+def _to_config_input(config: Config) -> Config:
+    """Return the configuration as a path or nested mappings; OmegaConf's interpolations stay
+    unresolved.
+    """
     if _is_omegaconf(config):
         from omegaconf import OmegaConf
 
@@ -244,7 +248,7 @@ def _as_data(config: Config) -> Config:
 
 
 def _is_omegaconf(config: object) -> bool:
-    """Return whether this is a DictConfig, as used by programs with Hydra."""
+    """Return True for a DictConfig, as used by programs with Hydra."""
     return type(config).__module__.partition(".")[0] == "omegaconf"
 
 
@@ -263,10 +267,10 @@ def _load_mapping(
 
     text = yaml.safe_dump(_to_plain_data(config, ""), sort_keys=False, allow_unicode=True)
     with TemporaryDirectory(prefix="flagscale-") as name:
-        file = Path(name, f"{_NAME}.yaml")
+        file = Path(name, f"{_CONFIG_NAME}.yaml")
         file.write_text(text, encoding="utf-8")
         try:
-            experiment = read(file.parent, _NAME, overrides, purpose).experiment
+            experiment = read(file.parent, _CONFIG_NAME, overrides, purpose).experiment
         except ConfigError as error:
             problems = [
                 replace(problem, where=_drop_file_location(problem.where))
@@ -274,17 +278,17 @@ def _load_mapping(
             ]
             raise ConfigError(problems, hint=error.hint) from None
     sources = {
-        key: place
-        for key, where in experiment.sources.items()
-        if (place := _drop_file_location(where))
+        key: location
+        for key, source in experiment.sources.items()
+        if (location := _drop_file_location(source))
     }
     return replace(experiment, config_file=Layout(experiment.exp_dir).config, sources=sources)
 
 
-def _drop_file_location(where: str | None) -> str | None:
+def _drop_file_location(location: str | None) -> str | None:
     from flagscale.config.sources import OVERRIDE
 
-    return where if where == OVERRIDE else None
+    return location if location == OVERRIDE else None
 
 
 def _to_plain_data(value: Any, key: str) -> Any:
@@ -301,9 +305,9 @@ def _to_plain_data(value: Any, key: str) -> Any:
         return [_to_plain_data(inner, key) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    for scalar_type in (bool, int, float, str):
+        if isinstance(value, scalar_type):
+            return scalar_type(value)
     if value is None:
         return None
     type_name = type(value).__name__
@@ -311,8 +315,8 @@ def _to_plain_data(value: Any, key: str) -> Any:
 
 
 @contextmanager
-def _file_errors() -> Iterator[None]:
-    """Turn file errors into errors of this API."""
+def _convert_file_errors() -> Iterator[None]:
+    """Convert file errors to errors of this API."""
     try:
         yield
     except OSError as error:

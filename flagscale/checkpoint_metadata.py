@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from flagscale.errors import CheckpointError
 
-METADATA = ".metadata"
-_MAX_BYTES = 1 << 30
+METADATA_FILE = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
 _ALLOWED_MODULES = {
     "torch.distributed.checkpoint.metadata": metadata,
     "torch.distributed.checkpoint.filesystem": filesystem,
@@ -44,6 +44,8 @@ _ALLOWED_CLASSES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that resolves only the classes and functions that ``.metadata`` may contain."""
+
     def find_class(self, module: str, name: str) -> Any:
         if module in _ALLOWED_MODULES and name in _ALLOWED_CLASSES:
             return getattr(_ALLOWED_MODULES[module], name)
@@ -89,13 +91,13 @@ def read_metadata(path: Path) -> metadata.Metadata:
             checkpoint.
     """
     try:
-        with (path / METADATA).open("rb") as file:
-            content = _MetadataUnpickler(io.BytesIO(file.read(_MAX_BYTES))).load()
+        with (path / METADATA_FILE).open("rb") as file:
+            content = _MetadataUnpickler(io.BytesIO(file.read(_MAX_METADATA_BYTES))).load()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(f"{path / METADATA} cannot be read: {reason}") from error
+        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {reason}") from error
     except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{path / METADATA} cannot be read: {error}") from error
+        raise CheckpointError(f"{path / METADATA_FILE} cannot be read: {error}") from error
     if not isinstance(content, metadata.Metadata) or not isinstance(content.storage_data, dict):
-        raise CheckpointError(f"{path / METADATA} describes no checkpoint")
+        raise CheckpointError(f"{path / METADATA_FILE} describes no checkpoint")
     return content

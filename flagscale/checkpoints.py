@@ -21,12 +21,15 @@ from typing import Any
 
 from flagscale.errors import CheckpointError
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Tracker file, as in Megatron-LM: holds the iteration of the newest checkpoint."""
-MANIFEST = "manifest.json"
-NAME = r"iter_([0-9]{7,})"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Tracker file, as in Megatron-LM: contains the iteration of the newest checkpoint."""
+MANIFEST_FILE = "manifest.json"
+"""Manifest in a checkpoint's directory: sizes and checksums of its files, and a seal (a checksum of
+the manifest itself).
+"""
+DIRECTORY_PATTERN = r"iter_([0-9]{7,})"
 """Name of a checkpoint's directory, as a regular expression that Python and bash both accept."""
-REQUIRED = ("metadata.json", ".metadata", "common.pt")
+REQUIRED_FILES = ("metadata.json", ".metadata", "common.pt")
 """Small files that every checkpoint has in addition to its tensors. Every rank reads them
 completely.
 """
@@ -34,7 +37,11 @@ completely.
 
 @dataclass(frozen=True)
 class LatestCheckpoint:
-    """Checkpoint to load: its path, the content of its manifest, and the checkpoints skipped."""
+    """Checkpoint to load.
+
+    ``content`` is its manifest, empty if it has none. ``skipped`` are the checkpoints that were
+    skipped, with reasons.
+    """
 
     path: Path
     iteration: int
@@ -53,10 +60,14 @@ class CheckpointDirectory:
         return self.root / f"iter_{iteration:07d}"
 
     def iterations(self) -> list[int]:
-        """List the iterations that have a directory, complete or not, newest first."""
+        """Return the iterations that have a directory, complete or not, newest first."""
         if not self.root.is_dir():
             return []
-        matches = (re.fullmatch(NAME, item.name) for item in self.root.iterdir() if item.is_dir())
+        matches = (
+            re.fullmatch(DIRECTORY_PATTERN, item.name)
+            for item in self.root.iterdir()
+            if item.is_dir()
+        )
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def find_latest(self, *, verify_without_manifest: bool = True) -> LatestCheckpoint | None:
@@ -73,38 +84,45 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: there are checkpoints, but none is complete.
         """
-        tracked, remark = self._read_tracker()
+        tracked_iteration, remark = self._read_tracker()
         skipped = [remark] if remark else []
         for iteration in self.iterations():
             path = self.path(iteration)
-            if tracked is not None and iteration > tracked:
-                skipped.append(f"{path.name}: newer than {TRACKER} says ({tracked})")
+            if tracked_iteration is not None and iteration > tracked_iteration:
+                skipped.append(f"{path.name}: newer than {TRACKER_FILE} says ({tracked_iteration})")
                 continue
             try:
                 content = check_complete(path, verify_without_manifest=verify_without_manifest)
             except CheckpointError as error:
                 skipped.append(f"{path.name}: {error.message}")
                 continue
-            if tracked is not None and iteration < tracked and not self.path(tracked).exists():
-                skipped.append(f"{self.path(tracked).name}: missing, although {TRACKER} names it")
+            if (
+                tracked_iteration is not None
+                and iteration < tracked_iteration
+                and not self.path(tracked_iteration).exists()
+            ):
+                skipped.append(
+                    f"{self.path(tracked_iteration).name}: missing, although "
+                    f"{TRACKER_FILE} names it"
+                )
             return LatestCheckpoint(path, iteration, content, tuple(skipped))
         if not skipped:
             return None
-        listed = "\n  ".join(skipped)
+        skipped_lines = "\n  ".join(skipped)
         raise CheckpointError(
-            f"{self.root}: holds no whole checkpoint:\n  {listed}",
+            f"{self.root}: holds no whole checkpoint:\n  {skipped_lines}",
             hint="remove the damaged directories to start from step 0, or load from elsewhere",
         )
 
     def _read_tracker(self) -> tuple[int | None, str | None]:
         """Return the iteration in the tracker file, and a remark if it holds something else."""
         try:
-            text = (self.root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+            text = (self.root / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None, None
         if text.isdecimal():
             return int(text), None
-        return None, f"{TRACKER}: holds {text[:40]!r}, expected an iteration; not followed"
+        return None, f"{TRACKER_FILE}: holds {text[:40]!r}, expected an iteration; not followed"
 
 
 def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[str, Any]:
@@ -121,9 +139,9 @@ def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[
         CheckpointError: names the first file that is missing, has another size or was changed.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         seal = manifest.pop("seal", None)
-        changed = seal not in (None, compute_seal(manifest))
+        is_changed = seal not in (None, compute_seal(manifest))
         digests = dict(manifest.pop("digests", {}))
         sizes = {str(name): int(size) for name, size in manifest.pop("files").items()}
     except FileNotFoundError:
@@ -131,9 +149,9 @@ def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[
             _check_without_manifest(path)
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if changed:
-        raise CheckpointError(f"{MANIFEST} is not as it was written")
+        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {error}") from error
+    if is_changed:
+        raise CheckpointError(f"{MANIFEST_FILE} is not as it was written")
     for name, size in sizes.items():
         _check_size(path, name, size, exact=True)
     for name, expected_digest in digests.items():
@@ -143,9 +161,9 @@ def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[
 
 
 def _check_without_manifest(path: Path) -> None:
-    for name in REQUIRED:
+    for name in REQUIRED_FILES:
         if not (path / name).is_file():
-            raise CheckpointError(f"{name} is missing, and there is no {MANIFEST}")
+            raise CheckpointError(f"{name} is missing, and there is no {MANIFEST_FILE}")
     from flagscale.checkpoint_metadata import read_metadata
 
     storage = read_metadata(path).storage_data
@@ -179,7 +197,7 @@ def hash_file(path: Path) -> str:
 
 
 def compute_seal(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's values, in hexadecimal."""
+    """Return a manifest's seal: the SHA-256 of its values, in hexadecimal."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 

@@ -1,4 +1,6 @@
-"""The ``flagscale`` command: one subcommand per action, and the tools."""
+"""The ``flagscale`` command: one subcommand per action of :mod:`flagscale.config.actions`, and the
+tools.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flagscale import __version__
 from flagscale.cli_errors import run_command
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
-from flagscale.config.documented import kinds
+from flagscale.config.documented import key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launcher.entry import add_sweep_options, run_action, run_sweep_action
@@ -46,9 +48,9 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_RUNS = "list your runs: state, step, age and directory"
-_REPORT = "write a run's page, or one of several side by side: curves, events, hosts, failure"
-_PATCHING = {
+_RUNS_HELP = "list your runs: state, step, age and directory"
+_REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
+_PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
     "patch-status": ("main_status", "show the patches that are applied to a backend's source"),
@@ -65,10 +67,10 @@ def _dispatch(argv: list[str]) -> int:
     """Run the subcommand of a command line, and return its exit code."""
     if argv[:2] == ["config", "explain"]:
         argv = argv[1:]
-    if argv[:1] and argv[0] in _PATCHING:
+    if argv[:1] and argv[0] in _PATCH_COMMANDS:
         # These parse their own options.
         function: Callable[[list[str]], int] = getattr(
-            import_module("flagscale.patching.cli"), _PATCHING[argv[0]][0]
+            import_module("flagscale.patching.cli"), _PATCH_COMMANDS[argv[0]][0]
         )
         return function(argv[1:])
     if argv[:1] == ["convert"]:
@@ -86,8 +88,8 @@ def _dispatch(argv: list[str]) -> int:
         parser.print_help()
         return 2
     options, overrides = parser.parse_known_args(argv)
-    do: Callable[[argparse.Namespace, list[str]], int] = options.do
-    return do(options, overrides)
+    handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
+    return handler(options, overrides)
 
 
 def _create_parser() -> argparse.ArgumentParser:
@@ -101,12 +103,12 @@ def _create_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
         subparser = commands.add_parser(action.name, help=action.help, description=action.help)
-        subparser.set_defaults(do=_run_action)
+        subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
     explain = commands.add_parser("explain", help="show the meaning of a configuration key")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
-    explain.set_defaults(do=_explain_key)
-    runs = commands.add_parser("runs", help=_RUNS, description=_RUNS)
+    explain.set_defaults(handler=_explain_key)
+    runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
     runs.add_argument(
         "run",
         nargs="?",
@@ -115,8 +117,8 @@ def _create_parser() -> argparse.ArgumentParser:
     )
     runs.add_argument("--all", "-a", action="store_true", help="include runs that ended long ago")
     runs.add_argument("--json", action="store_true", help="print JSON, for programs")
-    runs.set_defaults(do=_list_runs)
-    report = commands.add_parser("report", help=_REPORT, description=_REPORT)
+    runs.set_defaults(handler=_list_runs)
+    report = commands.add_parser("report", help=_REPORT_HELP, description=_REPORT_HELP)
     report.add_argument(
         "runs",
         nargs="+",
@@ -131,9 +133,9 @@ def _create_parser() -> argparse.ArgumentParser:
         help="output file (default: report_<run id>.html in the current directory)",
     )
     report.add_argument("--open", action="store_true", help="show it in a browser")
-    report.set_defaults(do=_write_report)
+    report.set_defaults(handler=_write_report)
     version = commands.add_parser("version", help="print the version")
-    version.set_defaults(do=_print_version)
+    version.set_defaults(handler=_print_version)
     commands.add_parser(
         "comm",
         help="communication backends: list, bench, groups, pipeline, agreement, tune",
@@ -149,7 +151,7 @@ def _create_parser() -> argparse.ArgumentParser:
         help="convert a model between Hugging Face and training checkpoints",
         add_help=False,
     )
-    for name, (_, help_text) in _PATCHING.items():
+    for name, (_, help_text) in _PATCH_COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)
     return parser
 
@@ -164,12 +166,12 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
-        base = kinds(Options)[name].base
-        if base is bool:
+        value_type = key_types(Options)[name].base
+        if value_type is bool:
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
             parser.add_argument(
-                *flags, type=_parse_natural if base is int else str, help=option.help
+                *flags, type=_parse_natural if value_type is int else str, help=option.help
             )
     if action.purpose is not None:
         add_sweep_options(parser)
@@ -204,32 +206,36 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
     action = ACTIONS[options.command]
-    unknown = [text for text in extra_words if text.startswith("-") or action.purpose is None]
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {action.name} -h")
+    unknown_options = [
+        text for text in extra_words if text.startswith("-") or action.purpose is None
+    ]
+    if unknown_options:
+        raise ConfigError(
+            f"unknown option {unknown_options[0]}", hint=f"flagscale {action.name} -h"
+        )
     values = {name: getattr(options, name) for name in action.options}
-    specified = {name: value for name, value in values.items() if value is not None}
+    given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
-        return call_function(action.function, Options(action=action.name, **specified))
+        return call_function(action.function, Options(action=action.name, **given_options))
     overrides = [*options.overrides, *extra_words]
     is_sweep = options.multirun or options.jobs is not None
     if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
-        run_options = Options(action=action.name, **specified)
+        run_options = Options(action=action.name, **given_options)
         return call_function(
             "flagscale.launcher.run_commands:run_named_action", options.config, run_options
         )
-    _refuse_action(overrides, action)
+    _reject_action_override(overrides, action)
     overrides.append(f"action={action.name}")
-    overrides += [f"{name}={to_word(value)}" for name, value in specified.items()]
+    overrides += [f"{name}={to_word(value)}" for name, value in given_options.items()]
     config = Path(options.config)
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
     return run_action(config.parent.absolute(), config.name, overrides)
 
 
-def _refuse_action(overrides: Sequence[str], action: Action) -> None:
+def _reject_action_override(overrides: Sequence[str], action: Action) -> None:
     """Raise an error for an override ``action=…``, because the subcommand is the action."""
     from flagscale.config.overrides import parse_override
 
@@ -257,15 +263,15 @@ def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
 def _list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.launcher.listing import list_runs
 
-    return list_runs(options.run, everything=options.all, as_json=options.json)
+    return list_runs(options.run, include_old=options.all, as_json=options.json)
 
 
-def _write_report(options: argparse.Namespace, rest: list[str]) -> int:
+def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     from flagscale.report.command import write_report
 
-    if unknown := [text for text in rest if text.startswith("-")]:
-        raise ConfigError(f"unknown option {unknown[0]}", hint="flagscale report -h")
-    arguments = [*options.runs, *rest]
+    if unknown_options := [text for text in extra_words if text.startswith("-")]:
+        raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
+    arguments = [*options.runs, *extra_words]
     overrides = [
         text
         for text in arguments
@@ -275,8 +281,8 @@ def _write_report(options: argparse.Namespace, rest: list[str]) -> int:
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
     states = [_find_run(text, overrides) for text in arguments if text not in overrides]
-    distinct = {(state.run_id, state.exp_dir): state for state in states}
-    return write_report(list(distinct.values()), options.output, show=options.open)
+    distinct_states = {(state.run_id, state.exp_dir): state for state in states}
+    return write_report(list(distinct_states.values()), options.output, show=options.open)
 
 
 def _find_run(text: str, overrides: Sequence[str]) -> RunState:

@@ -16,15 +16,15 @@ from flagscale.errors import FlagscaleError
 class Interrupted(KeyboardInterrupt):
     """A signal asked this program to end. ``exit_code`` is 128 plus the signal's number."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.exit_code = 128 + number
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"signal {signal_number}")
+        self.exit_code = 128 + signal_number
 
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a command and return its exit code, printing the message of a user error."""
     try:
-        code = command()
+        exit_code = command()
         sys.stdout.flush()
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,7 +53,7 @@ def run_command(command: Callable[[], int]) -> int:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    return code
+    return exit_code
 
 
 def has_no_reader(stream: TextIO) -> bool:

@@ -3,9 +3,13 @@
 Every error that a user can cause or encounter derives from :class:`FlagscaleError`. The command
 line prints its message, without a traceback, and exits with its ``exit_code``:
 
-==  ===================================================== 0   success 1   the job failed 2   the
-configuration is invalid 3   a host or a scheduler could not be reached 4   a benchmark fell
-below its baseline ==  =====================================================
+==  ==================================================
+0   success
+1   the job failed
+2   the configuration is invalid
+3   a host or a scheduler could not be reached
+4   a benchmark fell below its baseline
+==  ==================================================
 
 A message contains the actual value, the expected one and, where it helps, the next step to take.
 """
@@ -47,9 +51,9 @@ class Problem:
     where: str | None = None
 
     def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        key = f"{self.key}: " if self.key else ""
-        return f"{place}{key}{self.message}"
+        location_prefix = f"{self.where}: " if self.where else ""
+        key_prefix = f"{self.key}: " if self.key else ""
+        return f"{location_prefix}{key_prefix}{self.message}"
 
 
 class ConfigError(FlagscaleError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,8 +14,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-PRIVATE_DIRECTORY = 0o700
-PRIVATE_FILE = 0o600
+PRIVATE_DIRECTORY_MODE = 0o700
+PRIVATE_FILE_MODE = 0o600
 
 
 def cache_directory() -> Path:
@@ -27,15 +29,62 @@ def make_private_directory(path: Path) -> None:
 
     Existing directories keep their mode, because they may be shared on purpose.
     """
-    missing = []
+    missing_directories = []
     while not path.exists():
-        missing.append(path)
+        missing_directories.append(path)
         path = path.parent
-    for directory in reversed(missing):
-        directory.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+    for directory in reversed(missing_directories):
+        directory.mkdir(mode=PRIVATE_DIRECTORY_MODE, exist_ok=True)
 
 
-def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bool = True) -> None:
+def require_private(directory: Path) -> None:
+    """Check that no other user can replace or redirect the files of a directory.
+
+    Raises:
+        PermissionError: The directory is a symbolic link, belongs to another user, or is writable
+            by every user.
+    """
+    status = directory.lstat()
+    # The owner of new files is not always this user: some file systems map root to another one.
+    with tempfile.TemporaryFile(dir=directory) as file:
+        own_uid = os.fstat(file.fileno()).st_uid
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a symbolic link"
+    elif status.st_uid != own_uid:
+        problem = f"belongs to another user ({_user_name(status.st_uid)})"
+    elif status.st_mode & stat.S_IWOTH:
+        problem = "is writable by every user"
+    else:
+        return
+    raise PermissionError(errno.EPERM, problem, str(directory))
+
+
+def _user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def require_trusted_file(path: Path, directory: Path) -> None:
+    """Check that a file was written by this user or by the owner of ``directory``.
+
+    Raises:
+        PermissionError: The file is a symbolic link, or belongs to a third user.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(errno.EPERM, "is a symbolic link", str(path))
+    if status.st_uid not in (os.geteuid(), directory.stat().st_uid):
+        problem = f"belongs to another user ({_user_name(status.st_uid)})"
+        raise PermissionError(errno.EPERM, problem, str(path))
+
+
+def write_atomic(
+    path: Path, text: str, mode: int = PRIVATE_FILE_MODE, *, durable: bool = True
+) -> None:
     """Replace a file's content atomically, so that readers see either the old or the new content.
 
     ``durable`` extends this to a loss of power, at the cost of an fsync.
@@ -44,7 +93,7 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
-            _keep_owner(file.fileno(), path)
+            _copy_owner(file.fileno(), path)
             file.write(text)
             file.flush()
             if durable:
@@ -57,7 +106,7 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
         raise
 
 
-def _keep_owner(descriptor: int, path: Path) -> None:
+def _copy_owner(descriptor: int, path: Path) -> None:
     """Give a file the owner of the file that it replaces.
 
     If root ends or inspects a run of another user, that user must still be able to read its
@@ -79,6 +128,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Write an object as JSON, atomically; see :func:`write_atomic`."""
     write_atomic(path, format_json(record), durable=durable)
 
 
@@ -123,8 +173,8 @@ def to_plain(value: Any) -> Any:
     Dataclasses become objects whose keys are the field names. Inverse:
     :func:`flagscale.records.from_record`.
     """
-    kind = type(value)
-    if kind is str or value is None or kind is int:
+    value_type = type(value)
+    if value_type is str or value is None or value_type is int:
         return value
     if is_dataclass(value):
         return {name: to_plain(inner) for name, inner in vars(value).items()}

@@ -28,13 +28,14 @@ WRITTEN_BY_RANK = {"written": True}
 _MAX_INTEGER = 1 << 63
 
 
-def from_record(kind: type[_T], record: object) -> _T | None:
-    """Convert a record to the dataclass ``kind``; None if a field is missing or has another type.
+def from_record(record_type: type[_T], record: object) -> _T | None:
+    """Convert a record (the value of a JSON text) to the dataclass ``record_type``; None if a field
+    is missing or has another type.
 
     Nested dataclasses are converted too. Additional keys of the record are ignored.
     """
     try:
-        return cast(_T, _build_reader(cast(Any, kind))(record))
+        return cast(_T, _build_reader(cast(Any, record_type))(record))
     except (ValueError, OverflowError):
         return None
 
@@ -44,19 +45,20 @@ def encode(value: Any) -> str:
     return json.dumps(to_plain(value))
 
 
-def decode(kind: type[_T], text: str | bytes) -> _T:
+def decode(record_type: type[_T], text: str | bytes) -> _T:
     """Convert the result of :func:`encode` back.
 
     Raises:
-        ConfigError: the text is no valid ``kind``: it comes from another version or was truncated.
+        ConfigError: the text is no valid ``record_type``: it comes from another version or was
+            truncated.
     """
     try:
-        value = from_record(kind, json.loads(text))
+        value = from_record(record_type, json.loads(text))
     except (ValueError, RecursionError):
         value = None
     if value is None:
         raise ConfigError(
-            f"what this host was told to run is no {kind.__name__}",
+            f"the data sent to this host is not a valid {record_type.__name__}",
             hint="flagscale must be of one version on every host",
         )
     return value
@@ -128,22 +130,24 @@ def _build_tuple_reader(readers: Sequence[_Reader]) -> _Reader:
     return read
 
 
-def _build_object_reader(kind: Callable[..., Any], readers: list[tuple[str, _Reader]]) -> _Reader:
+def _build_object_reader(
+    record_type: Callable[..., Any], readers: list[tuple[str, _Reader]]
+) -> _Reader:
     def read(value: Any) -> Any:
         record = _require_type(dict, value)
         if any(name not in record for name, _ in readers):
             raise ValueError("not all of its fields")
-        return kind(**{name: reader(record[name]) for name, reader in readers})
+        return record_type(**{name: reader(record[name]) for name, reader in readers})
 
     return read
 
 
-def _require_type(kind: type, value: Any) -> Any:
+def _require_type(expected_type: type, value: Any) -> Any:
     """Return the value if its type is exactly ``kind``, so that True is no integer. Raises
     :class:`ValueError`.
     """
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is no {kind.__name__}")
+    if type(value) is not expected_type:
+        raise ValueError(f"{value!r} is no {expected_type.__name__}")
     return value
 
 
@@ -171,19 +175,22 @@ _SCALAR_READERS: dict[Any, _Reader] = {
 
 
 def relocate_outputs(value: _T, relocate: Callable[[Path], Path]) -> _T:
-    """Return a copy of ``value`` in which ``relocate`` has replaced every path that a rank
-    writes."""
+    """Return a copy of the dataclass ``value`` in which ``relocate`` has replaced every path that a
+    rank writes (fields with :data:`WRITTEN_BY_RANK`).
+    """
 
-    def convert(part: Any, written: bool) -> Any:
+    def convert(part: Any, is_written: bool) -> Any:
         if isinstance(part, tuple):
-            return tuple(convert(item, written) for item in part)
+            return tuple(convert(item, is_written) for item in part)
         if isinstance(part, Path):
-            return relocate(part) if written else part
+            return relocate(part) if is_written else part
         if not is_dataclass(part) or isinstance(part, type):
             return part
-        marked = fields(part)
-        changed = {f.name: convert(getattr(part, f.name), "written" in f.metadata) for f in marked}
+        part_fields = fields(part)
+        changed = {
+            f.name: convert(getattr(part, f.name), "written" in f.metadata) for f in part_fields
+        }
         return replace(part, **changed)
 
-    result: _T = convert(value, written=False)
+    result: _T = convert(value, is_written=False)
     return result

@@ -76,8 +76,7 @@ class Registry:
 
         Raises:
             ConfigError: the name is unknown, or the object fails to load or is no ``kind``. The
-                message
-                names the package, and its ``hint`` is the remedy.
+                message names the package, and its ``hint`` is the remedy.
         """
         if name in self.builtin:
             return self.load(name)()
@@ -86,8 +85,8 @@ class Registry:
         entry_point = self._installed_entry_points()[name]
         package = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
-            loaded = entry_point.load()
-            instance = loaded() if isinstance(loaded, type) else loaded
+            loaded_object = entry_point.load()
+            instance = loaded_object() if isinstance(loaded_object, type) else loaded_object
         except Exception as error:
             message = f"{package}: {type(error).__name__}: {error}"
             raise ConfigError(message, hint=f"repair or remove {package}") from error

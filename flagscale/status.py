@@ -52,7 +52,7 @@ TRAINING = "in training"
 BUSY_ACTIVITIES = ("starting", "evaluating", "saving a checkpoint", "ending")
 """Activities of a rank that advance no step."""
 
-_PROGRESS_BYTES = 96
+_PROGRESS_LINE_BYTES = 96
 
 EVENTS = (
     "started",
@@ -93,17 +93,22 @@ class StatusWriter:
     """
 
     def __init__(self, directory: Path | None, rank: int) -> None:
-        self._descriptor: int | None = None
-        self._progress: int | None = None
+        self._events_descriptor: int | None = None
+        self._progress_descriptor: int | None = None
         if directory is None:
             return
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = directory / f"rank_{rank}.jsonl"
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._progress = os.open(progress_path(directory, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._events_descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._progress_descriptor = os.open(
+            progress_path(directory, rank), os.O_WRONLY | os.O_CREAT, 0o600
+        )
 
     @classmethod
     def from_environment(cls, rank: int) -> StatusWriter:
+        """Return the writer for the directory in ``FLAGSCALE_STATUS_DIR``; without it, nothing is
+        written.
+        """
         directory = os.environ.get(STATUS_DIR_VARIABLE)
         return cls(Path(directory) if directory else None, rank)
 
@@ -114,12 +119,12 @@ class StatusWriter:
         """
         if event not in EVENTS:
             raise ValueError(f"unknown status event {event!r}")
-        if self._descriptor is None:
+        if self._events_descriptor is None:
             return
         known_fields = {name: value for name, value in fields.items() if value is not None}
         line = json.dumps({"time": round(time.time(), 3), "event": event, **known_fields})
         try:
-            os.write(self._descriptor, line.encode() + b"\n")
+            os.write(self._events_descriptor, line.encode() + b"\n")
         except OSError:
             return
 
@@ -129,11 +134,11 @@ class StatusWriter:
 
         Call it at every step: it costs one small write to a file in memory.
         """
-        if self._progress is None:
+        if self._progress_descriptor is None:
             return
-        line = json.dumps({"step": step, "doing": doing}).encode().ljust(_PROGRESS_BYTES - 1)
+        line = json.dumps({"step": step, "doing": doing}).encode().ljust(_PROGRESS_LINE_BYTES - 1)
         try:
-            os.pwrite(self._progress, line[: _PROGRESS_BYTES - 1] + b"\n", 0)
+            os.pwrite(self._progress_descriptor, line[: _PROGRESS_LINE_BYTES - 1] + b"\n", 0)
         except OSError:
             return
 
@@ -156,6 +161,7 @@ def read_progress(directory: Path, rank: int) -> Progress | None:
 
 
 def progress_path(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's progress file."""
     return directory / f"rank_{rank}.place"
 
 

@@ -19,7 +19,7 @@ class Subcommand:
     """
 
     module: str
-    about: str
+    summary: str
     leading_arguments: tuple[str, ...] = ()
     usage: str = "..."
     explain_unavailable: Callable[[], str | None] = lambda: None
@@ -27,7 +27,7 @@ class Subcommand:
 
 def run_group(
     prog: str,
-    about: str,
+    summary: str,
     commands: Mapping[str, Subcommand],
     arguments: Sequence[str],
     *,
@@ -39,10 +39,10 @@ def run_group(
     Raises:
         FlagscaleError: a user error.
     """
-    lines = [f"  {f'{name} {c.usage}':15} {c.about}" for name, c in commands.items()]
+    lines = [f"  {f'{name} {c.usage}':15} {c.summary}" for name, c in commands.items()]
     parser = argparse.ArgumentParser(
         prog=prog,
-        description=about,
+        description=summary,
         epilog="\n".join(["commands", *lines, f"each has a --help of its own{epilog}"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,5 +56,5 @@ def run_group(
     if problem := command.explain_unavailable():
         raise ConfigError(f"{prog} {name}: {problem}")
     main = import_module(command.module).main
-    code: int = main([*command.leading_arguments, *arguments[1:]], prog=f"{prog} {name}")
-    return code
+    exit_code: int = main([*command.leading_arguments, *arguments[1:]], prog=f"{prog} {name}")
+    return exit_code

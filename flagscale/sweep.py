@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from flagscale.launcher.planning.model import LaunchPlan
 
 PHASE_NOT_STARTED = "not started"
-_TERMINATED = 143
+_SIGTERM_EXIT_CODE = 143
 # Maximum time for a run that failed at its start to end.
-_ENDING_SECONDS = 60.0
+_MAX_ENDING_SECONDS = 60.0
 _POLL_INTERVAL_SECONDS = 0.2
 _MAX_CONCURRENT_STOPS = 32
 """Maximum number of runs that are ended concurrently."""
@@ -45,16 +45,16 @@ _MAX_CONCURRENT_STOPS = 32
 class SweepRun:
     """Run of a sweep.
 
-    ``trouble`` is the reason why it was not started or failed. ``code`` is the exit code that the
-    command would have had for this run alone.
+    ``failure_reason`` is the reason why it was not started or failed. ``exit_code`` is the exit
+    code that the command would have had for this run alone.
     """
 
     combination: Combination
     experiment: Experiment
     state: RunState | None = None
     snapshot: Snapshot | None = None
-    trouble: str = ""
-    code: int = 0
+    failure_reason: str = ""
+    exit_code: int = 0
 
     @property
     def phase(self) -> str:
@@ -67,14 +67,14 @@ class SweepRun:
         """Record the last snapshot."""
         self.snapshot = snapshot
         if snapshot.failure is not None:
-            self.trouble = snapshot.failure.headline()
+            self.failure_reason = snapshot.failure.headline()
         if snapshot.phase is Phase.STOPPED:
-            self.code = snapshot.exit_code or _TERMINATED
+            self.exit_code = snapshot.exit_code or _SIGTERM_EXIT_CODE
         elif snapshot.phase in (Phase.FAILED, Phase.LOST):
-            self.code = snapshot.exit_code or 1
+            self.exit_code = snapshot.exit_code or 1
 
-    def get_figures(self) -> dict[str, Any]:
-        """Return the known results."""
+    def get_metrics(self) -> dict[str, Any]:
+        """Return the last known metrics."""
         names = ("step", "loss", "tokens_per_second")
         return {name: getattr(self.snapshot, name, None) for name in names}
 
@@ -83,9 +83,9 @@ class SweepRun:
             "values": {value.key: value.text for value in self.combination.values},
             "state": self.phase,
             "run_id": self.state.run_id if self.state is not None else None,
-            **self.get_figures(),
-            "exit_code": self.code,
-            "trouble": self.trouble,
+            **self.get_metrics(),
+            "exit_code": self.exit_code,
+            "trouble": self.failure_reason,
             "exp_dir": str(self.experiment.exp_dir),
         }
 
@@ -93,12 +93,14 @@ class SweepRun:
 def run_sweep(directory: Path, name: str, overrides: Sequence[str], jobs: int) -> int:
     """Do the configuration's ``action`` with every run of a sweep; return the worst exit code.
 
+    ``jobs`` is the maximum number of runs that are alive at a time.
+
     Raises:
         ConfigError: any run's configuration is wrong; nothing has started then.
     """
     sweep_spec = expand_sweep(overrides)
-    loaded = load_combinations(directory, name, sweep_spec, None)
-    options = loaded[0].options
+    loaded_configs = load_combinations(directory, name, sweep_spec, None)
+    options = loaded_configs[0].options
     if options.action not in _ACTIONS:
         supported = (
             f"with -m there are {', '.join(_ACTIONS)}{did_you_mean(options.action, _ACTIONS)}"
@@ -112,8 +114,8 @@ def run_sweep(directory: Path, name: str, overrides: Sequence[str], jobs: int) -
             [Problem(name, "is of one run; with -m there is json") for name in single_run_options]
         )
     rows = [
-        SweepRun(combination, each.experiment)
-        for combination, each in zip(sweep_spec.combinations, loaded, strict=True)
+        SweepRun(combination, loaded.experiment)
+        for combination, loaded in zip(sweep_spec.combinations, loaded_configs, strict=True)
     ]
     return _ACTIONS[options.action](sweep_spec, rows, options, jobs)
 
@@ -122,28 +124,27 @@ def run_sweep(directory: Path, name: str, overrides: Sequence[str], jobs: int) -
 
 
 class _SweepLauncher:
-    """Launches runs one after the other, at most ``jobs`` alive at a time, each awaited by a
-    thread.
+    """Launches runs one after the other, at most ``jobs`` alive at a time; a thread waits for each.
 
     The threads are daemons: the runs they wait for are ended before the program ends.
     """
 
     def __init__(self, rows: Sequence[SweepRun], jobs: int) -> None:
         self._rows = rows
-        self._started: list[SweepRun] = []
-        self._working = min(jobs, len(rows))
+        self._started_runs: list[SweepRun] = []
+        self._active_threads = min(jobs, len(rows))
         self._stopping = threading.Event()
-        self._noted: set[str] = set()
+        self._printed_notes: set[str] = set()
         self._lock = threading.Lock()
 
     def run(self) -> None:
         """Wait until all runs have ended. Ctrl-C ends the live ones and starts no others."""
         actions.interrupt_on_signals()
-        for _ in range(self._working):
+        for _ in range(self._active_threads):
             threading.Thread(target=self._launch_until_done, daemon=True).start()
         try:
             # Some Pythons consider a thread ended if its join was interrupted, so poll a counter.
-            while self._working:
+            while self._active_threads:
                 time.sleep(_POLL_INTERVAL_SECONDS)
         except KeyboardInterrupt:
             self._stopping.set()
@@ -153,51 +154,53 @@ class _SweepLauncher:
 
     def _stop_started(self) -> None:
         """End the started runs, and those being started as soon as they have a state."""
-        ending: dict[str, threading.Thread] = {}
-        lost: list[str] = []
+        stop_threads: dict[str, threading.Thread] = {}
+        failed_stops: list[str] = []
 
-        def end(state: RunState) -> None:
+        def stop_one(state: RunState) -> None:
             try:
                 stop_run(state)
             except FlagscaleError as error:
-                lost.append(state.run_id)
+                failed_stops.append(state.run_id)
                 log_line(f"warning: {error}")
 
         try:
-            while self._working > len(lost):
-                for state in [row.state for row in self._started if row.state is not None]:
-                    if state.run_id not in ending:
-                        thread = threading.Thread(target=end, args=(state,), daemon=True)
-                        ending[state.run_id] = thread
+            while self._active_threads > len(failed_stops):
+                for state in [row.state for row in self._started_runs if row.state is not None]:
+                    if state.run_id not in stop_threads:
+                        thread = threading.Thread(target=stop_one, args=(state,), daemon=True)
+                        stop_threads[state.run_id] = thread
                         thread.start()
                 time.sleep(_POLL_INTERVAL_SECONDS)
         except KeyboardInterrupt:
-            living = [run_id for run_id, thread in ending.items() if thread.is_alive()]
-            log_line(f"these may live on: {', '.join(living)}; `flagscale stop RUN` ends one")
+            live_runs = [run_id for run_id, thread in stop_threads.items() if thread.is_alive()]
+            log_line(f"these may live on: {', '.join(live_runs)}; `flagscale stop RUN` ends one")
             raise
 
     def _launch_until_done(self) -> None:
         try:
             while (row := self._take_next()) is not None:
                 self._launch_one(row)
-                self._print_progress(row, f"{row.phase}{f': {row.trouble}' if row.trouble else ''}")
+                self._print_progress(
+                    row, f"{row.phase}{f': {row.failure_reason}' if row.failure_reason else ''}"
+                )
         finally:
             with self._lock:
-                self._working -= 1
+                self._active_threads -= 1
 
     def _take_next(self) -> SweepRun | None:
         """Return the next run to start, or None if there is none."""
         with self._lock:
-            if self._stopping.is_set() or len(self._started) == len(self._rows):
+            if self._stopping.is_set() or len(self._started_runs) == len(self._rows):
                 return None
-            row = self._rows[len(self._started)]
-            self._started.append(row)
+            row = self._rows[len(self._started_runs)]
+            self._started_runs.append(row)
         self._print_progress(row, f"starts in {row.experiment.exp_dir}")
         return row
 
-    def _print_progress(self, row: SweepRun, what: str) -> None:
-        number, count = self._started.index(row) + 1, len(self._rows)
-        log_line(f"[{number:{len(str(count))}}/{count}] {row.combination}: {what}")
+    def _print_progress(self, row: SweepRun, text: str) -> None:
+        number, count = self._started_runs.index(row) + 1, len(self._rows)
+        log_line(f"[{number:{len(str(count))}}/{count}] {row.combination}: {text}")
 
     def _launch_one(self, row: SweepRun) -> None:
         """Launch one run and wait for its end."""
@@ -207,20 +210,20 @@ class _SweepLauncher:
             )
             row.record_snapshot(Run(state).wait())
         except JobError as error:
-            row.trouble, row.code = error.message.partition("\n")[0], error.exit_code
+            row.failure_reason, row.exit_code = error.message.partition("\n")[0], error.exit_code
             if row.state is not None:
-                row.record_snapshot(Run(row.state).wait(_ENDING_SECONDS))
+                row.record_snapshot(Run(row.state).wait(_MAX_ENDING_SECONDS))
             if row.phase == Phase.STOPPED.value:
-                row.trouble = ""
+                row.failure_reason = ""
         except (FlagscaleError, OSError) as error:
-            row.trouble, row.code = str(error), getattr(error, "exit_code", 1)
+            row.failure_reason, row.exit_code = str(error), getattr(error, "exit_code", 1)
 
     def _print_note_once(self, text: str) -> None:
         """Print each distinct note once, because most runs have the same."""
         with self._lock:
-            new = text not in self._noted
-            self._noted.add(text)
-        if new:
+            is_new = text not in self._printed_notes
+            self._printed_notes.add(text)
+        if is_new:
             log_line(f"note: {text}")
 
 
@@ -229,7 +232,7 @@ def _run_all(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, jobs
         _SweepLauncher(rows, jobs).run()
     finally:
         _print_results(sweep_spec, rows, options)
-    return max(row.code for row in rows)
+    return max(row.exit_code for row in rows)
 
 
 # -- the others -----------------------------------------------------------------------------------
@@ -248,25 +251,25 @@ def _query_all(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, _j
 def _stop_all(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, _jobs: int) -> int:
     """End the live runs; return the worst exit code of those that could not be ended."""
 
-    def end(row: SweepRun) -> int:
+    def stop_one(row: SweepRun) -> int:
         row.state = runs.find_in_directory(row.experiment.exp_dir)
         try:
             if row.state is not None:
                 stop_run(row.state)
                 row.record_snapshot(Run(row.state).status())
         except FlagscaleError as error:
-            row.trouble = error.message
+            row.failure_reason = error.message
             return error.exit_code
         return 0
 
     with ThreadPoolExecutor(min(_MAX_CONCURRENT_STOPS, len(rows))) as pool:
-        codes = list(pool.map(end, rows))
+        exit_codes = list(pool.map(stop_one, rows))
     _print_results(sweep_spec, rows, options)
-    return max(codes)
+    return max(exit_codes)
 
 
 def _print_plans(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, _jobs: int) -> int:
-    """Print what would be started, and where."""
+    """Print the plan of each run: ranks, hosts and directory."""
     from flagscale.launcher.runners.base import runner_for_experiment
 
     plans = [runner_for_experiment(row.experiment).plan(row.experiment) for row in rows]
@@ -286,9 +289,9 @@ def _print_plans(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, 
 def _plan_record(row: SweepRun, plan: LaunchPlan) -> dict[str, Any]:
     hosts = [host.name for host in plan.hosts]
     record = row.to_json()
-    kept_fields = {name: record[name] for name in ("values", "exp_dir")}
+    row_fields = {name: record[name] for name in ("values", "exp_dir")}
     return {
-        **kept_fields,
+        **row_fields,
         "overrides": list(row.experiment.overrides),
         "hosts": hosts,
         "world_size": plan.world_size,
@@ -312,8 +315,8 @@ def _print_results(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options
     headings = ("state", "step", "loss", "tokens/s", "run", "directory")
     _print_table(sweep_spec, rows, headings, [_result_cells(row) for row in rows])
     for row in rows:
-        if row.trouble:
-            print(f"{row.combination}: {row.trouble}", file=sys.stderr)
+        if row.failure_reason:
+            print(f"{row.combination}: {row.failure_reason}", file=sys.stderr)
 
 
 def _print_json(records: Sequence[dict[str, Any]]) -> None:
@@ -321,12 +324,12 @@ def _print_json(records: Sequence[dict[str, Any]]) -> None:
 
 
 def _result_cells(row: SweepRun) -> list[str]:
-    step, loss, speed = row.get_figures().values()
+    step, loss, tokens_per_second = row.get_metrics().values()
     return [
         row.phase,
         "" if step is None else f"{step}",
         "" if loss is None else f"{loss:.4f}",
-        "" if speed is None else f"{speed:,.0f}",
+        "" if tokens_per_second is None else f"{tokens_per_second:,.0f}",
         row.state.run_id if row.state is not None else "",
         str(row.experiment.exp_dir),
     ]

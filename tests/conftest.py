@@ -1,4 +1,4 @@
-"""What every test can use."""
+"""Configuration of all tests: plug-ins, signals, state directory and hypothesis."""
 
 import atexit
 import os
@@ -10,17 +10,18 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["support.needs", "bed.plugin"]
 
-# A shell starts what it runs in the background without the one, nohup without the other, and
-# programs of tests would inherit it. A handler goes no further than this process.
+# A shell starts background commands with SIGINT ignored, and nohup with SIGHUP ignored. Programs
+# that tests start would inherit an ignored signal, but they do not inherit a handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# Runs of tests are none of the user's.
+# Keep the runs of tests out of the user's list of runs.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="flagscale-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-# How fast a machine makes up examples is no property of what they are for.
+# On a busy machine the generation of examples may be slow, which is not an error of the tested
+# code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")

@@ -1,8 +1,10 @@
-"""Base class of adapters. Imports torch only in methods that ranks call.
+"""Base class of the adapters, one per kind of device. Imports torch only in methods that ranks
+call.
 
 torch's own module of a kind of device (``torch.cuda``, ``torch.xpu``, ``torch.npu`` of a
 plug-in) implements most of the ranks' part, with the same function names for all kinds. An
 adapter therefore defines how its devices are named and detected, and overrides the differences.
+:mod:`.registry` finds the adapters.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from flagscale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_TIMEOUT_SECONDS = 20.0
+_COUNT_TIMEOUT_SECONDS = 20.0
 
 
 class Accelerator:
@@ -63,7 +65,7 @@ class Accelerator:
                 ["bash", "-c", script],
                 capture_output=True,
                 text=True,
-                timeout=_TIMEOUT_SECONDS,
+                timeout=_COUNT_TIMEOUT_SECONDS,
                 check=True,
             )
         except (OSError, subprocess.SubprocessError):
@@ -236,10 +238,10 @@ class Accelerator:
         return torch.empty(tuple(shape), dtype=dtype)
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """Context manager whose work runs on a side stream, always the same one.
+        """Context manager that runs its block's work on a side stream, always the same one.
 
         The work is ordered after earlier and before later work of the current stream. Work to be
-        captured in a graph must be warmed up on it.
+        captured in a graph must be warmed up on that stream.
         """
         return nullcontext()
 
@@ -250,8 +252,8 @@ class Accelerator:
         return None
 
     def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that repeats ``work`` at lower cost, as a graph if the device supports
-        graphs.
+        """Return a function that repeats ``work`` at lower cost: a graph replay if the device
+        supports graphs, otherwise ``work`` itself.
         """
         return work
 
@@ -260,17 +262,17 @@ class Accelerator:
         return None
 
     def bus_gb_per_second(self, product: str) -> float | None:
-        """Return the unidirectional bandwidth of a product's links to other devices of the host, in
-        1e9 bytes per second; None if unknown.
+        """Return the unidirectional bandwidth of a product's links to other devices of the host
+        (such as NVLink), in 1e9 bytes per second; None if unknown.
         """
         return None
 
     def supports_fp8(self, device: torch.device) -> bool:
-        """Return True if the device has 8-bit floating-point matrix products."""
+        """Return True if the device supports FP8 matrix multiplications (GEMMs)."""
         return False
 
     def supports_block_scaled_fp8(self, device: torch.device) -> bool:
-        """Return True if these products support a scale per block of 128 numbers.
+        """Return True if FP8 GEMMs support one scale per block of 128 elements.
 
         This is torch's ``scaled_mm`` with 1 x 128 blocks of the left operand, and 1 x 128 or 128
         x 128 blocks of the right one.

@@ -67,11 +67,13 @@ class Cpu(Accelerator):
         return None
 
     def supports_fp8(self, device: torch.device) -> bool:
-        """Return True: they are emulated, slow but correct."""
+        """Return True: FP8 GEMMs are emulated, slow but correct."""
         return True
 
     def supports_block_scaled_fp8(self, device: torch.device) -> bool:
-        """Return True: they are emulated (:mod:`flagscale.train.layers.fp8_blockwise`)."""
+        """Return True: block-scaled FP8 GEMMs are emulated
+        (:mod:`flagscale.train.layers.fp8_blockwise`).
+        """
         return True
 
 

@@ -52,8 +52,8 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "RTX 3090": 71.0,
     "V100": 125.0,
 }
-"""Peak dense 16-bit TFLOP/s with fp32 accumulation by part of the product's name; the first match
-counts.
+"""Peak dense 16-bit TFLOP/s with fp32 accumulation, by substring of the product's name; the first
+match counts.
 
 Source: NVIDIA's data sheets.
 """
@@ -96,8 +96,8 @@ MEMORY_GIB: Mapping[str, float] = {
     "RTX 3090": 23.5,
     "V100": 31.7,
 }
-"""Memory in GiB by part of the product's name, of the larger model where there are two; the first
-match counts.
+"""Memory in GiB by substring of the product's name, of the larger model where there are two; the
+first match counts.
 """
 
 MEMORY_GB_PER_SECOND: Mapping[str, float] = {
@@ -126,13 +126,14 @@ MEMORY_GB_PER_SECOND: Mapping[str, float] = {
     "RTX 3090": 936.0,
     "V100": 900.0,
 }
-"""Memory bandwidth in 1e9 bytes per second by part of the product's name; the first match counts.
+"""Memory bandwidth in 1e9 bytes per second by substring of the product's name; the first match
+counts.
 
 Source: NVIDIA's data sheets.
 """
 
 WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10", "RTX 3090", "V100")
-"""Products among those above without 8-bit floating-point matrix products: all before Ada."""
+"""Products among those above that do not support FP8 GEMMs: all before Ada."""
 
 
 @cache
@@ -143,8 +144,8 @@ def _get_side_stream(purpose: str) -> Any:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _find_by_part(table: Mapping[str, float], product: str) -> float | None:
-    return next((value for part, value in table.items() if part in product), None)
+def _find_by_substring(table: Mapping[str, float], product: str) -> float | None:
+    return next((value for name_part, value in table.items() if name_part in product), None)
 
 
 class Cuda(Accelerator):
@@ -194,18 +195,18 @@ class Cuda(Accelerator):
     def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Copy on a side stream into pinned memory."""
         tensor = tensor.contiguous()
-        host, stream = (
+        host_buffer, stream = (
             self.allocate_host_buffer(tensor.shape, tensor.dtype),
             _get_side_stream("copy_to_host"),
         )
         stream.wait_stream(self.module.current_stream())
         with self.module.stream(stream):
-            host.copy_(tensor, non_blocking=True)
+            host_buffer.copy_(tensor, non_blocking=True)
             # If `contiguous` made a copy, its memory must not be reused before the transfer is
             # done.
             tensor.record_stream(stream)
-            copied = stream.record_event()
-        return host, copied.synchronize
+            copy_event = stream.record_event()
+        return host_buffer, copy_event.synchronize
 
     def allocate_host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate pinned memory."""
@@ -243,17 +244,17 @@ class Cuda(Accelerator):
         return graph.replay
 
     def peak_tflops(self, product: str) -> float | None:
-        return _find_by_part(PEAK_TFLOPS, product)
+        return _find_by_substring(PEAK_TFLOPS, product)
 
     def memory_gib(self, product: str) -> float | None:
-        return _find_by_part(MEMORY_GIB, product)
+        return _find_by_substring(MEMORY_GIB, product)
 
     def memory_gb_per_second(self, product: str) -> float | None:
-        return _find_by_part(MEMORY_GB_PER_SECOND, product)
+        return _find_by_substring(MEMORY_GB_PER_SECOND, product)
 
     def product_supports_fp8(self, product: str) -> bool | None:
-        part = next((part for part in PEAK_TFLOPS if part in product), None)
-        return None if part is None else part not in WITHOUT_FP8
+        name_part = next((part for part in PEAK_TFLOPS if part in product), None)
+        return None if name_part is None else name_part not in WITHOUT_FP8
 
     def bus_gb_per_second(self, product: str) -> float | None:
         return next(

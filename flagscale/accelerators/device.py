@@ -1,4 +1,4 @@
-"""The device of a rank. Imports torch."""
+"""The device of a rank: an adapter (:mod:`.base`) with a ``torch.device``. Imports torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Device:
         Raises:
             ConfigError: no kind has devices of this type.
         """
-        kinds = [a for a in list_accelerators() if a.torch_type == torch_device.type]
-        named = [a for a in kinds if a.name == torch_device.type]
-        adapter = next(iter((*named, *kinds)), None)
+        same_type = [a for a in list_accelerators() if a.torch_type == torch_device.type]
+        same_name = [a for a in same_type if a.name == torch_device.type]
+        adapter = next(iter((*same_name, *same_type)), None)
         return cls(adapter or get_accelerator(torch_device.type), torch_device)
 
     @property
@@ -67,12 +67,12 @@ class Device:
 
     @property
     def supports_fp8(self) -> bool:
-        """True if it has 8-bit floating-point matrix products."""
+        """True if it supports FP8 GEMMs."""
         return self.accelerator.supports_fp8(self.torch_device)
 
     @property
     def supports_block_scaled_fp8(self) -> bool:
-        """True if these products support a scale per block of 128 numbers."""
+        """True if its FP8 GEMMs support one scale per block of 128 elements."""
         return self.accelerator.supports_block_scaled_fp8(self.torch_device)
 
     @property
@@ -123,9 +123,8 @@ def select_device(kind_or_auto: str, local_rank: int) -> Device:
     ``kind_or_auto`` is a kind, or ``auto``: the first kind that has devices here, else the CPU.
 
     Raises:
-        ConfigError: the kind is unknown, its adapter fails to load, or this machine has no such
-            device,
-            or fewer than ranks.
+        ConfigError: the kind is unknown, its adapter fails to load, or this machine has fewer such
+            devices than ranks.
     """
     global _current  # noqa: PLW0603 - per process, as torch's own current device
     accelerator = choose_accelerator(kind_or_auto)

@@ -17,7 +17,7 @@ from flagscale.accelerators.registry import (
     list_device_accelerators,
 )
 
-_SUFFIX = "_VISIBLE_DEVICES"
+_VARIABLE_SUFFIX = "_VISIBLE_DEVICES"
 # Read by the container runtime, not by the job: its value is `all` or uses the host's numbering.
 _CONTAINER_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
 
@@ -38,7 +38,10 @@ def count_visible_devices(environment: Mapping[str, str], kind: str = CPU) -> in
     counts = [
         _count_entries(value)
         for name, value in environment.items()
-        if (name in kind_by_variable or (name.endswith(_SUFFIX) and name != _CONTAINER_VARIABLE))
+        if (
+            name in kind_by_variable
+            or (name.endswith(_VARIABLE_SUFFIX) and name != _CONTAINER_VARIABLE)
+        )
         and kind in (CPU, kind_by_variable.get(name, kind))
     ]
     return min((count for count in counts if count is not None), default=None)

@@ -1,4 +1,7 @@
-"""Bootstrap intervals for statistics of samples that are not independent. Needs numpy."""
+"""Bootstrap confidence intervals for statistics of samples that are not independent.
+
+Needs numpy; :mod:`.statistics` does not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from flagscale.bench.statistics import Ratio
 _TAIL_RESAMPLES = 600
 _ROUND_RESAMPLES = 1000
 _CONFIDENCE = 0.95
-_BATCH = 50
+_RESAMPLE_BATCH = 50
 """Resamples that are drawn and evaluated at a time, to bound the memory."""
 
 
@@ -33,25 +36,27 @@ def tail_ratio_interval(
         resamples: number of bootstrap resamples.
     """
     count = len(times)
-    block = max(1, math.isqrt(count))
-    blocks = -(-count // block)
+    block_length = max(1, math.isqrt(count))
+    block_count = -(-count // block_length)
     generator = np.random.default_rng(seed)
     ratios = []
-    for first in range(0, resamples, _BATCH):
-        rows = min(_BATCH, resamples - first)
-        starts = generator.integers(count, size=(rows, blocks, 1))
-        chosen = (starts + np.arange(block)).reshape(rows, -1)[:, :count] % count
-        median, p99 = np.percentile(times[chosen], (50, 99), axis=1)
+    for batch_start in range(0, resamples, _RESAMPLE_BATCH):
+        rows = min(_RESAMPLE_BATCH, resamples - batch_start)
+        starts = generator.integers(count, size=(rows, block_count, 1))
+        indices = (starts + np.arange(block_length)).reshape(rows, -1)[:, :count] % count
+        median, p99 = np.percentile(times[indices], (50, 99), axis=1)
         ratios.append(p99 / median)
-    outside = (1 - _CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(ratios), (outside, 1 - outside))
+    tail_probability = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(np.concatenate(ratios), (tail_probability, 1 - tail_probability))
     return float(low), float(high)
 
 
 def group_by_round(values: Sequence[float], rounds: Sequence[int]) -> list[list[float]]:
     """Return the values of steps as one list per round."""
     pairs = zip(rounds, values, strict=True)
-    return [[value for _, value in some] for _, some in groupby(pairs, key=itemgetter(0))]
+    return [
+        [value for _, value in round_pairs] for _, round_pairs in groupby(pairs, key=itemgetter(0))
+    ]
 
 
 def percentile_ratio(
@@ -76,17 +81,29 @@ def percentile_ratio(
         seed: seed of the resampling.
     """
     value = float(np.percentile(numerators, percent) / np.percentile(denominators, percent))
-    tops, bottoms = group_by_round(numerators, rounds), group_by_round(denominators, rounds)
-    if len(tops) == 1:
-        tops, bottoms = [[x] for x in tops[0]], [[x] for x in bottoms[0]]
-    if len(tops) < 2:
+    numerator_rounds, denominator_rounds = (
+        group_by_round(numerators, rounds),
+        group_by_round(denominators, rounds),
+    )
+    if len(numerator_rounds) == 1:
+        numerator_rounds, denominator_rounds = (
+            [[x] for x in numerator_rounds[0]],
+            [[x] for x in denominator_rounds[0]],
+        )
+    if len(numerator_rounds) < 2:
         return Ratio(value, 0.0, math.inf)
     generator = np.random.default_rng(seed)
-    top_rounds, bottom_rounds = ([np.asarray(part) for part in parts] for parts in (tops, bottoms))
+    numerator_arrays, denominator_arrays = (
+        [np.asarray(values) for values in lists] for lists in (numerator_rounds, denominator_rounds)
+    )
     ratios = []
-    for chosen in generator.integers(len(tops), size=(_ROUND_RESAMPLES, len(tops))):
-        top = np.percentile(np.concatenate([top_rounds[i] for i in chosen]), percent)
-        bottom = np.percentile(np.concatenate([bottom_rounds[i] for i in chosen]), percent)
-        ratios.append(top / bottom)
+    for indices in generator.integers(
+        len(numerator_rounds), size=(_ROUND_RESAMPLES, len(numerator_rounds))
+    ):
+        numerator = np.percentile(np.concatenate([numerator_arrays[i] for i in indices]), percent)
+        denominator = np.percentile(
+            np.concatenate([denominator_arrays[i] for i in indices]), percent
+        )
+        ratios.append(numerator / denominator)
     low, high = np.percentile(ratios, (2.5, 97.5))
     return Ratio(value, float(low), float(high))

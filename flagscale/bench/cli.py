@@ -1,8 +1,8 @@
-"""``flagscale bench`` and ``flagscale comm``: the commands that measure, and the list of backends.
+"""Command groups ``flagscale bench`` and ``flagscale comm``: benchmarks, and the list of backends.
 
 Each command is the ``main`` of a benchmark's ``cli`` module. ``flagscale comm bench`` is another
-name of ``flagscale bench collectives``; ``groups``, ``pipeline`` and ``agreement`` have one name
-under both.
+name of ``flagscale bench collectives``; ``groups``, ``pipeline`` and ``agreement`` have the same
+name in both groups.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import partial
 from flagscale.comm.base import explain_missing_torch
 from flagscale.subcommands import Subcommand, run_group
 
-_LIST = Subcommand(
+_LIST_COMMAND = Subcommand(
     "flagscale.comm.listing",
     "every backend a YAML can name, and what is missing for it on this machine",
     usage="[--json]",
 )
-_COLLECTIVES = Subcommand("flagscale.bench.collectives.cli", "measure collectives")
-_COMMUNICATION = {
+_COLLECTIVES_COMMAND = Subcommand("flagscale.bench.collectives.cli", "measure collectives")
+_COMMUNICATION_COMMANDS = {
     "groups": Subcommand("flagscale.bench.groups.cli", "measure the creation of process groups"),
     "pipeline": Subcommand("flagscale.bench.pipeline.cli", "measure fsccl's pipelined schedules"),
     "agreement": Subcommand(
@@ -26,20 +26,20 @@ _COMMUNICATION = {
     ),
 }
 BENCH_COMMANDS = {
-    "collectives": _COLLECTIVES,
-    **_COMMUNICATION,
+    "collectives": _COLLECTIVES_COMMAND,
+    **_COMMUNICATION_COMMANDS,
     "traffic": Subcommand(
         "flagscale.bench.traffic.cli", "load a network to a calibrated tail latency"
     ),
     "training": Subcommand(
         "flagscale.bench.training.cli", "compare algorithms by training, with and without traffic"
     ),
-    "list": _LIST,
+    "list": _LIST_COMMAND,
 }
 COMM_COMMANDS = {
-    "list": _LIST,
-    "bench": _COLLECTIVES,
-    **_COMMUNICATION,
+    "list": _LIST_COMMAND,
+    "bench": _COLLECTIVES_COMMAND,
+    **_COMMUNICATION_COMMANDS,
     "tune": Subcommand(
         "flagscale.comm.fsccl.nvlink_check",
         "measure fsccl's NVLink kernels and keep the table",

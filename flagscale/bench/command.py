@@ -1,5 +1,7 @@
-"""Common frame of all benchmark commands: parse the command line, then start the ranks, or run
-as a rank if a launcher has started this process.
+"""Base class of all benchmark commands: parses the command line and starts the ranks.
+
+If a launcher, such as torchrun, has started this process, it runs as one of the ranks. Each
+benchmark's ``cli`` module derives a :class:`BenchCommand`.
 """
 
 from __future__ import annotations
@@ -36,53 +38,60 @@ class BenchPlan(Protocol):
 
 
 P = TypeVar("P", bound=BenchPlan)
-# Ranks that wait for a stopped rank during a measurement report it earlier.
+# Ranks that wait for a stopped rank in a measurement time out earlier, and report it.
 _STOPPED_MARGIN_SECONDS = 8.0
 
 
 class RankStarter(Generic[P]):
     """Starts the ranks of a plan ``P``."""
 
-    run: str
-    """Function of every rank as ``module:function``. It is imported by the ranks alone: it needs
-    torch.
+    rank_entry_point: str
+    """Function that every rank runs, as ``module:function``. Only the ranks import it, because it
+    needs torch.
     """
 
-    def header(self, plan: P) -> bool:
-        """Return whether to print lines about the start."""
+    def prints_header(self, plan: P) -> bool:
+        """Return whether to print lines about the start of the ranks."""
         return True
 
     def start_here(self, plan: P, ranks: int) -> int:
         """Start the ranks on this machine, and return the exit code."""
-        place = plan.placement
-        task = WorkerTask.of(self.run, plan)
-        limit = place.timeout + _STOPPED_MARGIN_SECONDS
-        return run_local_task(task, ranks, log_dir=place.log_dir, stopped_limit=limit)
+        placement = plan.placement
+        task = WorkerTask.create(self.rank_entry_point, plan)
+        stopped_limit_seconds = placement.timeout + _STOPPED_MARGIN_SECONDS
+        return run_local_task(
+            task, ranks, log_dir=placement.log_dir, stopped_limit_seconds=stopped_limit_seconds
+        )
 
     def start(self, plan: P, ranks: int) -> int:
         """Start the ranks where the placement puts them, and return the exit code."""
-        place = plan.placement
-        # Starters are imported here: the ranks import this module, too, and need no connections.
-        if place.slurm:
+        placement = plan.placement
+        # Starters are imported late, because the ranks import this module too and start nothing.
+        if placement.slurm:
             from flagscale.bench.starters.slurm import run_in_slurm
 
             return run_in_slurm(
-                place, WorkerTask.of(self.run, plan), os.environ, note=self.header(plan)
+                placement,
+                WorkerTask.create(self.rank_entry_point, plan),
+                os.environ,
+                print_job_id=self.prints_header(plan),
             )
-        if place.hosts and place.starter == "mpirun":
+        if placement.hosts and placement.starter == "mpirun":
             from flagscale.bench.starters.mpirun import run_by_mpirun
 
-            return run_by_mpirun(place, WorkerTask.of(self.run, plan), os.environ)
-        if place.hosts:
+            return run_by_mpirun(
+                placement, WorkerTask.create(self.rank_entry_point, plan), os.environ
+            )
+        if placement.hosts:
             from flagscale.bench.starters.ssh import run_over_ssh
 
-            return run_over_ssh(place, self.run, plan, os.environ)
-        if place.nodes > 1:
+            return run_over_ssh(placement, self.rank_entry_point, plan, os.environ)
+        if placement.nodes > 1:
             raise ConfigError(
-                f"-N {place.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
+                f"-N {placement.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
             )
-        require_capacity(ranks, usable_cores(), place, "this machine")
-        require_local_address(place.address)
+        require_capacity(ranks, usable_cores(), placement, "this machine")
+        require_local_address(placement.address)
         return self.start_here(plan, ranks)
 
 
@@ -99,7 +108,7 @@ class BenchCommand(RankStarter[P], ABC):
         return run_command(lambda: self.run_line(words, prog or self.prog))
 
     @abstractmethod
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> P:
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> P:
         """Parse a command line.
 
         Args:
@@ -111,7 +120,7 @@ class BenchCommand(RankStarter[P], ABC):
             ConfigError: a flag or value is wrong; a file cannot be read or used.
         """
 
-    def debug(self, plan: P) -> bool:
+    def prints_debug(self, plan: P) -> bool:
         """Return whether libraries print debug output."""
         return False
 
@@ -119,11 +128,11 @@ class BenchCommand(RankStarter[P], ABC):
         """Run a command line, and return the exit code.
 
         Raises:
-            FlagscaleError: the line is wrong, or the ranks cannot be started.
+            FlagscaleError: the command line is wrong, or the ranks cannot be started.
         """
         world = detect_world(os.environ)
         try:
-            plan = self.parse_plan(words, prog, keeps=world is None or world.rank == 0)
+            plan = self.parse_plan(words, prog, writes_results=world is None or world.rank == 0)
             ranks = _count_ranks(plan.placement, world)
             plan.check(ranks)
         except ConfigError as error:
@@ -137,24 +146,28 @@ class BenchCommand(RankStarter[P], ABC):
             return ConfigError.exit_code
         # The libraries read these variables when they are loaded, here or in the ranks. torch's
         # warnings of a broken connection are pages of addresses around one line with the reason.
-        debug = self.debug(plan)
+        debug = self.prints_debug(plan)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO" if debug else "ERROR")
         if debug:
             os.environ.setdefault("NCCL_DEBUG", "INFO")
-        return self.start(plan, ranks) if world is None else load_function(self.run)(plan, world)
+        return (
+            self.start(plan, ranks)
+            if world is None
+            else load_function(self.rank_entry_point)(plan, world)
+        )
 
 
-def _count_ranks(place: Placement, world: BenchWorld | None) -> int:
+def _count_ranks(placement: Placement, world: BenchWorld | None) -> int:
     """Return the number of ranks."""
     if world is None:
-        if place.workers is None:
+        if placement.workers is None:
             raise ConfigError(
                 "the number of ranks is missing: -r 8, or start this under torchrun, mpirun or srun"
             )
-        return place.workers
-    if place.workers not in (None, world.size):
+        return placement.workers
+    if placement.workers not in (None, world.size):
         raise ConfigError(
-            f"-r asks for {place.workers} ranks, and {world.launcher} has started {world.size}",
+            f"-r asks for {placement.workers} ranks, and {world.launcher} has started {world.size}",
             hint="leave -r out under a launcher, or make both equal",
         )
     return world.size

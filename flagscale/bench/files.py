@@ -1,4 +1,4 @@
-"""Files named on a command line, where each host may have a disk of its own."""
+"""Files that a benchmark's command line names. Hosts need not share a disk."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flagscale.errors import ConfigError
 
 
 class UnreadableFileError(ConfigError):
-    """A file of the command line cannot be read on this host. Other hosts may have it, so the
-    rank without it reports the error, whichever it is.
+    """A file of the command line cannot be read on this host. Other hosts may have the file.
+    Therefore not only rank 0 reports this error.
     """
 
 
 def read_text(path: Path, name: str) -> str:
-    """Read the text of a file; ``name`` names it in messages.
+    """Read the text of a file. ``name`` is the description of the file in error messages.
 
     Raises:
         UnreadableFileError: the file cannot be read, or is no text.
@@ -35,7 +35,7 @@ def read_object(path: Path, name: str, expected: str) -> dict[str, Any]:
 
     Args:
         path: file to read.
-        name: its name in messages.
+        name: description of the file in error messages.
         expected: description of the expected content.
 
     Raises:

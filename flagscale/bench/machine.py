@@ -15,19 +15,19 @@ import psutil
 from flagscale.accelerators.cpu import processor_name
 from flagscale.comm.base import distribution_version
 
-PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
+DEFAULT_PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 
 
 def describe_machine(*packages: str) -> dict[str, Any]:
-    """Return date, processor, memory, system, versions and command line. Host names, the user's
-    paths and the environment are left out, because results are published.
+    """Return date, processor, memory, system, versions of ``packages``, and command line. Host
+    names, the user's paths and the environment are left out, because results are published.
     """
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join([*_program_words(), *sys.argv[1:]]),
         **describe_hardware(),
         "python": platform.python_version(),
-        "versions": {name: distribution_version(name) for name in packages or PACKAGES},
+        "versions": {name: distribution_version(name) for name in packages or DEFAULT_PACKAGES},
     }
 
 
@@ -46,7 +46,7 @@ def describe_hardware() -> dict[str, Any]:
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        # Times measured on a busy machine are of little value.
+        # With a high load, measured times are not reliable.
         "load_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
     }

@@ -1,5 +1,7 @@
-"""Shared parts of the command lines of all benchmarks, including ``--comm NAME=VALUE ...``:
-options of communication backends, validated as a YAML's ``train.system.comm`` is.
+"""Shared parts of the command lines of all benchmarks.
+
+Includes ``--comm NAME=VALUE ...``: options of communication backends, which are validated in the
+same way as ``train.system.comm`` of a YAML.
 """
 
 from __future__ import annotations
@@ -74,25 +76,25 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def from_options(kind: type[T], options: argparse.Namespace, **more: Any) -> T:
-    """Construct a dataclass from parsed options of the same names, and ``more``."""
-    values = {**vars(options), **more}
+def from_options(kind: type[T], options: argparse.Namespace, **overrides: Any) -> T:
+    """Construct a dataclass from parsed options of the same names, and from ``overrides``."""
+    values = {**vars(options), **overrides}
     names = [field.name for field in fields(kind) if field.name in values]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})
 
 
-def require_at_least(flag: str, value: int | None, least: int) -> None:
+def require_at_least(flag: str, value: int | None, minimum: int) -> None:
     """Refuse a number that is too small.
 
     Raises:
-        ConfigError: ``value`` is less than ``least``.
+        ConfigError: ``value`` is less than ``minimum``.
     """
-    if value is not None and value < least:
-        raise ConfigError(f"{flag} {value}; expected at least {least}")
+    if value is not None and value < minimum:
+        raise ConfigError(f"{flag} {value}; expected at least {minimum}")
 
 
 def count_comm_values(words: Sequence[str]) -> int:
-    """Return how many words after ``--comm`` are its values: those that contain ``=``."""
+    """Return the number of words after ``--comm`` that are its values: those with ``=``."""
     count = 0
     while count < len(words) and "=" in words[count] and not words[count].startswith("-"):
         count += 1
@@ -100,10 +102,10 @@ def count_comm_values(words: Sequence[str]) -> int:
 
 
 def parse_backend_options(backends: Sequence[str], words: Sequence[str]) -> dict[str, OptionValues]:
-    """Return the options of each backend.
+    """Return the options of each backend from ``NAME=VALUE`` words.
 
-    With several backends each receives the options it has. ``fsccl.debug=INFO`` is for one
-    alone.
+    With several backends, each receives the options that it supports. ``fsccl.debug=INFO`` is for
+    one backend alone.
 
     Raises:
         ConfigError: with every word that is no option, or has an invalid value.
@@ -111,15 +113,15 @@ def parse_backend_options(backends: Sequence[str], words: Sequence[str]) -> dict
     problems: list[Problem] = []
     words_by_backend: dict[str, list[str]] = {name: [] for name in backends}
     for word in words:
-        owners, option_word, complaint = _find_owners(tuple(words_by_backend), word)
-        if complaint:
-            problems.append(Problem(f"{COMM} {word.partition('=')[0]}", complaint))
-        for owner in owners:
-            words_by_backend[owner].append(option_word)
+        backend_names, option_word, problem = _match_backends(tuple(words_by_backend), word)
+        if problem:
+            problems.append(Problem(f"{COMM} {word.partition('=')[0]}", problem))
+        for backend_name in backend_names:
+            words_by_backend[backend_name].append(option_word)
     options: dict[str, OptionValues] = {}
-    for name, count_comm_values in words_by_backend.items():
+    for name, backend_words in words_by_backend.items():
         try:
-            options[name] = registry.parse_backend_options(name, count_comm_values)
+            options[name] = registry.parse_backend_options(name, backend_words)
         except ConfigError as error:
             problems += [replace(p, key=f"{COMM} {p.key}") for p in error.problems]
     if problems:
@@ -127,24 +129,26 @@ def parse_backend_options(backends: Sequence[str], words: Sequence[str]) -> dict
     return options
 
 
-def _find_owners(names: Sequence[str], word: str) -> tuple[Sequence[str], str, str]:
-    """Return the backends that a word is for, the word without their name, and the error."""
+def _match_backends(backends: Sequence[str], word: str) -> tuple[Sequence[str], str, str]:
+    """Return the backends that a word is for, the word without a backend's name, and an error
+    message; the message is empty if there is such a backend.
+    """
     key, equals, value = word.partition("=")
     owner, dot, option = key.rpartition(".")
     if dot:
         option_word = f"{option}{equals}{value}"
         return (
             ((owner,), option_word, "")
-            if owner in names
+            if owner in backends
             else ((), option_word, f"{owner} is not measured")
         )
-    if len(names) == 1:
-        return names, word, ""
+    if len(backends) == 1:
+        return backends, word, ""
     options = {
-        name: [option.name for option in registry.get_backend(name).options] for name in names
+        name: [option.name for option in registry.get_backend(name).options] for name in backends
     }
-    owners = [name for name in names if key in options[name]]
+    owners = [name for name in backends if key in options[name]]
     if owners:
         return owners, word, ""
     option_names = sorted({option for option_word in options.values() for option in option_word})
-    return (), word, f"is no option of {' or '.join(names)}{suggest_name(key, option_names)}"
+    return (), word, f"is no option of {' or '.join(backends)}{suggest_name(key, option_names)}"

@@ -1,4 +1,7 @@
-"""Placement of the ranks of a benchmark: their number, hosts and starter; and its flags."""
+"""Placement of a benchmark's ranks: number, hosts and starter; and the flags for it.
+
+A *starter* starts the ranks: this process on its own host, SSH, mpirun or Slurm (:mod:`.starters`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, parse_hostfile
 from flagscale.hosts.names import expand_pattern
 
-DEFAULT_SETUP = Path("default")
+NO_SETUP_SCRIPT = Path("default")
 """Name of nccom-test's own setup script, which installs nothing that is needed here."""
 
 
@@ -33,16 +36,21 @@ class Placement:
     """Ranks and the hosts they run on."""
 
     workers: int | None = None
+    """Number of ranks; None: that of the launcher which started this process."""
     nodes: int = 1
+    """Number of hosts."""
     backend: str = "auto"
     device: str = AUTO
     timeout: float = 300.0
     """Seconds without a finished iteration before a run is considered stuck."""
     pin: bool = False
+    """Bind each rank to one CPU."""
     oversubscribe: bool = False
     """Start any number of ranks on a host."""
     address: str | None = None
+    """Rendezvous address of rank 0; None: determined by the starter."""
     port: int | None = None
+    """Rendezvous port; None: a free one."""
     hosts: tuple[Host, ...] = ()
     per_host: tuple[int, ...] = ()
     """Number of ranks on each of ``hosts``."""
@@ -128,16 +136,17 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> Callable[..., object
     return add
 
 
-def require_capacity(ranks: int, cores: int, place: Placement, host: str) -> None:
-    """Refuse more ranks than a host can run, unless the user insists.
+def require_capacity(ranks: int, cores: int, placement: Placement, host: str) -> None:
+    """Refuse more ranks than a host can run, unless ``--oversubscribe`` is set.
 
     Raises:
         ConfigError: there are far more ranks than cores.
     """
-    most = max(32, 8 * cores)
-    if ranks > most and not place.oversubscribe:
+    max_ranks = max(32, 8 * cores)
+    if ranks > max_ranks and not placement.oversubscribe:
         raise ConfigError(
-            f"{ranks} ranks on {host}, which has {cores} cores; at most {most} are started there",
+            f"{ranks} ranks on {host}, which has {cores} cores; at most {max_ranks} are started "
+            "there",
             hint="--oversubscribe starts them all the same",
         )
 
@@ -163,12 +172,12 @@ def parse_placement(options: argparse.Namespace) -> Placement:
         ConfigError: a value is wrong, or the ranks do not fit the hosts.
     """
     _check_flags(options)
-    if options.slurm_setup_script == DEFAULT_SETUP:
+    if options.slurm_setup_script == NO_SETUP_SCRIPT:
         options.slurm_setup_script = None
     hosts = parse_host_names(options.hosts) or read_host_list(options.hosts_file)
     slots = [host.slots for host in hosts if host.slots is not None]
     workers = options.nworkers
-    # A hostfile says how many ranks each host takes; they need not be equally many.
+    # The slots in a hostfile are the number of ranks on each host, which may differ.
     per_host = tuple(slots) if slots and workers in (None, sum(slots)) else ()
     workers = sum(per_host) if per_host else workers
     nodes = max(options.nnodes, len(hosts))
@@ -176,10 +185,12 @@ def parse_placement(options: argparse.Namespace) -> Placement:
         raise ConfigError(f"-r {workers} ranks cannot be divided equally among {nodes} hosts")
     if hosts and workers is None:
         raise ConfigError("--hosts: the number of ranks is missing: -r 16, or a file with slots=")
-    each = (workers or 0) // nodes
+    ranks_per_host = (workers or 0) // nodes
     for host in hosts:
-        if host.slots is not None and not per_host and each > host.slots:
-            raise ConfigError(f"-r {workers}: {each} ranks on {host.name}, slots={host.slots}")
+        if host.slots is not None and not per_host and ranks_per_host > host.slots:
+            raise ConfigError(
+                f"-r {workers}: {ranks_per_host} ranks on {host.name}, slots={host.slots}"
+            )
     return from_options(
         Placement,
         options,
@@ -188,7 +199,7 @@ def parse_placement(options: argparse.Namespace) -> Placement:
         address=options.data_collector_host,
         port=options.data_collector_port,
         hosts=hosts,
-        per_host=per_host or (each,) * len(hosts),
+        per_host=per_host or (ranks_per_host,) * len(hosts),
         environment=tuple(_parse_variable(word, hosts) for word in options.env),
         log_dir=options.mpi_log_dir,
         slurm_cpus=options.slurm_vcpus_per_node,
@@ -206,7 +217,7 @@ def _check_flags(options: argparse.Namespace) -> None:
     if options.slurm_job is not None and not options.slurm_job.isdigit():
         raise ConfigError(f"--slurm-job-id {options.slurm_job!r}; expected a number")
     script = options.slurm_setup_script
-    if script not in (None, DEFAULT_SETUP) and not script.is_file():
+    if script not in (None, NO_SETUP_SCRIPT) and not script.is_file():
         raise ConfigError(f"--slurm-setup-script {script}: no such file")
     if (options.hosts or options.hosts_file) and options.slurm:
         raise ConfigError("--hosts and --slurm-mode exclude each other")
@@ -247,8 +258,8 @@ def _split_slots(part: str) -> tuple[str, int | None]:
     address.
     """
     name, colon, count = part.rpartition(":")
-    counted = colon and ":" not in name and count.isdecimal() and int(count) > 0
-    return (name, int(count)) if counted else (part, None)
+    has_slots = colon and ":" not in name and count.isdecimal() and int(count) > 0
+    return (name, int(count)) if has_slots else (part, None)
 
 
 def _split_hosts(word: str) -> list[str]:

@@ -14,10 +14,10 @@ P_contra = TypeVar("P_contra", contravariant=True)
 
 
 class RankFunction(Protocol[P_contra]):
-    """Function of a rank: measures by a plan, and returns the exit code."""
+    """Function of a rank: carries out a plan, and returns the exit code."""
 
     def __call__(self, plan: P_contra, world: BenchWorld | None = None) -> int:
-        """Run as a rank of ``world``; without one, of the world that the environment describes."""
+        """Run as a rank of ``world``; without it, of the world in this process's environment."""
 
 
 def rank_function(function: Callable[[P_contra, BenchWorld], int]) -> RankFunction[P_contra]:

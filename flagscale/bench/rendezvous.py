@@ -1,4 +1,9 @@
-"""Rendezvous of the ranks: a torch store that all of them reach."""
+"""Rendezvous of a benchmark's ranks: a torch store (:class:`torch.distributed.Store`) that all
+reach.
+
+How they find it depends on the launcher of the ranks (:mod:`.world`): by its address and port, by
+MPI's process manager, or by a file on a single host.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +26,21 @@ from flagscale.bench.world import BenchWorld
 from flagscale.errors import ConfigError, UnreachableError
 
 _POLL_SECONDS = 0.02
-_KEY = "flagscale_bench"
-_LEFT = "left"
+_ENDPOINT_KEY = "flagscale_bench"
+_LEFT_COUNT_KEY = "left"
 
 
 def rendezvous(
-    world: BenchWorld, seconds: float, address: str | None = None, port: int | None = None
+    world: BenchWorld, timeout_seconds: float, address: str | None = None, port: int | None = None
 ) -> Store:
-    """Return a store shared by all ranks of ``world``. ``address`` and ``port`` override the
-    launcher's.
+    """Return a store shared by all ranks of ``world``. ``address`` and ``port`` of rank 0 override
+    the launcher's.
 
     Raises:
-        UnreachableError: the ranks did not meet within ``seconds``.
+        UnreachableError: the ranks did not meet within ``timeout_seconds``.
         ConfigError: the address of rank 0 is unknown.
     """
-    timeout = timedelta(seconds=seconds)
+    timeout = timedelta(seconds=timeout_seconds)
     try:
         if world.launcher == "torchrun":
             store: Store = next(iter(torch_rendezvous("env://", timeout=timeout)))[0]
@@ -50,8 +55,10 @@ def rendezvous(
                 world, _rendezvous_file(world), address or "127.0.0.1", port or 0, timeout
             )
     except (dist.DistError, RuntimeError, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnreachableError(
+            f"rank {world.rank} could not meet the others: {first_line}"
+        ) from error
     raise ConfigError(
         f"{world.launcher}: the ranks are on several hosts and nothing tells where rank 0 is",
         hint="export MASTER_ADDR and MASTER_PORT to every rank (mpirun -x MASTER_ADDR=... )",
@@ -62,8 +69,8 @@ def _connect_store(host: str, port: int, world: BenchWorld, timeout: timedelta) 
     """Connect to a TCPStore, without waiting for other ranks: readers wait for the keys they
     need.
     """
-    leads = world.rank == 0
-    return TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)
+    is_master = world.rank == 0
+    return TCPStore(host, port, world.size, is_master, timeout, wait_for_workers=False)
 
 
 def _rendezvous_by_pmi(
@@ -76,19 +83,22 @@ def _rendezvous_by_pmi(
     """
     store = None
     with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as stream:
-        ask = partial(_ask_pmi, stream)
-        ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
-        name = ask("get_my_kvsname", "my_kvsname").get("kvsname", "")
+        request = partial(_ask_pmi, stream)
+        request("init pmi_version=1 pmi_subversion=1", "response_to_init")
+        kvs_name = request("get_my_kvsname", "my_kvsname").get("kvsname", "")
         if world.rank == 0:
             host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
             store = _connect_store(host, port or 0, world, timeout)
-            ask(f"put kvsname={name} key={_KEY} value={host}/{store.port}", "put_result")
-        ask("barrier_in", "barrier_out")
-        endpoint = ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
+            request(
+                f"put kvsname={kvs_name} key={_ENDPOINT_KEY} value={host}/{store.port}",
+                "put_result",
+            )
+        request("barrier_in", "barrier_out")
+        endpoint = request(f"get kvsname={kvs_name} key={_ENDPOINT_KEY}", "get_result")["value"]
         # A rank that exits after init without finalize counts as failed.
-        ask("finalize", "finalize_ack")
-    host_name, _, number = endpoint.rpartition("/")
-    return store or _connect_store(host_name, int(number), world, timeout)
+        request("finalize", "finalize_ack")
+    host_name, _, port_text = endpoint.rpartition("/")
+    return store or _connect_store(host_name, int(port_text), world, timeout)
 
 
 def _ask_pmi(stream: IO[bytes], request: str, expected: str) -> Mapping[str, str]:
@@ -127,23 +137,27 @@ def _rendezvous_by_file(
     file_store = FileStore(str(path))
     if world.rank == 0:
         store = _connect_store(host, port, world, timeout)
-        file_store.set(_KEY, str(store.port))
+        file_store.set(_ENDPOINT_KEY, str(store.port))
         return store
     try:
-        file_store.wait([_KEY], timeout)
+        file_store.wait([_ENDPOINT_KEY], timeout)
     except RuntimeError as error:
         raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain") from error
-    return _connect_store(host, int(file_store.get(_KEY)), world, timeout)
+    return _connect_store(host, int(file_store.get(_ENDPOINT_KEY)), world, timeout)
 
 
-def init_default_group(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
-    """Create the default group of ``world``; ``more`` are arguments of ``init_process_group``."""
-    more |= {"rank": world.rank, "world_size": world.size}
-    dist.init_process_group(backend, store=store, **more)
+def init_default_group(store: Store, world: BenchWorld, backend: str, **arguments: Any) -> None:
+    """Create torch's default group of ``world``. ``arguments`` are further arguments of
+    ``init_process_group``.
+    """
+    arguments |= {"rank": world.rank, "world_size": world.size}
+    dist.init_process_group(backend, store=store, **arguments)
 
 
 def barrier(store: Store, world: BenchWorld, name: str, timeout: timedelta) -> None:
-    """Wait for all ranks through the store. A collective would warm up what is measured."""
+    """Wait for all ranks through the store. A collective instead would initialize communication
+    that is to be measured. ``name`` must be unique in the store.
+    """
     if store.add(f"here/{name}", 1) == world.size:
         store.set(f"all/{name}", "1")
     store.wait([f"all/{name}"], timeout)
@@ -160,15 +174,15 @@ def remove_files(world: BenchWorld) -> None:
                 file.parent.rmdir()
 
 
-def leave_store(store: Store, world: BenchWorld, seconds: float) -> None:
-    """Leave a store after all ranks of ``world`` have met. Rank 0 owns it and leaves last, or
-    after ``seconds``.
+def leave_store(store: Store, world: BenchWorld, timeout_seconds: float) -> None:
+    """Wait until this rank may disconnect from the store. Rank 0 hosts the store, and waits until
+    the other ranks have called this, at most ``timeout_seconds``.
     """
     if world.rank:
-        # The store may close before it answers; it has received this rank's message anyway.
+        # The store may be closed before its reply arrives, but it has received the message.
         with suppress(dist.DistError, RuntimeError):
-            store.add(_LEFT, 1)
+            store.add(_LEFT_COUNT_KEY, 1)
         return
-    deadline = time.monotonic() + seconds
-    while store.add(_LEFT, 0) < world.size - 1 and time.monotonic() < deadline:
+    deadline = time.monotonic() + timeout_seconds
+    while store.add(_LEFT_COUNT_KEY, 0) < world.size - 1 and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from flagscale.errors import ConfigError
 
 _RESAMPLES = 1000
-_NAME = re.compile(r"avg|min|max|p(?:100|\d{1,2}(?:\.\d+)?)")
-_FEW = 100
-"""Iterations below which a 99th percentile is little more than the slowest one."""
+_NAME_PATTERN = re.compile(r"avg|min|max|p(?:100|\d{1,2}(?:\.\d+)?)")
+_MIN_TAIL_SAMPLES = 100
+"""Number of iterations below which a 99th percentile is little more than the slowest one."""
 # Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -46,10 +46,10 @@ class Ratio:
         """Description such as ``7.14 times as fast (6.2 to 8.1)`` or ``as long``, with the
         interval.
         """
-        ends = (self.value, self.low, self.high)
+        bounds = (self.value, self.low, self.high)
         if self.value < 1:
-            ends = (1 / self.value, 1 / self.high, 1 / self.low if self.low else math.inf)
-        value, low, high = (f"{end:.3g}" for end in ends)
+            bounds = (1 / self.value, 1 / self.high, 1 / self.low if self.low else math.inf)
+        value, low, high = (f"{bound:.3g}" for bound in bounds)
         return f"{value} times as {'fast' if self.value < 1 else 'long'} ({low} to {high})"
 
     @property
@@ -69,8 +69,8 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     mean = statistics.fmean(logs)
     if count < 2:
         return Ratio(math.exp(mean), 0.0, math.inf)
-    half = _student_quantile(count - 1) * statistics.stdev(logs) / math.sqrt(count)
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+    half_width = _student_quantile(count - 1) * statistics.stdev(logs) / math.sqrt(count)
+    return Ratio(math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width))
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
@@ -112,16 +112,16 @@ class Statistic:
         return self.name if "/" in self.name else f"time:{self.name}(us)"
 
     def value(self, average: float, samples: Sequence[float]) -> float:
-        """Return the statistic in the unit of its arguments; a ratio has none.
+        """Return the statistic in the unit of its arguments; a ratio has no unit.
 
         Args:
             average: the reported mean.
             samples: for each iteration the longest time over the ranks, in any order.
         """
         if "/" in self.name:
-            above, _, below = self.name.partition("/")
-            divisor = Statistic(below).value(average, samples)
-            return Statistic(above).value(average, samples) / divisor if divisor else math.nan
+            numerator, _, denominator = self.name.partition("/")
+            divisor = Statistic(denominator).value(average, samples)
+            return Statistic(numerator).value(average, samples) / divisor if divisor else math.nan
         if self.name == "avg":
             return average
         if not samples:
@@ -133,7 +133,7 @@ class Statistic:
 
 def is_statistic(name: str) -> bool:
     """Return whether :class:`Statistic` supports this name."""
-    return all(_NAME.fullmatch(part) for part in name.split("/")) and name.count("/") <= 1
+    return all(_NAME_PATTERN.fullmatch(part) for part in name.split("/")) and name.count("/") <= 1
 
 
 def parse_statistics(names: Sequence[str]) -> tuple[Statistic, ...]:
@@ -152,8 +152,11 @@ def parse_statistics(names: Sequence[str]) -> tuple[Statistic, ...]:
 
 
 def warn_about_few_samples(selected: Sequence[Statistic], samples: int) -> str | None:
-    """Return a note if a high percentile is selected that so few samples do not support."""
-    high = [s.name for s in selected if re.search(r"p99|p9[5-8]\.|p100", s.name)]
-    if not high or samples >= _FEW:
+    """Return a note for the user if a high percentile is selected and there are too few samples for
+    it.
+    """
+    high_percentiles = [s.name for s in selected if re.search(r"p99|p9[5-8]\.|p100", s.name)]
+    if not high_percentiles or samples >= _MIN_TAIL_SAMPLES:
         return None
-    return f"{', '.join(high)} of {samples} iterations: ask for at least {_FEW} with -n"
+    names = ", ".join(high_percentiles)
+    return f"{names} of {samples} iterations: ask for at least {_MIN_TAIL_SAMPLES} with -n"

@@ -1,4 +1,4 @@
-"""Rank, world size and rendezvous of this process, as its launcher's environment has them."""
+"""Rank, world size and rendezvous of this process, from its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BenchWorld:
 
 
 # Each launcher's variables: rank, number of ranks, local rank, local number of ranks.
-VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+RANK_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "OpenMPI": (
         "OMPI_COMM_WORLD_RANK",
@@ -52,8 +52,18 @@ VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-# Settings of communication libraries are meant for the ranks. Other variables stay on this machine.
-_FORWARDED = ("NCCL_", "GLOO_", "FSCCL_", "FLAGCX_", "UCC_", "UCX_", "TORCH_", "OMP_", "MKL_")
+# Settings of communication libraries are forwarded to ranks on other hosts. Others are not.
+_FORWARDED_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "FSCCL_",
+    "FLAGCX_",
+    "UCC_",
+    "UCX_",
+    "TORCH_",
+    "OMP_",
+    "MKL_",
+)
 
 
 def detect_world(environment: Mapping[str, str]) -> BenchWorld | None:
@@ -68,7 +78,7 @@ def detect_world(environment: Mapping[str, str]) -> BenchWorld | None:
     launcher = _detect_launcher(environment)
     if launcher is None:
         return None
-    names = VARIABLES.get(launcher, VARIABLES["torchrun"])
+    names = RANK_VARIABLES.get(launcher, RANK_VARIABLES["torchrun"])
     rank, size = (_read_number(environment, name) for name in names[:2])
     local_rank = _read_number(environment, names[2], rank)
     if launcher == "Slurm":
@@ -146,24 +156,24 @@ def _slurm_endpoint(environment: Mapping[str, str]) -> tuple[str | None, str]:
     number.
     """
     nodes = environment.get("SLURM_STEP_NODELIST", "")
-    first = expand_list(nodes)[0] if nodes else None
+    first_host = expand_list(nodes)[0] if nodes else None
     job = environment.get("SLURM_JOB_ID", "0")
-    number = int(job) * 31 + int(environment.get("SLURM_STEP_ID", "0")) if job.isdigit() else 0
-    return first, str(20_000 + number % 10_000)
+    step_number = int(job) * 31 + int(environment.get("SLURM_STEP_ID", "0")) if job.isdigit() else 0
+    return first_host, str(20_000 + step_number % 10_000)
 
 
 def rank_environment(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
     """Return this process's environment with a rank's variables, by torchrun's names."""
     values = (rank, size, local_rank, local_size)
-    names = VARIABLES["torchrun"]
+    names = RANK_VARIABLES["torchrun"]
     variables = {name: str(value) for name, value in zip(names, values, strict=True)}
     return {**os.environ, **variables, "PYTHONPATH": python_path()}
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this process that ranks on other hosts receive."""
-    chosen = {k: v for k, v in environment.items() if k.startswith(_FORWARDED)}
-    return {**chosen, "PYTHONPATH": python_path()}
+    variables = {k: v for k, v in environment.items() if k.startswith(_FORWARDED_PREFIXES)}
+    return {**variables, "PYTHONPATH": python_path()}
 
 
 def usable_cores() -> int:

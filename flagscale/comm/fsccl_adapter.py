@@ -135,7 +135,7 @@ class Fsccl(CommBackend):
     def explain_unavailable(self, device: DeviceType) -> str | None:
         if problem := explain_missing_torch():
             return problem
-        from flagscale.comm.fsccl.build import unavailable
+        from flagscale.comm.fsccl.build import unavailable_reason
         from flagscale.comm.fsccl.native import explain_no_cuda
 
         if device == "cuda":  # the GPU engine supports NVIDIA only
@@ -145,7 +145,7 @@ class Fsccl(CommBackend):
                 problem = str(error)
             if problem:
                 return problem
-        return unavailable()
+        return unavailable_reason()
 
     def init_options(
         self, device: torch.device, values: OptionValues | None = None

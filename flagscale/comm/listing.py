@@ -1,5 +1,5 @@
-"""Command ``flagscale comm list``: all backends, whether they work here, and how to install
-them."""
+"""Command ``flagscale comm list``: all communication backends, their state on this machine, and how
+to install them."""
 
 from __future__ import annotations
 
@@ -87,18 +87,20 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     return 0
 
 
-def print_listing(form: Literal["table", "json"] = "table") -> None:
+def print_listing(output_format: Literal["table", "json"] = "table") -> None:
     """Print the list as a table or as JSON."""
     rows = list_backends()
-    if form == "json":
+    if output_format == "json":
         print(json.dumps([row.to_json() for row in rows], indent=1))
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("backend", "version", *rows[0].states, "what it is"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        marks = ("yes" if t == "yes" else "-" if t == "-" else "no" for t in row.states.values())
-        table.add_row(row.name, row.version or "-", *marks, row.summary)
+        state_cells = (
+            "yes" if t == "yes" else "-" if t == "-" else "no" for t in row.states.values()
+        )
+        table.add_row(row.name, row.version or "-", *state_cells, row.summary)
     console = Console(highlight=False, markup=False)
     console.print(table)
     _print_details(console, rows)
@@ -130,10 +132,10 @@ def _print_details(console: Console, rows: Sequence[BackendListing]) -> None:
 def _unsupported_operations(row: BackendListing) -> dict[str, str]:
     """Return the unsupported operations as text, by a description of the devices concerned."""
     missing_by_device = {
-        f" on {device}": ", ".join(name for name in OPERATIONS if name not in able)
-        for device, able in row.operations.items()
+        f" on {device}": ", ".join(name for name in OPERATIONS if name not in supported)
+        for device, supported in row.operations.items()
     }
     texts = set(missing_by_device.values())
     # A single entry suffices if all devices are the same.
     groups = {"": texts.pop()} if len(texts) == 1 else missing_by_device
-    return {where: text for where, text in groups.items() if text}
+    return {device_text: text for device_text, text in groups.items() if text}

@@ -41,8 +41,8 @@ class Option:
         if self.kind == "bool":
             return "true or false"
         if self.kind == "int":
-            most = "" if self.maximum is None else f" to {self.maximum}"
-            return f"a whole number from {self.minimum}{most}"
+            upper_bound = "" if self.maximum is None else f" to {self.maximum}"
+            return f"a whole number from {self.minimum}{upper_bound}"
         return self.shape
 
     def convert(self, text: str) -> OptionValue:
@@ -84,11 +84,11 @@ def parse_options(
     values: dict[str, OptionValue] = {}
     problems: list[Problem] = []
     for word in words:
-        name, equals, text = word.partition("=")
+        name, separator, text = word.partition("=")
         option = option_by_name.get(name)
         if option is None:
             problems.append(Problem(name, _unknown_option_message(backend, name, option_by_name)))
-        elif not equals:
+        elif not separator:
             problems.append(Problem(name, f"has no value; expected {option.expected}"))
         elif name in values:
             problems.append(Problem(name, "is given twice"))

@@ -130,8 +130,8 @@ class Nccl(CommBackend):
         if problem := explain_missing_device("cuda"):
             return problem
         if device != "cuda":
-            where = get_accelerator(device).display_name
-            return f"nccl moves GPU memory only, and the training device is the {where}"
+            device_name = get_accelerator(device).display_name
+            return f"nccl moves GPU memory only, and the training device is the {device_name}"
         return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
     specific_options = _NCCL_OPTIONS
@@ -233,15 +233,14 @@ def _find_backend(name: str) -> CommBackend | None:
     return _BUILTIN.get(name) or _load_backends().get(name)
 
 
-def parse_backend_options(name: str, assignments: Sequence[str]) -> OptionValues:
+def parse_backend_options(name: str, words: Sequence[str]) -> OptionValues:
     """Parse the ``name=value`` words that a YAML sets for the backend ``name``.
 
     Raises:
-        ConfigError: the backend is unknown, or contains every option that is unknown or has an
-            invalid
-            value; keys are the options' names.
+        ConfigError: the backend is unknown, an option is unknown, or a value is invalid. The error
+            has a problem for each option, by the option's name.
     """
-    return parse_options(name, get_backend(name).options, assignments)
+    return parse_options(name, get_backend(name).options, words)
 
 
 def get_usable_backend(
@@ -279,9 +278,9 @@ def _explain_unfit(
     if reason := backend.explain_unavailable(device):
         return reason
     kind = get_accelerator(device)
-    where = "host memory" if kind.is_host else f"{kind.unit} memory"
+    memory_kind = "host memory" if kind.is_host else f"{kind.unit} memory"
     if not backend.supports_device(device):
-        return f"it does not move {where}"
+        return f"it does not move {memory_kind}"
     supported = backend.operations_for(device)
     unsupported = [name for name in operations if name not in supported]
-    return f"it cannot do {', '.join(unsupported)} on {where}" if unsupported else None
+    return f"it cannot do {', '.join(unsupported)} on {memory_kind}" if unsupported else None

@@ -1,1 +1,1 @@
-"""The typed schema of an experiment: composing it from YAML, checking it, explaining it."""
+"""Typed schema of an experiment, and its composition from YAML, checks and documentation."""

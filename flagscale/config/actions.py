@@ -1,8 +1,8 @@
 """Table of actions: one row for each thing that can be done with an experiment.
 
-Command lines, their help, the values of ``action``, the checks and the function that is called come
-from this table alone. Functions are named in the form of an entry point and imported when they are
-called, so that checking a configuration loads none of them.
+The command lines, their help, the values of ``action``, the checks and the called functions all
+come from this table. Functions are named in entry-point form (``module:name``) and imported when
+they are called, so that checking a configuration imports none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ the arguments of training are not read)."""
 
 
 class Option(NamedTuple):
-    """Option of the launcher. Its type and default are those of the field of ``Options``."""
+    """An option of the launcher. Its type and default are those of the field of the same name of
+    ``schema.Options``.
+    """
 
     help: str
     example: str
@@ -45,7 +47,7 @@ class Action(NamedTuple):
 
     name: str
     help: str
-    """Description of one line."""
+    """Description in one line."""
     purpose: Purpose | None
     function: str
     options: tuple[str, ...] = ()
@@ -119,17 +121,22 @@ def call_function(function: str, *arguments: object) -> int:
     return code
 
 
-def names() -> tuple[str, ...]:
+def action_names() -> tuple[str, ...]:
     """Return the values that ``action`` of a YAML can have."""
     return tuple(action.name for action in ACTIONS.values() if action.purpose is not None)
 
 
-def actions_doc() -> str:
+def describe_actions() -> str:
     """Return a sentence that describes every action of a YAML."""
-    return "; ".join(f"`{name}`: {ACTIONS[name].help.replace(';', ',')}" for name in names()) + "."
+    return (
+        "; ".join(f"`{name}`: {ACTIONS[name].help.replace(';', ',')}" for name in action_names())
+        + "."
+    )
 
 
-def option_doc(name: str) -> str:
+def describe_option(name: str) -> str:
     """Return the description of an option, with the actions that accept it."""
-    takers = [f"`{action.name}`" for action in ACTIONS.values() if name in action.options]
-    return f"{' and '.join(takers)}: {OPTIONS[name].help}."
+    accepting_actions = [
+        f"`{action.name}`" for action in ACTIONS.values() if name in action.options
+    ]
+    return f"{' and '.join(accepting_actions)}: {OPTIONS[name].help}."

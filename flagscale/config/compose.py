@@ -1,6 +1,8 @@
-"""From a YAML, its config groups and overrides to one composed configuration, by Hydra.
+"""Composition of a YAML, its config groups and overrides into one configuration, by Hydra.
 
-Hydra is imported only once the files have been checked, and its errors become one ConfigError.
+Called by ``config.load`` and ``config.show`` with the :class:`~flagscale.config.sources.Sources` of
+a configuration. Hydra is imported only after the files have been checked, and its errors are
+converted to one ConfigError.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import yaml
 
-from flagscale.config.arguments.compat.unsupported import why_unsupported, why_unused
+from flagscale.config.arguments.compat.names import why_unsupported, why_unused
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.experiment_reader import find_program
 from flagscale.config.interpolation import (
+    find_unreadable_interpolations,
     interpolation_hint,
     register_host_resolver,
-    unreadable_interpolations,
 )
 from flagscale.config.overrides import did_you_mean_key, normalize_overrides, parse_override
 from flagscale.config.schema import OWN_PROGRAM
@@ -32,16 +34,17 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_ALONE = threading.RLock()
-_APPENDED = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
-_NAMED = re.compile(r"'(?P<key>[^'=]*)[^']*'")
+_HYDRA_LOCK = threading.RLock()
+_APPEND_ERROR = re.compile(r"Could not append to config\. An item is already at '([^']*)'")
+_QUOTED_KEY = re.compile(r"'(?P<key>[^'=]*)[^']*'")
 
 
 def config_file(config_path: Path, config_name: str) -> Path:
-    """The YAML of this name in this directory, absolute.
+    """Return the absolute path of the YAML with this name in a directory.
 
-    Raises ConfigError when there is none, listing what the directory holds; how either was given
-    is not known here, so the message speaks of no option.
+    Raises:
+        ConfigError: if there is none, with the files that the directory has. The message names no
+            option, because the caller may have got the directory from an option or a default.
     """
     directory = config_path.absolute()
     if not directory.is_dir():
@@ -50,27 +53,30 @@ def config_file(config_path: Path, config_name: str) -> Path:
     file = directory / f"{name}.yaml"
     if file.is_file():
         return file
-    there = _yaml_files(file.parent)
-    holds = f"it has {', '.join(there)}" if there else "it has no YAML at all"
+    yaml_names = _yaml_files(file.parent)
+    contents = f"it has {', '.join(yaml_names)}" if yaml_names else "it has no YAML files"
     if file.with_suffix(".yml").is_file():
-        holds = f"{name}.yml must be called {name}.yaml"
-    where = "the current directory" if directory == Path.cwd() else short_path(directory)
-    raise ConfigError(f"no {name}.yaml in {where}; {holds}{did_you_mean(name, there)}")
+        contents = f"{name}.yml must be called {name}.yaml"
+    location = "the current directory" if directory == Path.cwd() else short_path(directory)
+    raise ConfigError(f"no {name}.yaml in {location}; {contents}{did_you_mean(name, yaml_names)}")
 
 
 def _yaml_files(directory: Path) -> list[str]:
-    """The names of the YAML files in a directory, but for those that are hidden."""
+    """Return the names, without suffix, of the YAML files in a directory that are not hidden."""
     files = directory.glob("*.yaml") if directory.is_dir() else ()
     return sorted(path.stem for path in files if not path.name.startswith("."))
 
 
 def compose(sources: Sources) -> DictConfig:
-    """The composed configuration, interpolations unresolved, without the ``hydra`` section.
+    """Return the composed configuration, interpolations unresolved, without the ``hydra`` section.
 
-    Overrides of keys that the schema knows need no ``+``. Raises ConfigError for an unknown config
-    group, and every override of an unknown key or that cannot be understood.
+    Overrides of keys that the schema has need no ``+``.
+
+    Raises:
+        ConfigError: for an unknown config group, and with every override that has an unknown key or
+            cannot be parsed.
     """
-    config, problems = composed(sources)
+    config, problems = compose_valid_overrides(sources)
     if problems:
         raise ConfigError(problems)
     del config["hydra"]
@@ -78,30 +84,38 @@ def compose(sources: Sources) -> DictConfig:
 
 
 @contextmanager
-def hydra_alone() -> Iterator[None]:
-    """Hydra and OmegaConf keep what they are at in globals of the process: for as long as the block
-    lasts they are one thread's alone, and afterwards whose they were before, a program's that
-    uses Hydra itself."""
+def exclusive_hydra() -> Iterator[None]:
+    """Hold Hydra and OmegaConf for one thread, and restore their state afterwards.
+
+    Both keep their state in globals of the process. The block has them for itself; afterwards they
+    are as before, so that a program that uses Hydra itself is not disturbed.
+    """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf.basecontainer import BaseContainer
 
-    with _ALONE:
+    with _HYDRA_LOCK:
         hydra, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
         resolvers = dict(BaseContainer._resolvers)
         GlobalHydra.instance().hydra = None
         try:
             yield
         finally:
-            # By now these may be other objects.
+            # By now instance() may return other objects, so both are looked up again.
             GlobalHydra.instance().hydra, HydraConfig.instance().cfg = hydra, config
             BaseContainer._resolvers.clear()
             BaseContainer._resolvers.update(resolvers)
 
 
-def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:
-    """The configuration with its ``hydra`` section, composed without the overrides that are wrong,
-    and what is wrong with them. Raises ConfigError where nothing can be composed."""
+def compose_valid_overrides(sources: Sources) -> tuple[DictConfig, list[Problem]]:
+    """Compose a configuration without those overrides that Hydra rejects.
+
+    Returns:
+        The configuration with its ``hydra`` section, and the problems of the rejected overrides.
+
+    Raises:
+        ConfigError: if nothing can be composed.
+    """
     overrides = normalize_overrides(sources.relocated)
     problems: list[Problem] = []
     while True:
@@ -109,11 +123,11 @@ def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:
             return _compose(sources, overrides), problems
         except ConfigError as error:
             problems += error.problems
-            wrong = _culprits(error.__cause__, overrides)
-            if not wrong:
+            rejected = _find_rejected_overrides(error.__cause__, overrides)
+            if not rejected:
                 raise ConfigError(problems) from error
-            # Hydra tells of one at a time: without it, the next one shows.
-            overrides = [text for text in overrides if text not in wrong]
+            # Hydra reports one override at a time. Without this one it reports the next.
+            overrides = [text for text in overrides if text not in rejected]
 
 
 def _compose(sources: Sources, overrides: list[str]) -> DictConfig:
@@ -131,43 +145,45 @@ def _compose(sources: Sources, overrides: list[str]) -> DictConfig:
             config = hydra_compose(file.stem, overrides=overrides, return_hydra_config=True)
             HydraConfig.instance().set_config(config)  # so that ${hydra:...} resolves later
     except RecursionError as error:
-        deepest = max(overrides, key=lambda text: text.count("[") + text.count("{"), default="")
-        key = deepest.lstrip("+~").partition("=")[0]
+        deepest_override = max(
+            overrides, key=lambda text: text.count("[") + text.count("{"), default=""
+        )
+        key = deepest_override.lstrip("+~").partition("=")[0]
         raise ConfigError(Problem(key, "nests too deep", OVERRIDE)) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-        _translate(error, sources)  # Hydra raises the last two for some odd overrides
+        _raise_config_error(error, sources)  # Hydra raises the last two for some odd overrides
     OmegaConf.set_struct(config, False)
     return config
 
 
-def _translate(error: Exception, sources: Sources) -> NoReturn:
-    """Raises a ConfigError for what Hydra or OmegaConf found."""
+def _raise_config_error(error: Exception, sources: Sources) -> NoReturn:
+    """Raise a ConfigError for an error of Hydra or OmegaConf."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError
 
     if isinstance(error, MissingConfigException):
-        missing = _missing_group(error.missing_cfg_file, error.options, sources.file)
-        raise ConfigError(missing) from error
+        problem = _missing_group_problem(error.missing_cfg_file, error.options, sources.file)
+        raise ConfigError(problem) from error
     if isinstance(error, OverrideParseException):
-        raise ConfigError(_unreadable(error.override, str(error))) from error
+        raise ConfigError(_unreadable_override_problem(error.override, str(error))) from error
     cause = error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
-        raise ConfigError(Problem(key, _not_there(key, sources), OVERRIDE)) from error
+        raise ConfigError(Problem(key, _explain_missing_key(key, sources), OVERRIDE)) from error
     if isinstance(cause, GrammarParseError):
-        if found := unreadable_interpolations(sources):
-            raise ConfigError(found) from error
+        if problems := find_unreadable_interpolations(sources):
+            raise ConfigError(problems) from error
         key, message = str(cause.full_key), str(cause).partition("\n")[0]
         message += interpolation_hint(message)
-        raise ConfigError(Problem(key, message, sources.place(key))) from error
+        raise ConfigError(Problem(key, message, sources.location(key))) from error
     if isinstance(error, TypeError):
         message = f"Hydra cannot use these overrides: {error}; a config group takes names: train=8b"
         raise ConfigError(Problem("", message, OVERRIDE)) from error
     message = " ".join(str(error).split())
-    appended = _APPENDED.match(message)
-    if appended is not None:
+    append_error = _APPEND_ERROR.match(message)
+    if append_error is not None:
         raise ConfigError(
-            Problem(appended[1], "is set already; leave out the +", OVERRIDE)
+            Problem(append_error[1], "is set already; leave out the +", OVERRIDE)
         ) from error
     if message.startswith("Ambiguous value for argument"):
         key = message.split("'")[1].partition("=")[0].lstrip("+")
@@ -179,17 +195,20 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
     raise ConfigError(Problem("", message, short_path(sources.file))) from error
 
 
-def _culprits(error: BaseException | None, overrides: Sequence[str]) -> list[str]:
-    """The overrides that an error of Hydra is about. None where others may follow from it: what is
-    in a config group that is not there, nobody knows."""
+def _find_rejected_overrides(error: BaseException | None, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that an error of Hydra is about.
+
+    Empty if a config group is missing: the keys of a missing group are unknown, so other errors may
+    only follow from it.
+    """
     from hydra.errors import MissingConfigException, OverrideParseException
 
     if isinstance(error, OverrideParseException):
         return [text for text in overrides if text == error.override]
-    named = _NAMED.search(str(error))
-    if isinstance(error, MissingConfigException) or named is None:
+    quoted_key = _QUOTED_KEY.search(str(error))
+    if isinstance(error, MissingConfigException) or quoted_key is None:
         return []
-    key = named["key"].lstrip("+~")
+    key = quoted_key["key"].lstrip("+~")
     return [
         text
         for text in overrides
@@ -197,40 +216,44 @@ def _culprits(error: BaseException | None, overrides: Sequence[str]) -> list[str
     ]
 
 
-def _missing_group(missing: str | None, options: Iterable[str] | None, file: Path) -> Problem:
-    group, _, option = str(missing).rpartition("/")
+def _missing_group_problem(
+    missing_file: str | None, options: Iterable[str] | None, file: Path
+) -> Problem:
+    group, _, option = str(missing_file).rpartition("/")
     names = sorted(options or ())
-    listed = f"; there are {', '.join(names)}" if names else ""
-    where = short_path(file.parent / group) if group else short_path(file.parent)
-    message = f"no {option}.yaml in {where}{listed}{did_you_mean(option, names)}"
+    available = f"; there are {', '.join(names)}" if names else ""
+    location = short_path(file.parent / group) if group else short_path(file.parent)
+    message = f"no {option}.yaml in {location}{available}{did_you_mean(option, names)}"
     return Problem(group.replace("/", "."), message)
 
 
-def _unreadable(override: str, message: str) -> Problem:
+def _unreadable_override_problem(override: str, message: str) -> Problem:
     parsed = parse_override(override)
     if parsed is None or parsed.value is None:
         return Problem(override, "expected key=value", OVERRIDE)
-    complaint = message.splitlines()[0]
-    if complaint.startswith("LexerNoViableAlt"):  # says nothing but its name
-        complaint = "a character that has a meaning to Hydra"
+    error_line = message.splitlines()[0]
+    if error_line.startswith("LexerNoViableAlt"):  # has no explanation
+        error_line = "a character that has a meaning to Hydra"
     advice = f"quote it: '{parsed.key}=\"…\"'"
-    return Problem(parsed.key, f"Hydra cannot read this value ({complaint}); {advice}", OVERRIDE)
+    return Problem(parsed.key, f"Hydra cannot read this value ({error_line}); {advice}", OVERRIDE)
 
 
-def _not_there(key: str, sources: Sources) -> str:
+def _explain_missing_key(key: str, sources: Sources) -> str:
     name = key.rpartition(".")[2].replace("-", "_")
     if key.startswith("train.") and (reason := why_unsupported(name) or why_unused(name)):
         return f"cannot be given: {reason}"
     # Hydra names the first part of a key that is missing.
-    typed = [o.key for text in sources.overrides if (o := parse_override(text)) is not None]
-    whole = next((typed_key for typed_key in typed if typed_key.startswith(f"{key}.")), key)
-    leaf = whole.rpartition(".")[2].replace("-", "_")
+    override_keys = [o.key for text in sources.overrides if (o := parse_override(text)) is not None]
+    full_key = next(
+        (typed_key for typed_key in override_keys if typed_key.startswith(f"{key}.")), key
+    )
+    leaf = full_key.rpartition(".")[2].replace("-", "_")
     if not key.startswith("train.") and (argument := key_of_argument(sources, leaf)):
         return f"no such key; did you mean {argument!r}?"
-    # Another's program may know arguments that we do not; there is nothing to add elsewhere.
-    adds = key.startswith("train.") and _is_external(sources)
-    more = f" (`+{key}=...` adds a new one)" if adds else ""
-    return f"no such key{did_you_mean_key(key)}{more}"
+    # An external program may have arguments of its own, so only those may be added.
+    may_add_key = key.startswith("train.") and _is_external(sources)
+    hint = f" (`+{key}=...` adds a new one)" if may_add_key else ""
+    return f"no such key{did_you_mean_key(key)}{hint}"
 
 
 def _is_external(sources: Sources) -> bool:

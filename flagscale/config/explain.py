@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.compat.unsupported import (
+from flagscale.config.arguments.compat.names import (
     UNUSED_EXPERIMENT_KEYS,
     why_unsupported,
     why_unused,
@@ -30,12 +30,12 @@ from flagscale.config.arguments.spec.values import (
     nearest_names,
     to_word,
 )
-from flagscale.config.documented import kinds
+from flagscale.config.documented import key_types
 from flagscale.config.overrides import SUBSECTIONS
-from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
+from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
 from flagscale.errors import ConfigError, Problem
 
-_KINDS = {
+_TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -46,7 +46,7 @@ REQUIRED = "required"
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyDocumentation:
     """Documentation of one key. ``default`` is empty if there is none; arguments have ``flag``."""
 
     key: str
@@ -72,45 +72,45 @@ def default_text(value: Any) -> str:
     return to_word(value)
 
 
-def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
-    for key, item in schema.documented(kind).items():
-        annotation, choices = kinds(kind)[key], item.metadata["choices"]
-        expects = " or ".join([_KINDS[annotation.base], *annotation.literals])
+def _schema_entries(kind: type, prefix: str) -> Iterator[KeyDocumentation]:
+    for key, item in schema.documented_fields(kind).items():
+        annotation, choices = key_types(kind)[key], item.metadata["choices"]
+        expects = " or ".join([_TYPE_NAMES[annotation.base], *annotation.literals])
         if choices:
             expects = "one of " + ", ".join(choices)
-        if annotation.many:
+        if annotation.is_list:
             expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
-        yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
+        yield KeyDocumentation(f"{prefix}{key}", expects, default, item.metadata["doc"])
 
 
-def argument_entry(argument: Argument) -> Entry:
+def argument_entry(argument: Argument) -> KeyDocumentation:
     """Return the entry of an argument of the training program."""
-    return Entry(
+    return KeyDocumentation(
         key=f"train.{argument.section}.{argument.name}",
         expects=describe_expected(argument),
         default=default_text(argument.default),
-        doc=_with(argument.doc, describe_support(argument.name)),
+        doc=_append_sentence(argument.doc, describe_support(argument.name)),
         flag=argument.flag,
         origin=f"from {argument.origin}",
     )
 
 
-def _with(doc: str, more: str) -> str:
-    """Append a sentence to a text."""
-    if not more:
+def _append_sentence(doc: str, sentence: str) -> str:
+    """Append a sentence, which may be empty, to a text."""
+    if not sentence:
         return doc
-    return f"{doc}{'' if doc.endswith(('.', '!', '?')) else '.'} {more}".lstrip(". ")
+    return f"{doc}{'' if doc.endswith(('.', '!', '?')) else '.'} {sentence}".lstrip(". ")
 
 
 @lru_cache(maxsize=1)
-def experiment_entries() -> tuple[Entry, ...]:
+def experiment_entries() -> tuple[KeyDocumentation, ...]:
     """Return every key that is not an argument, in the order of the documentation."""
     entries = [*_schema_entries(schema.Experiment, "experiment.")]
     for name, kind in SUBSECTIONS.items():
         entries += _schema_entries(kind, f"experiment.{name}.")
     entries += [
-        Entry(
+        KeyDocumentation(
             "experiment.runner.slurm.device_type_specific",
             "a section for each device type",
             "",
@@ -118,14 +118,14 @@ def experiment_entries() -> tuple[Entry, ...]:
             "`nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, `constraint`, "
             "`reservation`. Missing keys have the common value.",
         ),
-        Entry(
+        KeyDocumentation(
             "experiment.runner.slurm.extra",
             "a section of options",
             "",
             "Other options of sbatch by their long names: `{licenses: matlab, hold: true}`. `true` "
             "is an option without a value. Options that the launcher sets itself are refused.",
         ),
-        Entry(
+        KeyDocumentation(
             "experiment.envs",
             "variables and their values",
             "",
@@ -135,14 +135,14 @@ def experiment_entries() -> tuple[Entry, ...]:
             "empty; in a variable whose name ends in PATH, the adjacent `:` is removed as well. "
             "Write `\\${host:NAME}` for the literal text.",
         ),
-        Entry(
+        KeyDocumentation(
             "experiment.envs.device_type_specific",
             "a section of variables for each device type",
             "",
             "Overrides `envs` on hosts with this `type=` in the hostfile. A type that the hostfile "
             "does not have is refused.",
         ),
-        Entry(
+        KeyDocumentation(
             "experiment.envs.node_specific",
             "a section of variables for each host",
             "",
@@ -151,7 +151,7 @@ def experiment_entries() -> tuple[Entry, ...]:
         ),
     ]
     entries += [
-        Entry(
+        KeyDocumentation(
             "device_type_specific",
             "a section for each device type",
             "",
@@ -161,7 +161,7 @@ def experiment_entries() -> tuple[Entry, ...]:
             "`experiment.runner` and `experiment.cmds`. A type that the hostfile does not have is "
             "refused.",
         ),
-        Entry(
+        KeyDocumentation(
             "node_specific",
             "a section for each host",
             "",
@@ -173,7 +173,7 @@ def experiment_entries() -> tuple[Entry, ...]:
     return (*entries, *_schema_entries(schema.Options, ""))
 
 
-def _find(key: str) -> list[Entry]:
+def _find_entries(key: str) -> list[KeyDocumentation]:
     exact = [e for e in experiment_entries() if f".{e.key}".endswith(f".{key}")]
     if exact:
         return exact
@@ -184,7 +184,7 @@ def _find(key: str) -> list[Entry]:
     argument, alias = match
     if alias is None:
         return [argument_entry(argument)]
-    entry = Entry(
+    entry = KeyDocumentation(
         key=f"train.{argument.section}.{name}",
         expects=describe_expected(argument),
         default="",
@@ -203,48 +203,52 @@ def explain(key: str) -> str:
         ConfigError: for an unknown key, with the nearest names.
     """
     name = key.strip("-").rpartition(".")[2].replace("-", "_")
-    entries = _find(key)
+    entries = _find_entries(key)
     if entries:
-        return "\n\n".join(_text(entry) for entry in entries)
-    if section := _section(key):
+        return "\n\n".join(_entry_text(entry) for entry in entries)
+    if section := _describe_section(key):
         return section
-    if name in PASSED_ON:
-        return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
-    reason = why_unsupported(name) or SET_BY_LAUNCHER.get(name)
+    if name in TORCHRUN_OPTIONS:
+        return f"experiment.runner.{name}\n  An option of torchrun, passed to it unchanged."
+    reason = why_unsupported(name) or REFUSED_TORCHRUN_OPTIONS.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
     if reason := why_unused(name) or UNUSED_EXPERIMENT_KEYS.get(name):
-        return f"{name}\n  May be given and has no effect: {reason}."
+        return f"{name}\n  Accepted, without effect: {reason}."
     names = [e.name for e in experiment_entries()]
-    near = closest_names(name)
-    hint = did_you_mean(name, [*near, *names, *PASSED_ON])
+    close_names = closest_names(name)
+    hint = did_you_mean(name, [*close_names, *names, *TORCHRUN_OPTIONS])
     if not hint:
-        some = nearest_names(name, [*names, *PASSED_ON, *registry()], least=0)
-        hint = f"; the names that look most like it are {', '.join(some)}"
+        nearest = nearest_names(name, [*names, *TORCHRUN_OPTIONS, *registry()], least=0)
+        hint = f"; the most similar names are {', '.join(nearest)}"
     raise ConfigError(Problem(key, f"unknown key{hint}"))
 
 
-def _section(key: str) -> str:
-    """Return the keys of a section, given whole or by its last name; empty if it is none."""
-    every = [entry.key for entry in experiment_entries()]
-    every += [f"train.{argument.section}.{argument.name}" for argument in arguments().values()]
+def _describe_section(key: str) -> str:
+    """Return the names of a section's keys, for a dotted section or its last name; empty if there
+    is no such section.
+    """
+    all_keys = [entry.key for entry in experiment_entries()]
+    all_keys += [f"train.{argument.section}.{argument.name}" for argument in arguments().values()]
     for section in (key, f"experiment.{key}", f"train.{key}"):
-        start = f"{section}."
-        inside = [name.removeprefix(start) for name in every if name.startswith(start)]
-        names = [name.partition(".")[0] for name in inside]
+        prefix = f"{section}."
+        remainders = [name.removeprefix(prefix) for name in all_keys if name.startswith(prefix)]
+        names = [name.partition(".")[0] for name in remainders]
         if names:
-            listed = textwrap.wrap(
+            name_lines = textwrap.wrap(
                 ", ".join(dict.fromkeys(names)),
                 92,
                 initial_indent="  ",
                 subsequent_indent="  ",
                 break_on_hyphens=False,
             )
-            return "\n".join([section, f"  a section; `explain {start}KEY` tells more:", *listed])
+            return "\n".join(
+                [section, f"  a section; `explain {prefix}KEY` describes one key:", *name_lines]
+            )
     return ""
 
 
-def _text(entry: Entry) -> str:
+def _entry_text(entry: KeyDocumentation) -> str:
     lines = [f"{entry.key}" + (f"  ({entry.flag})" if entry.flag else "")]
     lines += textwrap.wrap(entry.doc, 92, initial_indent="  ", subsequent_indent="  ")
     default = entry.default or "none"

@@ -28,45 +28,44 @@ _SYNTAX_ERROR = re.compile(r"no viable alternative at|mismatched input|token rec
 
 
 def register_host_resolver() -> None:
-    """Make ``${host:NAME}`` known to OmegaConf. May be called again."""
-
+    """Register the resolver of ``${host:NAME}`` in OmegaConf. May be called again."""
     OmegaConf.register_new_resolver("host", _resolve_host_variable, replace=True)
 
 
 def _resolve_host_variable(*words: Any, _node_: Any) -> str:
-
     key = str(_node_._get_full_key(None))
     if not key.startswith(f"{ENVS}."):
         raise InterpolationResolutionError(
-            f"${{host:…}}, a host's own variable, has a meaning under {ENVS} alone; "
-            "${oc.env:NAME} is this machine's"
+            f"${{host:…}}, a variable of the host, is supported only under {ENVS}; "
+            "${oc.env:NAME} is a variable of this machine"
         )
     if len(words) != 1 or not re.fullmatch(_NAME, str(words[0])):
         text = ",".join(map(str, words))
         raise InterpolationResolutionError(
             f"${{host:{text}}} names no variable: expected letters, digits and _ after the colon"
         )
-    return reference(str(words[0]))
+    return host_reference(str(words[0]))
 
 
-def reference(name: str) -> str:
+def host_reference(name: str) -> str:
     """Return the text that ``${host:NAME}`` leaves in a value."""
     return f"\0host:{name}\0"
 
 
-def references(text: str) -> list[str]:
-    """The names of the host's variables that a value refers to, each once."""
+def host_references(text: str) -> list[str]:
+    """Return the names of the host variables that a value refers to, each once."""
     return list(dict.fromkeys(match[2] for match in _REFERENCE.finditer(text)))
 
 
-def without_references(text: str) -> str:
-    """A value without its references."""
+def remove_references(text: str) -> str:
+    """Return a value without its references."""
     return _REFERENCE.sub("", text)
 
 
 def restore_references(value: Any) -> Any:
-    """Plain data, at any depth, in which references stand as a YAML writes them, and what only
-    looks like one has the backslash that keeps it from being one."""
+    """Return plain data, at any depth, with references as a YAML writes them (``${host:NAME}``). A
+    literal ``${host:`` gets the backslash that keeps it literal.
+    """
     if isinstance(value, Mapping):
         return {key: restore_references(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -77,26 +76,34 @@ def restore_references(value: Any) -> Any:
 
 
 def split_references(name: str, text: str) -> list[str | tuple[str, str, str]]:
-    """The value of the variable ``name``, taken apart: literal texts, and for each reference what
-    stands before it, the variable referred to, and what stands after it.
+    """Split the value of a variable into literal texts and references to host variables.
 
-    These two are empty but in a variable whose name ends in PATH, where the colon beside a
-    reference is one of them. A variable that is unset or empty takes them along: an empty entry of
-    such a list means the working directory.
+    In a variable whose name ends in PATH, the colon next to a reference belongs to the reference.
+    If the host's variable is unset or empty, the colon is dropped as well, because an empty entry
+    of such a list means the working directory.
+
+    Args:
+        name: Name of the variable.
+        text: Its value.
+
+    Returns:
+        The parts in order. A reference is ``(before, variable, after)``: ``before`` and ``after``
+        are an adjacent colon or empty.
     """
     pattern = _PATH_REFERENCE if name.endswith("PATH") else _REFERENCE
-    pieces: list[str | tuple[str, str, str]] = []
+    parts: list[str | tuple[str, str, str]] = []
     end = 0
     for match in pattern.finditer(text):
-        before, referred, after = (group for group in match.groups() if group is not None)
-        pieces += [text[end : match.start()], (before, referred, after)]
+        before, variable, after = (group for group in match.groups() if group is not None)
+        parts += [text[end : match.start()], (before, variable, after)]
         end = match.end()
-    return [part for part in (*pieces, text[end:]) if part]
+    return [part for part in (*parts, text[end:]) if part]
 
 
 def referenced_keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """The dotted keys that plain, unresolved data refers to by ``${KEY}``; one that is relative
-    (``${..KEY}``) is made whole."""
+    """Yield the dotted keys that plain, unresolved data refers to as ``${KEY}``. A relative
+    reference (``${..KEY}``) is made absolute.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from referenced_keys(inner, (*path, str(key)))
@@ -112,24 +119,26 @@ def interpolation_hint(message: str) -> str:
     """Return a hint to append to OmegaConf's ``message`` about an unreadable interpolation; empty
     for other messages."""
     if _SYNTAX_ERROR.search(message):
-        return r"; ${ begins an interpolation: what is not meant as one is written \${"
+        return r"; ${ begins an interpolation; for the literal text write \${"
     return ""
 
 
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)(:?)")
-_NO_VARIABLE = r"KeyError raised .*Environment variable '(.+)' not found"
-_NOT_FOUND = r"Interpolation key '(.+)' not found|Unsupported interpolation type (\w+)"
+_UNSET_VARIABLE_ERROR = r"KeyError raised .*Environment variable '(.+)' not found"
+_NO_TARGET_ERROR = r"Interpolation key '(.+)' not found|Unsupported interpolation type (\w+)"
 
 
 def resolve_interpolations(config: DictConfig, sources: Sources) -> dict[Any, Any]:
-    """A composed configuration as plain data. Raises ConfigError with every interpolation that
-    leads nowhere and every value that is still to be given (``???``)."""
-    from omegaconf.errors import OmegaConfBaseException
+    """Return a composed configuration as plain data.
 
+    Raises:
+        ConfigError: with every interpolation that has no target and every mandatory value that is
+            missing (``???``).
+    """
     try:
         data = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        # It is the first of maybe many.
+        # OmegaConf reports only the first of possibly many.
         problems = list(_find_unresolved(config, sources)) or [
             _resolution_problem(error, "", sources)
         ]
@@ -140,9 +149,6 @@ def resolve_interpolations(config: DictConfig, sources: Sources) -> dict[Any, An
 def _find_unresolved(
     node: DictConfig | ListConfig, sources: Sources, prefix: str = ""
 ) -> Iterator[Problem]:
-    from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
-
     keys: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
         path = f"{prefix}{key}"
@@ -163,23 +169,24 @@ def _describe_failure(error: OmegaConfBaseException, key: str, sources: Sources)
     message = (error.msg or str(error)).splitlines()[0]
     if "Missing mandatory value" in message:
         message = "is required: replace ??? by a value"
-    elif match := re.match(_NO_VARIABLE, message):
+    elif match := re.match(_UNSET_VARIABLE_ERROR, message):
         message = (
-            f"this machine has no variable {match[1]}: set it, or say what holds without it, "
+            f"this machine has no variable {match[1]}: set it, or write a default, "
             f"${{oc.env:{match[1]},…}}"
         )
-    elif match := re.fullmatch(_NOT_FOUND, message):
+    elif match := re.fullmatch(_NO_TARGET_ERROR, message):
         message += _hint_for_reference(match[1] or match[2], key, sources.texts.get(key, ""))
     else:
         message += interpolation_hint(message)
-    return Problem(key, message, sources.place(key))
+    return Problem(key, message, sources.location(key))
 
 
-def unreadable_interpolations(sources: Sources) -> list[Problem]:
-    """Every interpolation in the files that cannot be read, and those beside them that lead
-    nowhere, without a composed configuration, which the former prevent."""
-    from omegaconf.errors import OmegaConfBaseException
+def find_unreadable_interpolations(sources: Sources) -> list[Problem]:
+    """Return the problems of all interpolations in the files that cannot be parsed or have no
+    target.
 
+    Used when unparsable interpolations prevent composing the configuration.
+    """
     problems = []
     for key, text in sources.texts.items():
         if "${" not in text:
@@ -189,42 +196,43 @@ def unreadable_interpolations(sources: Sources) -> list[Problem]:
         except OmegaConfBaseException as error:
             problems.append(_describe_failure(error, key, sources))
         else:
-            problems += _dead_references(key, text, sources)
+            problems += _find_dead_references(key, text, sources)
     return problems
 
 
-def _dead_references(key: str, text: str, sources: Sources) -> Iterator[Problem]:
+def _find_dead_references(key: str, text: str, sources: Sources) -> Iterator[Problem]:
     """Yield problems for references without a target, in a text with readable interpolations."""
-
     for name, colon in _INTERPOLATION.findall(text):
         if colon and not OmegaConf.has_resolver(name):
             message = f"Unsupported interpolation type {name}"
-        elif not colon and name not in sources.places:
+        elif not colon and name not in sources.locations:
             message = f"Interpolation key '{name}' not found"
         else:
             continue
-        yield Problem(key, message + _hint_for_reference(name, key, text), sources.place(key))
+        yield Problem(key, message + _hint_for_reference(name, key, text), sources.location(key))
 
 
 def _hint_for_reference(name: str, key: str, text: str) -> str:
     """Return a hint for an interpolation without a target."""
-    if older := _hint_for_old_form(name, key, text):
-        return older
+    if old_form_hint := _hint_for_old_form(name, key, text):
+        return old_form_hint
     if name.partition(".")[0] in TOP_LEVEL:
         return did_you_mean_key(name)
     if ".cmds." in f".{key}":
-        whole = next(
+        interpolation = next(
             (reference for reference in re.findall(r"\$\{[^{}]*\}", text) if name in reference),
             f"${{{name}}}",
         )
-        plain = f"${name} or " if whole == f"${{{name}}}" and name.isidentifier() else ""
-        return f"; for the shell's variable write {plain}\\{whole}"
+        shell_form = (
+            f"${name} or " if interpolation == f"${{{name}}}" and name.isidentifier() else ""
+        )
+        return f"; for the shell's variable write {shell_form}\\{interpolation}"
     if not name.isidentifier():
         return ""
-    here = f"${{oc.env:{name}}} for this machine's variable"
+    env_hint = f"${{oc.env:{name}}} for this machine's variable"
     if ".envs." in f".{key}":
-        return f"; write ${{host:{name}}} for the host's own variable, {here}"
-    return f"; write {here}"
+        return f"; write ${{host:{name}}} for the host's own variable, {env_hint}"
+    return f"; write {env_hint}"
 
 
 def _hint_for_old_form(name: str, key: str, text: str) -> str:
@@ -232,7 +240,7 @@ def _hint_for_old_form(name: str, key: str, text: str) -> str:
     value, and ``${env:NAME}``, an old resolver of Hydra."""
     if f"${{{name.removesuffix('??')}??}}" in text or f"${{{name}:??}}" in text:
         return "; it is a placeholder: replace it by a value"
-    named = re.search(r"\$\{env:([^{}]*)\}", text)
-    if name == "env" and named and ".cmds." not in f".{key}":
-        return f"; write ${{oc.env:{named[1]}}} for this machine's variable"
+    env_reference = re.search(r"\$\{env:([^{}]*)\}", text)
+    if name == "env" and env_reference and ".cmds." not in f".{key}":
+        return f"; write ${{oc.env:{env_reference[1]}}} for this machine's variable"
     return ""

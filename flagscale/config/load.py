@@ -1,7 +1,8 @@
-"""Loading a configuration: YAML files and overrides in, a checked :class:`Experiment` out.
+"""Loading a configuration: composes YAML files and overrides into a checked
+:class:`~flagscale.config.schema.Experiment`.
 
 All problems are collected, so that one start of the launcher reports everything that is wrong: each
-with its place, its key, the value found and the value expected.
+with its file and line, its key, the value found and the value expected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
-from flagscale.config.compose import composed, config_file, hydra_alone
+from flagscale.config.compose import compose_valid_overrides, config_file, exclusive_hydra
 from flagscale.config.experiment_reader import read_experiment
 from flagscale.config.interpolation import referenced_keys, resolve_interpolations
 from flagscale.config.overrides import TOP_LEVEL
@@ -31,7 +32,7 @@ _BACKEND = (
 )
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """Options and experiment of a command line, checked."""
 
     options: schema.Options
@@ -40,44 +41,56 @@ class Loaded(NamedTuple):
 
 def load(
     directory: Path, name: str, overrides: Sequence[str], purpose: Purpose | None = None
-) -> Loaded:
+) -> LoadedConfig:
     """Load the configuration of this name in a directory, reading each file once.
 
     Args:
-        directory: directory of the YAML.
-        name: its name, without the suffix.
+        directory: Directory of the YAML.
+        name: Name of the YAML, without the suffix.
         overrides: Hydra overrides, as typed.
-        purpose: decides which checks are made; by default that of the configuration's action.
+        purpose: Purpose of loading, which decides what is checked; by default that of the
+            configuration's action.
 
     Raises:
         ConfigError: with every problem.
     """
     sources = trace_sources(config_file(directory, name), overrides)
-    with hydra_alone():
-        config, problems = composed(sources)
+    with exclusive_hydra():
+        config, problems = compose_valid_overrides(sources)
         del config["hydra"]
-        reader = SectionReader(sources, problems, _referred(config))
+        referenced = _referenced_sections(config)
         try:
             data = resolve_interpolations(config, sources)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from error
-    _check_top_level(reader, data)
-    fields = reader.fields(schema.Options, data, "", others=True)
+    # The launcher's sections are read without the arguments of the training program.
+    reader = SectionReader(sources.without(schema.ARGUMENT_SECTIONS), problems, referenced)
+    launcher_data = {
+        key: value for key, value in data.items() if key not in schema.ARGUMENT_SECTIONS
+    }
+    _check_top_level(reader, launcher_data)
+    fields = reader.read_fields(schema.Options, launcher_data, "", ignore_unknown=True)
     options = schema.Options(**fields)
     if purpose is None:
         # The requirements of an unknown action are unknown; "find" has the fewest.
-        is_unknown = "action" not in fields and data.get("action") is not None
+        is_unknown = "action" not in fields and launcher_data.get("action") is not None
         purpose = "find" if is_unknown else ACTIONS[options.action].purpose
-    experiment = read_experiment(reader, data)
+    experiment = replace(
+        read_experiment(reader, launcher_data),
+        overrides=sources.overrides,
+        resolved=data,
+        sources=sources.locations,
+    )
     if purpose != "find":
-        experiment = _read_arguments(reader, data, experiment, purpose)
-    problems = reader.causes()
+        train_reader = replace(reader, sources=sources)
+        experiment = _read_arguments(train_reader, data, experiment, purpose)
+    problems = reader.root_problems()
     if problems:
         raise ConfigError(problems, hint=_hint(problems))
-    return Loaded(options, experiment)
+    return LoadedConfig(options, experiment)
 
 
-def _referred(config: DictConfig) -> frozenset[str]:
+def _referenced_sections(config: DictConfig) -> frozenset[str]:
     """Return the keys that interpolations refer to, and the sections that contain them."""
     from omegaconf import OmegaConf
 
@@ -91,7 +104,10 @@ def _read_arguments(
     experiment: schema.Experiment,
     purpose: Purpose | None,
 ) -> schema.Experiment:
-    """Return the experiment with its arguments, and check it."""
+    """Return the experiment with its arguments, checked.
+
+    Problems are added to those of ``reader``.
+    """
     # Commands on existing runs need neither arguments nor rules nor model families.
     from flagscale.config.checks import check_experiment
     from flagscale.config.train_reader import read_train_sections
@@ -103,8 +119,10 @@ def _read_arguments(
         by_type=sections.by_type,
         by_host=sections.by_host,
     )
-    wrong = [replace(p, where=reader.sources.place(p.key)) for p in sections.problems]
-    experiment, problems = check_experiment(experiment, wrong, purpose)
+    argument_problems = [
+        replace(p, where=reader.sources.location(p.key)) for p in sections.problems
+    ]
+    experiment, problems = check_experiment(experiment, argument_problems, purpose)
     reader.problems += problems
     return experiment
 
@@ -120,8 +138,8 @@ def _hint(problems: Sequence[Problem]) -> str | None:
 
 
 def _check_top_level(reader: SectionReader, data: Mapping[Any, Any]) -> None:
-    names = [*TOP_LEVEL, *schema.documented(schema.Options)]
+    names = [*TOP_LEVEL, *schema.documented_fields(schema.Options)]
     for name in data:
-        is_referenced = name in reader.referred
+        is_referenced = name in reader.referenced
         if name not in names and name not in schema.SPECIFIC_SECTIONS and not is_referenced:
-            reader.unknown(str(name), name, [*names, *schema.SPECIFIC_SECTIONS])
+            reader.add_unknown_key(str(name), name, [*names, *schema.SPECIFIC_SECTIONS])

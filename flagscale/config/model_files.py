@@ -1,4 +1,7 @@
-"""Files of a model on this machine: the config.json of a pretrained model, and tokenizers."""
+"""Files of a model on this machine: the config.json of a pretrained model, and tokenizers.
+
+Used by ``config.checks`` to complete and check an experiment, and by the estimate.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +20,53 @@ from flagscale.config.arguments.compat.huggingface.models import (
 from flagscale.config.arguments.spec.paths import PRETRAINED_CHECKPOINT
 from flagscale.config.arguments.spec.train_arguments import GivenArgument, TrainArguments
 from flagscale.config.schema import Experiment
-from flagscale.errors import CheckpointError, Problem
+from flagscale.errors import CheckpointError, DataError, Problem
+from flagscale.tokenizer_files import iter_declared_tokens, read_settings, token_text
 
 
 def fill_from_pretrained(experiment: Experiment) -> tuple[Experiment, list[Problem]]:
-    """The experiment with the arguments of the model that its YAML leaves out, and what is wrong
-    with the model or disagrees with it.
+    """Add the arguments of the pretrained model that the YAML leaves out.
 
-    Nothing is done where the directory is not on this machine, or is none of Hugging Face; the
-    ranks compare in any case.
+    Nothing is added if the directory is not on this machine or has no Hugging Face model. The ranks
+    compare their arguments with the model in any case.
+
+    Returns:
+        The experiment, and the problems: an unreadable model, or arguments that contradict it.
     """
     args = experiment.train
     path = args[PRETRAINED_CHECKPOINT]
     if experiment.task.external:
         return experiment, []
     if not isinstance(path, str):
-        return experiment, list(_check_load(args))
+        reason = _explain_load_problem(args["load"])
+        return experiment, [args.problem("load", reason)] if reason else []
     try:
         config = config_in(Path(path))
         if config is None:
             return experiment, list(_check_pretrained_directory(args, Path(path)))
-        added = missing_arguments(args.values, args.given, config)
-        train = args.with_added(_added_entries(added))
-        filled = replace(experiment, train=train, filled=tuple(added))
-        wrong = _find_disagreements(train, config)
+        added_values = missing_arguments(args.values, args.given, config)
+        train = args.with_added(_added_entries(added_values))
+        filled = replace(experiment, train=train, filled_arguments=tuple(added_values))
+        problems = _find_disagreements(train, config)
     except CheckpointError as error:
         return experiment, [args.problem(PRETRAINED_CHECKPOINT, f"{path}: {error.message}")]
-    return filled, wrong
+    return filled, problems
 
 
-def _check_load(args: TrainArguments) -> Iterator[Problem]:
-    """``load`` takes checkpoints, from which training goes on."""
-    load = args["load"]
+def _explain_load_problem(load: Any) -> str | None:
+    """Return why training cannot resume from the path ``load``, or None."""
     if isinstance(load, str) and is_huggingface_model(Path(load)):
-        message = f"{load} is a model of Hugging Face; {PRETRAINED_CHECKPOINT} starts from one"
-        yield args.problem("load", message)
+        return f"{load} is a Hugging Face model; to start from one, use {PRETRAINED_CHECKPOINT}"
+    return None
 
 
 def _check_pretrained_directory(args: TrainArguments, path: Path) -> Iterator[Problem]:
     if path.is_dir() and not any((*path.glob("iter_*"), *path.glob("**/mp_rank_*"))):
-        message = f"{path} holds neither config.json, as a model of Hugging Face does, nor iter_…"
-        yield args.problem(
-            PRETRAINED_CHECKPOINT, f"{message} directories, as one of checkpoints does"
+        message = (
+            f"{path} is neither a Hugging Face model (no config.json) nor a directory of "
+            "checkpoints (no iter_… directories)"
         )
+        yield args.problem(PRETRAINED_CHECKPOINT, message)
 
 
 def _added_entries(added: dict[str, Any]) -> Iterator[GivenArgument]:
@@ -72,7 +79,7 @@ def _added_entries(added: dict[str, Any]) -> Iterator[GivenArgument]:
 def _find_disagreements(args: TrainArguments, config: dict[str, Any]) -> list[Problem]:
     values = args.values
     if any(values[name] is None for name in ("num_layers", "hidden_size", "seq_length")):
-        return []  # told elsewhere
+        return []  # missing sizes are reported by the rules of arguments
     return [args.problem(name, message) for name, message in disagreements(config, values)]
 
 
@@ -93,7 +100,7 @@ _SENTENCEPIECE_TOKENIZERS = (
     "Llama2Tokenizer",
 )
 _BYTE_TOKENS = 257
-"""Of ByteLevelTokenizer: one for each byte, and the end of a document."""
+"""Tokens of ByteLevelTokenizer: one for each byte, and the end of a document."""
 
 
 def check_vocabulary_size(experiment: Experiment) -> Iterator[Problem]:
@@ -103,12 +110,16 @@ def check_vocabulary_size(experiment: Experiment) -> Iterator[Problem]:
         return
     args = experiment.train
     expected = args["vocab_size"]
-    kind, path, separate = args[_TOKENIZER_TYPE], args["tokenizer_path"], bool(args["merge_file"])
-    actual = read_vocabulary(kind, path, separate=separate) if expected and kind else None
-    if actual is not None and actual.size > expected:
-        of = "tokenizer_path" if path else f"{_TOKENIZER_TYPE} {kind}"
-        message = f"{expected} is less than the {actual.size} tokens of {of}"
-        yield args.problem("vocab_size", f"{message}; raise it, or leave it out to take these")
+    kind = args[_TOKENIZER_TYPE]
+    path = args["tokenizer_path"]
+    has_merge_file = bool(args["merge_file"])
+    vocabulary = (
+        read_vocabulary(kind, path, has_merge_file=has_merge_file) if expected and kind else None
+    )
+    if vocabulary is not None and vocabulary.size > expected:
+        tokenizer_key = "tokenizer_path" if path else f"{_TOKENIZER_TYPE} {kind}"
+        message = f"{expected} is less than the {vocabulary.size} tokens of {tokenizer_key}"
+        yield args.problem("vocab_size", f"{message}; raise it, or leave it out to use this number")
 
 
 @dataclass(frozen=True)
@@ -117,44 +128,48 @@ class Vocabulary:
 
     size: int
     names: frozenset[str]
-    """Its tokens, where files of Hugging Face's list them."""
+    """The tokens themselves, if Hugging Face's files list them; otherwise empty."""
 
 
 def read_vocabulary(
-    kind: str | None, path: Any, *, separate: bool = False, most_bytes: int | None = None
+    kind: str | None, path: Any, *, has_merge_file: bool = False, max_bytes: int | None = None
 ) -> Vocabulary | None:
-    """The vocabulary of a tokenizer of a kind, any of Hugging Face's if None; None where its files
-    do not tell.
+    """Read the vocabulary of a tokenizer.
 
     Args:
-        path: its directory or file.
-        separate: GPT-2's two files are named one by one, and ``path`` is the first.
-        most_bytes: a file that is larger is not read.
+        kind: Type of the tokenizer (``tokenizer_type``); None for any of Hugging Face's.
+        path: Directory or file of the tokenizer.
+        has_merge_file: True if GPT-2's vocabulary and merges are given as two files; ``path`` is
+            then the vocabulary.
+        max_bytes: Size in bytes above which a file is not read; None for no limit.
+
+    Returns:
+        The vocabulary; None if the files are missing, too large, unreadable or of an unknown type.
     """
     if kind == "ByteLevelTokenizer":
         return Vocabulary(_BYTE_TOKENS, frozenset())
     if not isinstance(path, str):
         return None
     try:
-        file = _token_file(kind, Path(path), separate=separate)
-        if file is None or (most_bytes is not None and file.stat().st_size > most_bytes):
+        file = _token_file(kind, Path(path), has_merge_file=has_merge_file)
+        if file is None or (max_bytes is not None and file.stat().st_size > max_bytes):
             return None
         return (
             _read_sentencepiece_vocabulary(file)
             if kind in _SENTENCEPIECE_TOKENIZERS
             else _read_json_vocabulary(file)
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # the ranks tell what is wrong with it
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # the ranks report an unreadable tokenizer
 
 
-def _token_file(kind: str | None, path: Path, *, separate: bool) -> Path | None:
-    """The file that lists the tokens; None where they are in none that is known."""
+def _token_file(kind: str | None, path: Path, *, has_merge_file: bool) -> Path | None:
+    """Return the file that lists the tokens; None if no supported file does."""
     if kind in _SENTENCEPIECE_TOKENIZERS:
         return path / "tokenizer.model" if path.is_dir() else path
     if kind is not None and kind not in _HUGGINGFACE_TOKENIZERS:
         return None
-    if kind == "GPT2BPETokenizer" and separate:
+    if kind == "GPT2BPETokenizer" and has_merge_file:
         return path
     folder = path.parent if path.is_file() else path
     if (file := folder / "tokenizer.json").is_file():
@@ -164,14 +179,28 @@ def _token_file(kind: str | None, path: Path, *, separate: bool) -> Path | None:
 
 
 def _read_json_vocabulary(file: Path) -> Vocabulary:
-    """Read ``tokenizer.json``, or GPT-2's ``vocab.json``, which holds the tokens only."""
+    """Read ``tokenizer.json``, or GPT-2's ``vocab.json``, with the tokens that other files of the
+    directory add.
+
+    transformers gives tokens without an id of their own the ids after the largest one. The size is
+    a lower bound, because some tokenizer classes add tokens that no file names.
+    """
     content = json.loads(file.read_bytes())
-    if file.name != "tokenizer.json":
-        return Vocabulary(_count_ids(content), frozenset(content))
-    listed = content["model"]["vocab"]
-    added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-    names = [item[0] for item in listed] if isinstance(listed, list) else listed
-    return Vocabulary(max(_count_ids(listed), _count_ids(added)), frozenset((*names, *added)))
+    ids: dict[str, int] = {}
+    if file.name == "tokenizer.json":
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram's pairs of token and score
+            vocabulary = {item[0]: index for index, item in enumerate(vocabulary)}
+        added_tokens = content.get("added_tokens") or ()
+        ids = {**vocabulary, **{token["content"]: token["id"] for token in added_tokens}}
+    else:
+        ids = dict(content)
+    settings = read_settings(file.parent)
+    for token, index in iter_declared_tokens(file.parent, settings):
+        text = token_text(token)
+        if text is not None and text not in ids:
+            ids[text] = max(ids.values(), default=-1) + 1 if index is None else index
+    return Vocabulary(max(ids.values(), default=-1) + 1, frozenset(ids))
 
 
 def _read_sentencepiece_vocabulary(file: Path) -> Vocabulary | None:
@@ -185,10 +214,3 @@ def _read_sentencepiece_vocabulary(file: Path) -> Vocabulary | None:
     except RuntimeError:
         return None
     return Vocabulary(int(size), frozenset())
-
-
-def _count_ids(vocabulary: Any) -> int:
-    """One more than the largest number of a vocabulary, which is a map or (Unigram's) a list."""
-    if isinstance(vocabulary, list):
-        return len(vocabulary)
-    return int(max(vocabulary.values(), default=-1)) + 1

@@ -18,8 +18,8 @@ from flagscale.config import schema
 from flagscale.config.arguments.spec.registry import canonical_name, lookup, registry
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
-from flagscale.config.documented import kinds
-from flagscale.config.torchrun import PASSED_ON
+from flagscale.config.documented import key_types
+from flagscale.config.torchrun import TORCHRUN_OPTIONS
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
 SUBSECTIONS: dict[str, type] = {
@@ -37,7 +37,7 @@ _QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
 
 @dataclass(frozen=True)
 class Override:
-    """One override's parts: ``mark`` is "", "+", "++" or "~"; ``value`` None without ``=``."""
+    """An override, parsed: ``mark`` is "", "+", "++" or "~"; ``value`` is None without ``=``."""
 
     mark: str
     key: str
@@ -48,39 +48,42 @@ class Override:
 
 
 def parse_override(text: str) -> Override | None:
-    """The parts of an override; None where Hydra has to judge the text itself."""
+    """Parse an override; None if the text has no such form, which Hydra then reports."""
     match = _OVERRIDE.fullmatch(text)
     return Override(match["mark"] or "", match["key"], match["value"]) if match else None
 
 
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Overrides as Hydra wants them. Environment values and texts stay exactly as typed, commas
-    included, which Hydra would otherwise take for a sweep."""
+    """Return overrides with the marks and quotes that Hydra requires.
+
+    Keys that the schema has get ``++``. Values of environment variables and of text keys are
+    quoted, so that they stay exactly as typed; Hydra would take a comma for a sweep.
+    """
     return [_normalize(text) for text in overrides]
 
 
 def relocate_overrides(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Return overrides of arguments with the keys that a YAML has for them.
 
-    Section names do not matter to an argument, so ``train.model.lr=3e-4`` means the
+    Section names have no meaning for an argument, so ``train.model.lr=3e-4`` overrides
     ``train.model.optimizer.lr_scheduler.lr`` of a YAML. Overrides of keys that the YAML has as they
-    are, or has more than once, stay.
+    are, or has more than once, stay unchanged.
 
     Args:
-        overrides: as the user typed them.
-        keys: dotted keys of the arguments in the YAML.
+        overrides: Overrides, as the user typed them.
+        keys: Dotted keys of the arguments in the YAML.
     """
-    places: dict[str, list[str]] = {}
+    keys_by_argument: dict[str, list[str]] = {}
     for key in keys:
-        places.setdefault(argument_of(key), []).append(key)
-    return [_relocate(text, places) for text in overrides]
+        keys_by_argument.setdefault(argument_of(key), []).append(key)
+    return [_relocate(text, keys_by_argument) for text in overrides]
 
 
-def _relocate(text: str, places: Mapping[str, Sequence[str]]) -> str:
+def _relocate(text: str, keys_by_argument: Mapping[str, Sequence[str]]) -> str:
     override = parse_override(text)
     if override is None or override.mark == "+" or not override.key.startswith("train."):
         return text
-    keys = places.get(argument_of(override.key), ())
+    keys = keys_by_argument.get(argument_of(override.key), ())
     if len(keys) != 1 or override.key == keys[0] or override.key.count(".") < 2:
         return text
     if _is_backend_option(override.key.removeprefix("train.")):
@@ -89,14 +92,15 @@ def _relocate(text: str, places: Mapping[str, Sequence[str]]) -> str:
 
 
 def argument_of(key: str) -> str:
-    """Return the argument that a dotted key gives, under its canonical name if the value is the
-    same."""
+    """Return the name of the argument that a dotted key sets: the canonical name, if an alias takes
+    the same value.
+    """
     name = key.rpartition(".")[2].replace("-", "_")
     return canonical_name(name) or name
 
 
 def assigned_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """The dotted keys that overrides set, each with the text of its value."""
+    """Return the dotted keys that overrides set, each with the text of its value."""
     parsed = [override for text in overrides if (override := parse_override(text)) is not None]
     return {o.key: o.value for o in parsed if o.mark != "~" and o.value is not None}
 
@@ -106,15 +110,15 @@ def _normalize(text: str) -> str:
     if override is None or override.value is None or override.mark == "~":
         return text
     mark = override.mark or ("++" if is_known_key(override.key) else "")
-    value = _quote_for_hydra(override.value) if takes_text(override.key) else override.value
+    value = _quote_for_hydra(override.value) if is_text_key(override.key) else override.value
     return str(Override(mark, override.key, value))
 
 
 def is_known_key(key: str) -> bool:
-    """Return whether a dotted key is in the schema or the argument registry."""
+    """Return True if a dotted key is in the schema or the argument registry."""
     head, _, tail = key.partition(".")
     if not tail:
-        return key in schema.documented(schema.Options)
+        return key in schema.documented_fields(schema.Options)
     leaf = key.rpartition(".")[2]
     if head in schema.SPECIFIC_SECTIONS:
         return tail.count(".") >= 1
@@ -126,29 +130,33 @@ def is_known_key(key: str) -> bool:
 
 
 def _is_backend_option(key: str) -> bool:
-    """``system.comm.NAME``: which names there are is for the backend's adapter to say."""
+    """Return True if a key is ``system.comm.NAME``. The backend's adapter checks the name."""
     section, _, name = key.partition(".")
     return section in schema.SECTIONS and name.startswith(f"{BACKEND_OPTIONS}.")
 
 
-_FREE_SECTIONS = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
+_FREE_FORM_SECTIONS = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
 """Sections of ``experiment`` in which a user chooses names."""
 
 
 def _is_known_experiment_key(key: str) -> bool:
     section, _, name = key.rpartition(".")
-    if f"{key}.".startswith(_FREE_SECTIONS) or key in SUBSECTIONS:
+    if f"{key}.".startswith(_FREE_FORM_SECTIONS) or key in SUBSECTIONS:
         return True
     if not section:
-        return name in schema.documented(schema.Experiment)
+        return name in schema.documented_fields(schema.Experiment)
     fields = SUBSECTIONS.get(section)
     if fields is None:
         return False
-    return name in schema.documented(fields) or (section == "runner" and name in PASSED_ON)
+    return name in schema.documented_fields(fields) or (
+        section == "runner" and name in TORCHRUN_OPTIONS
+    )
 
 
 def did_you_mean_key(key: str) -> str:
-    """The end of a message about an unknown dotted key; empty when nothing comes close."""
+    """Return a suggestion to append to a message about an unknown dotted key; empty if no name is
+    close.
+    """
     path = key.split(".")
     if path[0] == "train" and len(path) > 2:
         return did_you_mean(path[-1], registry())
@@ -158,29 +166,33 @@ def did_you_mean_key(key: str) -> str:
 def _sibling_names(path: list[str]) -> Iterable[str]:
     """Return the names that are valid as the last part of a dotted key."""
     if len(path) == 1:
-        return [*TOP_LEVEL, *schema.SPECIFIC_SECTIONS, *schema.documented(schema.Options)]
+        return [*TOP_LEVEL, *schema.SPECIFIC_SECTIONS, *schema.documented_fields(schema.Options)]
     if path[0] == "train":
         return schema.SECTIONS
     if len(path) == 2:
-        return [*schema.documented(schema.Experiment), *subsections_of("")]
+        return [*schema.documented_fields(schema.Experiment), *subsections_of("")]
     section = ".".join(path[1:-1])
     fields = SUBSECTIONS.get(section)
-    passed_on = PASSED_ON if section == "runner" else ()
-    return [*schema.documented(fields), *subsections_of(section), *passed_on] if fields else []
+    passed_on = TORCHRUN_OPTIONS if section == "runner" else ()
+    return (
+        [*schema.documented_fields(fields), *subsections_of(section), *passed_on] if fields else []
+    )
 
 
 def subsections_of(section: str) -> list[str]:
-    """The names of the sections in a section of ``experiment``, or in itself."""
-    above = (section_name.rpartition(".") for section_name in (*SUBSECTIONS, "envs"))
-    return [name for parent, _, name in above if parent == section]
+    """Return the names of the sections in a section of ``experiment``; an empty ``section`` is
+    ``experiment`` itself.
+    """
+    section_paths = (section_name.rpartition(".") for section_name in (*SUBSECTIONS, "envs"))
+    return [name for parent, _, name in section_paths if parent == section]
 
 
 _COMMAND = "experiment.task.command"
 """A list, or a text that is split into one."""
 
 
-def takes_text(key: str) -> bool:
-    """Return whether the value of a dotted key is always text."""
+def is_text_key(key: str) -> bool:
+    """Return True if the value of a dotted key is always text."""
     if (
         key == _COMMAND
         or key.startswith("experiment.envs.")
@@ -190,14 +202,14 @@ def takes_text(key: str) -> bool:
     if key.startswith("experiment."):
         section, _, name = key.removeprefix("experiment.").rpartition(".")
         kind = SUBSECTIONS.get(section) if section else schema.Experiment
-        item = kinds(kind).get(name) if kind is not None else None
-        return item is not None and item.base in (str, Path) and not item.many
+        item = key_types(kind).get(name) if kind is not None else None
+        return item is not None and item.base in (str, Path) and not item.is_list
     argument = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return argument is not None and argument[0].kind == "str" and not argument[0].many
 
 
 def _quote_for_hydra(value: str) -> str:
-    """A value quoted for Hydra, unless it is null, empty, quoted or a container already."""
+    """Quote a value for Hydra, unless it is null, empty, quoted or a container already."""
     if value in ("", "null") or value[0] in "[{" or _QUOTED.fullmatch(value):
         return value
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)

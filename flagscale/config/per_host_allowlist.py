@@ -1,70 +1,76 @@
-"""Arguments that may differ between the hosts of a job, each with what makes it harmless.
+"""Arguments that may differ between the hosts of a job, each with the reason why that is harmless.
 
-Every other argument is one value for the job: with two, ranks wait for each other for ever or train
-unlike weights without a word. What stands here is trained with unlike values in
-tests/integration/train/test_heterogeneous_hosts.py: its ranks end with equal weights, those of a
-run with like values, and stop together with a checkpoint.
+Every other argument has one value for the job: with two, ranks may wait for each other forever or
+train different weights without an error. tests/integration/train/test_heterogeneous_hosts.py trains
+with different values of all arguments of this list. Its ranks end with equal weights, which are
+those of a run with one value, and stop together with a checkpoint.
 
-Left out, though they look harmless: paths of data, since rank 0 alone builds the index cache,
-which is found by the data's path; ``save`` and ``load``, whose value on rank 0 counts for all;
-``tensorboard_dir``, beside which the cache may lie; W&B's, which only the rank that reports reads;
-recomputation and the fused loss, which call tensor- and expert-parallel collectives of their own;
-fused dropout, which draws other numbers than its tensor-parallel partners; fused GELU, which is
-another function; ``transformer_impl``, which orders parameters in another way; what Megatron-LM's
-timers gather across ranks; and of logging what a rank has to take part in: ``log_interval``,
-``log_params_norm``, ``log_num_zeros_in_grad``.
+These look harmless and are left out on purpose:
+
+- Paths of data: only rank 0 builds the index cache, whose name depends on the path of the data.
+- ``save`` and ``load``: the value of rank 0 is used by all ranks.
+- ``tensorboard_dir``: the cache may be next to it.
+- Arguments of Weights & Biases: only the rank that reports reads them.
+- Recomputation and the fused loss: they call tensor- and expert-parallel collectives.
+- Fused dropout: its random numbers differ from those of tensor-parallel peers without it.
+- Fused GELU: it is another function.
+- ``transformer_impl``: it orders parameters differently.
+- Megatron-LM's timers: they gather values across ranks.
+- ``log_interval``, ``log_params_norm``, ``log_num_zeros_in_grad``: all ranks take part in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_RANK_0 = "the rank that reports writes it; the others wait for nothing"
+_REPORTING_RANK_ONLY = "only the rank that reports uses it; no other rank waits for it"
+_PROCESS_MEMORY = "affects only the memory of this process"
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "Implementation of kernels": {
-        "attention_backend": "the same function by another kernel, up to rounding; parameters, "
-        "collectives and random numbers are alike",
+        "attention_backend": "another kernel for the same function, equal up to rounding; "
+        "parameters, collectives and random numbers are the same",
     },
-    "Files that a host has elsewhere": {
-        "tokenizer_path": "of the same content: it is part of the name of the index cache, so "
-        "another tokenizer finds none and ends the run",
-        "data_cache_path": "the same directory by another name; without what rank 0 has built "
-        "there, the run ends",
+    "Paths that differ between hosts": {
+        "tokenizer_path": "its content must be the same: it is part of the name of the index "
+        "cache, so another tokenizer has no cache, and the run fails",
+        "data_cache_path": "another path of the same directory; if the index cache of rank 0 is "
+        "not there, the run fails",
     },
-    "A rank's own process": {
-        "num_workers": "who loads a batch does not change it",
-        "manual_gc": "of this process's memory alone",
-        "manual_gc_interval": "of this process's memory alone",
-        "peak_tflops": "of figures alone: MFU, and what a plan expects",
+    "Process of a rank": {
+        "num_workers": "the batches do not depend on the processes that load them",
+        "manual_gc": _PROCESS_MEMORY,
+        "manual_gc_interval": _PROCESS_MEMORY,
+        "peak_tflops": "affects only reported metrics: MFU, and the step time in a plan",
     },
     "Logging that no other rank waits for": {
-        "loss_spike_factor": "a warning of the rank that reports",
-        "log_throughput": _RANK_0,
-        "log_memory_to_tensorboard": _RANK_0,
-        "log_learning_rate_to_tensorboard": _RANK_0,
-        "log_validation_ppl_to_tensorboard": _RANK_0,
-        "tensorboard_queue_size": _RANK_0,
+        "loss_spike_factor": "threshold of a warning of the rank that reports",
+        "log_throughput": _REPORTING_RANK_ONLY,
+        "log_memory_to_tensorboard": _REPORTING_RANK_ONLY,
+        "log_learning_rate_to_tensorboard": _REPORTING_RANK_ONLY,
+        "log_validation_ppl_to_tensorboard": _REPORTING_RANK_ONLY,
+        "tensorboard_queue_size": _REPORTING_RANK_ONLY,
     },
     "Tuning of communication": {
-        "comm": "of its options `socket_ifname`, `ib_hca` and `debug`: names of a host's own "
-        "adapters, and what is said of them",
-        "distributed_timeout_minutes": "how long a rank waits before it fails; the shortest ends "
-        "the job",
+        "comm": "only the options `socket_ifname`, `ib_hca` and `debug`: names of the host's "
+        "network adapters, and log output",
+        "distributed_timeout_minutes": "time that a rank waits before it fails; the shortest one "
+        "applies to the job",
     },
 }
-"""What may differ, by kind."""
+"""Arguments that may differ, by group, each with the reason why that is harmless."""
 
 ARGUMENTS: Mapping[str, str] = {
     name: why for group in GROUPS.values() for name, why in group.items()
 }
 
 COMM_OPTIONS = frozenset({"socket_ifname", "ib_hca", "debug"})
-"""Options of communication backends that may differ. The others choose an algorithm, on which
-ranks have to agree."""
+"""Options of communication backends (``system.comm``) that may differ. The others choose an
+algorithm, on which ranks have to agree.
+"""
 
-INSTEAD: Mapping[str, str] = {
-    "micro_batch_size": "ranks would train samples twice or never; hetero_mode: dp weighs unlike "
-    "micro-batches",
+CONSEQUENCES: Mapping[str, str] = {
+    "micro_batch_size": "ranks would train some samples twice and others never (hetero_mode: dp "
+    "supports different micro-batch sizes)",
 }
-"""For arguments that people want to differ, what would happen."""
+"""Consequence of different values, for arguments that users often try to override."""

@@ -1,4 +1,4 @@
-"""Reading typed sections of a composed YAML. Every problem is noted, none is raised."""
+"""Reading typed sections of a composed YAML. Problems are collected; none is raised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.compat.unsupported import UNUSED_EXPERIMENT_KEYS
+from flagscale.config.arguments.compat.names import UNUSED_EXPERIMENT_KEYS
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.paths import why_too_long
 from flagscale.config.arguments.spec.values import (
@@ -18,136 +18,171 @@ from flagscale.config.arguments.spec.values import (
     to_word,
     why_unfit,
 )
-from flagscale.config.documented import Kind, documented, kinds
+from flagscale.config.documented import KeyType, documented_fields, key_types
 from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.errors import Problem
 
 
 def absolute_path(path: str) -> Path:
-    """A path of a YAML: ``~`` is the home, anything relative lies in the working directory."""
+    """Return a path of a YAML as an absolute one: ``~`` is expanded, and a relative path is
+    relative to the working directory.
+    """
     return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111 - folds ".."
 
 
 @dataclass
 class SectionReader:
-    """Reads plain data of a composed YAML and collects what is wrong with it."""
+    """Reads sections of a composed YAML, as plain data, and collects their problems."""
 
     sources: Sources
     problems: list[Problem] = field(default_factory=list)
-    referred: frozenset[str] = frozenset()
-    """Keys, and sections of keys, that interpolations refer to."""
-    idle: list[str] = field(default_factory=list)
-    """Keys of the user's own that none refers to."""
+    referenced: frozenset[str] = frozenset()
+    """Dotted keys that interpolations refer to, and the sections that contain them."""
+    unreferenced: list[str] = field(default_factory=list)
+    """Additional keys of the user that no interpolation refers to."""
     unreadable: list[str] = field(default_factory=list)
-    """Keys of what should be sections and is something else: nothing that follows from it is a
-    problem of its own."""
+    """Keys that should be sections and hold something else. Problems below them only follow from
+    that.
+    """
 
-    def problem(self, key: str, message: str) -> None:
-        """Notes a problem with the place of its key."""
-        self.problems.append(Problem(key, message, self.sources.place(key)))
+    def add_problem(self, key: str, message: str) -> None:
+        """Record a problem with the source location of its key."""
+        self.problems.append(Problem(key, message, self.sources.location(key)))
 
-    def mapping(self, data: Mapping[Any, Any], key: str, prefix: str = "") -> dict[Any, Any]:
-        """The section ``key`` of ``data``; null and missing ones are empty."""
+    def read_section(self, data: Mapping[Any, Any], key: str, prefix: str = "") -> dict[Any, Any]:
+        """Return the section ``key`` of ``data``; empty if it is missing, null or, which is
+        reported, no section.
+        """
         value = data.get(key)
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
-        self.problem(f"{prefix}{key}", f"expected a section with keys, found {format_value(value)}")
+        self.add_problem(
+            f"{prefix}{key}", f"expected a section with keys, found {format_value(value)}"
+        )
         self.unreadable.append(f"{prefix}{key}")
         return {}
 
-    def causes(self) -> list[Problem]:
-        """The problems, but for those of keys in what is no section."""
-        within = tuple(f"{key}." for key in self.unreadable)
-        return [problem for problem in self.problems if not problem.key.startswith(within)]
+    def root_problems(self) -> list[Problem]:
+        """Return the problems without those that only follow from an unreadable section."""
+        unreadable_prefixes = tuple(f"{key}." for key in self.unreadable)
+        return [
+            problem for problem in self.problems if not problem.key.startswith(unreadable_prefixes)
+        ]
 
-    def text(self, key: str, value: Any) -> str:
-        """A scalar as its YAML writes it (``010``, ``1.50``, ``yes``), not as it was read."""
+    def scalar_text(self, key: str, value: Any) -> str:
+        """Return a scalar as its YAML writes it (``010``, ``1.50``, ``yes``), before parsing."""
         if isinstance(value, str):
             return value
-        written = self.sources.texts.get(key)
-        return to_word(value) if written is None or "${" in written else written
+        written_text = self.sources.texts.get(key)
+        return to_word(value) if written_text is None or "${" in written_text else written_text
 
-    def texts(self, key: str, values: Sequence[Any]) -> list[Any]:
-        """The items of a list of texts, each as its YAML writes it; null and what is no scalar stay
-        what they are."""
-        written = self.sources.items.get(key, ())
-        if len(written) != len(values) or any("${" in text for text in written):
-            written = tuple(map(to_word, values))
-        pairs = zip(values, written, strict=True)
+    def item_texts(self, key: str, values: Sequence[Any]) -> list[Any]:
+        """Return the items of a list of texts, each as its YAML writes it. Null and items that are
+        not scalars are returned unchanged.
+        """
+        written_texts = self.sources.items.get(key, ())
+        if len(written_texts) != len(values) or any("${" in text for text in written_texts):
+            written_texts = tuple(map(to_word, values))
+        pairs = zip(values, written_texts, strict=True)
         return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
 
-    def unknown(self, path: str, name: Any, names: Iterable[str]) -> None:
-        """Notes a key that is none of ``known``."""
-        self.problem(path, f"unknown key{did_you_mean(str(name), names)}")
+    def add_unknown_key(self, path: str, name: Any, names: Iterable[str]) -> None:
+        """Record the problem of a key that is none of ``names``."""
+        self.add_problem(path, f"unknown key{did_you_mean(str(name), names)}")
 
-    def own(
-        self, path: str, name: Any, value: Any, names: Iterable[str], elsewhere: Mapping[str, str]
+    def read_custom_key(
+        self,
+        path: str,
+        name: Any,
+        value: Any,
+        names: Iterable[str],
+        keys_of_other_sections: Mapping[str, str],
     ) -> None:
-        """Takes a key that is none of ``known`` for one of the user's own, from which others take
-        their values. One from which none does is idle, or a problem where another was meant, by
-        its place or by its name. ``elsewhere`` has the places of keys of other sections."""
-        if path in self.referred:
+        """Read a key that is none of ``names``, and may be a user's own key for interpolations.
+
+        A key that an interpolation refers to is accepted. A key of another section, a near miss of
+        ``names``, a section, a list or a key that an override sets is a problem. Any other key is
+        recorded as unreferenced.
+
+        Args:
+            path: Dotted key.
+            name: Its last part.
+            value: Value of the key.
+            names: Names that the section has.
+            keys_of_other_sections: Dotted keys of other sections, by name.
+        """
+        if path in self.referenced:
             return
         if name in UNUSED_EXPERIMENT_KEYS:
-            self.idle.append(path)
+            self.unreferenced.append(path)
             return
-        is_typed = self.sources.places.get(path) == OVERRIDE
-        if name in elsewhere:
-            self.problem(path, f"unknown key; did you mean {elsewhere[name]!r}?")
-        elif is_typed or isinstance(value, (Mapping, list)) or did_you_mean(str(name), names):
-            self.unknown(path, name, names)
+        is_override = self.sources.locations.get(path) == OVERRIDE
+        if name in keys_of_other_sections:
+            self.add_problem(path, f"unknown key; did you mean {keys_of_other_sections[name]!r}?")
+        elif is_override or isinstance(value, (Mapping, list)) or did_you_mean(str(name), names):
+            self.add_unknown_key(path, name, names)
         else:
-            self.idle.append(path)
+            self.unreferenced.append(path)
 
-    def fields(
+    def read_fields(
         self,
-        kind: type,
+        schema_class: type,
         data: Mapping[Any, Any],
         prefix: str,
         *,
-        others: bool = False,
-        beside: Iterable[str] = (),
-        elsewhere: Mapping[str, str] | None = None,
+        ignore_unknown: bool = False,
+        subsections: Iterable[str] = (),
+        keys_of_other_sections: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Constructor arguments of the schema class ``kind`` from ``data``.
+        """Return constructor arguments of a schema class, read from a section.
 
-        A field whose value is wrong is noted and left out. Unless ``others`` is set, keys that
-        the schema does not have are noted too; ``beside`` are sections that may be meant by them.
-        With ``elsewhere`` they may be the user's own (:meth:`own`).
+        A field with a wrong value is reported and left out.
+
+        Args:
+            schema_class: Schema class of the section.
+            data: The section.
+            prefix: Dotted key of the section, with a dot at the end; empty for the top level.
+            ignore_unknown: Whether to ignore keys that the schema does not have, instead of
+                reporting them.
+            subsections: Names of subsections, which are suggested for unknown keys as well.
+            keys_of_other_sections: Dotted keys of other sections, by name. If given, unknown keys
+                may be the user's own (see :meth:`read_custom_key`).
         """
-        documentation = documented(kind)
+        documentation = documented_fields(schema_class)
         values: dict[str, Any] = {}
         for key, item in documentation.items():
             value = data.get(key)
             if value is not None:
-                self._read(f"{prefix}{key}", item, kinds(kind)[key], value, values)
+                self._read_field(
+                    f"{prefix}{key}", item, key_types(schema_class)[key], value, values
+                )
             elif item.default is MISSING:
-                self.problem(f"{prefix}{key}", "is required")
+                self.add_problem(f"{prefix}{key}", "is required")
         for name in data:
-            if name not in documentation and not others:
-                key, names = f"{prefix}{name}", [*documentation, *beside]
-                if elsewhere is None:
-                    self.unknown(key, name, names)
+            if name not in documentation and not ignore_unknown:
+                key, names = f"{prefix}{name}", [*documentation, *subsections]
+                if keys_of_other_sections is None:
+                    self.add_unknown_key(key, name, names)
                 else:
-                    self.own(key, name, data[name], names, elsewhere)
+                    self.read_custom_key(key, name, data[name], names, keys_of_other_sections)
         return values
 
-    def _read(
-        self, key: str, item: Field[Any], kind: Kind, value: Any, values: dict[str, Any]
+    def _read_field(
+        self, key: str, item: Field[Any], key_type: KeyType, value: Any, values: dict[str, Any]
     ) -> None:
-        if value in kind.literals:
+        if value in key_type.literals:
             values[item.name] = value
             return
-        is_text = kind.base in (str, Path)
+        is_text = key_type.base in (str, Path)
         if is_text and not isinstance(value, (Mapping, list)):
-            value = self.text(key, value)
+            value = self.scalar_text(key, value)
         elif is_text and isinstance(value, list):
-            value = self.texts(key, value)
+            value = self.item_texts(key, value)
         argument = Argument(
             name=item.name,
-            kind="str" if is_text else kind.base.__name__,  # type: ignore[arg-type]
+            kind="str" if is_text else key_type.base.__name__,  # type: ignore[arg-type]
             doc="",
-            many=kind.many,
+            many=key_type.is_list,
             choices=item.metadata["choices"],
             minimum=item.metadata["minimum"],
             maximum=item.metadata["maximum"],
@@ -155,18 +190,18 @@ class SectionReader:
         try:
             converted = convert(argument, value)
         except ValueError as error:
-            self.problem(key, str(error))
+            self.add_problem(key, str(error))
             return
-        if isinstance(converted, str) and (complaint := _why_unfit_text(converted, kind.base)):
-            self.problem(key, complaint)
+        if isinstance(converted, str) and (reason := _explain_unfit_text(converted, key_type.base)):
+            self.add_problem(key, reason)
             return
-        if kind.many:
+        if key_type.is_list:
             converted = tuple(converted)
-        values[item.name] = absolute_path(converted) if kind.base is Path else converted
+        values[item.name] = absolute_path(converted) if key_type.base is Path else converted
 
 
-def _why_unfit_text(text: str, base: type) -> str | None:
-    """Return the problem of a text or of the path that it stands for."""
+def _explain_unfit_text(text: str, base: type) -> str | None:
+    """Return the problem of a text, or of the path that it stands for; None if there is none."""
     if base is Path and not text:
         return "expected a path, found an empty text"
     return why_unfit(text) or (why_too_long(str(absolute_path(text))) if base is Path else None)

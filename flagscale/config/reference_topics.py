@@ -1,4 +1,4 @@
-"""Pages and sections of the configuration reference, and which arguments each section lists."""
+"""Pages and sections of the configuration reference, and the arguments that each section lists."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from flagscale.config.arguments.spec.argument import Argument
 class Topic(NamedTuple):
     """One section of a page: the arguments of some groups, or with matching names.
 
-    ``groups`` are the classes that declare arguments. An argument belongs to the first topic that
-    names its group or matches its name.
+    ``names`` is a regular expression for the whole name of an argument; ``groups`` are names of the
+    classes that declare arguments. An argument belongs to the first topic that has its group or
+    matches its name.
     """
 
     page: str
     title: str
-    names: str = ""
+    name_pattern: str = ""
     groups: tuple[str, ...] = ()
 
 
@@ -164,16 +165,17 @@ TOPICS: tuple[Topic, ...] = (
     Topic("model", "Other layers", r"mamba\w*|use_mamba\w*|is_hybrid\w*|experimental\w*|mrope\w*"),
     Topic("model", "Architecture", r"\w+"),
 )
-"""Sections in the order in which arguments look for theirs; the last takes all others."""
+"""Sections in order of precedence; the last one matches every remaining argument."""
 
 
-def topic_of(argument: Argument) -> Topic:
+def find_topic(argument: Argument) -> Topic:
     """Return the section that lists an argument."""
     group = argument.origin.rpartition(" ")[2]
     return next(
         topic
         for topic in TOPICS
-        if group in topic.groups or (topic.names and re.fullmatch(topic.names, argument.name))
+        if group in topic.groups
+        or (topic.name_pattern and re.fullmatch(topic.name_pattern, argument.name))
     )
 
 

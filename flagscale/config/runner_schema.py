@@ -11,9 +11,9 @@ from flagscale.config.documented import doc
 from flagscale.config.slurm_schema import Slurm
 
 TORCHRUN_BACKENDS = ("torchrun",)
-SYNC_KINDS = ("none", "code")
-WAITS = ("none", "joined", "ready", "step")
-LONGEST = 30_000_000
+SYNC_CHOICES = ("none", "code")
+WAIT_STATES = ("none", "joined", "ready", "step")
+MAX_TIMEOUT_SECONDS = 30_000_000
 """Maximum of all timeouts in seconds, about a year. Larger values would overflow the clocks of
 torch and of the shell."""
 NOTICES = ("failed", "stalled", "restarted", "finished")
@@ -130,7 +130,7 @@ class Runner:
         metadata=doc(
             "Seconds within which every rank must have joined the process group.",
             minimum=1,
-            maximum=LONGEST,
+            maximum=MAX_TIMEOUT_SECONDS,
         ),
     )
     wait_for: str = field(
@@ -142,7 +142,7 @@ class Runner:
             "`step`: the first step has finished, which shows that memory suffices. `none`: do "
             "not wait. External programs that do not report `ready` count as ready when they have "
             "joined.",
-            choices=WAITS,
+            choices=WAIT_STATES,
         ),
     )
     stop_grace: float = field(
@@ -151,7 +151,7 @@ class Runner:
             "Seconds that stopped processes have to exit (and to save a checkpoint) before they "
             "are killed.",
             minimum=0,
-            maximum=LONGEST,
+            maximum=MAX_TIMEOUT_SECONDS,
         ),
     )
     log_dir: Path | None = field(
@@ -196,7 +196,7 @@ class Runner:
             "considers the other lost and ends its part of the job. Shorter interruptions have no "
             "effect.",
             minimum=1,
-            maximum=LONGEST,
+            maximum=MAX_TIMEOUT_SECONDS,
         ),
     )
     liveness_port: int | None = field(
@@ -255,7 +255,7 @@ class Runner:
             "Files to copy to the hosts before a run if there is no shared file system. `code`: "
             "this project and the adapted backend, changed files only, into `build_dir`. `none`: "
             "nothing; hosts with different code are refused.",
-            choices=SYNC_KINDS,
+            choices=SYNC_CHOICES,
         ),
     )
     build_dir: Path | None = field(
@@ -313,7 +313,7 @@ class Runner:
             "reports. Evaluations and checkpoints may take four times as long, and at least half "
             "an hour. 0 disables the detection.",
             minimum=0,
-            maximum=LONGEST,
+            maximum=MAX_TIMEOUT_SECONDS,
         ),
     )
     notify: Notify | None = None

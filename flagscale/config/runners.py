@@ -1,10 +1,10 @@
-"""The runners that ``experiment.runner.type`` can name, installed ones among them."""
+"""Runners that ``experiment.runner.type`` can name: built-in and from installed packages."""
 
 from __future__ import annotations
 
 from flagscale.registry import Registry
 
-# By name alone: nothing of what they are is imported here.
+# Entry points as text, so that reading a configuration imports no runner.
 RUNNERS = Registry(
     "flagscale.runners",
     "runner",
@@ -14,5 +14,5 @@ RUNNERS = Registry(
         "slurm": "flagscale.launcher.runners.slurm.runner:SlurmRunner",
     },
 )
-DEFAULT = "ssh"
-"""The runner of an experiment that names none: it finds out whether SSH is needed."""
+DEFAULT_RUNNER = "ssh"
+"""Runner of an experiment that names none. It uses SSH only if other machines take part."""

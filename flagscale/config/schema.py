@@ -15,11 +15,12 @@ from typing import Any
 
 from flagscale.config import actions
 from flagscale.config.arguments.spec.train_arguments import TrainArguments
-from flagscale.config.documented import doc, documented
+from flagscale.config.documented import doc, documented_fields
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
 from flagscale.config.slurm_schema import Container, Slurm, SlurmType
 
 __all__ = [
+    "ARGUMENT_SECTIONS",
     "BACKEND_DIRECTORY",
     "BACKEND_SOURCE",
     "NOTICES",
@@ -39,7 +40,7 @@ __all__ = [
     "SlurmType",
     "Task",
     "doc",
-    "documented",
+    "documented_fields",
 ]
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,8 @@ BACKEND_SOURCE = PROJECT / BACKEND_DIRECTORY
 
 SECTIONS = ("system", "model", "data")
 SPECIFIC_SECTIONS = ("device_type_specific", "node_specific")
+ARGUMENT_SECTIONS = ("train", *SPECIFIC_SECTIONS)
+"""Top-level sections that may hold arguments of the training program."""
 TASK_TYPES = ("train", "command")
 TASK_BACKENDS = ("megatron",)
 
@@ -176,12 +179,16 @@ class HostOverride:
 class Options:
     """Options of the launcher itself, given on the command line or at the YAML's top level."""
 
-    action: str = field(default="run", metadata=doc(actions.actions_doc(), choices=actions.names()))
-    follow: bool = field(default=False, metadata=doc(actions.option_doc("follow")))
-    rank: int | None = field(default=None, metadata=doc(actions.option_doc("rank"), minimum=0))
-    lines: int | None = field(default=None, metadata=doc(actions.option_doc("lines"), minimum=0))
-    host: str | None = field(default=None, metadata=doc(actions.option_doc("host")))
-    json: bool = field(default=False, metadata=doc(actions.option_doc("json")))
+    action: str = field(
+        default="run", metadata=doc(actions.describe_actions(), choices=actions.action_names())
+    )
+    follow: bool = field(default=False, metadata=doc(actions.describe_option("follow")))
+    rank: int | None = field(default=None, metadata=doc(actions.describe_option("rank"), minimum=0))
+    lines: int | None = field(
+        default=None, metadata=doc(actions.describe_option("lines"), minimum=0)
+    )
+    host: str | None = field(default=None, metadata=doc(actions.describe_option("host")))
+    json: bool = field(default=False, metadata=doc(actions.describe_option("json")))
 
 
 @dataclass(frozen=True)
@@ -223,8 +230,8 @@ class Experiment:
     """Composed configuration with interpolations resolved, as plain data. It may contain secrets
     (see ``config.secrets.redact``)."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Place of each dotted key: ``file:line`` or ``override``."""
-    idle: tuple[str, ...] = field(default=(), compare=False)
+    """Source location of each dotted key: ``file:line`` or ``override``."""
+    unreferenced_keys: tuple[str, ...] = field(default=(), compare=False)
     """Additional keys of the user that no interpolation refers to."""
-    filled: tuple[str, ...] = field(default=(), compare=False)
-    """Arguments taken from the config.json of the pretrained model."""
+    filled_arguments: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the arguments that were taken from the config.json of the pretrained model."""

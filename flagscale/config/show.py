@@ -1,4 +1,4 @@
-"""A composed configuration as text, its secrets hidden."""
+"""Rendering of a composed configuration as YAML, with its secrets hidden (``--cfg``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from flagscale.config.arguments.spec.values import did_you_mean
-from flagscale.config.compose import composed
+from flagscale.config.compose import compose_valid_overrides
 from flagscale.config.interpolation import resolve_interpolations
 from flagscale.config.secrets import HIDDEN, redact, redact_overrides
 from flagscale.config.sources import Sources
@@ -18,12 +18,21 @@ from flagscale.errors import ConfigError
 def show_config(
     sources: Sources, part: str, *, package: str | None = None, resolved: bool = False
 ) -> tuple[str, bool]:
-    """A part of a configuration as YAML, and whether something in it was hidden: the experiment's
-    own (``job``), Hydra's, or both; with ``package`` only what is at that dotted key.
+    """Return a part of a configuration as YAML.
 
-    Raises ConfigError for what cannot be composed and for a ``package`` that is not there.
+    Args:
+        sources: Sources of the configuration.
+        part: ``job`` for the experiment's own part, ``hydra`` for Hydra's, ``all`` for both.
+        package: Dotted key of the section to show; None for everything.
+        resolved: Whether to resolve interpolations.
+
+    Returns:
+        The YAML, and whether a secret in it was hidden.
+
+    Raises:
+        ConfigError: if the configuration cannot be composed or has no section ``package``.
     """
-    config, problems = composed(sources)
+    config, problems = compose_valid_overrides(sources)
     if problems:
         raise ConfigError(problems)
     hydra = config.pop("hydra")
@@ -35,13 +44,14 @@ def show_config(
 
 
 def _to_plain(config: DictConfig) -> dict[Any, Any]:
-
     content: Any = OmegaConf.to_container(config)
     return dict(content)
 
 
 def _hydra_section(config: DictConfig) -> dict[Any, Any]:
-    """Hydra keeps the overrides as they were typed, and in one piece for names of directories."""
+    """Return Hydra's section with redacted overrides. Hydra stores them as a list and, for names of
+    directories, as one text.
+    """
     section = _to_plain(config)
     overrides = redact_overrides(section["overrides"]["task"])
     section["overrides"]["task"] = overrides
@@ -60,7 +70,6 @@ def _select_package(data: dict[Any, Any], package: str | None) -> Any:
 
 
 def _to_yaml(content: Any, package: str | None) -> str:
-
     if not isinstance(content, (dict, list)):
         return f"{content}\n"
     head = f"# @package {package}\n" if package else ""
@@ -68,7 +77,7 @@ def _to_yaml(content: Any, package: str | None) -> str:
 
 
 def config_groups(directory: Path) -> dict[str, list[str]]:
-    """The config groups in a directory and what there is to choose in each."""
+    """Return the config groups in a directory, each with its options."""
     groups: dict[str, list[str]] = {}
     for path in sorted(directory.glob("*/*.yaml")):
         groups.setdefault(path.parent.name, []).append(path.stem)

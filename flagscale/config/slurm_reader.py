@@ -1,4 +1,7 @@
-"""Reading ``experiment.runner.slurm``, and what must hold between it and the rest of the runner."""
+"""Reading ``experiment.runner.slurm``, and checking it against the rest of the runner's section.
+
+Called by ``config.experiment_reader``; problems are collected by the ``SectionReader``.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flagscale.config.arguments.spec.values import did_you_mean, format_value, why_unfit
-from flagscale.config.documented import documented
+from flagscale.config.documented import documented_fields
 from flagscale.config.reader import SectionReader
 from flagscale.config.secrets import is_secret
 from flagscale.config.slurm_schema import (
-    MOST_NODES,
-    OTHERS,
-    TYPED,
+    EXTRA_SBATCH_OPTIONS,
+    MAX_NODES,
+    REFUSED_SBATCH_OPTIONS,
     Container,
     Slurm,
     SlurmType,
-    seconds,
+    parse_time_limit,
 )
 
 _PREFIX = "experiment.runner.slurm."
@@ -25,84 +28,90 @@ _TYPES = "device_type_specific"
 _SECTIONS = ("extra", "container", _TYPES)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.\-]+:)?[1-9][0-9]*")
-# Runtimes take commas for the next mount, and colons for the next part of one.
+# Runtimes separate mounts by commas, and the parts of a mount by colons.
 _MOUNT = re.compile(r"/[^:,]*(?::/[^:,]*(?::[A-Za-z0-9+]+)?)?")
 _PID_NAMESPACES = frozenset({"--pid", "-p", "--containall", "-C"})
-_MOST_SIGNAL = 65_535
-"""Seconds that Slurm can send a signal before a job's time limit."""
-SAVING_SECONDS = 30
-"""Beside ``stop_grace``: what a job has to end between its signal and its time limit."""
+_MAX_SIGNAL_SECONDS = 65_535
+"""Maximum number of seconds before a job's time limit at which Slurm can send a signal."""
+STOP_MARGIN_SECONDS = 30
+"""Seconds in addition to ``stop_grace`` between a job's signal and its time limit."""
 
 
 def read_slurm(reader: SectionReader, data: Mapping[Any, Any]) -> Slurm:
-    """The section ``slurm`` of ``experiment.runner``."""
-    section = reader.mapping(data, "slurm", "experiment.runner.")
+    """Read the section ``slurm`` of ``experiment.runner``."""
+    section = reader.read_section(data, "slurm", "experiment.runner.")
     settings = {name: value for name, value in section.items() if name not in _SECTIONS}
-    documentation = documented(Slurm)
+    documentation = documented_fields(Slurm)
     for name in [name for name in settings if name not in documentation]:
-        _misplaced(reader, f"{_PREFIX}{name}", str(name), [*documentation, *_SECTIONS])
+        _report_unknown_key(reader, f"{_PREFIX}{name}", str(name), [*documentation, *_SECTIONS])
         del settings[name]
-    extra = _read_extra(reader, reader.mapping(section, "extra", _PREFIX))
-    types = reader.mapping(section, _TYPES, _PREFIX)
+    extra = _read_extra(reader, reader.read_section(section, "extra", _PREFIX))
+    types = reader.read_section(section, _TYPES, _PREFIX)
     by_type = {}
     for name in types:
         prefix = f"{_PREFIX}{_TYPES}.{name}."
-        type_settings = reader.mapping(types, name, f"{_PREFIX}{_TYPES}.")
-        by_type[str(name)] = SlurmType(**_fields(reader, SlurmType, type_settings, prefix))
-    fields = _fields(reader, Slurm, settings, _PREFIX)
+        type_settings = reader.read_section(types, name, f"{_PREFIX}{_TYPES}.")
+        by_type[str(name)] = SlurmType(
+            **_read_texts_checked(reader, SlurmType, type_settings, prefix)
+        )
+    fields = _read_texts_checked(reader, Slurm, settings, _PREFIX)
     if section.get("container") is not None:
-        fields["container"] = _read_container(reader, reader.mapping(section, "container", _PREFIX))
+        fields["container"] = _read_container(
+            reader, reader.read_section(section, "container", _PREFIX)
+        )
     return Slurm(**fields, extra=extra, by_type=by_type)
 
 
 def _read_container(reader: SectionReader, section: Mapping[Any, Any]) -> Container:
-    """``container``: what its runtime would misread is refused."""
+    """Read ``container``. Values that its runtime would misread are reported."""
     prefix = f"{_PREFIX}container."
-    fields = _fields(reader, Container, section, prefix)
+    fields = _read_texts_checked(reader, Container, section, prefix)
     container = Container(**fields)
     if not container.image and not section.get("image"):
-        reader.problem(f"{prefix}image", "is required")
+        reader.add_problem(f"{prefix}image", "is required")
     for text in (*container.mounts, *container.options):
         name = "mounts" if text in container.mounts else "options"
-        if complaint := _complaint(name, text):
-            reader.problem(f"{prefix}{name}", complaint)
+        if reason := _explain_unfit_text(name, text):
+            reader.add_problem(f"{prefix}{name}", reason)
     for mount in container.mounts:
         if not _MOUNT.fullmatch(mount):
             message = "expected absolute paths, /here, /here:/there or /here:/there:ro"
-            reader.problem(f"{prefix}mounts", f"{message}, found {format_value(mount)}")
+            reader.add_problem(f"{prefix}mounts", f"{message}, found {format_value(mount)}")
     if container.workdir is not None and not container.workdir.startswith("/"):
         message = (
             f"expected an absolute path in the container, found {format_value(container.workdir)}"
         )
-        reader.problem(f"{prefix}workdir", message)
+        reader.add_problem(f"{prefix}workdir", message)
     for option in _PID_NAMESPACES.intersection(container.options):
-        message = f"{option} hides the node's processes, by which the run is ended"
-        reader.problem(f"{prefix}options", message)
+        message = f"{option} hides the node's processes, which a stop must see to end them"
+        reader.add_problem(f"{prefix}options", message)
     return container
 
 
-def _fields(
+def _read_texts_checked(
     reader: SectionReader, kind: type, settings: Mapping[Any, Any], prefix: str
 ) -> dict[str, Any]:
-    """The fields of a section, the texts among them fit for Slurm."""
-    fields = reader.fields(kind, settings, prefix)
+    """Read the fields of a section, and report texts that Slurm would misread."""
+    fields = reader.read_fields(kind, settings, prefix)
     for name, value in fields.items():
-        if isinstance(value, str) and (complaint := _complaint(name, value)):
-            reader.problem(f"{prefix}{name}", complaint)
+        if isinstance(value, str) and (reason := _explain_unfit_text(name, value)):
+            reader.add_problem(f"{prefix}{name}", reason)
     return fields
 
 
-def _misplaced(reader: SectionReader, key: str, name: str, names: list[str]) -> None:
+def _report_unknown_key(reader: SectionReader, key: str, name: str, names: list[str]) -> None:
     option = name.lstrip("-").replace("-", "_").lower()
-    if option in TYPED:
-        reader.problem(key, f"cannot be given: {TYPED[option]}")
-    elif option in OTHERS:
-        reader.problem(key, f"unknown key; other options of sbatch go to `extra`: {{{option}: …}}")
+    if option in REFUSED_SBATCH_OPTIONS:
+        reader.add_problem(key, f"cannot be given: {REFUSED_SBATCH_OPTIONS[option]}")
+    elif option in EXTRA_SBATCH_OPTIONS:
+        reader.add_problem(
+            key, f"unknown key; other options of sbatch go to `extra`: {{{option}: …}}"
+        )
     else:
-        reader.unknown(key, name, names)
+        reader.add_unknown_key(key, name, names)
 
 
-def _complaint(name: str, text: str) -> str | None:
+def _explain_unfit_text(name: str, text: str) -> str | None:
     """Return the problem of a text for sbatch. No quoting is needed, because no shell reads it."""
     if bad := why_unfit(text):
         return bad
@@ -112,103 +121,113 @@ def _complaint(name: str, text: str) -> str | None:
         return f"cannot hold control characters, found {format_value(text)}"
     if is_secret(name, text):
         return "looks like a secret, which `scontrol show job` would show to everybody"
-    return _no_form(name, text)
+    return _explain_unfit_value(name, text)
 
 
-def _begun(option: str, names: Iterable[str]) -> str | None:
-    """The first of the names that an option is the beginning of."""
+def _name_with_prefix(option: str, names: Iterable[str]) -> str | None:
+    """Return the first of the names that begins with this option, or None."""
     return next((name for name in names if name.startswith(option)), None)
 
 
-def _no_form(name: str, text: str) -> str | None:
-    """Return the problem of a value that Slurm parses."""
+def _explain_unfit_value(name: str, text: str) -> str | None:
+    """Return the problem of a value that Slurm parses; None if there is none."""
     if name == "gpus_per_node" and not _GPUS.fullmatch(text):
         return (
             f"expected a number, or a type and a number such as h100:8, found {format_value(text)}"
         )
     if name == "dependency" and "singleton" in re.split("[,?]", text):
-        return "singleton waits for jobs of the same name, and no two have one: give their numbers"
+        return "singleton waits for jobs of the same name, and names are unique: give job ids"
     if name == "time":
         try:
-            seconds(text)
+            parse_time_limit(text)
         except ValueError:
             return f"expected minutes, h:mm:ss, d-hh or d-hh:mm:ss, found {format_value(text)}"
     return None
 
 
 def _read_extra(reader: SectionReader, section: Mapping[Any, Any]) -> dict[str, str | None]:
-    """Any option of sbatch, but for those that the launcher gives itself."""
+    """Read ``extra``: options of sbatch that the launcher does not set itself."""
     extra: dict[str, str | None] = {}
     for name, value in section.items():
         key, option = f"{_PREFIX}extra.{name}", str(name).replace("-", "_")
-        documentation = documented(Slurm)
+        documentation = documented_fields(Slurm)
         if not _NAME.fullmatch(option) or len(option) == 1:
             message = "expected the long name of an option of sbatch, without the dashes"
-            reader.problem(key, f"{message}, found {format_value(str(name))}")
+            reader.add_problem(key, f"{message}, found {format_value(str(name))}")
         elif option in documentation:
-            reader.problem(key, f"cannot be given here: write {_PREFIX}{option}")
-        elif option in TYPED:
-            reader.problem(key, f"cannot be given: {TYPED[option]}")
-        elif option not in OTHERS and (whole := _begun(option, [*TYPED, *documentation])):
-            message = f"sbatch would take it for {whole}, as it does with the beginning of a name"
-            reader.problem(key, f"{message}; write the whole name of another option")
-        elif option not in OTHERS and (near := did_you_mean(option, [*OTHERS, *documentation])):
-            reader.problem(key, f"no option of sbatch that is known{near}")
+            reader.add_problem(key, f"cannot be given here: write {_PREFIX}{option}")
+        elif option in REFUSED_SBATCH_OPTIONS:
+            reader.add_problem(key, f"cannot be given: {REFUSED_SBATCH_OPTIONS[option]}")
+        elif option not in EXTRA_SBATCH_OPTIONS and (
+            full_name := _name_with_prefix(option, [*REFUSED_SBATCH_OPTIONS, *documentation])
+        ):
+            message = f"sbatch would read it as an abbreviation of {full_name}"
+            reader.add_problem(key, f"{message}; write the full name of another option")
+        elif option not in EXTRA_SBATCH_OPTIONS and (
+            suggestion := did_you_mean(option, [*EXTRA_SBATCH_OPTIONS, *documentation])
+        ):
+            reader.add_problem(key, f"no known option of sbatch{suggestion}")
         elif isinstance(value, (Mapping, list)):
-            reader.problem(key, f"expected one value, found {format_value(value)}")
+            reader.add_problem(key, f"expected one value, found {format_value(value)}")
         elif value is True:
             extra[option] = None
         elif value is not None and value is not False:
-            text = reader.text(key, value)
-            if complaint := _complaint(option, text):
-                reader.problem(key, complaint)
+            text = reader.scalar_text(key, value)
+            if reason := _explain_unfit_text(option, text):
+                reader.add_problem(key, reason)
             extra[option] = text
     return extra
 
 
-def _check_types(reader: SectionReader, slurm: Slurm, nnodes: int | None, *, named: bool) -> None:
+def _check_heterogeneous_job(
+    reader: SectionReader, slurm: Slurm, nnodes: int | None, *, has_hostfile: bool
+) -> None:
     """Check a heterogeneous job: unsupported options, and the source of the number of nodes per
     type."""
     for name, settings in slurm.by_type.items():
         key = f"{_PREFIX}{_TYPES}.{name}.nodes"
-        if named and settings.nodes is not None:
-            reader.problem(key, "the hostfile names the nodes of each type")
-        elif not named and settings.nodes is None:
-            reader.problem(key, "is required: without a hostfile nothing else says how many")
+        if has_hostfile and settings.nodes is not None:
+            reader.add_problem(key, "the hostfile names the nodes of each type")
+        elif not has_hostfile and settings.nodes is None:
+            reader.add_problem(
+                key, "is required: without a hostfile nothing else gives the number of nodes"
+            )
     if slurm.by_type and slurm.requeue:
         message = "must be 0: Slurm requeues a heterogeneous job, but does not start it again"
-        reader.problem(f"{_PREFIX}requeue", message)
-    if slurm.by_type and not named and (slurm.nodes or nnodes):
+        reader.add_problem(f"{_PREFIX}requeue", message)
+    if slurm.by_type and not has_hostfile and (slurm.nodes or nnodes):
         key = f"{_PREFIX}nodes" if slurm.nodes else "experiment.runner.nnodes"
-        reader.problem(key, f"the `nodes` of {_PREFIX}{_TYPES} are as many; remove this one")
+        reader.add_problem(key, f"is given by the `nodes` of {_PREFIX}{_TYPES}; remove this one")
 
 
 def check_slurm(reader: SectionReader, fields: Mapping[str, Any]) -> None:
     """Check the section against the other keys of the runner."""
     slurm: Slurm = fields.get("slurm") or Slurm()
     nnodes, hostfile = fields.get("nnodes"), fields.get("hostfile")
-    _check_types(reader, slurm, nnodes, named=hostfile is not None)
-    if nnodes is not None and nnodes > MOST_NODES:
-        reader.problem("experiment.runner.nnodes", f"Slurm has {MOST_NODES:,} nodes at most")
+    _check_heterogeneous_job(reader, slurm, nnodes, has_hostfile=hostfile is not None)
+    if nnodes is not None and nnodes > MAX_NODES:
+        reader.add_problem("experiment.runner.nnodes", f"Slurm has {MAX_NODES:,} nodes at most")
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
         message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
-        reader.problem(f"{_PREFIX}nodes", message)
+        reader.add_problem(f"{_PREFIX}nodes", message)
     if "exclude" in slurm.extra and hostfile is not None:
-        reader.problem(f"{_PREFIX}extra.exclude", "the hostfile names the nodes")
+        reader.add_problem(f"{_PREFIX}extra.exclude", "the hostfile names the nodes")
     if fields.get("no_shared_fs"):
-        message = "must be false: a job of Slurm's writes to a file system that its nodes share"
-        reader.problem("experiment.runner.no_shared_fs", message)
-    saving = fields.get("stop_grace", 60.0) + SAVING_SECONDS
-    if saving > _MOST_SIGNAL:
-        most = f"with Slurm {_MOST_SIGNAL - SAVING_SECONDS:,} s at most, found"
-        reader.problem("experiment.runner.stop_grace", f"{most} {saving - SAVING_SECONDS:g}")
+        message = "must be false: a Slurm job writes to a file system that its nodes share"
+        reader.add_problem("experiment.runner.no_shared_fs", message)
+    stop_seconds = fields.get("stop_grace", 60.0) + STOP_MARGIN_SECONDS
+    if stop_seconds > _MAX_SIGNAL_SECONDS:
+        limit_text = f"with Slurm at most {_MAX_SIGNAL_SECONDS - STOP_MARGIN_SECONDS:,} s, found"
+        reader.add_problem(
+            "experiment.runner.stop_grace", f"{limit_text} {stop_seconds - STOP_MARGIN_SECONDS:g}"
+        )
     try:
-        limit = seconds(slurm.time) if slurm.time else None
+        time_limit = parse_time_limit(slurm.time) if slurm.time else None
     except ValueError:
         return
-    if limit is not None and limit <= saving:
+    if time_limit is not None and time_limit <= stop_seconds:
         message = (
-            f"{slurm.time} is no longer than the {saving:g} s in which a job may save and end "
-            f"(experiment.runner.stop_grace and {SAVING_SECONDS} s)"
+            f"{slurm.time} is not longer than the {stop_seconds:g} s in which a job may save and "
+            f"exit (experiment.runner.stop_grace plus {STOP_MARGIN_SECONDS} s)"
         )
-        reader.problem(f"{_PREFIX}time", message)
+        reader.add_problem(f"{_PREFIX}time", message)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from flagscale.config.documented import doc
 
 RUNTIMES = ("pyxis", "apptainer", "singularity")
-MOST_NODES = 65_536
+MAX_NODES = 65_536
 """Maximum number of nodes of a Slurm cluster."""
 
 
@@ -70,7 +70,7 @@ class SlurmType:
         metadata=doc(
             "Number of nodes of this type. With a hostfile, its lines determine the number.",
             minimum=1,
-            maximum=MOST_NODES,
+            maximum=MAX_NODES,
         ),
     )
     partition: str | None = field(default=None, metadata=doc("Partition of these nodes."))
@@ -112,7 +112,7 @@ class Slurm:
             "submitted to exactly its hosts, in the order of the hostfile; their names must be "
             "Slurm node names. Otherwise Slurm chooses the nodes and their order.",
             minimum=1,
-            maximum=MOST_NODES,
+            maximum=MAX_NODES,
         ),
     )
     gpus_per_node: str | None = field(
@@ -169,13 +169,13 @@ class Slurm:
     """Additional options of sbatch by their long names; None is an option without a value."""
 
 
-TYPED = {
-    "job_name": "it is made of `experiment.exp_name` and the run's id, by which the run is found",
+REFUSED_SBATCH_OPTIONS = {
+    "job_name": "it consists of `experiment.exp_name` and the run id, by which the run is found",
     "nodes": "it is a key of `slurm`, or `experiment.runner.nnodes`",
     "nodelist": "give a hostfile: `experiment.runner.hostfile`",
     "nodefile": "give a hostfile: `experiment.runner.hostfile`",
-    "gpus": "give `gpus_per_node`: every node has as many",
-    "gpus_per_task": "give `gpus_per_node`: a node's ranks are one task of Slurm's",
+    "gpus": "give `gpus_per_node`: every node has the same number",
+    "gpus_per_task": "give `gpus_per_node`: a node's ranks are one Slurm task",
     "gpus_per_socket": "give `gpus_per_node`",
     "mincpus": "give `cpus_per_task`",
     "ntasks": "a node is one task, whose ranks are `experiment.runner.nproc_per_node`",
@@ -186,24 +186,24 @@ TYPED = {
     "oversubscribe": "give `exclusive: false`, which shares nodes with other jobs",
     "overcommit": "a node is one task, whose ranks are `experiment.runner.nproc_per_node`",
     "no_requeue": "give `requeue: 0`, which is the default",
-    "signal": "it has its time from `experiment.runner.stop_grace`",
-    "output": "`action=logs` shows it; `experiment.exp_dir` says where it is",
-    "error": "`action=logs` shows it; `experiment.exp_dir` says where it is",
-    "input": "a job in the background reads nothing",
+    "signal": "its time is derived from `experiment.runner.stop_grace`",
+    "output": "`action=logs` shows it; it is written below `experiment.exp_dir`",
+    "error": "`action=logs` shows it; it is written below `experiment.exp_dir`",
+    "input": "a background job has no input",
     "open_mode": "output is always appended",
-    "chdir": "the ranks work in the directory in which the launcher is called",
-    "export": "`experiment.envs` has the ranks' variables",
-    "export_file": "`experiment.envs` has the ranks' variables",
-    "get_user_env": "`experiment.cmds.before_start` may read a profile",
+    "chdir": "the ranks run in the directory in which the launcher is started",
+    "export": "set the variables of the ranks in `experiment.envs`",
+    "export_file": "set the variables of the ranks in `experiment.envs`",
+    "get_user_env": "read a profile in `experiment.cmds.before_start`",
     "container_image": "give `container`: `{runtime: pyxis, image: ...}`",
     "container_mounts": "give `container`: its `mounts`",
     "container_workdir": "give `container`: its `workdir`",
     "array": "a run is one job",
-    "wrap": "the script is the launcher's",
+    "wrap": "the launcher writes the script",
     "test_only": "`action=check` does this",
-    "wait": "`experiment.runner.foreground` stays until the run ends",
-    "parsable": "the launcher reads the job's id",
-    "quiet": "the launcher reads the job's id",
+    "wait": "`experiment.runner.foreground: true` waits until the run ends",
+    "parsable": "the launcher reads the job id from sbatch's output",
+    "quiet": "the launcher reads the job id from sbatch's output",
     "kill_on_invalid_dep": "it is always `yes`",
     "no_kill": "the agents end a job that has lost a node",
     "wait_all_nodes": "it is always 1",
@@ -214,25 +214,82 @@ TYPED = {
 }
 """Options of sbatch that ``extra`` cannot set, with the replacement of each."""
 
-OTHERS = (
-    *("acctg_freq", "batch", "bb", "bbf", "begin", "burst_buffer", "cluster_constraint"),
-    *("comment", "consolidate_segments", "container", "container_id", "contiguous", "core_spec"),
-    *("cores_per_socket", "cpu_freq", "cpus_per_gpu", "deadline", "delay_boot", "distribution"),
-    *("exclude", "exclusive_topo", "external_launcher", "extra", "extra_node_info", "gid"),
-    *("gpu_bind", "gpu_freq", "gres", "gres_flags", "hint", "hold", "ignore_pbs", "immediate"),
-    *("licenses", "mail_type", "mail_user", "mcs_label", "mem_bind", "mem_per_cpu"),
-    *("mem_per_gpu", "network", "nice", "oom_kill_step", "power", "prefer"),
-    *("priority", "profile", "propagate", "reboot", "resv_ports", "segment", "share"),
-    *("sockets_per_node", "spread_job", "stepmgr", "switches", "thread_spec", "threads_per_core"),
-    *("time_min", "tmp", "tres_bind", "tres_per_task", "uid", "umask", "use_min_nodes"),
-    *("verbose", "wckey", "x11"),
+EXTRA_SBATCH_OPTIONS = (
+    "acctg_freq",
+    "batch",
+    "bb",
+    "bbf",
+    "begin",
+    "burst_buffer",
+    "cluster_constraint",
+    "comment",
+    "consolidate_segments",
+    "container",
+    "container_id",
+    "contiguous",
+    "core_spec",
+    "cores_per_socket",
+    "cpu_freq",
+    "cpus_per_gpu",
+    "deadline",
+    "delay_boot",
+    "distribution",
+    "exclude",
+    "exclusive_topo",
+    "external_launcher",
+    "extra",
+    "extra_node_info",
+    "gid",
+    "gpu_bind",
+    "gpu_freq",
+    "gres",
+    "gres_flags",
+    "hint",
+    "hold",
+    "ignore_pbs",
+    "immediate",
+    "licenses",
+    "mail_type",
+    "mail_user",
+    "mcs_label",
+    "mem_bind",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "network",
+    "nice",
+    "oom_kill_step",
+    "power",
+    "prefer",
+    "priority",
+    "profile",
+    "propagate",
+    "reboot",
+    "resv_ports",
+    "segment",
+    "share",
+    "sockets_per_node",
+    "spread_job",
+    "stepmgr",
+    "switches",
+    "thread_spec",
+    "threads_per_core",
+    "time_min",
+    "tmp",
+    "tres_bind",
+    "tres_per_task",
+    "uid",
+    "umask",
+    "use_min_nodes",
+    "verbose",
+    "wckey",
+    "x11",
 )
 """Options of sbatch up to Slurm 25.05 that ``extra`` can set, in addition to newer ones."""
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def seconds(time: str) -> int | None:
+def parse_time_limit(time: str) -> int | None:
     """Convert a Slurm time limit to seconds; None means no limit, as 0 does.
 
     Accepts ``minutes``, ``minutes:seconds``, ``h:m:s``, ``d-h``, ``d-h:m`` and ``d-h:m:s``.

@@ -7,7 +7,7 @@ to name file and line afterwards. Everything else is left to Hydra.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,19 @@ OVERRIDE = "override"
 _GROUP = re.compile(r"(?:(?:optional|override)\s+)*(?P<group>[^@\s]+)(?:@(?P<package>\S+))?")
 
 
-def find_place(places: Mapping[str, str], key: str) -> str | None:
-    """Return the place of a key or of its contents, because an override of a section has no
-    place."""
-    within = (place for placed_key, place in places.items() if placed_key.startswith(f"{key}."))
-    return places.get(key) or next(within, None)
+def find_location(locations: Mapping[str, str], key: str) -> str | None:
+    """Return the source location of a key or of the first key below it, because an override of a
+    whole section has none itself.
+    """
+    inner_locations = (
+        location for located_key, location in locations.items() if located_key.startswith(f"{key}.")
+    )
+    return locations.get(key) or next(inner_locations, None)
 
 
 @dataclass
 class Sources:
-    """Places and texts by dotted key of the composed configuration, from files read once."""
+    """Source locations (``file:line``) and texts of the composed configuration, by dotted key."""
 
     file: Path
     """The YAML that the user named."""
@@ -43,20 +46,37 @@ class Sources:
     """Overrides, as the user typed them."""
     relocated: tuple[str, ...] = ()
     """Overrides with the keys that the files have for the same arguments."""
-    places: dict[str, str] = field(default_factory=dict)
-    """``file:line``, or ``override`` for a key set on the command line."""
+    locations: dict[str, str] = field(default_factory=dict)
+    """Source location of each key: ``file:line``, or ``override`` for a key set on the command
+    line.
+    """
     texts: dict[str, str] = field(default_factory=dict)
-    """A scalar as it is written, quotes apart."""
+    """Text of each scalar as the file has it, without quotes."""
     items: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The items of a list of scalars, likewise."""
+    """Texts of the items of each list of scalars, likewise."""
 
-    def place(self, key: str) -> str | None:
-        """Return the place of a key, of its contents, or of the nearest section above it."""
-        place = find_place(self.places, key) if key else None
-        while place is None and key:
+    def without(self, sections: Collection[str]) -> Sources:
+        """Return the sources of all keys outside these top-level sections."""
+
+        def is_outside(key: str) -> bool:
+            return key.partition(".")[0] not in sections
+
+        return Sources(
+            self.file,
+            locations={k: location for k, location in self.locations.items() if is_outside(k)},
+            texts={key: text for key, text in self.texts.items() if is_outside(key)},
+            items={key: items for key, items in self.items.items() if is_outside(key)},
+        )
+
+    def location(self, key: str) -> str | None:
+        """Return the source location of a key, of a key below it, or of the nearest section above
+        it.
+        """
+        location = find_location(self.locations, key) if key else None
+        while location is None and key:
             key = key.rpartition(".")[0]
-            place = self.places.get(key)
-        return short_path(self.file) if place is None else place
+            location = self.locations.get(key)
+        return short_path(self.file) if location is None else location
 
 
 def key_of_argument(sources: Sources, name: str) -> str | None:
@@ -78,25 +98,25 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     Raises:
         ConfigError: with the problems of all files.
     """
-    walk = _DefaultsWalker(Sources(config_file, tuple(overrides)), _group_choices(overrides))
-    walk.visit(config_file, "")
-    if walk.problems:
-        raise ConfigError(walk.problems)
-    relocated = relocate_overrides(overrides, _argument_keys(walk.sources))
-    walk.sources.relocated = tuple(relocated)
+    walker = _DefaultsWalker(Sources(config_file, tuple(overrides)), _group_choices(overrides))
+    walker.visit(config_file, "")
+    if walker.problems:
+        raise ConfigError(walker.problems)
+    relocated = relocate_overrides(overrides, _argument_keys(walker.sources))
+    walker.sources.relocated = tuple(relocated)
     for key, text in assigned_keys(relocated).items():
-        if key not in walk.choices or not (config_file.parent / key.partition("@")[0]).is_dir():
-            _forget_texts(walk.sources, key)
-            walk.sources.places[key] = OVERRIDE
-            walk.sources.texts[key] = text
-            walk.sources.items[key] = parse_item_texts(text)
-    return walk.sources
+        if key not in walker.choices or not (config_file.parent / key.partition("@")[0]).is_dir():
+            _forget_texts(walker.sources, key)
+            walker.sources.locations[key] = OVERRIDE
+            walker.sources.texts[key] = text
+            walker.sources.items[key] = parse_item_texts(text)
+    return walker.sources
 
 
 def _argument_keys(sources: Sources) -> list[str]:
     """Return the dotted keys of ``train`` that are no sections."""
-    sections = {key.rpartition(".")[0] for key in sources.places}
-    return [key for key in sources.places if key.startswith("train.") and key not in sections]
+    sections = {key.rpartition(".")[0] for key in sources.locations}
+    return [key for key in sources.locations if key.startswith("train.") and key not in sections]
 
 
 def _group_choices(overrides: Sequence[str]) -> dict[str, str]:
@@ -106,14 +126,18 @@ def _group_choices(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _forget_texts(sources: Sources, key: str) -> None:
-    """An override of a section replaces or merges it: its places are no longer certain."""
-    for place_key in [k for k in sources.places if k == key or k.startswith(f"{key}.")]:
-        sources.texts.pop(place_key, None)
-        sources.items.pop(place_key, None)
+    """Remove the texts of a key and of everything below it: an override of a section replaces or
+    merges them.
+    """
+    for inner_key in [k for k in sources.locations if k == key or k.startswith(f"{key}.")]:
+        sources.texts.pop(inner_key, None)
+        sources.items.pop(inner_key, None)
 
 
 class _DefaultsWalker:
-    """Visits files in the order in which they are composed, so that the last place wins."""
+    """Visits files in the order in which Hydra composes them, so that later values replace earlier
+    ones.
+    """
 
     def __init__(self, sources: Sources, choices: Mapping[str, str]) -> None:
         self.root = sources.file.parent
@@ -123,7 +147,7 @@ class _DefaultsWalker:
         self._visited: set[Path] = set()
 
     def visit(self, path: Path, group: str, package: str | None = None) -> None:
-        """Reads a file of a group and those its defaults list names."""
+        """Read a file of a config group, and the files that its defaults list names."""
         if path in self._visited or not path.is_file():
             return
         self._visited.add(path)
@@ -132,51 +156,51 @@ class _DefaultsWalker:
         except ConfigError as error:
             self.problems += error.problems
             return
-        prefix = self._prefix(file, group, package)
+        prefix = self._key_prefix(file, group, package)
         entries = file.defaults
         if "_self_" not in entries:
-            self._record(file, prefix)
+            self._record_locations(file, prefix)
         for entry in entries:
             if entry == "_self_":
-                self._record(file, prefix)
+                self._record_locations(file, prefix)
             else:
                 self._follow(entry, group)
 
-    def _prefix(self, file: YamlFile, group: str, package: str | None) -> str:
-        named = package or file.package
-        if named is None or named == "_group_":
-            named = group.replace("/", ".")
-        named = "" if named == "_global_" else named
-        return f"{named}." if named else ""
+    def _key_prefix(self, file: YamlFile, group: str, package: str | None) -> str:
+        key_package = package or file.package
+        if key_package is None or key_package == "_group_":
+            key_package = group.replace("/", ".")
+        key_package = "" if key_package == "_global_" else key_package
+        return f"{key_package}." if key_package else ""
 
-    def _record(self, file: YamlFile, prefix: str) -> None:
+    def _record_locations(self, file: YamlFile, prefix: str) -> None:
         name = short_path(file.path)
         for key, leaf in file.leaves.items():
-            full = f"{prefix}{key}"
-            self.sources.places[full] = f"{name}:{leaf.line}"
-            self.sources.items[full] = leaf.items
+            full_key = f"{prefix}{key}"
+            self.sources.locations[full_key] = f"{name}:{leaf.line}"
+            self.sources.items[full_key] = leaf.items
             if leaf.text is None:
-                self.sources.texts.pop(full, None)
+                self.sources.texts.pop(full_key, None)
             else:
-                self.sources.texts[full] = leaf.text
+                self.sources.texts[full_key] = leaf.text
 
     def _follow(self, entry: Any, group: str) -> None:
         if isinstance(entry, str):
             folder = entry.partition("@")[0].rpartition("/")[0]
-            inner = folder if folder.startswith("/") else f"{group}/{folder}"
-            self._visit_option(inner.strip("/"), entry.removeprefix(f"{folder}/"))
+            entry_group = folder if folder.startswith("/") else f"{group}/{folder}"
+            self._visit_option(entry_group.strip("/"), entry.removeprefix(f"{folder}/"))
             return
         for name, option in entry.items() if isinstance(entry, dict) else ():
             match = _GROUP.fullmatch(name)
             if match is None or match["group"].startswith(("hydra/", "/hydra/")):
                 continue
-            inner = match["group"]
-            absolute = inner.startswith("/") or not group
-            inner = inner.lstrip("/") if absolute else f"{group}/{inner}"
-            chosen = _chosen(self.choices.get(inner), option)
-            for choice in chosen if isinstance(chosen, list) else [chosen]:
+            entry_group = match["group"]
+            absolute = entry_group.startswith("/") or not group
+            entry_group = entry_group.lstrip("/") if absolute else f"{group}/{entry_group}"
+            selected = _selected_options(self.choices.get(entry_group), option)
+            for choice in selected if isinstance(selected, list) else [selected]:
                 if isinstance(choice, str):
-                    self._visit_option(inner, choice, match["package"])
+                    self._visit_option(entry_group, choice, match["package"])
 
     def _visit_option(self, group: str, option: str, package: str | None = None) -> None:
         name, _, own_package = option.partition("@")
@@ -184,7 +208,7 @@ class _DefaultsWalker:
         self.visit(path, group, package or own_package or None)
 
 
-def _chosen(choice: str | None, option: Any) -> Any:
+def _selected_options(choice: str | None, option: Any) -> Any:
     if choice is None:
         return option
     return re.split(r"\s*,\s*", choice[1:-1]) if choice.startswith("[") else choice

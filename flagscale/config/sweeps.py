@@ -1,7 +1,7 @@
-"""Sweeps: overrides with several values, as Hydra writes them with ``-m``.
+"""Sweeps: overrides with several values, as Hydra takes them with ``-m``.
 
-Every combination is a run with a directory of its own below the experiment's, named by the values
-that it alone has: ``<exp_dir>/lr=0.0003_seed=1``. So the same sweep, given again, finds its runs.
+Every combination of values is a run. Its directory is below the experiment's and is named by its
+values, ``<exp_dir>/lr=0.0003_seed=1``, so that the same sweep, started again, finds its runs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hydra.errors import HydraException
 from flagscale.config.actions import Purpose
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.config.compose import config_file
-from flagscale.config.load import Loaded, load
-from flagscale.config.overrides import parse_override, takes_text
+from flagscale.config.load import LoadedConfig, load
+from flagscale.config.overrides import is_text_key, parse_override
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import OVERRIDE, trace_sources
 from flagscale.errors import ConfigError, Problem
 
 EXP_DIR = "experiment.exp_dir"
-_ODD = re.compile(r"[^A-Za-z0-9.+=_\-]+")
-_MOST_NAME = 100
-_MOST_RUNS = 10_000
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9.+=_\-]+")
+_MAX_NAME_LENGTH = 100
+_MAX_RUNS = 10_000
 
 
 @dataclass(frozen=True)
 class SweepValue:
-    """One of the values of an override: the override with it alone, and what people see of it."""
+    """One value of an override: the override with this value alone, and its text for display."""
 
     key: str
     override: str
@@ -44,7 +44,9 @@ class SweepValue:
 
 @dataclass(frozen=True)
 class Combination:
-    """A run of a sweep. ``overrides`` are all of it, in the order in which they were given."""
+    """One run of a sweep: its swept values, and all overrides in the order in which they were
+    given.
+    """
 
     values: tuple[SweepValue, ...]
     overrides: tuple[str, ...]
@@ -56,37 +58,42 @@ class Combination:
 
 @dataclass(frozen=True)
 class Sweep:
-    """``keys``: those that are swept, by their shortest names that tell them apart."""
+    """All runs of a sweep. ``keys`` are the swept keys, each by its shortest unambiguous name."""
 
     keys: tuple[str, ...]
     combinations: tuple[Combination, ...]
 
 
 def expand_sweep(overrides: Sequence[str]) -> Sweep:
-    """Every combination of the values of overrides, the last one's changing fastest.
+    """Return every combination of the values of overrides; the last override changes fastest.
 
-    Raises :class:`ConfigError` where none has several, for ``action`` that has, for what Hydra can
-    only enumerate with a search of its own, and for more runs than anybody means.
+    Raises:
+        ConfigError: if no override has several values, ``action`` has several, values are given as
+        a
+            continuous range (``interval``) or ``glob``, or there are more than 10,000 runs.
     """
-    every = [_values_of_override(text) for text in overrides]
-    swept = [values for values in every if len(values) > 1]
-    if not swept:
+    values_by_override = [_values_of_override(text) for text in overrides]
+    sweep_values = [values for values in values_by_override if len(values) > 1]
+    if not sweep_values:
         raise ConfigError(
             "-m: no override has several values",
             hint="such as train.model.seed=1,2 or train.model.seed=range(1,4)",
         )
     count = 1
-    for values in swept:
+    for values in sweep_values:
         count *= len(values)
-    if count > _MOST_RUNS:
-        raise ConfigError(f"-m: {count:,} runs; at most {_MOST_RUNS:,} are taken for meant")
-    leaves = Counter(_leaf_of(values[0].key) for values in swept)
-    keys = [values[0].key for values in swept]
-    short = {key: _leaf_of(key) if leaves[_leaf_of(key)] == 1 else key for key in keys}
-    combinations = [_combine(every, chosen, short) for chosen in itertools.product(*every)]
+    if count > _MAX_RUNS:
+        raise ConfigError(f"-m: {count:,} runs; at most {_MAX_RUNS:,} are allowed")
+    leaves = Counter(_leaf_of(values[0].key) for values in sweep_values)
+    keys = [values[0].key for values in sweep_values]
+    short_names = {key: _leaf_of(key) if leaves[_leaf_of(key)] == 1 else key for key in keys}
+    combinations = [
+        _combine(values_by_override, selection, short_names)
+        for selection in itertools.product(*values_by_override)
+    ]
     names = Counter(combination.name for combination in combinations)
     return Sweep(
-        tuple(short.values()),
+        tuple(short_names.values()),
         tuple(
             combination
             if names[combination.name] == 1
@@ -97,13 +104,16 @@ def expand_sweep(overrides: Sequence[str]) -> Sweep:
 
 
 def load_combinations(
-    directory: Path, name: str, swept: Sweep, purpose: Purpose | None
-) -> list[Loaded]:
-    """The options and the experiment of every combination, each with a directory of its own, as
-    :func:`.load.load`. Raises :class:`ConfigError` with the problems of the first that has any."""
+    directory: Path, name: str, sweep: Sweep, purpose: Purpose | None
+) -> list[LoadedConfig]:
+    """Load the configuration of every combination, each with its own experiment directory.
+
+    Raises:
+        ConfigError: with the problems of the first combination that has any.
+    """
     file = config_file(directory, name)
     loaded = []
-    for combination in swept.combinations:
+    for combination in sweep.combinations:
         try:
             loaded.append(load(directory, name, _overrides_of_run(file, combination), purpose))
         except ConfigError as error:
@@ -115,18 +125,19 @@ def load_combinations(
 
 
 def _overrides_of_run(file: Path, combination: Combination) -> Sequence[str]:
-    """The overrides of a run, with its own directory below that which the experiment would have. It
-    is known as it is written: what it refers to is filled in once, in the run's own."""
-    above = trace_sources(file, combination.overrides).texts.get(EXP_DIR)
-    if not above or any(value.key == EXP_DIR for value in combination.values):
+    """Return the overrides of a run, including its directory below the experiment's. The
+    experiment's is inserted as written, so that its interpolations are resolved in the run's own
+    configuration.
+    """
+    parent_directory = trace_sources(file, combination.overrides).texts.get(EXP_DIR)
+    if not parent_directory or any(value.key == EXP_DIR for value in combination.values):
         return combination.overrides
     overrides = [text for text in combination.overrides if _key_of(text) != EXP_DIR]
-    return [*overrides, f"{EXP_DIR}={above.rstrip('/')}/{combination.name}"]
+    return [*overrides, f"{EXP_DIR}={parent_directory.rstrip('/')}/{combination.name}"]
 
 
 def _values_of_override(text: str) -> list[SweepValue]:
-    """Return the values of an override one by one; an override that is no sweep has itself."""
-
+    """Return the values of an override one by one; an override without a sweep is its only one."""
     key = _key_of(text)
     try:
         override = OverridesParser.create().parse_override(text)
@@ -140,18 +151,19 @@ def _values_of_override(text: str) -> list[SweepValue]:
         message = f"{format_value(text)}: list the values, or use range or choice"
         raise ConfigError(Problem(key, message, OVERRIDE)) from error
     if key == "action":
-        raise ConfigError(Problem(key, "a sweep does one thing with each of its runs", OVERRIDE))
-    plain = [value.text if isinstance(value, QuotedString) else value for value in values]
+        raise ConfigError(Problem(key, "a sweep performs one action for all of its runs", OVERRIDE))
+    unquoted = [value.text if isinstance(value, QuotedString) else value for value in values]
     texts = [
-        value if isinstance(value, str) else r for value, r in zip(plain, rendered, strict=True)
+        value if isinstance(value, str) else r for value, r in zip(unquoted, rendered, strict=True)
     ]
-    if any(is_secret(_leaf_of(key), shown) for shown in texts):
+    if any(is_secret(_leaf_of(key), text_value) for text_value in texts):
         message = "looks like a secret, which the names of directories would show"
         raise ConfigError(Problem(key, message, OVERRIDE))
-    words = texts if takes_text(key) else rendered
-    head = override.get_key_element()
+    override_texts = texts if is_text_key(key) else rendered
+    key_element = override.get_key_element()
     sweep_values = [
-        SweepValue(key, f"{head}={word}", shown) for word, shown in zip(words, texts, strict=True)
+        SweepValue(key, f"{key_element}={word}", text_value)
+        for word, text_value in zip(override_texts, texts, strict=True)
     ]
     return list({value.override: value for value in sweep_values}.values())
 
@@ -166,24 +178,30 @@ def _leaf_of(key: str) -> str:
 
 
 def _combine(
-    every: Sequence[Sequence[SweepValue]], chosen: Sequence[SweepValue], short: dict[str, str]
+    values_by_override: Sequence[Sequence[SweepValue]],
+    selection: Sequence[SweepValue],
+    short_names: dict[str, str],
 ) -> Combination:
-    varied = tuple(
-        sweep_value for values, sweep_value in zip(every, chosen, strict=True) if len(values) > 1
+    swept_values = tuple(
+        sweep_value
+        for values, sweep_value in zip(values_by_override, selection, strict=True)
+        if len(values) > 1
     )
-    name = "_".join(f"{short[value.key]}={value.text}" for value in varied)
-    combination = Combination(varied, tuple(value.override for value in chosen), name)
-    fits = not _ODD.search(name) and len(name) <= _MOST_NAME
+    name = "_".join(f"{short_names[value.key]}={value.text}" for value in swept_values)
+    combination = Combination(swept_values, tuple(value.override for value in selection), name)
+    fits = not _UNSAFE_CHARACTERS.search(name) and len(name) <= _MAX_NAME_LENGTH
     return (
         combination
         if fits
-        else Combination(varied, combination.overrides, _hashed_name(combination))
+        else Combination(swept_values, combination.overrides, _hashed_name(combination))
     )
 
 
 def _hashed_name(combination: Combination) -> str:
-    """A name for values that are none, kept apart from others by a digest of them."""
+    """Return a name for values that are too long or not fit for a directory, made unique by a
+    digest.
+    """
     digest = hashlib.sha256(
         "\0".join(value.override for value in combination.values).encode()
     ).hexdigest()
-    return f"{_ODD.sub('_', combination.name)[: _MOST_NAME - 9]}-{digest[:8]}"
+    return f"{_UNSAFE_CHARACTERS.sub('_', combination.name)[: _MAX_NAME_LENGTH - 9]}-{digest[:8]}"

@@ -1,13 +1,13 @@
-"""The options of torchrun (torch 2.11 to 2.13), so that a mistyped one is found without torch."""
+"""Options of torchrun (torch 2.11 to 2.13), so that a mistyped one is reported without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from flagscale.config.arguments.spec.argument import Argument
-from flagscale.config.runner_schema import LONGEST
+from flagscale.config.runner_schema import MAX_TIMEOUT_SECONDS
 
-_TEXTS = (
+_TEXT_OPTIONS = (
     "duplicate_stderr_filters",
     "duplicate_stdout_filters",
     "event_log_handler",
@@ -19,22 +19,23 @@ _TEXTS = (
     "role",
     "signals_to_handle",
 )
-_TYPED = (
+_TYPED_OPTIONS = (
     Argument("monitor_interval", "float", "", minimum=0.001, maximum=3600),
-    Argument("shutdown_timeout", "int", "", minimum=0, maximum=LONGEST),
+    Argument("shutdown_timeout", "int", "", minimum=0, maximum=MAX_TIMEOUT_SECONDS),
     Argument("start_method", "str", "", choices=("spawn", "fork", "forkserver")),
     Argument("virtual_local_rank", "bool", ""),
 )
-PASSED_ON: Mapping[str, Argument] = {
-    option.name: option for option in (*(Argument(name, "str", "") for name in _TEXTS), *_TYPED)
+TORCHRUN_OPTIONS: Mapping[str, Argument] = {
+    option.name: option
+    for option in (*(Argument(name, "str", "") for name in _TEXT_OPTIONS), *_TYPED_OPTIONS)
 }
-"""Options that ``experiment.runner`` hands to torchrun as they are."""
+"""Options that ``experiment.runner`` passes to torchrun unchanged."""
 
-SET_BY_LAUNCHER = {
+REFUSED_TORCHRUN_OPTIONS = {
     "node_rank": "the launcher numbers the hosts in the order of the hostfile",
     "standalone": "without a hostfile the launcher starts on this machine alone",
     "module": "`experiment.task.entrypoint` is the path of a script",
     "no_python": "`experiment.task.entrypoint` is the path of a Python script",
     "run_path": "`experiment.task.entrypoint` is the path of a script",
 }
-"""Options that cannot be given, with the reason."""
+"""Options of torchrun that cannot be set, with the reason."""

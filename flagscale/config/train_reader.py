@@ -1,4 +1,4 @@
-"""Reading the arguments of the training program: ``train``, and what differs between hosts."""
+"""Reading the arguments of the training program: ``train``, and the overrides per host."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flagscale.config import per_host_allowlist, schema
-from flagscale.config.arguments.spec.parser import unknown_message
-from flagscale.config.arguments.spec.reading import read_arguments
-from flagscale.config.arguments.spec.registry import lookup
-from flagscale.config.arguments.spec.train_arguments import GivenArgument, TrainArguments
-from flagscale.config.host_overrides import is_unknown_here
+from flagscale.config.arguments.spec.registry import lookup, unknown_message
+from flagscale.config.arguments.spec.train_arguments import (
+    GivenArgument,
+    TrainArguments,
+    read_arguments,
+)
+from flagscale.config.host_overrides import is_external_argument
 from flagscale.config.reader import SectionReader
 from flagscale.config.secrets import is_secret
 from flagscale.errors import Problem
@@ -21,7 +23,9 @@ _LAUNCHER_KEYS = ("build_dir", "python", "conda", "cmds")
 
 @dataclass
 class TrainSections:
-    """Arguments of all hosts, settings that differ between hosts, and the problems of each key."""
+    """Arguments of all hosts, overrides per device type and host, and the problems of single
+    arguments.
+    """
 
     train: TrainArguments = field(default_factory=TrainArguments)
     by_type: dict[str, schema.HostOverride] = field(default_factory=dict)
@@ -34,18 +38,18 @@ def read_train_sections(
 ) -> TrainSections:
     """Read ``train``, ``device_type_specific`` and ``node_specific``.
 
-    A command gets none of the arguments, so that the YAML of a training run will do for it.
+    Arguments are skipped for a command, so that the YAML of a training run can be used for it.
     """
     sections = TrainSections()
     if not task.is_command:
-        train = reader.mapping(data, "train")
+        train = reader.read_section(data, "train")
         for name in train:
             if name not in schema.SECTIONS:
-                reader.unknown(f"train.{name}", name, schema.SECTIONS)
+                reader.add_unknown_key(f"train.{name}", name, schema.SECTIONS)
         reading = read_arguments(
-            {name: reader.mapping(train, name, "train.") for name in schema.SECTIONS},
+            {name: reader.read_section(train, name, "train.") for name in schema.SECTIONS},
             external=task.external,
-            places=reader.sources.places,
+            locations=reader.sources.locations,
         )
         sections.train = reading.arguments
         sections.problems += reading.problems(external=task.external)
@@ -65,19 +69,19 @@ def _read_overrides(
     problems: list[Problem],
 ) -> dict[str, schema.HostOverride]:
     """Read ``device_type_specific`` or ``node_specific``, by type or host."""
-    parts = reader.mapping(data, section)
+    parts = reader.read_section(data, section)
     overrides = {}
     for name in parts:
         prefix = f"{section}.{name}."
-        part = reader.mapping(parts, name, f"{section}.")
-        settings = reader.fields(schema.HostOverride, part, prefix, others=True)
-        cmds = reader.mapping(part, "cmds", prefix)
-        settings |= reader.fields(schema.Commands, cmds, f"{prefix}cmds.")
+        part = reader.read_section(parts, name, f"{section}.")
+        settings = reader.read_fields(schema.HostOverride, part, prefix, ignore_unknown=True)
+        cmds = reader.read_section(part, "cmds", prefix)
+        settings |= reader.read_fields(schema.Commands, cmds, f"{prefix}cmds.")
         if not task.is_command:
-            # In sections or not, as a user likes.
+            # Arguments may be in sections or directly in this part.
             arguments = {key: value for key, value in part.items() if key not in _LAUNCHER_KEYS}
             reading = read_arguments(
-                arguments, prefix, external=task.external, places=reader.sources.places
+                arguments, prefix, external=task.external, locations=reader.sources.locations
             )
             settings["arguments"] = reading.arguments
             problems += reading.structure
@@ -96,8 +100,8 @@ def check_host_arguments(
     ``errors`` are unknown names and unfit values by key.
     """
     for argument in arguments.entries:
-        if complaint := _explain_refusal(argument, errors.get(argument.key), external):
-            yield Problem(argument.key, complaint, argument.place)
+        if reason := _explain_refusal(argument, errors.get(argument.key), external):
+            yield Problem(argument.key, reason, argument.location)
 
 
 def _explain_refusal(
@@ -105,15 +109,17 @@ def _explain_refusal(
 ) -> str | None:
     if is_secret(given_argument.name, given_argument.value):
         return "looks like a secret, which a script and the process list would show"
-    if external and is_unknown_here(given_argument.name):
+    if external and is_external_argument(given_argument.name):
         return None
-    known_argument = lookup(given_argument.name)
-    if known_argument is None:
+    match = lookup(given_argument.name)
+    if match is None:
         return unknown_message(given_argument.name)
-    argument, alias = known_argument
+    argument, alias = match
     target = argument.name if alias is None else alias.target
     if target not in per_host_allowlist.ARGUMENTS:
-        why = per_host_allowlist.INSTEAD.get(target, "ranks may hang or train unlike weights")
+        consequence = per_host_allowlist.CONSEQUENCES.get(
+            target, "ranks may hang or train different weights"
+        )
         section = f"`train.{argument.section}`"
-        return f"has to be the same on every host of a job, else {why}: give it in {section}"
+        return f"has to be the same on every host of a job, else {consequence}: set it in {section}"
     return None if external else error

@@ -1,8 +1,8 @@
 """Reading a YAML file for the information that composing loses: lines, texts and syntax errors.
 
-Hydra and OmegaConf read the values. This module reads the same file first, as nodes, so that a tab,
-a duplicate key or an anchor that contains itself gives one clear message, and later messages can
-name file and line.
+Hydra and OmegaConf read the values. This module parses the same file first, as nodes, so that a
+tab, a duplicate key or an anchor that contains itself gives one clear message, and later messages
+can name file and line. Used by ``config.sources``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)\s*$")
 _NULL = "tag:yaml.org,2002:null"
 _MAX_NODES = 200_000
 _MAX_DEPTH = 32
-"""More than an experiment has, and less than Hydra's recursion and the parser's stack can take."""
+"""Maximum nesting depth: more than an experiment has, and less than exceeds Hydra's recursion limit
+and the parser's stack.
+"""
 
 
 @dataclass(frozen=True)
 class YamlLeaf:
-    """A value's place and text. ``text`` is None for what is no scalar, ``items`` has the texts of
-    a list of scalars."""
+    """Line and text of a value. ``text`` is None for a list or mapping; ``items`` has the texts of
+    a list of scalars.
+    """
 
     line: int
     text: str | None
@@ -39,28 +42,28 @@ class YamlLeaf:
 
 
 def short_path(path: Path) -> str:
-    """A path as messages show it: relative when it lies below the working directory."""
+    """Return a path for messages: relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 @dataclass(frozen=True)
 class YamlFile:
-    """One file: its keys' places, and its defaults list as Hydra writes it."""
+    """A parsed file: the lines and texts of its keys, and its defaults list."""
 
     path: Path
     root: yaml.Node | None = field(repr=False)
     package: str | None
-    """What a ``# @package`` line says."""
+    """Value of a ``# @package`` line; None without one."""
 
     @cached_property
     def leaves(self) -> dict[str, YamlLeaf]:
-        """Every key, sections too, by its dotted path inside the file."""
+        """Return every key, including sections, by its dotted path inside the file."""
         return dict(_iter_leaves(self.root, ""))
 
     @cached_property
     def defaults(self) -> list[Any]:
-        """The defaults list; empty without one."""
+        """Return the defaults list; empty if there is none."""
         if not isinstance(self.root, yaml.MappingNode):
             return []
         for key, value in self.root.value:
@@ -70,7 +73,11 @@ class YamlFile:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Reads and checks a file. Raises ConfigError naming file and line."""
+    """Read and check a file.
+
+    Raises:
+        ConfigError: with file and line of every problem.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -88,17 +95,17 @@ def read_yaml(path: Path) -> YamlFile:
     problems = list(_node_problems(path, root))
     if problems:
         raise ConfigError(problems)
-    return YamlFile(path, root, _package_of(text))
+    return YamlFile(path, root, _find_package(text))
 
 
 def _check_depth(path: Path, text: str) -> None:
-    """Raises ConfigError for what nests too deep, before anything that recurses sees it."""
+    """Raise ConfigError if a text nests too deep, before any recursive code reads it."""
     if (line := _find_deep_line(text)) is not None:
         raise ConfigError(_depth_problem(path, "", line))
 
 
 def _find_deep_line(text: str) -> int | None:
-    """The line in which a text nests too deep; None where it does nowhere."""
+    """Return the first line in which a text nests too deep, or None."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -115,7 +122,7 @@ def _depth_problem(path: Path, key: str, line: int) -> Problem:
     return Problem(key, message, f"{short_path(path)}:{line}")
 
 
-def _package_of(text: str) -> str | None:
+def _find_package(text: str) -> str | None:
     for line in text.splitlines():
         if line and not line.startswith("#"):
             return None
@@ -129,49 +136,50 @@ def _syntax_problem(path: Path, text: str, error: yaml.MarkedYAMLError) -> Probl
     mark = error.problem_mark or error.context_mark
     number = mark.line if mark else 0
     lines = text.splitlines()
-    for at in (number, number - 1):
-        line = lines[at] if 0 <= at < len(lines) else ""
+    for candidate in (number, number - 1):
+        line = lines[candidate] if 0 <= candidate < len(lines) else ""
         if "\t" in line[: len(line) - len(line.lstrip())]:
             message = "a tab indents this line; YAML allows spaces only"
-            return Problem("", message, f"{short_path(path)}:{at + 1}")
-    what = ": ".join(part for part in (error.context, error.problem) if part)
-    return Problem("", f"not valid YAML: {what}", f"{short_path(path)}:{number + 1}")
+            return Problem("", message, f"{short_path(path)}:{candidate + 1}")
+    reason = ": ".join(part for part in (error.context, error.problem) if part)
+    return Problem("", f"not valid YAML: {reason}", f"{short_path(path)}:{number + 1}")
 
 
 def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
-    """Duplicate keys, anchors that contain themselves, aliases that nest too deep, and what is no
-    section at the top, walking every node once a use."""
+    """Yield problems of the nodes: duplicate keys, anchors that contain themselves, aliases that
+    nest too deep, and a top level that is no mapping. An aliased node is visited once per use.
+    """
     if root is not None and not isinstance(root, yaml.MappingNode):
-        problems = (
+        content = (
             "a list" if isinstance(root, yaml.SequenceNode) else f"only {format_value(root.value)}"
         )
         line = root.start_mark.line + 1
         yield Problem(
-            "", f"expected keys with values, found {problems}", f"{short_path(path)}:{line}"
+            "", f"expected keys with values, found {content}", f"{short_path(path)}:{line}"
         )
         return
     stack: list[tuple[yaml.Node, str, frozenset[int]]] = [(root, "", frozenset())] if root else []
     for _ in range(_MAX_NODES):
         if not stack:
             return
-        node, key, above = stack.pop()
-        if id(node) in above:
+        node, key, ancestors = stack.pop()
+        if id(node) in ancestors:
             message = "an anchor contains an alias of itself"
             yield Problem(
                 key.rstrip("."), message, f"{short_path(path)}:{node.start_mark.line + 1}"
             )
             continue
-        if len(above) > _MAX_DEPTH:
+        if len(ancestors) > _MAX_DEPTH:
             yield _depth_problem(path, key.split(".")[0], node.start_mark.line + 1)
             return
-        inner = above | {id(node)}
+        path_ids = ancestors | {id(node)}
         if isinstance(node, yaml.MappingNode):
             yield from _duplicate_keys(path, node, key)
-            stack += [(value, f"{key}{name.value}.", inner) for name, value in node.value]
+            stack += [(value, f"{key}{name.value}.", path_ids) for name, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
-            stack += [(value, key, inner) for value in node.value]
+            stack += [(value, key, path_ids) for value in node.value]
     if stack:
-        message = f"more than {_MAX_NODES} values, those that an alias stands for counted each time"
+        message = f"more than {_MAX_NODES} values, counting the values of an alias once per use"
         yield Problem("", message, short_path(path))
 
 
@@ -190,7 +198,7 @@ def _duplicate_keys(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Pr
 def _iter_leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, YamlLeaf]]:
     if not isinstance(node, yaml.MappingNode):
         return
-    # A merged mapping comes first, since keys beside it win over its own.
+    # A merged mapping comes first, because the keys next to it override its keys.
     for name, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
         line = name.start_mark.line + 1
         if name.value == "<<":
@@ -203,14 +211,16 @@ def _iter_leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Yam
 
 
 def _item_texts(node: yaml.Node | None) -> tuple[str, ...]:
-    """The texts of a list's items; none where one is no scalar, or null."""
+    """Return the texts of a list's items; empty if an item is null or not a scalar."""
     items = node.value if isinstance(node, yaml.SequenceNode) else []
     scalars = all(isinstance(item, yaml.ScalarNode) and item.tag != _NULL for item in items)
     return tuple(item.value for item in items) if scalars else ()
 
 
 def parse_item_texts(text: str) -> tuple[str, ...]:
-    """The same of a list that is written in one text, such as ``[a, 1e-4]``."""
+    """Return the item texts of a list that is written in one text, such as ``[a, 1e-4]``; empty for
+    anything else.
+    """
     try:
         return () if _find_deep_line(text) else _item_texts(yaml.compose(text, Loader=_LOADER))
     except yaml.YAMLError:
@@ -218,7 +228,7 @@ def parse_item_texts(text: str) -> tuple[str, ...]:
 
 
 def _to_plain(node: yaml.Node) -> Any:
-    """A defaults list's entry as plain data; scalars stay text, null is None."""
+    """Convert an entry of a defaults list to plain data. Scalars stay text; null becomes None."""
     if isinstance(node, yaml.MappingNode):
         return {_to_plain(key): _to_plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):

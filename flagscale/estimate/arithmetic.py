@@ -18,7 +18,7 @@ from flagscale.config.arguments.rules.model_family import Transformer, get_model
 from flagscale.errors import ConfigError
 from flagscale.estimate.attention import projection_weights, score_width
 
-_FORWARD, _INPUT_GRADIENTS, _WEIGHT_GRADIENTS = 1.0, 1.0, 1.0
+_FORWARD_COST, _INPUT_GRADIENT_COST, _WEIGHT_GRADIENT_COST = 1.0, 1.0, 1.0
 """Relative cost of the forward pass, and in the backward pass of the gradients of inputs and of
 weights.
 """
@@ -39,7 +39,7 @@ def get_transformer(args: Any) -> Transformer:
     return family_spec.transformer
 
 
-def flops_per_token(args: Any, vocabulary: int) -> float:
+def flops_per_token(args: Any, vocabulary_size: int) -> float:
     """Return the FLOP of training one token, forward and backward, summed over all ranks.
 
     Each weight of a matrix that a token passes costs 6 FLOP; this includes the output layer, but
@@ -54,10 +54,12 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
     For frozen matrices (``peft_type``) the backward pass computes no gradient of weights; the
     adapters themselves are not counted. Multi-token prediction layers count with one head each.
 
-    ``vocabulary`` is the padded vocabulary size.
+    ``vocabulary_size`` is the padded vocabulary size.
     """
     forward = (
-        sum(_flops_by_layer(args)) + head_flops(args, vocabulary) + mtp_flops(args, vocabulary)
+        sum(_flops_by_layer(args))
+        + head_flops(args, vocabulary_size)
+        + mtp_flops(args, vocabulary_size)
     )
     return training_factor(args) * forward
 
@@ -65,21 +67,25 @@ def flops_per_token(args: Any, vocabulary: int) -> float:
 def training_factor(args: Any) -> float:
     """Return the FLOP of training as a multiple of those of the forward pass.
 
-    With frozen weights, only attention has two gradients per product, because neither factor is
-    a weight.
+    If weights are frozen, only attention's matrix multiplications have two gradients each, because
+    neither of their operands is a weight.
     """
-    full_factor = _FORWARD + _INPUT_GRADIENTS + _WEIGHT_GRADIENTS
+    full_factor = _FORWARD_COST + _INPUT_GRADIENT_COST + _WEIGHT_GRADIENT_COST
     if not args.peft_type:
         return full_factor
     attention = sum(attention_flops(args, window) for window in attention_windows(args))
-    return _FORWARD + _INPUT_GRADIENTS + attention / sum(_flops_by_layer(args)) * _WEIGHT_GRADIENTS
+    return (
+        _FORWARD_COST
+        + _INPUT_GRADIENT_COST
+        + attention / sum(_flops_by_layer(args)) * _WEIGHT_GRADIENT_COST
+    )
 
 
 class LayerKind(NamedTuple):
     """Properties that distinguish layers of a model.
 
     ``window`` is the number of preceding tokens that a token attends to, None without a limit.
-    ``is_fp8`` is True if linear products, except those of experts, use 8-bit floats.
+    ``is_fp8`` is True if the GEMMs of linear layers, except those of experts, use FP8.
     """
 
     is_moe: bool
@@ -116,18 +122,20 @@ def layer_flops(args: Any, layer: LayerKind) -> float:
 
 
 def linear_flops(args: Any, *, is_moe: bool) -> float:
-    """Return the forward FLOP of one token in a layer's products with weights, over all ranks."""
+    """Return the forward FLOP of one token in the GEMMs of a layer's weights, over all ranks."""
     mlp = _active_moe_weights(args) if is_moe else dense_mlp_weights(args)
     return float(2 * (projection_weights(args) + mlp))
 
 
 def attention_flops(args: Any, window: int | None) -> float:
-    """Return the forward FLOP of one token in a layer's QK^T and AV products, over all ranks."""
+    """Return the forward FLOP of one token in a layer's QK^T and AV GEMMs, over all ranks.
+    ``window`` is the number of preceding tokens that a token attends to, None without a limit.
+    """
     length = args.seq_length
     if window is not None and window < length:
         return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * score_width(args))
-    attended = length * (1 if get_transformer(args).causal else 2)
-    return float(attended * score_width(args))
+    attended_tokens = length * (1 if get_transformer(args).causal else 2)
+    return float(attended_tokens * score_width(args))
 
 
 def attention_windows(args: Any) -> tuple[int | None, ...]:
@@ -149,13 +157,15 @@ def attention_windows(args: Any) -> tuple[int | None, ...]:
     return tuple(args.window_size[0] if layer else None for layer in has_window)
 
 
-def head_flops(args: Any, vocabulary: int) -> float:
-    """Return the forward FLOP of one token in the head, over all ranks."""
+def head_flops(args: Any, vocabulary_size: int) -> float:
+    """Return the forward FLOP of one token in the head (output layer and the layers before it that
+    belong to the loss), over all ranks.
+    """
     hidden = int(args.hidden_size)
-    return 2.0 * hidden * (vocabulary + get_transformer(args).head_layers * hidden)
+    return 2.0 * hidden * (vocabulary_size + get_transformer(args).head_layers * hidden)
 
 
-def mtp_flops(args: Any, vocabulary: int) -> float:
+def mtp_flops(args: Any, vocabulary_size: int) -> float:
     """Return the forward FLOP of one token in the multi-token prediction layers, over all ranks.
 
     Each consists of the projection that combines embedding and hidden state, a layer, and a
@@ -163,7 +173,9 @@ def mtp_flops(args: Any, vocabulary: int) -> float:
     """
     projection = 2.0 * mtp_projection_weights(args)
     flops_per_depth = (
-        layer_flops(args, list_layer_kinds(args)[-1]) + projection + head_flops(args, vocabulary)
+        layer_flops(args, list_layer_kinds(args)[-1])
+        + projection
+        + head_flops(args, vocabulary_size)
     )
     return mtp_depth(args) * flops_per_depth
 
@@ -195,9 +207,9 @@ def _active_moe_weights(args: Any) -> float:
     """Return the weights of a mixture of experts that one token passes: top-k experts, shared
     expert, router.
     """
-    experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-    shared = args.moe_shared_expert_intermediate_size or 0
-    columns = mlp_matrix_count(args) * (experts + shared) + args.num_moe_experts
+    routed_width = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    shared_width = args.moe_shared_expert_intermediate_size or 0
+    columns = mlp_matrix_count(args) * (routed_width + shared_width) + args.num_moe_experts
     return float(args.hidden_size * columns)
 
 

@@ -1,8 +1,10 @@
 """Cache of measured costs, with one file per model, layout and kind of device.
 
-The files are in ``${XDG_CACHE_HOME:-~/.cache}/flagscale/times`` on the host of rank 0. The file
-name is a digest of the relevant configuration. Other dependencies (vocabulary, device, versions)
-are stored in the file, so that a plan, which cannot determine them, finds the file all the same.
+The costs are those of :mod:`.costs`, which training measures for heterogeneous meshes
+(:mod:`flagscale.train.meshes.cost_profiler`). The files are in
+``${XDG_CACHE_HOME:-~/.cache}/flagscale/times`` on the host of rank 0. The file name is a digest of
+the relevant configuration. Other dependencies (vocabulary, device, versions) are stored in the
+file, so that a plan, which cannot determine them, finds the file all the same.
 """
 
 from __future__ import annotations
@@ -23,14 +25,27 @@ from flagscale.config.arguments.spec.model_arguments import Architecture, Latent
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.estimate.costs import RankCosts
 
-_ADDITIONAL = ("transformer_impl", "seq_length", "device", "recompute_granularity")
-_IRRELEVANT = {
-    *("num_layers", "moe_layer_freq", "pipeline_model_parallel_size"),
-    *("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"),
-    *("overlap_grad_reduce", "overlap_param_gather", "max_position_embeddings"),
-    *("lr", "min_lr", "weight_decay", "clip_grad", "init_method_std", "sgd_momentum"),
-    *("adam_beta1", "adam_beta2", "adam_eps"),
+_ADDITIONAL_ARGUMENTS = ("transformer_impl", "seq_length", "device", "recompute_granularity")
+_IRRELEVANT_ARGUMENTS = {
+    "num_layers",
+    "moe_layer_freq",
+    "pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "virtual_pipeline_model_parallel_size",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "max_position_embeddings",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "clip_grad",
+    "init_method_std",
+    "sgd_momentum",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
 }
+"""Arguments that do not affect the cost of one layer."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +89,15 @@ def count_max_sequences(meshes: Meshes, mesh: Mesh) -> int:
 
 @cache
 def _relevant_arguments() -> tuple[str, ...]:
-    """Return the arguments that may affect the cost of a layer."""
-    core = (name for name, a in arguments().items() if a.origin.startswith("megatron.core"))
+    """Return the names of the arguments that may affect the cost of a layer."""
+    megatron_names = (
+        name for name, a in arguments().items() if a.origin.startswith("megatron.core")
+    )
     groups = (Model, Architecture, Latent)
-    own_names = (argument.name for group in groups for argument in declared(group, "model"))
-    return tuple(sorted({*core, *own_names, *_ADDITIONAL} - _IRRELEVANT))
+    project_names = (argument.name for group in groups for argument in declared(group, "model"))
+    return tuple(
+        sorted({*megatron_names, *project_names, *_ADDITIONAL_ARGUMENTS} - _IRRELEVANT_ARGUMENTS)
+    )
 
 
 def read_costs(path: Path) -> CachedCosts | None:

@@ -46,29 +46,35 @@ class PartCost:
 class RankCosts:
     """Costs of all model parts that a rank may hold.
 
-    ``layers`` is the cost of one layer by kind. ``memory`` is the number of bytes of the rank's
-    device that training may use, None if its memory is not counted.
+    ``layers`` is the cost of one layer by kind (:data:`DENSE`, :data:`MIXTURE`).
+    ``memory_limit_bytes`` is the number of bytes of the rank's device that training may use, None
+    if its memory is not counted.
     """
 
     layers: Mapping[str, PartCost]
     embedding: PartCost = field(default_factory=PartCost)
     head: PartCost = field(default_factory=PartCost)
-    memory: float | None = None
+    memory_limit_bytes: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": {kind: list(astuple(cost)) for kind, cost in self.layers.items()},
             "embedding": list(astuple(self.embedding)),
             "head": list(astuple(self.head)),
-            "memory": self.memory,
+            "memory": self.memory_limit_bytes,
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankCosts:
         """Convert the result of :meth:`to_json` back. Raises KeyError, TypeError or ValueError."""
         layers = {str(kind): _parse_cost(cost) for kind, cost in record["layers"].items()}
-        memory = None if record["memory"] is None else float(record["memory"])
-        return cls(layers, _parse_cost(record["embedding"]), _parse_cost(record["head"]), memory)
+        memory_limit_bytes = None if record["memory"] is None else float(record["memory"])
+        return cls(
+            layers,
+            _parse_cost(record["embedding"]),
+            _parse_cost(record["head"]),
+            memory_limit_bytes,
+        )
 
 
 def _parse_cost(values: Sequence[Any]) -> PartCost:
@@ -82,7 +88,9 @@ def max_costs(costs: Iterable[RankCosts]) -> RankCosts:
     memory.
     """
     rank_costs = list(costs)
-    limits = [cost.memory for cost in rank_costs if cost.memory is not None]
+    memory_limits = [
+        cost.memory_limit_bytes for cost in rank_costs if cost.memory_limit_bytes is not None
+    ]
     return RankCosts(
         {
             kind: _max_cost(cost.layers[kind] for cost in rank_costs)
@@ -90,7 +98,7 @@ def max_costs(costs: Iterable[RankCosts]) -> RankCosts:
         },
         _max_cost(cost.embedding for cost in rank_costs),
         _max_cost(cost.head for cost in rank_costs),
-        min(limits, default=None),
+        min(memory_limits, default=None),
     )
 
 

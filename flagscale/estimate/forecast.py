@@ -1,4 +1,4 @@
-"""Calculated load and memory of the ranks of each pipeline stage."""
+"""Calculated load and memory of the ranks of each pipeline stage, without measurements."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class StageForecast:
     """Load and memory of one rank of a stage.
 
     ``name`` is for messages. ``flops`` are the model's FLOP per micro-batch in both passes, by
-    model chunk. ``passes`` is the load on the rank's device, including recomputation.
-    ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the number of
-    recomputed layers per chunk, if it was chosen here.
+    model chunk. ``passes`` is the load on the rank's device by model chunk, including
+    recomputation. ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the
+    number of recomputed layers per chunk, if it was chosen here.
     """
 
     name: str
@@ -51,8 +51,8 @@ class StageForecast:
 class Forecast:
     """Load and memory of all stages.
 
-    ``flops_per_step`` are the model's FLOP per step over all ranks. ``eager`` selects the variant
-    of the schedule.
+    ``flops_per_step`` are the model's FLOP per step over all ranks. ``eager`` selects the eager
+    variant of the pipeline schedule, see :mod:`.pipeline`.
     """
 
     stages: tuple[StageForecast, ...]
@@ -76,8 +76,10 @@ class Forecast:
             stage.optimizer_load.duration(device)
             for stage, device in zip(self.stages, devices, strict=True)
         ]
-        busy = tuple(a + b for a, b in zip(simulated.busy, optimizer_seconds, strict=True))
-        return SimulatedStep(simulated.seconds + max(optimizer_seconds), busy)
+        busy_seconds = tuple(
+            a + b for a, b in zip(simulated.busy_seconds, optimizer_seconds, strict=True)
+        )
+        return SimulatedStep(simulated.seconds + max(optimizer_seconds), busy_seconds)
 
     @property
     def relative_flops(self) -> tuple[float, ...]:
@@ -87,23 +89,22 @@ class Forecast:
 
 
 def forecast_step(
-    args: Namespace, vocabulary: int, memory_limits: Sequence[float] | None = None
+    args: Namespace, vocabulary_size: int, memory_limits: Sequence[float] | None = None
 ) -> Forecast:
     """Calculate load and memory for the resolved arguments of a whole job.
 
     Args:
         args: result of :func:`flagscale.config.arguments.derive.derive_arguments`.
-        vocabulary: the padded vocabulary size.
+        vocabulary_size: the padded vocabulary size.
         memory_limits: bytes that a rank of each stage may use. With ``recompute_granularity: auto``
-            as few
-            layers are recomputed as fit into them; if nothing fits, the choice with the least
-            memory is used. None means unlimited.
+            as few layers are recomputed as fit into them; if nothing fits, the choice with the
+            least memory is used. None means unlimited.
     """
     limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
     layer_kinds = arithmetic.list_layer_kinds(args)
     tokens = float(args.global_batch_size * args.seq_length)
-    flops = tokens * arithmetic.flops_per_token(args, vocabulary)
+    flops = tokens * arithmetic.flops_per_token(args, vocabulary_size)
     if meshes is None:
         counts = layers_of_stages(vars(args))
         rank_args = rank_arguments(args, 0)
@@ -112,7 +113,7 @@ def forecast_step(
         dp = rank_args.data_parallel_size
         stages = [
             _forecast_fitting_stage(
-                _StagePosition(vocabulary, layer_kinds, counts, index, f"stage {index}", dp),
+                _StagePosition(vocabulary_size, layer_kinds, counts, index, f"stage {index}", dp),
                 rank_args,
                 next(limits),
             )
@@ -124,9 +125,9 @@ def forecast_step(
     mesh_stages = []
     for stage in meshes.stages:
         rank_args, mesh = rank_arguments(args, stage.first_rank), stage.mesh
-        name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
+        name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.format()})"
         position = _StagePosition(
-            vocabulary, layer_kinds, counts, stage.index, name, mesh.dp, meshes.eager
+            vocabulary_size, layer_kinds, counts, stage.index, name, mesh.dp, meshes.eager
         )
         mesh_stages.append(_forecast_fitting_stage(position, rank_args, next(limits)))
     return Forecast(tuple(mesh_stages), args.num_microbatches, flops, meshes.eager)
@@ -136,23 +137,24 @@ def forecast_step(
 class _StagePosition:
     """Position of a stage in the pipeline.
 
-    ``kinds`` are the model's layers; ``counts`` is the number of layers of each stage by chunk.
+    ``layer_kinds`` are the model's layers; ``layer_counts`` is the number of layers of each stage
+    by chunk; ``stage_index`` is the stage's own index.
     """
 
     vocabulary: int
-    kinds: Sequence[LayerKind]
-    counts: Sequence[tuple[int, ...]]
-    index: int
+    layer_kinds: Sequence[LayerKind]
+    layer_counts: Sequence[tuple[int, ...]]
+    stage_index: int
     name: str
     replicas: int
     eager: bool = False
 
 
 def _forecast_fitting_stage(
-    position: _StagePosition, rank_args: Namespace, limit: float
+    position: _StagePosition, rank_args: Namespace, limit_bytes: float
 ) -> StageForecast:
-    """Return a stage whose ranks have ``rank_args`` and may use ``limit`` bytes each."""
-    rank_args = _unify_recomputation(rank_args, position.index, len(position.counts))
+    """Return a stage whose ranks have ``rank_args`` and may use ``limit_bytes`` each."""
+    rank_args = _unify_recomputation(rank_args, position.stage_index, len(position.layer_counts))
     if rank_args.recompute_granularity != RECOMPUTE_AUTO:
         return _forecast_stage(position, rank_args)
     candidates = [
@@ -160,31 +162,34 @@ def _forecast_fitting_stage(
             _forecast_stage(position, with_recomputed_layers(rank_args, layers)),
             recomputed_layers=layers,
         )
-        for layers in range(max(position.counts[position.index]) + 1)
+        for layers in range(max(position.layer_counts[position.stage_index]) + 1)
     ]
-    least = min(candidates, key=lambda way: way.memory.total)
-    return next((way for way in candidates if way.memory.total <= limit), least)
+    smallest = min(candidates, key=lambda way: way.memory.total)
+    return next((way for way in candidates if way.memory.total <= limit_bytes), smallest)
 
 
 def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
     """Return arguments that recompute the first ``layers`` layers of each model chunk."""
-    changed = copy(args)
-    changed.recompute_granularity = "full" if layers else None
-    changed.recompute_method = "block" if layers else None
-    changed.recompute_num_layers = layers or None
-    return changed
+    new_args = copy(args)
+    new_args.recompute_granularity = "full" if layers else None
+    new_args.recompute_method = "block" if layers else None
+    new_args.recompute_num_layers = layers or None
+    return new_args
 
 
 def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
-    kinds, counts, index = position.kinds, position.counts, position.index
+    kinds, counts, index = position.layer_kinds, position.layer_counts, position.stage_index
     chunks = [
         _chunk_layer_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))
     ]
-    first, last = index == 0, index == len(counts) - 1
+    is_first, is_last = index == 0, index == len(counts) - 1
     max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
     in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
     part = ModelPart(
-        tuple(kind for chunk in chunks for kind in chunk), first, last, in_flight / len(chunks)
+        tuple(kind for chunk in chunks for kind in chunk),
+        is_first,
+        is_last,
+        in_flight / len(chunks),
     )
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
@@ -193,7 +198,7 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
         for chunk in chunks
     ]
     passes = [_chunk_load(rank_args, chunk) for chunk in chunks]
-    if last:
+    if is_last:
         flops[-1] += flops_factor * arithmetic.head_flops(rank_args, position.vocabulary)
         flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, position.vocabulary)
         passes[-1] += op_times.head_load(rank_args, position.vocabulary) + op_times.mtp_load(
@@ -226,7 +231,7 @@ def _count_recomputed(args: Any, layers: int) -> int:
     )
 
 
-def _unify_recomputation(rank_args: Namespace, index: int, stages: int) -> Namespace:
+def _unify_recomputation(rank_args: Namespace, stage_index: int, stages: int) -> Namespace:
     """Return arguments with one choice of recomputation for all micro-batches of a stage.
 
     If the choices differ, the one that keeps the most activations is used.
@@ -234,15 +239,18 @@ def _unify_recomputation(rank_args: Namespace, index: int, stages: int) -> Names
     schedule = recompute_plan(vars(rank_args), rank_args.num_microbatches)
     if schedule is None:
         return rank_args
-    choices = [choice for chunk in schedule[index::stages] for choice in chunk]
+    choices = [choice for chunk in schedule[stage_index::stages] for choice in chunk]
     recomputed = [choice for choice in choices if choice is not None]
-    changed = copy(rank_args)
+    new_args = copy(rank_args)
     if len(recomputed) < len(choices):
-        changed.recompute_granularity = None
+        new_args.recompute_granularity = None
     else:
-        least = min(recomputed, key=lambda choice: choice.layers)
-        changed.recompute_method, changed.recompute_num_layers = least.method, least.layers
-    return changed
+        smallest_choice = min(recomputed, key=lambda choice: choice.layers)
+        new_args.recompute_method, new_args.recompute_num_layers = (
+            smallest_choice.method,
+            smallest_choice.layers,
+        )
+    return new_args
 
 
 def _chunk_layer_kinds(

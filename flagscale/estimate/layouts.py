@@ -27,7 +27,9 @@ evaluate.
 
 @dataclass(frozen=True, order=True)
 class LayerTrial:
-    """Measurement of a mesh: a layer with a tensor parallel size and a number of sequences."""
+    """Measurement of one layer on a mesh, with a tensor parallel size and a number of sequences per
+    rank and micro-batch.
+    """
 
     tp: int
     sequences: int
@@ -111,16 +113,16 @@ def _microbatch_sizes(
     """
     batch, stages = values["global_batch_size"], sum(mesh.pp for mesh in meshes)
     for per_replica in sorted({trial.sequences for trial in trials[0]}):
-        count = per_replica * meshes[0].dp
-        if batch % count or (chunks > 1 and batch // count % stages):
+        sequences = per_replica * meshes[0].dp
+        if batch % sequences or (chunks > 1 and batch // sequences % stages):
             continue
-        if count % meshes[-1].dp and not values["calculate_per_token_loss"]:
+        if sequences % meshes[-1].dp and not values["calculate_per_token_loss"]:
             continue
         if all(
-            count >= mesh.dp and trial_for(mesh, count) in mesh_trials
+            sequences >= mesh.dp and trial_for(mesh, sequences) in mesh_trials
             for mesh, mesh_trials in zip(meshes, trials, strict=True)
         ):
-            yield count
+            yield sequences
 
 
 def trial_for(mesh: Mesh, sequences: int) -> LayerTrial:
@@ -131,21 +133,23 @@ def trial_for(mesh: Mesh, sequences: int) -> LayerTrial:
 def rank_layouts(
     values: Values,
     layouts: Sequence[Meshes],
-    measured: MeasuredCosts,
+    measured_costs: MeasuredCosts,
     kinds: tuple[str, ...],
 ) -> list[LayoutCandidate]:
     """Return all layouts with their best split of layers, best first; layouts that do not fit are
     last.
+
+    ``kinds`` is the kind of each layer of the model, in order.
     """
-    candidates = [_evaluate_layout(values, meshes, measured, kinds) for meshes in layouts]
+    candidates = [_evaluate_layout(values, meshes, measured_costs, kinds) for meshes in layouts]
     return sorted(candidates, key=lambda chosen: (*chosen.step.sort_key, chosen.meshes.describe()))
 
 
 def _evaluate_layout(
-    values: Values, meshes: Meshes, measured: MeasuredCosts, kinds: tuple[str, ...]
+    values: Values, meshes: Meshes, measured_costs: MeasuredCosts, kinds: tuple[str, ...]
 ) -> LayoutCandidate:
     costs = tuple(
-        _adjust_replicas(values, mesh, measured[index, trial_for(mesh, meshes.sequences)])
+        _adjust_replicas(values, mesh, measured_costs[index, trial_for(mesh, meshes.sequences)])
         for index, mesh in enumerate(meshes.meshes)
     )
     problem = SplitProblem(meshes, costs, kinds, values["global_batch_size"] // meshes.sequences)
@@ -163,8 +167,10 @@ def _adjust_replicas(values: Values, mesh: Mesh, costs: RankCosts) -> RankCosts:
     if mesh.pp == 1 or not values["use_distributed_optimizer"]:
         return costs
     is_16bit = bool(values["bf16"] or values["fp16"])
-    model, state = (6.0, 12.0) if is_16bit else (8.0, 8.0)
-    static_factor = (model + state / mesh.dp) / (model + state / (mesh.dp * mesh.pp))
+    model_bytes, state_bytes = (6.0, 12.0) if is_16bit else (8.0, 8.0)
+    static_factor = (model_bytes + state_bytes / mesh.dp) / (
+        model_bytes + state_bytes / (mesh.dp * mesh.pp)
+    )
 
     def adjust(cost: PartCost) -> PartCost:
         return replace(
@@ -177,12 +183,12 @@ def _adjust_replicas(values: Values, mesh: Mesh, costs: RankCosts) -> RankCosts:
         {kind: adjust(cost) for kind, cost in costs.layers.items()},
         adjust(costs.embedding),
         adjust(costs.head),
-        costs.memory,
+        costs.memory_limit_bytes,
     )
 
 
-MAX_REPORTED = 3
-"""Number of layouts that are described."""
+MAX_REPORTED_LAYOUTS = 3
+"""Maximum number of layouts that are described."""
 
 
 def explain_layout(candidates: Sequence[LayoutCandidate], count: int) -> Iterator[str]:
@@ -193,11 +199,11 @@ def explain_layout(candidates: Sequence[LayoutCandidate], count: int) -> Iterato
         f"of {count} layouts: {best.meshes.describe()}, micro-batches of "
         f"{best.meshes.sequences} sequences"
     )
-    for candidate in candidates[1:MAX_REPORTED]:
+    for candidate in candidates[1:MAX_REPORTED_LAYOUTS]:
         relative_excess = candidate.step.seconds / best.step.seconds - 1
-        fits = ", more memory than there is" if candidate.step.excess_bytes else ""
+        excess_note = ", more memory than there is" if candidate.step.excess_bytes else ""
         yield (
             f"next: {candidate.meshes.describe()}, of {candidate.meshes.sequences} sequences: "
-            f"{relative_excess:+.0%}{fits}"
+            f"{relative_excess:+.0%}{excess_note}"
         )
     yield from split.explain_split(best.problem, best.layers)

@@ -21,7 +21,7 @@ from flagscale.estimate import attention, weights
 from flagscale.estimate.arithmetic import LayerKind, list_layer_kinds, mtp_depth
 from flagscale.estimate.weights import WeightCount
 
-FP32 = 4
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class ModelPart:
 class MemoryEstimate:
     """Memory of a rank in bytes by purpose.
 
-    ``weights`` includes their 8-bit copies. ``transient`` is memory that exists
-    only within one forward or backward pass, including the logits.
+    ``weights`` includes their FP8 copies. ``transient`` is memory that exists only within one
+    forward or backward pass, including the logits.
     """
 
     weights: float
@@ -58,62 +58,65 @@ class MemoryEstimate:
         return float(sum(astuple(self)))
 
 
-def estimate_rank_memory(args: Any, vocabulary: int, part: ModelPart) -> MemoryEstimate:
+def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> MemoryEstimate:
     """Return the peak memory of a rank.
 
     Args:
         args: see the module.
-        vocabulary: the padded vocabulary size.
+        vocabulary_size: the padded vocabulary size.
         part: the part of the model that the rank holds.
     """
-    held_weights = count_weights(args, vocabulary, part)
-    trainable = count_trainable_weights(args, vocabulary, part)
+    weight_count = count_weights(args, vocabulary_size, part)
+    trainable = count_trainable_weights(args, vocabulary_size, part)
     if args.peft_type:
-        held_weights += trainable
+        weight_count += trainable
     return MemoryEstimate(
-        held_weights.all * element_bytes(args) + _fp8_copy_bytes(args, part),
+        weight_count.all * element_bytes(args) + _fp8_copy_bytes(args, part),
         # Gradients are accumulated in fp32 even if weights have 16 bits.
-        trainable.all * FP32,
+        trainable.all * FP32_BYTES,
         _optimizer_bytes(args, trainable),
         _activation_bytes(args, part),
-        _transient_bytes(args, vocabulary, part),
+        _transient_bytes(args, vocabulary_size, part),
     )
 
 
-def count_trainable_weights(args: Any, vocabulary: int, part: ModelPart) -> WeightCount:
+def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
     """Return the weights that a rank trains: adapters if there are any, otherwise all."""
     if targets := adapter_targets(vars(args)):
         return weights.adapter_weights(args, targets) * len(part.layers)
-    return count_weights(args, vocabulary, part)
+    return count_weights(args, vocabulary_size, part)
 
 
 def element_bytes(args: Any) -> int:
     """Return the bytes per weight or activation element."""
-    return 2 if args.bf16 or args.fp16 else FP32
+    return 2 if args.bf16 or args.fp16 else FP32_BYTES
 
 
-def count_weights(args: Any, vocabulary: int, part: ModelPart) -> WeightCount:
+def count_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
     """Return the weights that a rank holds."""
     total = WeightCount()
     for layer in part.layers:
         total += weights.layer_weights(args, is_moe=layer.is_moe)
     if part.has_embedding:
-        total += weights.embedding_weights(args, vocabulary) + weights.position_weights(args)
+        total += weights.embedding_weights(args, vocabulary_size) + weights.position_weights(args)
     if part.has_head:
-        total += WeightCount(weights.norm_weights(args)) + weights.head_weights(args, vocabulary)
-        untied = bool(args.untie_embeddings_and_output_weights)
-        if untied or not part.has_embedding:
-            total += weights.embedding_weights(args, vocabulary)
+        total += WeightCount(weights.norm_weights(args)) + weights.head_weights(
+            args, vocabulary_size
+        )
+        is_untied = bool(args.untie_embeddings_and_output_weights)
+        if is_untied or not part.has_embedding:
+            total += weights.embedding_weights(args, vocabulary_size)
         total += weights.mtp_weights(args)
-        if mtp_depth(args) and untied and not part.has_embedding:
-            total += weights.embedding_weights(args, vocabulary)  # a second copy of the embedding
+        if mtp_depth(args) and is_untied and not part.has_embedding:
+            # a second copy of the embedding
+            total += weights.embedding_weights(args, vocabulary_size)
     return total
 
 
 def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
-    """Return the bytes of 8-bit copies of weights.
+    """Return the bytes of FP8 copies of weights.
 
-    They exist row-wise and column-wise, because FP8 matrix multiplications require both.
+    They exist row-wise and column-wise, because FP8 GEMMs require both.
     """
     return 2.0 * sum(
         weights.linear_weights(args, is_moe=layer.is_moe) for layer in part.layers if layer.is_fp8
@@ -124,7 +127,9 @@ def _optimizer_bytes(args: Any, trainable: WeightCount) -> float:
     """Return the bytes of the moments, and of fp32 weights if the model has 16-bit weights."""
     moments = 2 if args.optimizer == "adam" else int(bool(args.sgd_momentum))
     return float(
-        FP32 * (moments + (element_bytes(args) < FP32)) * count_optimizer_weights(args, trainable)
+        FP32_BYTES
+        * (moments + (element_bytes(args) < FP32_BYTES))
+        * count_optimizer_weights(args, trainable)
     )
 
 
@@ -175,9 +180,9 @@ def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
     """Return the bytes of a layer's activations per micro-batch.
 
     Per token: the inputs of both norms and of the operations after them, which sequence
-    parallelism divides; attention's activations, the output of the MLP's first product and of
+    parallelism divides; attention's activations, the output of the MLP's first linear layer and of
     its activation function, which tensor parallelism divides. In a mixture of experts, the
-    latter for every selected expert, and the dispatched tokens. Inputs of 8-bit products are
+    latter for every selected expert, and the dispatched tokens. Inputs of FP8 GEMMs are
     recomputed and cast by the compiler, so outputs of norms and of the activation function are
     not kept.
     """
@@ -209,7 +214,7 @@ def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
 
 
 def fc1_width_factor(args: Any) -> int:
-    """Return the output width of an MLP's first product as a multiple of the MLP's width."""
+    """Return the output width of an MLP's first linear layer as a multiple of the MLP's width."""
     return 2 if args.swiglu or args.gated_linear_unit else 1
 
 
@@ -220,7 +225,7 @@ def uses_compiled_layers(args: Any) -> bool:
     return args.transformer_impl in ("auto", "compiled") and args.device != "cpu"
 
 
-def _transient_bytes(args: Any, vocabulary: int, part: ModelPart) -> float:
+def _transient_bytes(args: Any, vocabulary_size: int, part: ModelPart) -> float:
     """Return the bytes that exist within one pass only.
 
     On the last stage this is the head's backward pass or that of one layer, whichever is larger,
@@ -229,7 +234,7 @@ def _transient_bytes(args: Any, vocabulary: int, part: ModelPart) -> float:
     peak = max(
         [
             _layer_transient_bytes(args, part),
-            _head_transient_bytes(args, vocabulary) if part.has_head else 0.0,
+            _head_transient_bytes(args, vocabulary_size) if part.has_head else 0.0,
         ]
     )
     return peak + _OUTER_HIDDEN_STATES * _layer_input_bytes(args)
@@ -239,7 +244,7 @@ _OUTER_HIDDEN_STATES = 3
 """Hidden states outside layers: input and output of the last norm, and a gradient."""
 
 
-def _head_transient_bytes(args: Any, vocabulary: int) -> float:
+def _head_transient_bytes(args: Any, vocabulary_size: int) -> float:
     """Return the transient bytes of head and loss.
 
     The logits have the model's precision with a fused loss, otherwise fp32 in addition. The
@@ -247,25 +252,27 @@ def _head_transient_bytes(args: Any, vocabulary: int) -> float:
     already and is no longer used.
     """
     bytes_per_logit = (
-        element_bytes(args) if uses_compiled_layers(args) else FP32 + element_bytes(args)
+        element_bytes(args) if uses_compiled_layers(args) else FP32_BYTES + element_bytes(args)
     )
     is_trained = not args.peft_type
-    matrix = weights.embedding_weights(args, vocabulary).all * element_bytes(args) * is_trained
+    weight_gradient_bytes = (
+        weights.embedding_weights(args, vocabulary_size).all * element_bytes(args) * is_trained
+    )
     logits = (
         count_microbatch_tokens(args)
-        * vocabulary
+        * vocabulary_size
         / args.tensor_model_parallel_size
         * (1 + mtp_depth(args))
     )
-    return float(logits * bytes_per_logit + matrix)
+    return float(logits * bytes_per_logit + weight_gradient_bytes)
 
 
 def _layer_transient_bytes(args: Any, part: ModelPart) -> float:
     """Return the transient bytes of one layer's backward pass.
 
-    These are the gradients of the first MLP product and of its weights (for all experts twice:
-    as computed, and as passed to autograd), the whole sequence's keys and values, and the
-    recomputed activations.
+    These are the gradients of the output of the MLP's first linear layer and of its weights (for
+    all experts twice: as computed, and as passed to autograd), the whole sequence's keys and
+    values, and the recomputed activations.
     """
     if not part.layers:
         return 0.0

@@ -43,12 +43,12 @@ def explain_unknown_time(estimate: Estimate) -> str:
 
 
 def _describe_stages(estimate: Estimate) -> Iterator[str]:
-    shares = estimate.forecast.relative_flops
-    busiest = estimate.forecast.stages[shares.index(1.0)]
-    for stage, share in zip(estimate.forecast.stages, shares, strict=True):
-        work = f"{share:.2f} x the arithmetic of one of {busiest.name}"
-        work = "the most arithmetic" if stage is busiest else work
-        yield f"{stage.name}: a rank takes {format_memory(stage.memory)} and does {work}"
+    relative_flops = estimate.forecast.relative_flops
+    busiest = estimate.forecast.stages[relative_flops.index(1.0)]
+    for stage, flops_ratio in zip(estimate.forecast.stages, relative_flops, strict=True):
+        work_text = f"{flops_ratio:.2f} x the arithmetic of one of {busiest.name}"
+        work_text = "the most arithmetic" if stage is busiest else work_text
+        yield f"{stage.name}: a rank takes {format_memory(stage.memory)} and does {work_text}"
     yield from step_time.describe_step_time(estimate.step_time, explain_unknown_time(estimate))
     if is_split_automatic(estimate.args.hetero_pipeline_layer_split):
         yield "the layers shown are an even split; training measures first, and chooses"

@@ -1,6 +1,7 @@
-"""Load of the passes on a rank's device, and the time that the device needs for it.
+"""Load of the forward and backward passes on a rank's device, and the time that the device needs
+for it.
 
-The duration of a pass is the sum of matrix products, attention, memory traffic of compiled
+The duration of a pass is the sum of GEMMs, attention, memory traffic of compiled
 pointwise operations, and start and end of kernels; or the time in which the host launches the
 kernels, if that is longer. The reachable fractions of a device's peaks were measured with layers
 of Llama-3-8B, Mixtral, Qwen3 and a small model on H200s. docs/benchmarks/training.md compares
@@ -19,12 +20,12 @@ from flagscale.estimate import arithmetic, attention, memory, weights
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.memory import ModelPart
 
-_PRODUCT_EFFICIENCY = 0.70
-"""Reachable fraction of the peak FLOP/s for 16-bit products."""
+_GEMM_EFFICIENCY = 0.70
+"""Reachable fraction of the peak FLOP/s for 16-bit GEMMs."""
 _FP8_EFFICIENCY = 0.66
-"""Reachable fraction of the 8-bit peak, which is twice the 16-bit peak, for 8-bit products."""
+"""Reachable fraction of the 8-bit peak, which is twice the 16-bit peak, for FP8 GEMMs."""
 _BLOCK_SCALED_EFFICIENCY = 0.55
-"""The same for block-scaled 8-bit products; calculated, because no such run was measured."""
+"""The same for block-scaled FP8 GEMMs; calculated, because no such run was measured."""
 _CUDNN_ATTENTION_EFFICIENCY = 0.37
 """Reachable fraction of the peak FLOP/s for cuDNN's attention."""
 _FLASH_ATTENTION_EFFICIENCY = 0.20
@@ -32,33 +33,37 @@ _FLASH_ATTENTION_EFFICIENCY = 0.20
 _BANDWIDTH_EFFICIENCY = 0.81
 """Reachable fraction of the peak memory bandwidth."""
 _KERNEL_SECONDS = 4.5e-6
-"""Start and end of a kernel."""
+"""Time for the start and end of a kernel on the device."""
 _LAUNCH_SECONDS = 75e-6
-"""Launch of a kernel by the host. The hosts of the measured machines are slow."""
+"""Time for the launch of a kernel by the host. The hosts of the measured machines are slow."""
 _LINK_BYTES_PER_SECOND = 175e9
 """Bandwidth from tensor-parallel peers in bytes per second, over NVLink with NCCL."""
 _DEFAULT_FLOP_PER_BYTE = 989e12 / 4.8e12
 """FLOP per byte of memory bandwidth of an H200, for devices whose bandwidth is unknown."""
 
-_FORWARD_SHARE = 1 / 3
+_FORWARD_FRACTION = 1 / 3
 """The forward pass's fraction of the traffic and kernels of both passes."""
 # Reads and writes per element by compiled operations, in both passes together.
 _HIDDEN_ACCESSES = 50
-"""Of a layer's hidden state: norms, residuals, copies."""
+"""Accesses per element of a layer's hidden state: norms, residuals, copies."""
 _QKV_ACCESSES = 9
-"""Of queries, keys and values: rotary positions, and again for their norms if there are any."""
+"""Accesses per element of queries, keys and values: rotary positions, and again for their norms if
+there are any.
+"""
 _EXPERT_ACCESSES = 28
-"""Of tokens that are dispatched to an expert and combined."""
+"""Accesses per element of tokens that are dispatched to an expert and combined."""
 _LOGIT_ACCESSES = 5
-"""Of the logits."""
+"""Accesses per element of the logits."""
 _FC1_ACCESSES = {1: 5, 2: 8}
-"""Reads and writes per element of an MLP's width, by the width factor of its first product."""
+"""Accesses per element of an MLP's width, by the width factor of its first linear layer."""
 _FORWARD_EXCHANGES = 4
-"""Exchanges of the hidden state between tensor-parallel ranks in a layer's forward pass."""
+"""Exchanges (all-gather or reduce-scatter) of the hidden state between tensor-parallel ranks in a
+layer's forward pass.
+"""
 _BACKWARD_EXCHANGES = 3
-"""Exposed exchanges in a layer's backward pass. A fourth one overlaps with a product."""
+"""Exposed exchanges in a layer's backward pass. A fourth one overlaps with a GEMM."""
 _CAST_BYTES = 12
-"""Bytes of traffic per element that is cast for 8-bit products."""
+"""Bytes of traffic per element that is cast for FP8 GEMMs."""
 _EAGER_FACTOR = 2.5
 """Traffic of layers that are not compiled, relative to compiled ones."""
 _EAGER_LOGIT_ACCESSES = 15
@@ -90,19 +95,19 @@ class DevicePeaks:
 class Workload:
     """Load of an operation on a rank.
 
-    ``products`` (16-bit), ``products_8bit`` and ``attention`` are FLOP at the device's 16-bit
-    peak. ``traffic`` are bytes of memory traffic, ``kernels`` the number of kernels, ``launches``
-    the number of those that the host launches one by one, and ``exchanged`` bytes from other
-    ranks that no computation overlaps with.
+    ``gemm_flops`` (16-bit), ``fp8_gemm_flops`` and ``attention_flops`` are FLOP, divided by the
+    reachable fraction of the device's 16-bit peak. ``traffic_bytes`` is memory traffic, ``kernels``
+    the number of kernels, ``launches`` the number of those that the host launches one by one, and
+    ``exchanged_bytes`` are received from other ranks without overlap with computation.
     """
 
-    products: float = 0.0
-    products_8bit: float = 0.0
-    attention: float = 0.0
-    traffic: float = 0.0
+    gemm_flops: float = 0.0
+    fp8_gemm_flops: float = 0.0
+    attention_flops: float = 0.0
+    traffic_bytes: float = 0.0
     kernels: float = 0.0
     launches: float = 0.0
-    exchanged: float = 0.0
+    exchanged_bytes: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -111,18 +116,24 @@ class Workload:
         return Workload(*(count * value for value in astuple(self)))
 
     def duration(self, peaks: DevicePeaks) -> float:
-        """Return the time on a device."""
-        arithmetic = (self.products + self.products_8bit + self.attention) / peaks.flops
-        memory_seconds = self.traffic / (
+        """Return the time on a device in seconds."""
+        compute_seconds = (
+            self.gemm_flops + self.fp8_gemm_flops + self.attention_flops
+        ) / peaks.flops
+        memory_seconds = self.traffic_bytes / (
             _BANDWIDTH_EFFICIENCY * (peaks.bytes_per_second or peaks.flops / _DEFAULT_FLOP_PER_BYTE)
         )
-        fixed_seconds = self.kernels * _KERNEL_SECONDS + self.exchanged / _LINK_BYTES_PER_SECOND
-        return max(arithmetic + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS)
+        fixed_seconds = (
+            self.kernels * _KERNEL_SECONDS + self.exchanged_bytes / _LINK_BYTES_PER_SECOND
+        )
+        return max(
+            compute_seconds + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS
+        )
 
 
 @dataclass(frozen=True)
 class PassLoads:
-    """Load of a part's forward and backward pass for one micro-batch."""
+    """Load of a model part's forward and backward pass for one micro-batch."""
 
     forward: Workload = Workload()
     backward: Workload = Workload()
@@ -134,38 +145,43 @@ class PassLoads:
 def layer_load(args: Any, kind: LayerKind) -> PassLoads:
     """Return the load of a layer's passes."""
     tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
-    share = tokens / tp
-    products = share * arithmetic.linear_flops(args, is_moe=kind.is_moe)
-    products_8bit = (
+    tokens_per_rank = tokens / tp
+    gemm_flops = tokens_per_rank * arithmetic.linear_flops(args, is_moe=kind.is_moe)
+    fp8_gemm_flops = (
         2.0 * tokens * weights.linear_weights(args, is_moe=kind.is_moe) if kind.is_fp8 else 0.0
     )
-    attention_flops = share * arithmetic.attention_flops(args, kind.window)
+    attention_flops = tokens_per_rank * arithmetic.attention_flops(args, kind.window)
     forward = Workload(
-        *_forward_products(args, products - products_8bit, products_8bit),
+        *_forward_gemms(args, gemm_flops - fp8_gemm_flops, fp8_gemm_flops),
         attention_flops / _attention_efficiency(args),
     )
     backward = Workload(
-        *_backward_products(args, products - products_8bit, products_8bit), 2 * forward.attention
+        *_backward_gemms(args, gemm_flops - fp8_gemm_flops, fp8_gemm_flops),
+        2 * forward.attention_flops,
     )
-    traffic = memory.element_bytes(args) * share * _pointwise_elements(args, kind)
+    traffic_bytes = memory.element_bytes(args) * tokens_per_rank * _pointwise_elements(args, kind)
     if kind.is_fp8:
-        traffic += _CAST_BYTES * share * _cast_elements(args, is_moe=kind.is_moe)
-    traffic *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+        traffic_bytes += _CAST_BYTES * tokens_per_rank * _cast_elements(args, is_moe=kind.is_moe)
+    traffic_bytes *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
     kernels = _LAYER_KERNELS + _FP8_KERNELS * kind.is_fp8 + _EXPERT_KERNELS * kind.is_moe
-    experts = weights.layer_weights(args, is_moe=kind.is_moe).experts
-    expert_bytes = memory.element_bytes(args) * experts
-    received = _exchange_bytes(args, kind)
+    expert_weights = weights.layer_weights(args, is_moe=kind.is_moe).experts
+    expert_bytes = memory.element_bytes(args) * expert_weights
+    exchange_bytes = _exchange_bytes(args, kind)
     return (
         PassLoads(forward, backward)
         + PassLoads(
-            Workload(exchanged=_FORWARD_EXCHANGES * received),
-            Workload(exchanged=_BACKWARD_EXCHANGES * received),
+            Workload(exchanged_bytes=_FORWARD_EXCHANGES * exchange_bytes),
+            Workload(exchanged_bytes=_BACKWARD_EXCHANGES * exchange_bytes),
         )
         + PassLoads(
-            _overhead_load(args, _FORWARD_SHARE * traffic + expert_bytes, _FORWARD_SHARE * kernels),
+            _overhead_load(
+                args, _FORWARD_FRACTION * traffic_bytes + expert_bytes, _FORWARD_FRACTION * kernels
+            ),
             _overhead_load(
                 args,
-                (1 - _FORWARD_SHARE) * traffic + 2 * expert_bytes + _accumulation_bytes(args, kind),
+                (1 - _FORWARD_FRACTION) * traffic_bytes
+                + 2 * expert_bytes
+                + _accumulation_bytes(args, kind),
                 kernels * 2 / 3,
             ),
         )
@@ -176,79 +192,85 @@ def _exchange_bytes(args: Any, kind: LayerKind) -> float:
     """Return the bytes that a rank receives in one exchange of the hidden state.
 
     An exchange is an all-gather or a reduce-scatter. A mixture of experts needs half as many per
-    layer. The result is zero if products overlap with the exchanges, which 8-bit products do
-    not.
+    layer. The result is zero if GEMMs overlap with the exchanges, which FP8 GEMMs do not.
     """
-    peers = args.tensor_model_parallel_size - 1
+    peer_count = args.tensor_model_parallel_size - 1
     if args.tp_comm_overlap and args.sequence_parallel and not args.fp8:
         return 0.0
     tokens = memory.count_microbatch_tokens(args) / args.tensor_model_parallel_size
-    received = tokens * args.hidden_size * memory.element_bytes(args) * peers
-    return float(received * (0.5 if kind.is_moe else 1))
+    received_bytes = tokens * args.hidden_size * memory.element_bytes(args) * peer_count
+    return float(received_bytes * (0.5 if kind.is_moe else 1))
 
 
-def head_load(args: Any, vocabulary: int) -> PassLoads:
+def head_load(args: Any, vocabulary_size: int) -> PassLoads:
     """Return the load of the output layer and the loss."""
     tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
-    products = tokens / tp * arithmetic.head_flops(args, vocabulary)
+    gemm_flops = tokens / tp * arithmetic.head_flops(args, vocabulary_size)
     accesses = _LOGIT_ACCESSES if memory.uses_compiled_layers(args) else _EAGER_LOGIT_ACCESSES
-    traffic = tokens * vocabulary / tp * accesses * memory.element_bytes(args)
+    traffic_bytes = tokens * vocabulary_size / tp * accesses * memory.element_bytes(args)
     return PassLoads(
-        Workload(*_forward_products(args, products, 0))
-        + _overhead_load(args, _FORWARD_SHARE * traffic, _HEAD_KERNELS / 3),
-        Workload(*_backward_products(args, products, 0))
-        + _overhead_load(args, (1 - _FORWARD_SHARE) * traffic, _HEAD_KERNELS * 2 / 3),
+        Workload(*_forward_gemms(args, gemm_flops, 0))
+        + _overhead_load(args, _FORWARD_FRACTION * traffic_bytes, _HEAD_KERNELS / 3),
+        Workload(*_backward_gemms(args, gemm_flops, 0))
+        + _overhead_load(args, (1 - _FORWARD_FRACTION) * traffic_bytes, _HEAD_KERNELS * 2 / 3),
     )
 
 
-def mtp_load(args: Any, vocabulary: int) -> PassLoads:
+def mtp_load(args: Any, vocabulary_size: int) -> PassLoads:
     """Return the load of the multi-token prediction layers with their projections and heads."""
     tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
     projection_flops = 2.0 * arithmetic.mtp_projection_weights(args) * tokens / tp
     projection = PassLoads(
-        Workload(*_forward_products(args, projection_flops, 0)),
-        Workload(*_backward_products(args, projection_flops, 0)),
+        Workload(*_forward_gemms(args, projection_flops, 0)),
+        Workload(*_backward_gemms(args, projection_flops, 0)),
     )
     depth_load = (
         layer_load(args, arithmetic.list_layer_kinds(args)[-1])
         + projection
-        + head_load(args, vocabulary)
+        + head_load(args, vocabulary_size)
     )
     return sum([depth_load] * arithmetic.mtp_depth(args), PassLoads())
 
 
-def optimizer_load(args: Any, vocabulary: int, part: ModelPart) -> Workload:
+def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload:
     """Return the load after the passes, once per step: the optimizer on this rank's shard."""
-    trainable = memory.count_trainable_weights(args, vocabulary, part)
-    traffic = (
+    trainable = memory.count_trainable_weights(args, vocabulary_size, part)
+    traffic_bytes = (
         _OPTIMIZER_BYTES * memory.count_optimizer_weights(args, trainable)
         + _ZERO_BYTES * trainable.all
     )
-    return Workload(traffic=traffic, kernels=_STEP_KERNELS, launches=_STEP_KERNELS)
+    return Workload(traffic_bytes=traffic_bytes, kernels=_STEP_KERNELS, launches=_STEP_KERNELS)
 
 
-def _overhead_load(args: Any, traffic: float, kernels: float) -> Workload:
-    """Return the load of anything but arithmetic. A captured step is a single launch."""
+def _overhead_load(args: Any, traffic_bytes: float, kernels: float) -> Workload:
+    """Return the load of everything but GEMMs and attention. A step that is captured in a CUDA
+    graph is a single launch.
+    """
     is_captured = captures_steps(vars(args))
-    return Workload(traffic=traffic, kernels=kernels, launches=0.0 if is_captured else kernels)
+    return Workload(
+        traffic_bytes=traffic_bytes, kernels=kernels, launches=0.0 if is_captured else kernels
+    )
 
 
-def _forward_products(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
+def _forward_gemms(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
+    """Return the forward pass's 16-bit and FP8 GEMM FLOP, divided by the reachable fraction of the
+    peak.
+    """
     is_block_scaled = args.fp8_recipe == "blockwise"
     efficiency = _BLOCK_SCALED_EFFICIENCY if is_block_scaled else _FP8_EFFICIENCY
-    return flops_16bit / _PRODUCT_EFFICIENCY, flops_8bit / 2 / efficiency
+    return flops_16bit / _GEMM_EFFICIENCY, flops_8bit / 2 / efficiency
 
 
-def _backward_products(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
-    """Return the backward pass's FLOP of products for gradients of inputs and of weights.
+def _backward_gemms(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
+    """Return the same for the backward pass: GEMMs for gradients of inputs and of weights.
 
     Frozen weights have no gradient. Gradients of weights use 16 bits unless 8 are configured.
     """
     if args.peft_type:
-        return _forward_products(args, flops_16bit, flops_8bit)
+        return _forward_gemms(args, flops_16bit, flops_8bit)
     if not args.fp8_wgrad:
-        return _forward_products(args, 2 * flops_16bit + flops_8bit, flops_8bit)
-    return _forward_products(args, 2 * flops_16bit, 2 * flops_8bit)
+        return _forward_gemms(args, 2 * flops_16bit + flops_8bit, flops_8bit)
+    return _forward_gemms(args, 2 * flops_16bit, 2 * flops_8bit)
 
 
 def _attention_efficiency(args: Any) -> float:
@@ -284,7 +306,7 @@ def _pointwise_elements(args: Any, kind: LayerKind) -> float:
 
 
 def _cast_elements(args: Any, *, is_moe: bool) -> float:
-    """Return the elements per token of inputs and outputs of a layer's linear products."""
+    """Return the elements per token of inputs and outputs of a layer's linear layers."""
     hidden, ffn_size = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
     query_width = attention.score_width(args) / 2
     attention_elements = 2 * hidden + 2 * query_width + attention.kv_width(args)

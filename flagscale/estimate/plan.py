@@ -32,12 +32,13 @@ from flagscale.estimate.op_times import DevicePeaks
 from flagscale.estimate.step_time import StepTime, select_peaks
 
 GIB = 2**30
-_USABLE = 0.95
+_USABLE_MEMORY_FRACTION = 0.95
 """Fraction of a device's memory that tensors may use. Contexts and fragmentation take the rest."""
 _MAX_SUGGESTIONS = 3
 _MASK_TOKENS = {"[MASK]", "<mask>"}
-_IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
-"""Arguments that follow from others and are not listed, see the configuration reference."""
+_IMPLIED_ARGUMENTS = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
+"""Arguments that follow from other arguments and are not listed, see the configuration reference.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class DeviceSpec:
 class Estimate:
     """Estimate of an experiment.
 
-    ``devices`` are those of each stage. ``vocabulary`` is the padded size, 0 if unknown.
+    ``devices`` are those of each stage. ``vocabulary_size`` is the padded size, 0 if unknown.
     ``replicas`` are the devices of heterogeneous replicas.
     """
 
     args: Namespace
-    vocabulary: int
+    vocabulary_size: int
     devices: tuple[DeviceSpec | None, ...]
     replicas: tuple[DeviceSpec | None, ...] = ()
 
@@ -71,13 +72,15 @@ class Estimate:
         limits = (
             [configured_gib * GIB] * len(self.devices) if configured_gib else self._memory_limits
         )
-        return forecast_step(self.args, self.vocabulary, limits)
+        return forecast_step(self.args, self.vocabulary_size, limits)
 
     @cached_property
     def _memory_limits(self) -> tuple[float, ...]:
         """Bytes that tensors may use on each stage's device; infinite if unknown."""
         return tuple(
-            math.inf if device is None or device.memory is None else _USABLE * device.memory * GIB
+            math.inf
+            if device is None or device.memory is None
+            else _USABLE_MEMORY_FRACTION * device.memory * GIB
             for device in self.devices
         )
 
@@ -85,8 +88,8 @@ class Estimate:
     def excess_bytes(self) -> tuple[float, ...]:
         """Bytes by which a rank of each stage exceeds its device's memory."""
         return tuple(
-            max(stage.memory.total - room, 0.0)
-            for stage, room in zip(self.forecast.stages, self._memory_limits, strict=True)
+            max(stage.memory.total - limit_bytes, 0.0)
+            for stage, limit_bytes in zip(self.forecast.stages, self._memory_limits, strict=True)
         )
 
     @property
@@ -114,7 +117,9 @@ class Estimate:
             return None
         simulated = self.forecast.simulate(device_peaks)
         return StepTime(
-            simulated.seconds, simulated.busy, "as layers do on an H200, other communication hidden"
+            simulated.seconds,
+            simulated.busy_seconds,
+            "as layers do on an H200, other communication hidden",
         )
 
     def _device_peaks(self) -> list[DevicePeaks] | None:
@@ -153,7 +158,7 @@ class Estimate:
             layers = split.find_best_split(problem)
         text = f"layers {'+'.join(map(str, layers))}, by times measured on {known_costs[0].date}"
         step = problem.simulate_step(layers)
-        return StepTime(step.seconds, step.busy, text)
+        return StepTime(step.seconds, step.busy_seconds, text)
 
 
 def estimate_experiment(
@@ -182,7 +187,7 @@ def estimate_experiment(
         raise ConfigError(f"{MESHES}: sizes are chosen by measuring when training starts")
     get_transformer(args)
     size = max(args.vocab_size or 0, _tokenizer_vocabulary(args, max_tokenizer_bytes))
-    vocabulary = pad_vocabulary(size, vars(args)) if size else 0
+    vocabulary_size = pad_vocabulary(size, vars(args)) if size else 0
     kinds = {host.device_type for host in hosts}
     common_type = kinds.pop() if len(kinds) == 1 else None
     meshes: Meshes | None = args.meshes
@@ -191,28 +196,32 @@ def estimate_experiment(
     else:
         types = [stage.mesh.device_type or common_type for stage in meshes.stages]
     replicas = [get_device_spec(kind) for kind in device_types_of_replicas(vars(args), hosts)]
-    return Estimate(args, vocabulary, tuple(map(get_device_spec, types)), tuple(replicas))
+    return Estimate(args, vocabulary_size, tuple(map(get_device_spec, types)), tuple(replicas))
 
 
 def get_device_spec(kind: str | None) -> DeviceSpec | None:
+    """Return the known properties of devices of this ``type=``; None without a type."""
     if kind is None:
         return None
     adapters = list_device_accelerators()
-    facts = ("peak_tflops", "memory_gib", "memory_gb_per_second")
+    properties = ("peak_tflops", "memory_gib", "memory_gb_per_second")
     return DeviceSpec(
         kind,
-        *(_first_known(getattr(adapter, fact)(kind) for adapter in adapters) for fact in facts),
+        *(
+            _first_not_none(getattr(adapter, name)(kind) for adapter in adapters)
+            for name in properties
+        ),
     )
 
 
-def _first_known(values: Iterable[float | None]) -> float | None:
+def _first_not_none(values: Iterable[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
 def _tokenizer_vocabulary(args: Any, max_tokenizer_bytes: int | None) -> int:
     """Return the vocabulary size of a local tokenizer; 0 if it is unknown."""
     kind, path, separate = args.tokenizer_type, args.tokenizer_path, bool(args.merge_file)
-    tokenizer = vocabulary_of(kind, path, separate=separate, most_bytes=max_tokenizer_bytes)
+    tokenizer = vocabulary_of(kind, path, has_merge_file=separate, max_bytes=max_tokenizer_bytes)
     if tokenizer is None:
         return 0
     needs_mask = get_transformer(args).masks and not _MASK_TOKENS & tokenizer.names
@@ -238,10 +247,10 @@ def format_memory(memory: MemoryEstimate) -> str:
 
 def describe_excess(estimate: Estimate) -> Iterator[str]:
     """Describe each stage that does not fit its devices, and changes that make it fit."""
-    for stage, device, over in zip(
+    for stage, device, excess_bytes in zip(
         estimate.forecast.stages, estimate.devices, estimate.excess_bytes, strict=True
     ):
-        if over and device is not None:
+        if excess_bytes and device is not None:
             yield (
                 f"{stage.name} does not fit: {format_memory(stage.memory)} a rank, a {device.kind} "
                 f"has {device.memory:.0f} GiB"
@@ -259,21 +268,22 @@ def describe_excess(estimate: Estimate) -> Iterator[str]:
 
 def _suggest_changes(estimate: Estimate) -> Iterator[str]:
     """Yield minimal changes of arguments with which every stage fits, fewest arguments first."""
-    accepted: list[dict[str, Any]] = []
+    working_changes: list[dict[str, Any]] = []
     for changes in sorted(
-        _possible_changes(estimate.args), key=lambda changes: len(changes.keys() - _IMPLIED)
+        _possible_changes(estimate.args),
+        key=lambda changes: len(changes.keys() - _IMPLIED_ARGUMENTS),
     ):
         # A superset of a working change is not listed, and neither is a higher tensor parallel
         # size.
-        if not changes or any(smaller.keys() <= changes.keys() for smaller in accepted):
+        if not changes or any(smaller.keys() <= changes.keys() for smaller in working_changes):
             continue
         args = copy(estimate.args)
         vars(args).update(changes)
         args.data_parallel_size //= args.tensor_model_parallel_size
         args.data_parallel_size *= estimate.args.tensor_model_parallel_size
-        if not any(Estimate(args, estimate.vocabulary, estimate.devices).excess_bytes):
-            accepted.append(changes)
-            explicit = {n: v for n, v in changes.items() if n not in _IMPLIED}
+        if not any(Estimate(args, estimate.vocabulary_size, estimate.devices).excess_bytes):
+            working_changes.append(changes)
+            explicit = {n: v for n, v in changes.items() if n not in _IMPLIED_ARGUMENTS}
             yield " and ".join(f"{name}: {_format_yaml(value)}" for name, value in explicit.items())
 
 
@@ -285,21 +295,21 @@ def _possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     """Yield possible changes of arguments; sizes of heterogeneous meshes are not changed."""
     tp, is_homogeneous = args.tensor_model_parallel_size, args.meshes is None
     heads = args.num_query_groups or args.num_attention_heads
-    sharded: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
-    smaller: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
-    recomputed: list[dict[str, Any]] = [
+    sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
+    microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
+    recompute_changes: list[dict[str, Any]] = [
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ]
-    split = [
+    tensor_parallel_changes = [
         {"tensor_model_parallel_size": tp * factor, "sequence_parallel": True}
         for factor in (2, 4, 8)
         if args.data_parallel_size % factor == 0 and heads % (tp * factor) == 0
     ]
     for combination in product(
-        sharded if not args.use_distributed_optimizer else [{}],
-        smaller if is_homogeneous and args.micro_batch_size > 1 else [{}],
-        recomputed if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
-        [{}, *(split if is_homogeneous else ())],
+        sharding_changes if not args.use_distributed_optimizer else [{}],
+        microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
+        recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
+        [{}, *(tensor_parallel_changes if is_homogeneous else ())],
     ):
         yield {name: value for changes in combination for name, value in changes.items()}

@@ -18,19 +18,21 @@ from flagscale.estimate.step_time import explain_unknown_time, format_seconds, s
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Consecutive replicas with the same number and size of micro-batches on devices of one
-    type."""
+    """Consecutive replicas with the same number and size of micro-batches on devices of one type.
 
-    numbers: range
-    size: int
+    ``replica_indices`` are their indices among all replicas.
+    """
+
+    replica_indices: range
+    micro_batch_size: int
     device: DeviceSpec | None
     estimate: Estimate
 
     @property
     def name(self) -> str:
-        first, last = self.numbers[0], self.numbers[-1]
-        which = f"replica {first}" if first == last else f"replicas {first}-{last}"
-        return f"{which} ({self.device.kind})" if self.device is not None else which
+        first, last = self.replica_indices[0], self.replica_indices[-1]
+        range_text = f"replica {first}" if first == last else f"replicas {first}-{last}"
+        return f"{range_text} ({self.device.kind})" if self.device is not None else range_text
 
 
 def group_replicas(estimate: Estimate) -> list[ReplicaGroup]:
@@ -40,29 +42,36 @@ def group_replicas(estimate: Estimate) -> list[ReplicaGroup]:
         for share, device in zip(estimate.args.shares or (), estimate.replicas, strict=True)
     ]
     groups: list[ReplicaGroup] = []
-    for (size, count, device), members in groupby(assignments):
-        first = groups[-1].numbers.stop if groups else 0
+    for (micro_batch_size, micro_batches, device), members in groupby(assignments):
+        first = groups[-1].replica_indices.stop if groups else 0
         numbers = range(first, first + len(list(members)))
         groups.append(
             ReplicaGroup(
-                numbers, size, device, _estimate_homogeneous(estimate, size, count, device)
+                numbers,
+                micro_batch_size,
+                device,
+                _estimate_homogeneous(estimate, micro_batch_size, micro_batches, device),
             )
         )
     return groups
 
 
 def _estimate_homogeneous(
-    estimate: Estimate, size: int, count: int, device: DeviceSpec | None
+    estimate: Estimate, micro_batch_size: int, micro_batches: int, device: DeviceSpec | None
 ) -> Estimate:
     """Return the estimate for a job in which all replicas are identical to these."""
     args = copy(estimate.args)
-    args.shares, args.micro_batch_size, args.num_microbatches = None, size, count
+    args.shares, args.micro_batch_size, args.num_microbatches = (
+        None,
+        micro_batch_size,
+        micro_batches,
+    )
     known_peak = None if device is None else device.peak
     is_homogeneous = len(set(estimate.replicas)) == 1
     args.peak_tflops = select_peaks([known_peak], args.peak_tflops, is_homogeneous=is_homogeneous)[
         0
     ]
-    return Estimate(args, estimate.vocabulary, (device,) * len(estimate.devices))
+    return Estimate(args, estimate.vocabulary_size, (device,) * len(estimate.devices))
 
 
 def describe_replicas(estimate: Estimate) -> Iterator[str]:
@@ -75,14 +84,14 @@ def describe_replicas(estimate: Estimate) -> Iterator[str]:
     known_times = [time for time in times if time is not None]
     longest = max(known_times) if len(known_times) == len(times) else None
     for group, time in zip(groups, times, strict=True):
-        waits = ""
+        idle_note = ""
         if longest is not None and time is not None:
-            waits = (
+            idle_note = (
                 f"; its share of a step takes {format_seconds(time)}, idle {1 - time / longest:.0%}"
             )
         for index, stage in enumerate(group.estimate.forecast.stages):
-            where = f", stage {index}" * (len(estimate.devices) > 1)
-            yield f"{group.name}{where}: a rank takes {format_memory(stage.memory)}{waits}"
+            stage_note = f", stage {index}" * (len(estimate.devices) > 1)
+            yield f"{group.name}{stage_note}: a rank takes {format_memory(stage.memory)}{idle_note}"
     if longest is None:
         kinds = [None if group.device is None else group.device.kind for group in groups]
         peaks = [group.estimate.peaks[0] for group in groups]
@@ -94,8 +103,8 @@ def describe_replicas(estimate: Estimate) -> Iterator[str]:
             for group in groups
             if group.estimate.step_time is not None
         )
-        mean = sum(t * len(g.numbers) for t, g in zip(known_times, groups, strict=True))
-        mean /= groups[-1].numbers.stop
+        mean = sum(t * len(g.replica_indices) for t, g in zip(known_times, groups, strict=True))
+        mean /= groups[-1].replica_indices.stop
         yield (
             f"a step takes {longest:.3g} s, {basis}; the slowest replica {longest / mean - 1:.0%} "
             "longer than replicas on average"
@@ -109,10 +118,10 @@ def replica_records(estimate: Estimate) -> Iterator[dict[str, Any]]:
     for group in group_replicas(estimate):
         step_time = group.estimate.step_time
         yield {
-            "replicas": list(group.numbers),
+            "replicas": list(group.replica_indices),
             "device": None if group.device is None else group.device.kind,
             "micro_batches": group.estimate.args.num_microbatches,
-            "micro_batch_size": group.size,
+            "micro_batch_size": group.micro_batch_size,
             "memory": [stage.memory.total for stage in group.estimate.forecast.stages],
             "seconds": step_time and step_time.seconds,
         }
@@ -132,8 +141,8 @@ def describe_excess(estimate: Estimate) -> Iterator[str]:
 
 def _suggest_smaller(group: ReplicaGroup) -> str:
     count = group.estimate.args.num_microbatches
-    for size in range(group.size - 1, 0, -1):
+    for size in range(group.micro_batch_size - 1, 0, -1):
         if not any(_estimate_homogeneous(group.estimate, size, count, group.device).excess_bytes):
             return f"micro-batches of {size} would"
-    prefix = "micro-batches of 1 neither: " * (group.size > 1)
+    prefix = "micro-batches of 1 neither: " * (group.micro_batch_size > 1)
     return f"{prefix}it takes tensor parallelism, or recomputation"

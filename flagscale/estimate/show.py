@@ -16,7 +16,7 @@ from flagscale.estimate.notes import describe_excess, explain_unknown_time
 from flagscale.estimate.plan import GIB, DeviceSpec, Estimate
 from flagscale.estimate.step_time import StepTime
 
-_PARTS = {
+_MEMORY_HEADINGS = {
     "weights": "weights",
     "gradients": "grads",
     "optimizer": "optimizer",
@@ -32,7 +32,7 @@ def render_estimate(estimate: Estimate) -> RenderableType:
 
 def _build_table(estimate: Estimate) -> Table:
     table = Table(title="a rank of each stage, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
-    headings = ("stage", "layers", "ranks", *_PARTS.values(), "in all", "device", "work")
+    headings = ("stage", "layers", "ranks", *_MEMORY_HEADINGS.values(), "in all", "device", "work")
     for heading in (*headings, *(("busy, s", "idle") if estimate.step_time else ())):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     rows = zip(
@@ -42,18 +42,20 @@ def _build_table(estimate: Estimate) -> Table:
         estimate.excess_bytes,
         strict=True,
     )
-    for (stage, device, share, over), times in zip(rows, _stage_times(estimate), strict=True):
+    for (stage, device, relative_flops, excess_bytes), times in zip(
+        rows, _stage_times(estimate), strict=True
+    ):
         parts = asdict(stage.memory)
         table.add_row(
             stage.name.removeprefix("stage "),
             _format_layers(stage),
             str(stage.ranks),
-            *(f"{parts[part] / GIB:.1f}" for part in _PARTS),
+            *(f"{parts[part] / GIB:.1f}" for part in _MEMORY_HEADINGS),
             f"{stage.memory.total / GIB:.1f}",
             _format_device(device),
-            f"{share:.2f}",
+            f"{relative_flops:.2f}",
             *times,
-            style="red" if over else None,
+            style="red" if excess_bytes else None,
         )
     return table
 
@@ -62,7 +64,7 @@ def _stage_times(estimate: Estimate) -> list[tuple[str, ...]]:
     """Return for each stage the seconds of computation in a step and the idle fraction."""
     if estimate.step_time is None:
         return [()] * len(estimate.devices)
-    pairs = zip(estimate.step_time.busy, estimate.step_time.idle, strict=True)
+    pairs = zip(estimate.step_time.busy_seconds, estimate.step_time.idle_fractions, strict=True)
     return [(f"{busy:.3g}", f"{idle:.0%}") for busy, idle in pairs]
 
 
@@ -97,7 +99,7 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
         yield from replicas.describe_replicas(estimate)
     else:
         yield f"its time is not known: {explain_unknown_time(estimate)}"
-    if not estimate.vocabulary:
+    if not estimate.vocabulary_size:
         yield "without embedding and head: vocab_size is not given, and no tokenizer.json is here"
     yield from describe_excess(estimate)
 
@@ -108,7 +110,7 @@ def _format_speed(step_time: StepTime, tokens: int, ranks: int) -> str:
         f"it takes about {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, "
         f"{tokens / seconds / ranks:,.0f} a rank: {step_time.basis}"
     )
-    if len(step_time.busy) > 1:
+    if len(step_time.busy_seconds) > 1:
         text += (
             f"; the busiest stage computes {step_time.imbalance:.0%} longer than stages on average"
         )
@@ -128,10 +130,10 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
                 "all": stage.memory.total,
             },
             "device": None if device is None else asdict(device),
-            "over": over,
-            "arithmetic": share,
+            "over": excess_bytes,
+            "arithmetic": relative_flops,
         }
-        for stage, device, share, over in zip(
+        for stage, device, relative_flops, excess_bytes in zip(
             estimate.forecast.stages,
             estimate.devices,
             estimate.forecast.relative_flops,
@@ -141,13 +143,15 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
     ]
     step_time = estimate.step_time
     for stage, busy, idle in (
-        zip(stages, step_time.busy, step_time.idle, strict=True) if step_time else ()
+        zip(stages, step_time.busy_seconds, step_time.idle_fractions, strict=True)
+        if step_time
+        else ()
     ):
         stage.update(seconds_busy=busy, idle=idle)
     return {
         "stages": stages,
         "replicas": list(replicas.replica_records(estimate)),
-        "vocabulary": estimate.vocabulary,
+        "vocabulary": estimate.vocabulary_size,
         "micro_batches": estimate.forecast.micro_batches,
         "flops_per_step": estimate.forecast.flops_per_step,
         "seconds_per_step": step_time and step_time.seconds,

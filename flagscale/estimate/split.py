@@ -1,7 +1,8 @@
 """Search for the number of layers of each pipeline stage if stages are not equally fast.
 
 Each split is evaluated by simulating a step. If there are too many splits, a local search moves
-layers between stages.
+layers between stages. Layers are distributed in units: a unit is one layer in each model chunk of
+a stage.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flagscale.estimate.pipeline import StagePassTimes, count_warmup_passes, sim
 from flagscale.estimate.step_time import format_seconds
 
 _GIB = 2**30
-_MAX_EXHAUSTIVE = 4000
+_MAX_EXHAUSTIVE_SPLITS = 4000
 """Maximum number of splits for an exhaustive search."""
 
 LayerCounts = tuple[int, ...]
@@ -33,13 +34,13 @@ _SortKey = Callable[[LayerCounts], tuple[float, float]]
 class SplitStep:
     """Simulated step of a split.
 
-    ``busy`` are the seconds in which each stage computes, ``memory`` the bytes of a rank of each
-    stage, and ``over`` the largest excess over a device's memory in bytes.
+    ``busy_seconds`` is the time in which each stage computes, ``memory_bytes`` the memory of a rank
+    of each stage, and ``excess_bytes`` the largest excess over a device's memory.
     """
 
     seconds: float
-    busy: tuple[float, ...]
-    memory: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
     excess_bytes: float
 
     @property
@@ -48,9 +49,9 @@ class SplitStep:
         return self.excess_bytes, self.seconds
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle_fractions(self) -> tuple[float, ...]:
         """Fraction of the step in which each stage waits."""
-        return tuple(1.0 - busy / self.seconds for busy in self.busy)
+        return tuple(1.0 - busy / self.seconds for busy in self.busy_seconds)
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,14 @@ class SplitProblem:
         costs: costs of a rank of each mesh.
         kinds: the kind of each layer of the model, in order.
         micro_batches: number per step.
-        empty_first: True if the first stage contains only the embedding.
+        has_empty_first_stage: True if the first stage contains only the embedding.
     """
 
     meshes: Meshes
     costs: tuple[RankCosts, ...]
     kinds: tuple[str, ...]
     micro_batches: int
-    empty_first: bool = False
+    has_empty_first_stage: bool = False
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -91,8 +92,8 @@ class SplitProblem:
             costs = self.costs[self.stages[index].mesh_index]
             last = first + layers[index] // chunks
             cost = PartCost()
-            for kind, before in self._preceding_counts.items():
-                cost += costs.layers[kind].scale(before[last] - before[first])
+            for kind, preceding in self._preceding_counts.items():
+                cost += costs.layers[kind].scale(preceding[last] - preceding[first])
             if index == 0 and chunk == 0:
                 cost += costs.embedding
             if index == len(layers) - 1 and chunk == chunks - 1:
@@ -103,23 +104,36 @@ class SplitProblem:
 
     def simulate_step(self, layers: LayerCounts) -> SplitStep:
         """Simulate a step of a split."""
-        parts = self.chunk_costs(layers)
+        chunk_costs = self.chunk_costs(layers)
         passes = [
             StagePassTimes(
                 tuple(p.forward_seconds for p in chunks), tuple(p.backward_seconds for p in chunks)
             )
-            for chunks in parts
+            for chunks in chunk_costs
         ]
         simulated = simulate_step(passes, self.micro_batches, eager=self.meshes.eager)
-        after = [sum(part.step_seconds for part in chunks) for chunks in parts]
-        memory = tuple(self._rank_memory(index, chunks) for index, chunks in enumerate(parts))
-        limits = [self.costs[stage.mesh_index].memory for stage in self.stages]
-        over = max(
-            (m - limit for m, limit in zip(memory, limits, strict=True) if limit is not None),
+        optimizer_seconds = [sum(part.step_seconds for part in chunks) for chunks in chunk_costs]
+        memory_bytes = tuple(
+            self._rank_memory(index, chunks) for index, chunks in enumerate(chunk_costs)
+        )
+        limits_bytes = [self.costs[stage.mesh_index].memory_limit_bytes for stage in self.stages]
+        excess_bytes = max(
+            (
+                m - limit
+                for m, limit in zip(memory_bytes, limits_bytes, strict=True)
+                if limit is not None
+            ),
             default=0.0,
         )
-        busy = tuple(b + a for b, a in zip(simulated.busy, after, strict=True))
-        return SplitStep(simulated.seconds + max(after), busy, memory, max(over, 0.0))
+        busy_seconds = tuple(
+            b + a for b, a in zip(simulated.busy_seconds, optimizer_seconds, strict=True)
+        )
+        return SplitStep(
+            simulated.seconds + max(optimizer_seconds),
+            busy_seconds,
+            memory_bytes,
+            max(excess_bytes, 0.0),
+        )
 
     def _rank_memory(self, index: int, chunks: Sequence[PartCost]) -> float:
         """Return the bytes of a rank: static memory of its chunks, and activations of micro-batches
@@ -136,15 +150,15 @@ class SplitProblem:
     def even_split(self) -> LayerCounts:
         """Return the split with the same number of layers in each stage, up to one unit."""
         units = len(self.kinds) // self.meshes.chunks
-        stages = len(self.stages) - self.empty_first
+        stages = len(self.stages) - self.has_empty_first_stage
         each, remainder = divmod(units, stages)
         counts = [each + (i < remainder) for i in range(stages)]
-        return tuple(c * self.meshes.chunks for c in [0] * self.empty_first + counts)
+        return tuple(c * self.meshes.chunks for c in [0] * self.has_empty_first_stage + counts)
 
 
 def layer_kinds(args: Any) -> tuple[str, ...]:
     """Return the kind of each layer of a model from its resolved arguments."""
-    return tuple(MIXTURE if mixture else DENSE for mixture in moe_layer_flags(args))
+    return tuple(MIXTURE if is_moe else DENSE for is_moe in moe_layer_flags(args))
 
 
 def explain_split(problem: SplitProblem, layers: LayerCounts) -> Iterator[str]:
@@ -162,7 +176,7 @@ def explain_split(problem: SplitProblem, layers: LayerCounts) -> Iterator[str]:
         text += " and more memory than there is" * (even_step.excess_bytes > 0)
     yield text
     for stage, busy, idle, memory in zip(
-        problem.stages, step.busy, step.idle, step.memory, strict=True
+        problem.stages, step.busy_seconds, step.idle_fractions, step.memory_bytes, strict=True
     ):
         costs = problem.costs[stage.mesh_index]
         layer_times = ", ".join(
@@ -170,12 +184,12 @@ def explain_split(problem: SplitProblem, layers: LayerCounts) -> Iterator[str]:
             for kind, cost in sorted(costs.layers.items())
         )
         text = (
-            f"stage {stage.index} ({stage.mesh.named()}): a layer takes a micro-batch "
+            f"stage {stage.index} ({stage.mesh.format()}): a layer takes a micro-batch "
             f"{layer_times}; {layers[stage.index]} of them keep it busy for "
             f"{format_seconds(busy)}, idle {idle:.0%}"
         )
-        if costs.memory is not None:
-            text += f", {memory / _GIB:.1f} of {costs.memory / _GIB:.1f} GiB"
+        if costs.memory_limit_bytes is not None:
+            text += f", {memory / _GIB:.1f} of {costs.memory_limit_bytes / _GIB:.1f} GiB"
         yield text
     if step.excess_bytes:
         yield (
@@ -199,8 +213,8 @@ def find_best_split(problem: SplitProblem) -> LayerCounts:
             sort_keys[layers] = problem.simulate_step(layers).sort_key
         return sort_keys[layers]
 
-    stages, units = len(problem.stages) - problem.empty_first, _count_units(problem)
-    if math.comb(units - 1, stages - 1) <= _MAX_EXHAUSTIVE:
+    stages, units = len(problem.stages) - problem.has_empty_first_stage, _count_units(problem)
+    if math.comb(units - 1, stages - 1) <= _MAX_EXHAUSTIVE_SPLITS:
         return min(_enumerate_splits(problem), key=sort_key)
     starts = {problem.even_split(), _proportional_split(problem)}
     return min((_improve_split(start, problem, sort_key) for start in starts), key=sort_key)
@@ -212,27 +226,27 @@ def _count_units(problem: SplitProblem) -> int:
 
 
 def _enumerate_splits(problem: SplitProblem) -> Iterator[LayerCounts]:
-    units, stages = _count_units(problem), len(problem.stages) - problem.empty_first
+    units, stages = _count_units(problem), len(problem.stages) - problem.has_empty_first_stage
     for cuts in itertools.combinations(range(1, units), stages - 1):
         edges = (0, *cuts, units)
         yield _to_layer_counts(problem, [b - a for a, b in itertools.pairwise(edges)])
 
 
 def _to_layer_counts(problem: SplitProblem, counts: Sequence[int]) -> LayerCounts:
-    units = [0] * problem.empty_first + list(counts)
+    units = [0] * problem.has_empty_first_stage + list(counts)
     return tuple(count * problem.meshes.chunks for count in units)
 
 
 def _proportional_split(problem: SplitProblem) -> LayerCounts:
     """Return the split that assigns each unit to the stage that would finish it first."""
-    first = int(problem.empty_first)
-    stages = problem.stages[first:]
+    first_stage = int(problem.has_empty_first_stage)
+    stages = problem.stages[first_stage:]
     kind = max(set(problem.kinds), key=problem.kinds.count)
     seconds_per_unit = [
         problem.costs[stage.mesh_index].layers[kind].pass_seconds for stage in stages
     ]
     fixed_seconds = [0.0] * len(stages)
-    fixed_seconds[0] += 0.0 if first else problem.costs[0].embedding.pass_seconds
+    fixed_seconds[0] += 0.0 if first_stage else problem.costs[0].embedding.pass_seconds
     fixed_seconds[-1] += problem.costs[-1].head.pass_seconds
     counts = [1] * len(stages)
     for _ in range(_count_units(problem) - len(stages)):
@@ -254,10 +268,10 @@ def _improve_split(layers: LayerCounts, problem: SplitProblem, sort_key: _SortKe
 
 def _neighbouring_splits(layers: LayerCounts, problem: SplitProblem) -> Iterator[LayerCounts]:
     """Yield the splits that differ by one unit moved from one stage to another."""
-    first, unit = int(problem.empty_first), problem.meshes.chunks
+    first, unit = int(problem.has_empty_first_stage), problem.meshes.chunks
     for source, target in itertools.permutations(range(first, len(layers)), 2):
         if layers[source] > unit:
-            moved = list(layers)
-            moved[source] -= unit
-            moved[target] += unit
-            yield tuple(moved)
+            neighbour = list(layers)
+            neighbour[source] -= unit
+            neighbour[target] += unit
+            yield tuple(neighbour)

@@ -11,18 +11,18 @@ from statistics import fmean
 class StepTime:
     """Estimated duration of a step.
 
-    ``seconds`` is the step's duration, ``busy`` the seconds in which each stage computes, and
-    ``basis`` the basis of the estimate, for messages.
+    ``seconds`` is the step's duration, ``busy_seconds`` the time in which each stage computes, and
+    ``basis`` a text for messages: measured layers, or peaks of the devices.
     """
 
     seconds: float
-    busy: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
     basis: str
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle_fractions(self) -> tuple[float, ...]:
         """Fraction of the step in which each stage waits."""
-        return tuple(1.0 - busy / self.seconds for busy in self.busy)
+        return tuple(1.0 - busy / self.seconds for busy in self.busy_seconds)
 
     @property
     def imbalance(self) -> float:
@@ -31,7 +31,7 @@ class StepTime:
         It is an upper bound of the time that a better split of layers can save in a step of many
         micro-batches.
         """
-        return max(self.busy) / fmean(self.busy) - 1.0
+        return max(self.busy_seconds) / fmean(self.busy_seconds) - 1.0
 
 
 def select_peaks(
@@ -70,7 +70,9 @@ def describe_step_time(step_time: StepTime | None, reason: str) -> Iterator[str]
     yield f"a step takes {step_time.seconds:.3g} s, {step_time.basis}"
     stage_texts = ", ".join(
         f"stage {index} for {format_seconds(busy)} of it (idle {idle:.0%})"
-        for index, (busy, idle) in enumerate(zip(step_time.busy, step_time.idle, strict=True))
+        for index, (busy, idle) in enumerate(
+            zip(step_time.busy_seconds, step_time.idle_fractions, strict=True)
+        )
     )
     yield (
         f"computing: {stage_texts}; the busiest stage {step_time.imbalance:.0%} longer than "

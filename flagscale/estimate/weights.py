@@ -76,7 +76,7 @@ def layer_weights(args: Any, *, is_moe: bool) -> WeightCount:
 
 
 def linear_weights(args: Any, *, is_moe: bool) -> float:
-    """Return a rank's weights of a layer's linear products without experts."""
+    """Return a rank's weights of a layer's linear layers without experts."""
     shared_expert = (
         (args.moe_shared_expert_intermediate_size or 0) * mlp_matrix_count(args) * args.hidden_size
     )
@@ -109,9 +109,9 @@ def adapter_weights(args: Any, targets: Collection[str]) -> WeightCount:
     }
     return WeightCount(
         sum(
-            args.lora_dim * (whole + shared // tp)
+            args.lora_dim * (replicated_size + divided_size // tp)
             for name in targets
-            for whole, shared in (dimensions[name],)
+            for replicated_size, divided_size in (dimensions[name],)
         )
     )
 
@@ -165,15 +165,15 @@ def _norm_vectors(args: Any) -> int:
     return 1 if args.normalization == "RMSNorm" else 2
 
 
-def embedding_weights(args: Any, vocabulary: int) -> WeightCount:
+def embedding_weights(args: Any, vocabulary_size: int) -> WeightCount:
     """Return the weights of the token embedding, or of the output layer."""
-    return WeightCount(vocabulary // args.tensor_model_parallel_size * args.hidden_size)
+    return WeightCount(vocabulary_size // args.tensor_model_parallel_size * args.hidden_size)
 
 
-def head_weights(args: Any, vocabulary: int) -> WeightCount:
+def head_weights(args: Any, vocabulary_size: int) -> WeightCount:
     """Return the weights behind the last layer and its norm, without the output layer's matrix."""
     transformer_spec, hidden = get_transformer(args), args.hidden_size
-    biases = vocabulary // args.tensor_model_parallel_size * transformer_spec.output_bias
+    biases = vocabulary_size // args.tensor_model_parallel_size * transformer_spec.output_bias
     return WeightCount(
         transformer_spec.head_layers * (hidden * hidden + hidden + norm_weights(args)) + biases
     )

@@ -41,7 +41,7 @@ class ConnectionRefusedByHostError(HostError, summary="connection refused"):
 
 
 class ConnectTimeoutError(HostError, summary="no answer"):
-    """Nothing answered: the machine is off, or a firewall drops the packets."""
+    """The host did not answer: the machine is off, or a firewall drops the packets."""
 
 
 class GreetingTimeoutError(HostError, summary="sshd does not answer"):

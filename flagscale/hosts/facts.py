@@ -121,9 +121,12 @@ class HostFacts:
     products: Mapping[str, str] = field(default_factory=dict)
     """Vendor's product name by kind of chip, where the host can report it."""
     port: int | None = None
+    """The chosen or requested master port, if it is free there; None if no port was requested."""
     busy_port: int | None = None
+    """Requested port that another process uses."""
     port_holder: str = ""
-    alive: str = ""
+    """Process that uses ``busy_port``, as far as this user may see it."""
+    live_run_id: str = ""
     """Run id of a run in this log directory that is alive there."""
     python: PythonEnvironment | None = None
     python_error: str = ""
@@ -134,7 +137,7 @@ class HostFacts:
     """
     has_project: bool = False
     """True if this project exists at its expected path."""
-    missing: tuple[str, ...] = ()
+    missing_paths: tuple[str, ...] = ()
     """Required paths that do not exist."""
     exp_dir: PathState | None = None
     """State of the experiment's directory."""
@@ -150,9 +153,9 @@ class HostFacts:
 
 def read_host_facts(connection: HostConnection, query: HostQuery) -> HostFacts:
     """Read the facts of one host. Raises :class:`~.errors.HostError`."""
-    before = time.time()
+    start_time = time.time()
     output = run_program(connection, build_facts_program(query), _TIMEOUT_SECONDS)
-    facts = parse_facts(output, query, before, time.time())
+    facts = parse_facts(output, query, start_time, time.time())
     if query.preflight is not None and output.get("cached") and facts.python is None:
         # The cached environment is corrupt in a way that only shows after parsing.
         preflight = replace(query.preflight, ignore_cache=True)
@@ -161,7 +164,9 @@ def read_host_facts(connection: HostConnection, query: HostQuery) -> HostFacts:
 
 
 def build_facts_program(query: HostQuery) -> str:
-    """Return the bash program that reads the facts of one host."""
+    """Return the bash program that reads the facts of one host (:file:`programs/facts.sh` with its
+    variables).
+    """
     variables: dict[str, ShellValue] = {
         "master": query.master,
         "port": {None: "", 0: "any"}.get(query.port, str(query.port)),
@@ -173,8 +178,8 @@ def build_facts_program(query: HostQuery) -> str:
         "python": query.python,
         "not_writable": NOT_WRITABLE,
         "not_a_directory": NOT_A_DIRECTORY,
-        "checkpoint_name": checkpoints.NAME,
-        "tracker": checkpoints.TRACKER,
+        "checkpoint_name": checkpoints.DIRECTORY_PATTERN,
+        "tracker": checkpoints.TRACKER_FILE,
         "device_probes": probes.count_scripts(),
     }
     preflight, fragments = query.preflight, list[str]()
@@ -207,39 +212,45 @@ def _as_json(queries: Sequence[ModuleQuery]) -> list[str]:
     return [json.dumps(vars(query)) for query in queries]
 
 
-def parse_facts(output: ProgramOutput, query: HostQuery, before: float, after: float) -> HostFacts:
-    """Parse the output of the program, which ran between the local times ``before`` and ``after``
-    (seconds since the epoch).
+def parse_facts(
+    output: ProgramOutput, query: HostQuery, start_time: float, end_time: float
+) -> HostFacts:
+    """Parse the output of the program.
+
+    ``start_time`` and ``end_time`` are this machine's clock before and after the program ran, in
+    seconds since the epoch.
     """
     clock = output.get("clock").replace(",", ".")
-    host_time = float(clock) if clock else before
-    offset = host_time - before if host_time < before else max(0.0, host_time - after)
+    host_time = float(clock) if clock else start_time
+    offset = host_time - start_time if host_time < start_time else max(0.0, host_time - end_time)
     required_paths = query.preflight.required_paths if query.preflight else ()
     output_paths = query.preflight.output_paths if query.preflight else ()
-    states = {
+    path_states = {
         path: _parse_path_state(output, f"_{number}") for number, path in enumerate(output_paths)
     }
     return HostFacts(
-        cpus=output.number("cpus") or None,
+        cpus=output.get_int("cpus") or None,
         devices={
-            kind: n for kind in probes.count_scripts() if (n := output.number(f"count_{kind}"))
+            kind: n for kind in probes.count_scripts() if (n := output.get_int(f"count_{kind}"))
         },
         interface=output.get("interface") or None,
         boot_id=output.get("boot_id"),
         clock_offset=offset,
         products={k: name for k in probes.count_scripts() if (name := output.get(f"product_{k}"))},
-        port=output.number("port"),
-        busy_port=output.number("busy_port"),
+        port=output.get_int("port"),
+        busy_port=output.get_int("busy_port"),
         port_holder=output.get("port_holder"),
-        alive=output.get("alive"),
+        live_run_id=output.get("alive"),
         python=python_environment.parse_environment(output.get("python")),
         python_error=output.get("python_error"),
         address=output.get("address"),
         is_master_loopback=output.get("loopback") == "yes",
         has_project=output.get("project") == "yes",
-        missing=tuple(required_paths[int(number)] for number in output.get("missing").split()),
+        missing_paths=tuple(
+            required_paths[int(number)] for number in output.get("missing").split()
+        ),
         exp_dir=_parse_path_state(output),
-        output_paths={path: state for path, state in states.items() if state is not None},
+        output_paths={path: state for path, state in path_states.items() if state is not None},
         checkpoints=tuple(output.get("checkpoints").split()),
     )
 
@@ -249,7 +260,7 @@ def _parse_path_state(output: ProgramOutput, suffix: str = "") -> PathState | No
     if not existing:
         return None
     problem, user = output.get(f"problem{suffix}"), output.get("user")
-    return PathState(existing, problem, user, output.number(f"free{suffix}"))
+    return PathState(existing, problem, user, output.get_int(f"free{suffix}"))
 
 
 def list_installed_packages(facts: Sequence[HostFacts]) -> list[str]:

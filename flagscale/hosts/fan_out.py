@@ -52,10 +52,10 @@ class Hosts(Closeable):
         for factory in self._factories.values():
             factory.close()
 
-    def each(
-        self, action: Callable[[int, HostConnection], T], numbers: Sequence[int] | None = None
+    def run_on_hosts(
+        self, action: Callable[[int, HostConnection], T], host_indices: Sequence[int] | None = None
     ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
-        """Run ``action(index, connection)`` on all hosts, or on the hosts ``numbers``.
+        """Run ``action(index, connection)`` on all hosts, or on those with ``host_indices``.
 
         Returns the results by host index, and the errors by host index of hosts that could not
         be reached or on which the action failed. Each action runs once; only connecting is
@@ -63,11 +63,11 @@ class Hosts(Closeable):
         action and is raised. On Ctrl-C all connections are closed and KeyboardInterrupt is
         raised.
         """
-        indices = range(len(self.endpoints)) if numbers is None else numbers
+        indices = range(len(self.endpoints)) if host_indices is None else host_indices
 
-        def run_on_host(number: int) -> T | FlagscaleError:
+        def run_on_host(index: int) -> T | FlagscaleError:
             try:
-                return action(number, self._connect(self.endpoints[number]))
+                return action(index, self._connect(self.endpoints[index]))
             except FlagscaleError as error:
                 return error
 
@@ -85,14 +85,14 @@ class Hosts(Closeable):
                 results[index] = outcome
         return results, errors
 
-    def _run_in_threads(self, run_on_host: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+    def _run_in_threads(self, run_on_host: Callable[[int], T], indices: Sequence[int]) -> list[T]:
         from concurrent.futures import ThreadPoolExecutor, as_completed
 
         pool = ThreadPoolExecutor(
-            min(MAX_PARALLEL_HOSTS, len(numbers)), thread_name_prefix="fan-out"
+            min(MAX_PARALLEL_HOSTS, len(indices)), thread_name_prefix="fan-out"
         )
         try:
-            futures = [pool.submit(run_on_host, number) for number in numbers]
+            futures = [pool.submit(run_on_host, index) for index in indices]
             for future in as_completed(futures):
                 future.result()
         except BaseException:
@@ -114,17 +114,17 @@ class Hosts(Closeable):
 def format_host_errors(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
     """Format errors of hosts, one line per distinct problem, with the message of the first host."""
     groups: dict[str, list[int]] = {}
-    for number, error in errors.items():
-        groups.setdefault(str(getattr(error, "summary", type(error).__name__)), []).append(number)
+    for index, error in errors.items():
+        groups.setdefault(str(getattr(error, "summary", type(error).__name__)), []).append(index)
     lines = []
-    for numbers in groups.values():
-        first = errors[numbers[0]]
-        text = first.message
-        if len(numbers) > 1:
-            host_names = compress_names(names[number] for number in numbers)
-            text = f"{host_names}: {getattr(first, 'summary', 'failed')}"
-            text += f"; for example: {first.message}"
-        lines.append(text + (f"\n  hint: {first.hint}" if first.hint else ""))
+    for indices in groups.values():
+        first_error = errors[indices[0]]
+        text = first_error.message
+        if len(indices) > 1:
+            host_names = compress_names(names[index] for index in indices)
+            text = f"{host_names}: {getattr(first_error, 'summary', 'failed')}"
+            text += f"; for example: {first_error.message}"
+        lines.append(text + (f"\n  hint: {first_error.hint}" if first_error.hint else ""))
     return "\n".join(lines)
 
 

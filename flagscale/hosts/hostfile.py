@@ -39,7 +39,7 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
     ),
 }
 """Options of a line: a function that is true for valid text, and a description of valid text."""
-_KEYS = (*_OPTIONS, "addr", "via")
+_OPTION_NAMES = (*_OPTIONS, "addr", "via")
 _SYNTAX_HINT = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 
 
@@ -116,15 +116,17 @@ def _parse_line(words: list[str]) -> list[Host]:
         raise ValueError(f"{error}; {_SYNTAX_HINT}") from None
     invalid_name = next((name for name in names if not _HOST_PATTERN.fullmatch(name)), None)
     if invalid_name is not None:
-        user, at, host = pattern.partition("@")
+        user, separator, host = pattern.partition("@")
         suggestion = (
-            f"write {host} user={user}" if at and _USER_PATTERN.fullmatch(user) else _SYNTAX_HINT
+            f"write {host} user={user}"
+            if separator and _USER_PATTERN.fullmatch(user)
+            else _SYNTAX_HINT
         )
         raise ValueError(f"{invalid_name!r} is no host name; {suggestion}")
     values: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
-        if not equals or key not in _KEYS:
+        if not equals or key not in _OPTION_NAMES:
             raise ValueError(f"{option!r} is not understood; {_SYNTAX_HINT}")
         if key in values:
             raise ValueError(f"{key} is given twice")
@@ -150,11 +152,11 @@ def _check_options(values: Mapping[str, str]) -> None:
     """Raise :class:`ValueError` for an option that is missing or invalid."""
     if "slots" not in values:
         raise ValueError(f"slots is missing; {_SYNTAX_HINT}")
-    for key, (fits, expected) in _OPTIONS.items():
-        if key in values and not fits(values[key]):
+    for key, (is_valid, expected) in _OPTIONS.items():
+        if key in values and not is_valid(values[key]):
             raise ValueError(f"{key}={values[key]}: expected {expected}")
-    if "via" in values and (complaint := CONNECTION_FACTORIES.explain_missing(values["via"])):
-        raise ValueError(f"via={values['via']}: {complaint}")
+    if "via" in values and (reason := CONNECTION_FACTORIES.explain_missing(values["via"])):
+        raise ValueError(f"via={values['via']}: {reason}")
 
 
 def _expand_addresses(addr: str | None, count: int) -> list[str | None]:
@@ -227,27 +229,30 @@ def _can_bind(family: int, address: tuple[object, ...]) -> bool:
 
 
 def choose_hosts(
-    listed: Sequence[Host] | None,
+    listed_hosts: Sequence[Host] | None,
     hostfile: Path | None,
     nnodes: int | None,
     runner_type: str | None = None,
 ) -> tuple[Host, ...]:
     """Return the hosts of a run.
 
-    ``listed`` are the hosts of ``hostfile``, None without one.
+    Args:
+        listed_hosts: hosts in the hostfile; None without a hostfile.
+        hostfile: path of the hostfile, for messages.
+        nnodes: number of hosts to use; None for all.
+        runner_type: type of the runner, such as ``local`` or ``ssh``.
 
     Raises:
-        ConfigError: several hosts but no hostfile, several hosts that are all this machine, or
-            hosts
-            that a runner of this type cannot reach.
+        ConfigError: several hosts but no hostfile, several names of this machine, or hosts that a
+            runner of this type cannot reach.
     """
-    if listed is None:
+    if listed_hosts is None:
         if smallest_limit(nnodes) > 1:
             message = f"{nnodes} hosts, but there is no hostfile that names them"
             hint = "set experiment.runner.hostfile, or nnodes: 1 for this machine"
             raise ConfigError(Problem("experiment.runner.nnodes", message), hint=hint)
         return (Host("localhost"),)
-    hosts = tuple(listed)[: smallest_limit(len(listed), nnodes)]
+    hosts = tuple(listed_hosts)[: smallest_limit(len(listed_hosts), nnodes)]
     # Resolving each of many names could take minutes, and the result would not be used.
     is_local = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
     hostname = socket.gethostname()
@@ -271,11 +276,11 @@ def choose_hosts(
 
 
 def rendezvous_address(configured: str | None, hosts: Sequence[Host]) -> str:
-    """Return the rendezvous address of ranks on ``hosts``: ``given`` by the user, or the first
-    host's.
+    """Return the rendezvous address of ranks on ``hosts``: the ``configured`` one, else the
+    loopback address for a single host, else the first host's address.
     """
-    alone = "127.0.0.1" if len(hosts) == 1 else None
-    return configured or alone or hosts[0].addr or hosts[0].name
+    loopback_address = "127.0.0.1" if len(hosts) == 1 else None
+    return configured or loopback_address or hosts[0].addr or hosts[0].name
 
 
 def is_loopback(name: str) -> bool:

@@ -39,11 +39,12 @@ def signal_on_parent_death(parent_pid: int, number: signal.Signals) -> Callable[
     return set_death_signal
 
 
-def count_oom_kills(before: int | None = 0) -> int | None:
-    """Return the number of processes of this control group that the OOM killer has killed.
+def count_oom_kills(earlier_count: int | None = 0) -> int | None:
+    """Return the number of processes of this control group that the OOM killer has killed since
+    ``earlier_count`` was read.
 
-    ``before`` is an earlier count, which is subtracted. Returns None if the kernel does not
-    report the count. Reads cgroup v2, then v1.
+    Returns None if the kernel does not report the count, or did not when ``earlier_count`` was
+    read. Reads cgroup v2, then v1.
     """
     for name in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
@@ -53,7 +54,7 @@ def count_oom_kills(before: int | None = 0) -> int | None:
         for line in lines:
             key, _, value = line.partition(" ")
             if key == "oom_kill" and value.isdigit():
-                return int(value) - before if before is not None else None
+                return int(value) - earlier_count if earlier_count is not None else None
     return None
 
 

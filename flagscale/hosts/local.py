@@ -46,14 +46,18 @@ class LocalConnection:
         argv, data = _bash_command(script)
         return _ProcessIO(self._start(argv), timeout).run(data)
 
-    def run_tied(self, script: str) -> tuple[CommandResult, subprocess.Popen[bytes]]:
+    def run_exec_script(
+        self, script: str, variables: Mapping[str, str] | None = None
+    ) -> tuple[CommandResult, subprocess.Popen[bytes]]:
         """Run a script that ends with ``exec``, and return the process that it becomes.
+
+        ``variables`` are added to the environment of the process from its start.
 
         That process is a child of this one and gets SIGTERM when this process ends. The result
         holds the script's output before ``exec``.
         """
         argv, data = _bash_command(script)
-        process = self._start(argv, tied=True)
+        process = self._start(argv, dies_with_parent=True, variables=variables)
         return _ProcessIO(process, None, may_outlive_output=True).run(data), process
 
     def run(
@@ -67,9 +71,19 @@ class LocalConnection:
     ) -> CommandResult:
         return _ProcessIO(self._start(argv), timeout, on_stdout, on_stderr).run(stdin)
 
-    def _start(self, argv: Sequence[str], *, tied: bool = False) -> subprocess.Popen[bytes]:
+    def _start(
+        self,
+        argv: Sequence[str],
+        *,
+        dies_with_parent: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
         # A launcher that runs inside a run must not pass its identity on to other runs.
         environment = {k: v for k, v in os.environ.items() if k not in RUN_VARIABLES}
+        environment |= variables or {}
+        on_parent_death = None
+        if dies_with_parent:
+            on_parent_death = signal_on_parent_death(os.getpid(), signal.SIGTERM)
         try:
             return subprocess.Popen(
                 argv,
@@ -79,7 +93,7 @@ class LocalConnection:
                 env=environment,
                 # Ctrl-C in a terminal must reach the launcher alone, which handles it.
                 start_new_session=True,
-                preexec_fn=signal_on_parent_death(os.getpid(), signal.SIGTERM) if tied else None,  # noqa: PLW1509
+                preexec_fn=on_parent_death,  # noqa: PLW1509 - it takes no lock
             )
         except OSError as error:
             message = f"{argv[0]} cannot be started: {error.strerror}"
@@ -108,22 +122,27 @@ class _ProcessIO:
     ) -> None:
         self._process = process
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._output = (bytearray(), bytearray())
-        self._sinks = (on_stdout or self._output[0].extend, on_stderr or self._output[1].extend)
+        self._collected_output = (bytearray(), bytearray())
+        self._output_callbacks = (
+            on_stdout or self._collected_output[0].extend,
+            on_stderr or self._collected_output[1].extend,
+        )
         self._may_outlive_output = may_outlive_output
 
     def run(self, stdin: bytes) -> CommandResult:
         process = self._process
         try:
             self._transfer(stdin)
-            code = (
+            exit_code = (
                 (process.poll() or 0)
                 if self._may_outlive_output
                 else process.wait(self._remaining_seconds())
             )
         except subprocess.TimeoutExpired:
             last_output = (
-                bytes(self._output[1] or self._output[0])[-500:].decode(errors="replace").strip()
+                bytes(self._collected_output[1] or self._collected_output[0])[-500:]
+                .decode(errors="replace")
+                .strip()
             )
             message = "a program did not end in time" + (
                 f". Its last output: {last_output}" if last_output else ""
@@ -136,8 +155,10 @@ class _ProcessIO:
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None and not stream.closed:
                     stream.close()
-        status = code if code >= 0 else 128 - code
-        return CommandResult(status, bytes(self._output[0]), bytes(self._output[1]))
+        status = exit_code if exit_code >= 0 else 128 - exit_code
+        return CommandResult(
+            status, bytes(self._collected_output[0]), bytes(self._collected_output[1])
+        )
 
     def _transfer(self, stdin: bytes) -> None:
         """Write the process's input and forward its output, until both output streams are
@@ -145,7 +166,7 @@ class _ProcessIO:
         process, unsent = self._process, memoryview(stdin)
         with selectors.DefaultSelector() as selector:
             streams = (process.stdout, process.stderr)
-            for stream, sink in zip(streams, self._sinks, strict=True):
+            for stream, sink in zip(streams, self._output_callbacks, strict=True):
                 selector.register(_descriptor(stream), selectors.EVENT_READ, sink)
             stdin_fd = _descriptor(process.stdin)
             os.set_blocking(stdin_fd, False)

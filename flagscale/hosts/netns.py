@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flagscale.hosts.connection import Endpoint
@@ -49,5 +49,12 @@ class NetnsConnection(LocalConnection):
         super().__init__(name)
         self._path = path
 
-    def _start(self, argv: Sequence[str], *, tied: bool = False) -> subprocess.Popen[bytes]:
-        return super()._start(["nsenter", f"--net={self._path}", "--", *argv], tied=tied)
+    def _start(
+        self,
+        argv: Sequence[str],
+        *,
+        dies_with_parent: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        command = ["nsenter", f"--net={self._path}", "--", *argv]
+        return super()._start(command, dies_with_parent=dies_with_parent, variables=variables)

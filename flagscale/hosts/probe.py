@@ -78,10 +78,10 @@ class EnvironmentScan:
 
 def stat_text(status: os.stat_result) -> str:
     """Return the same text as ``stat -c %u,%a,%d:%i:%s:%.9Y:%.9Z``."""
-    place = f"{status.st_dev}:{status.st_ino}:{status.st_size}"
-    for time in (status.st_mtime_ns, status.st_ctime_ns):
-        place += f":{time // 10**9}.{time % 10**9:09d}"
-    return f"{status.st_uid},{status.st_mode & 0o7777:o},{place}"
+    text = f"{status.st_dev}:{status.st_ino}:{status.st_size}"
+    for nanoseconds in (status.st_mtime_ns, status.st_ctime_ns):
+        text += f":{nanoseconds // 10**9}.{nanoseconds % 10**9:09d}"
+    return f"{status.st_uid},{status.st_mode & 0o7777:o},{text}"
 
 
 def package_directories(scan: EnvironmentScan) -> list[str]:
@@ -91,19 +91,19 @@ def package_directories(scan: EnvironmentScan) -> list[str]:
     """
     import site
 
-    home = os.path.dirname(os.path.abspath(sys.executable))
-    prefixes, user = list(site.PREFIXES), True
-    for directory in (home, os.path.dirname(home)):
+    executable_directory = os.path.dirname(os.path.abspath(sys.executable))
+    prefixes, has_user_site = list(site.PREFIXES), True
+    for directory in (executable_directory, os.path.dirname(executable_directory)):
         config = os.path.join(directory, "pyvenv.cfg")
         if scan.depend_on(config):
             with open(config, encoding="utf-8", errors="replace") as file:
                 words = [line.lower().split() for line in file]
-            user = ["include-system-site-packages", "=", "true"] in words
-            prefixes = [os.path.dirname(home), *(prefixes if user else [])]
+            has_user_site = ["include-system-site-packages", "=", "true"] in words
+            prefixes = [os.path.dirname(executable_directory), *(prefixes if has_user_site else [])]
             sys.prefix = prefixes[0]  # without it Debian's site overlooks site-packages there
             break
     site_directories = site.getsitepackages(prefixes)
-    if user and site.check_enableusersite():
+    if has_user_site and site.check_enableusersite():
         site_directories.insert(0, site.getusersitepackages())
     for prefix in prefixes:
         scan.depend_on(os.path.join(prefix, "conda-meta", "history"))
@@ -134,8 +134,10 @@ def build_manifest(project: str) -> dict[str, str]:
 
     digests: dict[str, str] = {}
     for root in CODE_ROOTS:
-        for directory, inner, names in os.walk(os.path.join(project, root)):
-            inner[:] = sorted(name for name in inner if name not in _SKIPPED_DIRECTORIES)
+        for directory, subdirectories, names in os.walk(os.path.join(project, root)):
+            subdirectories[:] = sorted(
+                name for name in subdirectories if name not in _SKIPPED_DIRECTORIES
+            )
             for name in names:
                 if name.endswith(CODE_SUFFIXES):
                     path = os.path.join(directory, name)

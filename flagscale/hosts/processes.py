@@ -146,7 +146,7 @@ def find_ancestors(pid: int) -> list[int]:
     return pids
 
 
-def send_signal(process: Process, number: int, *, run_id: str | None = None) -> bool:
+def send_signal(process: Process, signal_number: int, *, run_id: str | None = None) -> bool:
     """Send a signal to exactly this process, and only if it carries ``run_id`` where one is given.
 
     A pidfd pins the process between the check and the signal, so that a process that reused the
@@ -161,7 +161,7 @@ def send_signal(process: Process, number: int, *, run_id: str | None = None) -> 
             run_id is not None and not belongs_to_run(process.pid, run_id)
         ):
             return False
-        signal.pidfd_send_signal(descriptor, number)
+        signal.pidfd_send_signal(descriptor, signal_number)
     except (ProcessLookupError, PermissionError):
         return False
     finally:
@@ -169,9 +169,11 @@ def send_signal(process: Process, number: int, *, run_id: str | None = None) -> 
     return True
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until the condition holds or the timeout has passed. Return True if it held."""
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], timeout_seconds: float) -> bool:
+    """Poll until the condition is true or ``timeout_seconds`` have passed. Return True if it became
+    true.
+    """
+    deadline = time.monotonic() + timeout_seconds
     while not condition():
         if time.monotonic() >= deadline:
             return False
@@ -183,7 +185,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 class KilledProcesses:
     """Result of ending a run's processes.
 
-    ``owner`` is the user that owns them, if this user may not signal
+    ``terminated``, ``killed`` and ``survivors`` are the pids that got SIGTERM, that got SIGKILL,
+    and that are still alive. ``owner`` is the user that owns them, if this user may not signal
     them. ``ranks`` maps pids to ranks for processes that were ranks. ``owner`` and ``ranks`` are
     only known from hosts' stop programs.
     """
@@ -196,9 +199,9 @@ class KilledProcesses:
 
 
 def kill_run_processes(
-    run_id: str, grace: float, *, exclude: Collection[int] = ()
+    run_id: str, grace_seconds: float, *, exclude: Collection[int] = ()
 ) -> KilledProcesses:
-    """End every process of the run: SIGTERM, then SIGKILL after ``grace`` seconds.
+    """End every process of the run: SIGTERM, then SIGKILL after ``grace_seconds``.
 
     The search is repeated, so processes that the run starts meanwhile are ended, too. The
     survivors in the result have outlived SIGKILL for five seconds: they are in uninterruptible
@@ -206,15 +209,15 @@ def kill_run_processes(
     """
     terminated, killed = set[int](), set[int]()
 
-    def signal_processes(number: signal.Signals, ended: set[int]) -> bool:
+    def signal_processes(signal_number: signal.Signals, signalled_pids: set[int]) -> bool:
         alive = find_run_processes(run_id, exclude=exclude)
         for process in alive:
-            again = number is signal.SIGKILL or process.pid not in ended
-            if again and send_signal(process, number, run_id=run_id):
-                ended.add(process.pid)
+            should_signal = signal_number is signal.SIGKILL or process.pid not in signalled_pids
+            if should_signal and send_signal(process, signal_number, run_id=run_id):
+                signalled_pids.add(process.pid)
         return not alive
 
-    if wait_until(lambda: signal_processes(signal.SIGTERM, terminated), grace):
+    if wait_until(lambda: signal_processes(signal.SIGTERM, terminated), grace_seconds):
         return KilledProcesses(tuple(sorted(terminated)))
     wait_until(lambda: signal_processes(signal.SIGKILL, killed), 5.0)
     survivors = tuple(process.pid for process in find_run_processes(run_id, exclude=exclude))

@@ -31,8 +31,8 @@ def build_program(
 ) -> str:
     """Return a complete program.
 
-    It sets ``variables`` (sequences as arrays, mappings as associative arrays),
-    the bash fragments ``fragments``, the file ``body``, and ``end``.
+    It consists of assignments of ``variables`` (sequences as arrays, mappings as associative
+    arrays), the bash ``fragments``, the file ``body``, and ``end``.
     """
     assignments = [shell_assignment(name, value) for name, value in variables.items()]
     return "\n".join(
@@ -77,7 +77,7 @@ class ProgramOutput:
     def get(self, name: str, default: str = "") -> str:
         return self.values.get(name, default)
 
-    def number(self, name: str) -> int | None:
+    def get_int(self, name: str) -> int | None:
         """Return a non-negative integer value; None if the name is missing or the value is no
         number.
         """
@@ -107,10 +107,10 @@ def parse_output(data: bytes) -> ProgramOutput:
     """Parse a program's output. An incomplete record at the end is dropped."""
     values: dict[str, str] = {}
     chunks: list[FileChunk] = []
-    for name, value, raw in _iter_records(data):
+    for name, value, file_data in _iter_records(data):
         if name == _FILE_RECORD:
             _, offset, path = value.split(" ", 2)
-            chunks.append(FileChunk(path, int(offset), raw))
+            chunks.append(FileChunk(path, int(offset), file_data))
         else:
             values[name] = value
     return ProgramOutput(values, tuple(chunks))
@@ -121,9 +121,9 @@ def _iter_records(data: bytes) -> Iterator[tuple[str, str, bytes]]:
     while (end := data.find(b"\0", position)) >= 0:
         name, _, value = data[position:end].decode("utf-8", "surrogateescape").partition("=")
         position = end + 1
-        raw = b""
+        file_data = b""
         if name == _FILE_RECORD:
             size = int(value.split(" ", 1)[0])
-            raw = data[position : position + size]
+            file_data = data[position : position + size]
             position += size
-        yield name, value, raw
+        yield name, value, file_data

@@ -5,18 +5,15 @@ its result in a cache file of the user on the host, and bash reads that file whi
 changed that the result depends on:
 
 - the query, the version of the probe, and the host (a home directory is often shared); ``PATH``
-  and the
-  variables that set Python's search path;
+  and the variables that set Python's search path;
 - the interpreter, ``pyvenv.cfg``, conda's history, every directory that was searched for packages
-  and
-  every ``.pth`` file in it, compared by owner, mode, device, inode, size, and times of change. Two
-  directories that were swapped differ in these, however old they are. Directories that were absent
-      must
-  still be absent;
+  and every ``.pth`` file in it. They are compared by owner, mode, device, inode, size, and times of
+  change, which differ for two directories that were swapped, however old they are. Directories
+  that were absent must still be absent;
 - where code is compared: every file of it, by name, inode, size and times.
 
 The directory ``${XDG_CACHE_HOME:-~/.cache}/flagscale/hosts`` and the file must belong to the
-user and must not be writable by others. If anything is wrong with the file, Python runs.
+user and must not be writable by others. If the file fails any of these checks, Python runs.
 """
 
 from __future__ import annotations
@@ -86,9 +83,9 @@ def shell_variables(
     environment of ``python``. ``compare_code`` requests a digest of the code; ``ignore_cache``
     runs Python although the cache may be valid.
     """
-    key = [project, python, setup, compare_code]
+    cache_key = [project, python, setup, compare_code]
     return {
-        "query_digest": _digest(json.dumps([read_source(_PROBE), *key])),
+        "query_digest": _digest(json.dumps([read_source(_PROBE), *cache_key])),
         "cache_name": _digest(json.dumps([python, setup]))[:16],
         "compare_code": "yes" if compare_code else "",
         "ignore_cache": "yes" if ignore_cache else "",

@@ -22,15 +22,15 @@ from flagscale.launcher import logs, run_commands, runs
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
-from flagscale.launcher.show import places
+from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, alive_message, reload_state
 
 _LIVE_PHASES = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
 
 
-def _print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+def _print_note(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 def run_experiment(experiment: Experiment, options: Options) -> int:
@@ -47,7 +47,7 @@ def run_experiment(experiment: Experiment, options: Options) -> int:
         else:
             progress = _await_start(runner, plan, state, experiment.runner.wait_for)
             print(f"run {state.run_id} of {state.name}: {progress}")
-    print("\n".join(places.format_output_paths(plan, state)))
+    print("\n".join(output_paths.format_output_paths(plan, state)))
     return code
 
 
@@ -57,9 +57,15 @@ def launch_in_background(
     started: Callable[[RunState], object] = lambda _state: None,
     note: Callable[[str], object] = _print_note,
 ) -> RunState:
-    """Start the run in the background, as :func:`run` does, for a program.
+    """Start the run in the background, as :func:`run_experiment` does, for a program.
 
-    ``started`` is called with the run's state before waiting for it, ``note`` with each note.
+    Args:
+        experiment: The experiment.
+        started: Called with the run's state, before waiting for the run to start.
+        note: Called with the text of each note.
+
+    Returns:
+        The state of the started run.
     """
     with _submit_run(experiment, started=started, note=note) as (runner, plan, state):
         progress = _await_start(runner, plan, state, experiment.runner.wait_for)
@@ -113,14 +119,15 @@ def _refuse_hidden_live_run(plan: LaunchPlan) -> None:
     if plan.layout.state.exists() and plan_hosts.issuperset(host.name for host in state.hosts):
         return
     rows = runs.query_run(state).hosts
-    living = [row.host for row in rows if row.phase in _LIVE_PHASES]
-    if living:
-        message, hint = alive_message(state, living)
+    live_hosts = [row.host for row in rows if row.phase in _LIVE_PHASES]
+    if live_hosts:
+        message, hint = alive_message(state, live_hosts)
         raise RunStateError(message, hint=hint)
-    silent = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
-    if silent:
+    unreachable_hosts = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
+    if unreachable_hosts:
         _print_note(
-            f"run {state.run_id} may still live on {compress_names(silent)}, which do not answer"
+            f"run {state.run_id} may still live on {compress_names(unreachable_hosts)}, which do "
+            "not answer"
         )
 
 
@@ -168,10 +175,10 @@ def _follow_to_end(runner: Runner, state: RunState) -> int:
             print(line, flush=True)
         raise
     code = runner.wait(state)
-    end = runner.query(reload_state(state))
-    if end.failure is not None:
-        print(f"first failure: {end.failure.describe()}", file=sys.stderr)
-    if end.phase is Phase.STOPPED:
+    final_snapshot = runner.query(reload_state(state))
+    if final_snapshot.failure is not None:
+        print(f"first failure: {final_snapshot.failure.describe()}", file=sys.stderr)
+    if final_snapshot.phase is Phase.STOPPED:
         log_line(f"run {state.run_id} was stopped")
         # Ranks that have saved a checkpoint exit with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
@@ -189,7 +196,7 @@ def interrupt_on_signals() -> None:
 
 
 def run_on_existing(experiment: Experiment, options: Options) -> int:
-    """Do the action of ``options`` with the run of this experiment, see :mod:`.run_commands`."""
+    """Perform the action of ``options`` on the run of this experiment, see :mod:`.run_commands`."""
     state = runs.find_of_experiment(experiment)
     if state is not None:
         return run_commands.ACTIONS[options.action](state, options)

@@ -33,24 +33,24 @@ from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure
-from flagscale.launcher.liveness.job import Notice, describe_place, explain_unreached
+from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import JobPhase
-from flagscale.launcher.liveness.network import Client, Ready, Server, raise_file_limit
+from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
-IMPATIENCE_SECONDS = 1.0
+SECOND_SIGNAL_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
-# Minimum interval between updates of the summary for the launcher.
+# Minimum interval between updates of the job's summary, which the launcher reads.
 SUMMARY_SECONDS = 0.2
-# Maximum time at the end for peers to be informed of it.
-FAREWELL_SECONDS = 3.0
+# Maximum time at the end of the job until all peers are informed of it.
+CLOSE_SECONDS = 3.0
 # Maximum time for a host that never reached host 0 to report its end to it.
-_RENDEZVOUS_SECONDS = 6.0
-_BIND_SECONDS = 10.0
+_END_REPORT_SECONDS = 6.0
+_BIND_TIMEOUT_SECONDS = 10.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -81,8 +81,8 @@ class SignalQueue:
 class Agent:
     """Supervisor of one host; on host 0 it contains the job's coordinator."""
 
-    def __init__(self, line: CommandLine, run_id: str, key: bytes | None) -> None:
-        options = self._options = line.options
+    def __init__(self, command_line: CommandLine, run_id: str, key: bytes | None) -> None:
+        options = self._options = command_line.options
         output = find_output(options.run_dir)
         self._host = HostFiles(
             options.name, options.first_rank, options.nproc, options.run_dir, output
@@ -94,25 +94,25 @@ class Agent:
         self._signalled_at = 0.0
         now = time.monotonic()
         self._port = options.liveness_port if key is not None else None
-        alone = self._port is None
-        number = 0 if alone else options.node_rank
+        is_single_host = self._port is None
+        node_rank = 0 if is_single_host else options.node_rank
         # Without a secret shared by the agents of several hosts, their ranks cannot share one
         # either.
-        no_shared_secret = alone and options.liveness_port is not None
+        no_shared_secret = is_single_host and options.liveness_port is not None
         self.member = Member(
-            number,
+            node_rank,
             self._host,
             run_id,
             options.stop_grace,
-            line.command,
+            command_line.command,
             options.earlier_starts,
-            {} if no_shared_secret else secret.rank_secret(key),
+            {} if no_shared_secret else secret.rank_secret_variables(key),
         )
         self._coordinator: Coordinator | None = None
-        if number == 0:
-            names = [options.name] if alone else options.names
-            places = options.places_by_host
-            self._coordinator = Coordinator(options, names, now, output, self._port, places)
+        if node_rank == 0:
+            names = [options.name] if is_single_host else options.names
+            mesh_positions = options.positions_by_host
+            self._coordinator = Coordinator(options, names, now, output, self._port, mesh_positions)
         self._server: Server | None = None
         self._client: Client | None = None
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
@@ -130,7 +130,7 @@ class Agent:
         become_subreaper()
         self._script = os.getppid()
         signal_on_parent_death(self._script, signal.SIGTERM)()
-        started, kills_before = time.time(), count_oom_kills()
+        started, oom_kills_before = time.time(), count_oom_kills()
         error = identity.register_agent(self._host.run_dir, self._options.earlier_starts)
         error = error or self._open_network()
         if error is not None:
@@ -142,7 +142,7 @@ class Agent:
             # After any error, no unsupervised process may stay alive.
             self.member.attempt.kill()
             raise
-        return self._record_end(self.member.exit_code(), started, count_oom_kills(kills_before))
+        return self._record_end(self.member.exit_code(), started, count_oom_kills(oom_kills_before))
 
     def _supervise(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
@@ -150,7 +150,7 @@ class Agent:
             # final.
             self._write_summary(self._coordinator, time.monotonic())
         self.member.start_attempt(0)
-        while not self.member.over:
+        while not self.member.is_over:
             self._run_once(wakeup)
         self._finish_communication(wakeup)
 
@@ -167,21 +167,23 @@ class Agent:
         if options.node_rank:
             self._client = Client(self._key, (options.master_addr, port), self._selector)
             return None
-        count = len(options.names)
-        allowed = raise_file_limit(count)
-        if allowed is not None:
-            log_line(f"{allowed} open files (ulimit -Hn) are too few for {count} hosts")
-        deadline = time.monotonic() + _BIND_SECONDS
+        host_count = len(options.names)
+        open_file_limit = raise_file_limit(host_count)
+        if open_file_limit is not None:
+            log_line(
+                f"{open_file_limit} open files (ulimit -Hn) are too few for {host_count} hosts"
+            )
+        deadline = time.monotonic() + _BIND_TIMEOUT_SECONDS
         while self._server is None:
             try:
-                self._server = Server(self._key, port, self._selector, count)
+                self._server = Server(self._key, port, self._selector, host_count)
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
                     # error.strerror would include the address
                     reason = os.strerror(error.errno or 0)
                     return (
-                        f"the agents cannot meet at port {port} of this host: {reason}; "
-                        "experiment.runner.liveness_port chooses another one"
+                        f"the agents cannot connect to port {port} of this host: {reason}; set "
+                        "experiment.runner.liveness_port to another one"
                     )
                 time.sleep(TICK_SECONDS)
         return None
@@ -190,19 +192,21 @@ class Agent:
 
     def _run_once(self, wakeup: socket.socket) -> None:
         """Wait for events for a moment, and perform all actions that are due."""
-        quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
-        ready = self._wait_for_events(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
+        is_changing = (
+            self.member.attempt.is_ending or self.member.attempt.stage is not Stage.RUNNING
+        )
+        ready = self._wait_for_events(wakeup, TICK_SECONDS if is_changing else IDLE_SECONDS)
         now = time.monotonic()
         self._reap_children()
         self._handle_signals(now)
         self._receive_messages(ready, now)
-        self.member.step(now)
+        self.member.tick(now)
         self._send_messages(now)
         self._step_coordinator(now)
         self._notifier.kill_overdue(now)
         self._last_run_at = now
 
-    def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> Ready:
+    def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> ReadyEvents:
         """Return the selector's events within this time."""
         ready = self._selector.select(seconds)
         if any(key.fileobj is wakeup for key, _ in ready):
@@ -226,14 +230,14 @@ class Agent:
             if self._signalled_at == 0.0:
                 self._signalled_at = now
                 # If another host has already stopped the job, this is not a second signal.
-                if self.member.signal is None:
+                if self.member.stop_signal is None:
                     self.member.stop(number, cause=self._detect_lost_script())
-            elif now - self._signalled_at > IMPATIENCE_SECONDS:
+            elif now - self._signalled_at > SECOND_SIGNAL_SECONDS:
                 self.member.attempt.kill()
-            elif number == signal.SIGINT and self.member.cause is None:
+            elif number == signal.SIGINT and self.member.stop_cause is None:
                 # A terminal interrupts the script too, which may have forwarded the signal before,
                 # as TERM.
-                self.member.signal = number
+                self.member.stop_signal = number
 
     def _detect_lost_script(self) -> Failure | None:
         """Return the failure if the script has died; None if it is alive.
@@ -242,10 +246,10 @@ class Agent:
         """
         if os.getppid() == self._script:
             return None
-        reason = "lost its script, which was killed; what it ran was ended too"
+        reason = "lost its script, which was killed; the processes of the script were ended too"
         return Failure(self._host.name, None, None, reason, "", self._host.output)
 
-    def _receive_messages(self, ready: Ready, now: float) -> None:
+    def _receive_messages(self, ready: ReadyEvents, now: float) -> None:
         """Process the messages that have been received."""
         if self._server is not None and self._coordinator is not None:
             for host, message in self._server.poll(ready, now):
@@ -258,11 +262,15 @@ class Agent:
             self._last_order_at += gap
         for order in self._client.poll(ready, now):
             self._last_order_at, self._coordinator_reached = now, True
-            self.member.obey(order, now)
-        if self._client.fresh:
+            self.member.follow_order(order, now)
+        if self._client.is_new_connection:
             # An authenticated host 0 has to respond from now on, even if it has not sent an order
             # yet.
-            self._client.fresh, self._last_order_at, self._coordinator_reached = False, now, True
+            self._client.is_new_connection, self._last_order_at, self._coordinator_reached = (
+                False,
+                now,
+                True,
+            )
             self._client.send(self.member.hello())
         self._check_link(now)
 
@@ -272,17 +280,20 @@ class Agent:
         if not self._coordinator_reached and not self._ranks_joined and self.member.ranks_joined:
             # Ranks have joined, so host 0's agent has been running: it has to respond from now on.
             self._ranks_joined, self._last_order_at = True, now
-        expected = self._coordinator_reached or self._ranks_joined
-        limit = options.lost_host_timeout if expected else options.start_timeout
-        if now - self._last_order_at <= limit or self.member.lost or self.member.finished:
+        response_required = self._coordinator_reached or self._ranks_joined
+        limit_seconds = options.lost_host_timeout if response_required else options.start_timeout
+        if (
+            now - self._last_order_at <= limit_seconds
+            or self.member.coordinator_lost
+            or self.member.job_finished
+        ):
             return
-        if expected:
-            reason = f"was lost: no word from its agent for {limit:g} s"
+        if response_required:
+            reason = f"was lost: no word from its agent for {limit_seconds:g} s"
         else:
-            reason = (
-                f"was not reached within {limit:g} s of the start{explain_unreached(self._port)}"
-            )
-        reason += describe_place(options.master_place)
+            reason = f"was not reached within {limit_seconds:g} s of the start"
+            reason += explain_missing_agents(self._port)
+        reason += describe_mesh_position(options.master_place)
         failure = Failure(options.master_name, None, None, reason, "", self._host.output)
         log_line(f"{failure.headline()}; the job of this host ends")
         self.member.lose_coordinator(failure)
@@ -294,11 +305,11 @@ class Agent:
         """Send this host's messages, also to a coordinator in this process."""
         if now - self._heartbeat_at >= self._options.beat_seconds:
             self._heartbeat_at = now
-            self.member.out.append(self.member.heartbeat())
-        messages, self.member.out = self.member.out, []
+            self.member.outgoing.append(self.member.heartbeat())
+        messages, self.member.outgoing = self.member.outgoing, []
         for message in messages:
             if self._coordinator is not None:
-                self._coordinator.receive(self.member.number, message, now)
+                self._coordinator.receive(self.member.node_rank, message, now)
             elif self._client is not None:
                 self._client.send(message)
 
@@ -309,9 +320,9 @@ class Agent:
         coordinator.tick(now)
         orders, coordinator.orders = coordinator.orders, []
         for host, order in orders:
-            if host in (None, self.member.number):
-                self.member.obey(order, now)
-            if self._server is not None and host != self.member.number:
+            if host in (None, self.member.node_rank):
+                self.member.follow_order(order, now)
+            if self._server is not None and host != self.member.node_rank:
                 self._server.send(host, order)
         notices, coordinator.notices = coordinator.notices, []
         for notice in notices:
@@ -324,21 +335,21 @@ class Agent:
 
         The rate is limited, because a thousand starting hosts cause many changes.
         """
-        last = coordinator.phase is JobPhase.OVER
-        if coordinator.news and (last or now - self._summary_at >= SUMMARY_SECONDS):
-            coordinator.news, self._summary_at = False, now
+        is_final = coordinator.phase is JobPhase.OVER
+        if coordinator.summary_changed and (is_final or now - self._summary_at >= SUMMARY_SECONDS):
+            coordinator.summary_changed, self._summary_at = False, now
             write_record(self._host.run_dir / LIVENESS_FILE, coordinator.summary())
 
     def _finish_communication(self, wakeup: socket.socket) -> None:
         """Wait until the peers are informed of the end, and until notifications have ended."""
-        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
+        deadline = time.monotonic() + _END_REPORT_SECONDS
         while self._end_unreported() and time.monotonic() < deadline:
             self._run_once(wakeup)
-        deadline = time.monotonic() + FAREWELL_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         while self._server is not None and time.monotonic() < deadline:
             self._run_once(wakeup)
-            over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
-            if over and not self._server.has_connections():
+            job_is_over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
+            if job_is_over and not self._server.has_connections():
                 break
         if self._coordinator is not None:
             self._coordinator.abandon_stop(time.monotonic())
@@ -357,31 +368,35 @@ class Agent:
 
         Host 0 would wait for a message of this host until it considers it lost.
         """
-        return self._client is not None and not self._coordinator_reached and not self.member.lost
+        return (
+            self._client is not None
+            and not self._coordinator_reached
+            and not self.member.coordinator_lost
+        )
 
-    def _record_end(self, code: int, started: float, kills: int | None) -> int:
+    def _record_end(self, code: int, started: float, oom_kills: int | None) -> int:
         """Record the end of the job; no peer is connected any more that could change it."""
         member = self.member
-        failure = member.cause or member.failure
-        if self._coordinator is not None and member.signal is None:
+        failure = member.stop_cause or member.failure
+        if self._coordinator is not None and member.stop_signal is None:
             failure = self._coordinator.failure
-        swept = member.attempt.swept
+        sweep_result = member.attempt.sweep_result
         run_dir = self._host.run_dir
         write_record(
             run_dir / EXIT_FILE,
             {
                 "code": code,
                 "phase": "job",
-                "signal": member.signal if member.cause is None else None,
+                "signal": member.stop_signal if member.stop_cause is None else None,
                 "started": round(started, 3),
                 "ended": round(time.time(), 3),
-                "out_of_memory_kills": kills,
-                "swept": [*swept.terminated, *swept.killed],
-                "left": list(swept.survivors),
+                "out_of_memory_kills": oom_kills,
+                "swept": [*sweep_result.terminated, *sweep_result.killed],
+                "left": list(sweep_result.survivors),
                 "attempt": member.attempt_number + 1,
                 "failure": to_plain(failure) if code else None,
             },
-            instead_of=run_dir / AGENT_FILE,
+            expendable_path=run_dir / AGENT_FILE,
         )
         return code
 
@@ -397,16 +412,16 @@ def _log_notice(notice: Notice) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an agent, and return the exit code of its host's part of the job."""
     run_id = os.environ.get(RUN_ID_VARIABLE, "")
-    line = parse_command_line(sys.argv[1:] if arguments is None else arguments, run_id)
-    run_dir = line.options.run_dir
-    if line.sweep:
-        return identity.sweep_after_agent(run_id, run_dir, line.options.stop_grace)
-    living_agent = identity.find_living_agent(run_id, run_dir)
-    if living_agent is not None:
-        log_line(f"run {run_id} is alive already (agent {living_agent})")
+    command_line = parse_command_line(sys.argv[1:] if arguments is None else arguments, run_id)
+    run_dir = command_line.options.run_dir
+    if command_line.sweep:
+        return identity.sweep_after_agent(run_id, run_dir, command_line.options.stop_grace)
+    live_agent = identity.find_live_agent(run_id, run_dir)
+    if live_agent is not None:
+        log_line(f"run {run_id} is alive already (agent {live_agent})")
         return 1
-    several_hosts = line.options.liveness_port is not None
-    return Agent(line, run_id, secret.take_secret(run_dir) if several_hosts else None).run()
+    several_hosts = command_line.options.liveness_port is not None
+    return Agent(command_line, run_id, secret.take_secret(run_dir) if several_hosts else None).run()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flagscale.cli_errors import run_command
-from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function, names
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, action_names, call_function
 from flagscale.errors import ConfigError
 
 _HELP_TEXT = """\
@@ -119,14 +119,16 @@ def _parse_positive(text: str) -> int:
 def run_sweep_action(
     directory: Path, name: str, overrides: Sequence[str], options: argparse.Namespace
 ) -> int:
-    """Do the action of every run of a sweep, see :func:`flagscale.sweep.run_sweep`."""
+    """Perform the action on every run of a sweep, see :func:`flagscale.sweep.run_sweep`."""
     if not options.multirun:
         raise ConfigError("--jobs needs -m: only a sweep has several runs")
     return call_function("flagscale.sweep:run_sweep", directory, name, overrides, options.jobs or 1)
 
 
 def _format_help(options: argparse.Namespace) -> str:
-    text = _HELP_TEXT.format(actions="\n".join(_format_action(ACTIONS[name]) for name in names()))
+    text = _HELP_TEXT.format(
+        actions="\n".join(_format_action(ACTIONS[name]) for name in action_names())
+    )
     if not options.config_name:
         return text
     from flagscale.config.compose import config_file
@@ -158,7 +160,7 @@ def _config_directory(options: argparse.Namespace) -> Path:
 
 
 def run_action(directory: Path, name: str, overrides: Sequence[str]) -> int:
-    """Compose and check the experiment, then do its action."""
+    """Compose and check the experiment, then perform its action."""
     from flagscale.config.load import load
 
     loaded = load(directory, name, overrides)

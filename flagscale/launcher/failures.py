@@ -1,7 +1,8 @@
-"""First failure of a run, derived from the run's files.
+"""First failure of a run, derived from the files of the run.
 
+Used by snapshots (``query``), by waiting for a start and by the exit code of a foreground run.
 While the agents are alive, they agree on the first failure of all hosts, and each of them records
-it (``liveness``). If none could, the hosts' own files are used.
+it (``liveness``). If no agent recorded one, the files of each host are used.
 """
 
 from __future__ import annotations
@@ -40,32 +41,34 @@ def list_earlier_failures(hosts: Sequence[HostState]) -> tuple[tuple[int, Failur
 def find_first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Failure | None:
     """Return the first failure of a run's hosts, or None. ``events`` are status events by rank."""
     reports = [r for host in state.hosts if (r := _diagnose_host(host, events)) is not None]
-    agreed = _read_agreed_failure(state.hosts)
-    if agreed is not None:
-        return _add_later_information(agreed, reports, state.hosts)
+    agreed_failure = _read_agreed_failure(state.hosts)
+    if agreed_failure is not None:
+        return _add_later_information(agreed_failure, reports, state.hosts)
     first = diagnosis.find_cause(reports)
     return first.failure if first is not None else None
 
 
 def _add_later_information(
-    agreed: Failure, reports: Sequence[FailureReport], hosts: Sequence[HostState]
+    agreed_failure: Failure, reports: Sequence[FailureReport], hosts: Sequence[HostState]
 ) -> Failure:
     """Complete the failure that the agents agreed on with later information about it."""
-    if agreed.exit_code is not None:
-        return agreed
-    failures = (r.failure for r in reports if r.failure.host == agreed.host)
-    if agreed.rank is None:
+    if agreed_failure.exit_code is not None:
+        return agreed_failure
+    failures = (r.failure for r in reports if r.failure.host == agreed_failure.host)
+    if agreed_failure.rank is None:
         # The script of a lost host may have recorded the end of its agent.
         killed = [h.name for h in hosts if h.exit_record().get("phase") in _WITHOUT_AGENT]
         matches = (f for f in failures if f.rank is None and f.host in killed)
     else:
         # The same exception, with the exit code that its host has recorded meanwhile. The way in
         # which the agents ended a rank that blocked the others does not explain the failure.
-        headline = agreed.headline()
+        headline = agreed_failure.headline()
         matches = (
-            f for f in failures if f.rank == agreed.rank and f.headline().startswith(headline)
+            f
+            for f in failures
+            if f.rank == agreed_failure.rank and f.headline().startswith(headline)
         )
-    return next(matches, agreed)
+    return next(matches, agreed_failure)
 
 
 def compute_job_code(
@@ -76,10 +79,10 @@ def compute_job_code(
     It is the code of the host that failed first, otherwise the first code that is not 0. The other
     hosts were ended as a consequence, possibly earlier.
     """
-    first = failure.host if failure is not None else None
+    failed_host = failure.host if failure is not None else None
     pairs = zip(state.hosts, exits, strict=True)
     exit_codes = [
-        (host.name != first, end.ended, end.code) for host, end in pairs if end is not None
+        (host.name != failed_host, end.ended, end.code) for host, end in pairs if end is not None
     ]
     return next((code for *_, code in sorted(exit_codes) if code), 0) if exit_codes else None
 
@@ -111,12 +114,19 @@ def _read_agreed_failure(hosts: Sequence[HostState]) -> Failure | None:
     """Return the failure that all agents agreed on: from host 0's record, otherwise from another
     host's.
     """
-    ended = [host.exit_record() for host in hosts]
-    live = [read_job_record(hosts)] if ended and not ended[0] else []
+    exit_records = [host.exit_record() for host in hosts]
+    live_records = [read_job_record(hosts)] if exit_records and not exit_records[0] else []
     # A killed agent is the cause of the other hosts' observations, and its own file records it.
-    if any(record.get("phase") in _WITHOUT_AGENT for record in ended):
-        live, ended = [], ended[:1]
-    return next((f for r in (*ended, *live) if (f := from_record(Failure, r.get("failure")))), None)
+    if any(record.get("phase") in _WITHOUT_AGENT for record in exit_records):
+        live_records, exit_records = [], exit_records[:1]
+    return next(
+        (
+            f
+            for r in (*exit_records, *live_records)
+            if (f := from_record(Failure, r.get("failure")))
+        ),
+        None,
+    )
 
 
 def _diagnose_host(host: HostState, events: Mapping[int, Sequence[Event]]) -> FailureReport | None:
@@ -128,12 +138,15 @@ def _diagnose_host(host: HostState, events: Mapping[int, Sequence[Event]]) -> Fa
     if ended.code == 0 or (ended.signal is not None and not failed):
         return None
     if ended.phase == "before_start":
-        how = ended.how or f"failed with exit code {ended.code}"
-        reason = f"before_start {how}; the job was not started"
+        description = ended.how or f"failed with exit code {ended.code}"
+        reason = f"before_start {description}; the job was not started"
         output = diagnosis.last_lines(host.output)
     elif ended.phase == "agent" and len(host.ranks) and not failed:
-        what = diagnosis.describe_code(ended.code)
-        reason = f"lost its agent, which ended with {what}; what it watched was ended too"
+        end_description = diagnosis.describe_code(ended.code)
+        reason = (
+            f"lost its agent, which ended with {end_description}; the processes that it supervised "
+            "were ended too"
+        )
         output = ""
     else:
         end = diagnosis.TorchrunExit(ended.code, ended.ended, ended.out_of_memory_kills)

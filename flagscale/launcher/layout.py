@@ -1,4 +1,4 @@
-"""Names of the files an experiment leaves in its directory. Standard library only.
+"""Names and paths of the files that an experiment leaves in its directory. Standard library only.
 
 ::
 
@@ -7,10 +7,12 @@
       logs/
         state.json                                the run that was started last
         run.lock                                  held while a run is being started
-        host_<rank>_<host>.output                 everything the host's script prints
+        start.id                                  id of the run that may be started
+        host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
         pids/host_<rank>_<host>.pid               the script's process
+        details/host_<rank>_<host>/start.lock     held on the host while it starts a script
         details/host_<rank>_<host>/<run id>/      the run's directory on that host:
           script agent.json exit.json             supervising processes, exit of the job
           liveness.json                           on host 0: attempt, hosts, first failure
@@ -18,6 +20,8 @@
           status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, after a later run has begun
+
+``<rank>`` of a host is its node rank, from 0 in the order of the plan.
 """
 
 from __future__ import annotations
@@ -31,10 +35,11 @@ EXIT_FILE = "exit.json"
 SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
-EARLIER_STATUS = "status-before-"
+EARLIER_STATUS_PREFIX = "status-before-"
 """Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
+START_LOCK_FILE = "start.lock"
 # ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100
 
@@ -78,7 +83,7 @@ class HostFiles(HasRanks):
     output: Path
 
 
-class _Below:
+class _SubPath:
     """Descriptor of a path below the experiment's directory."""
 
     def __init__(self, path: str) -> None:
@@ -98,16 +103,17 @@ class Layout:
     default.
     """
 
-    logs = _Below("logs")
-    state = _Below("logs/state.json")
-    lock = _Below("logs/run.lock")
-    scripts = _Below("logs/scripts")
-    plan = _Below("logs/scripts/plan.json")
-    config = _Below("logs/scripts/config.yaml")
-    overrides = _Below("logs/scripts/overrides.yaml")
-    checkpoints = _Below("checkpoints")
-    tensorboard = _Below("tensorboard")
-    wandb = _Below("wandb")
+    logs = _SubPath("logs")
+    state = _SubPath("logs/state.json")
+    lock = _SubPath("logs/run.lock")
+    claim = _SubPath("logs/start.id")
+    scripts = _SubPath("logs/scripts")
+    plan = _SubPath("logs/scripts/plan.json")
+    config = _SubPath("logs/scripts/config.yaml")
+    overrides = _SubPath("logs/scripts/overrides.yaml")
+    checkpoints = _SubPath("checkpoints")
+    tensorboard = _SubPath("tensorboard")
+    wandb = _SubPath("wandb")
 
     def script(self, rank: int, host: str) -> Path:
         return self.scripts / f"{host_label(rank, host)}_run.sh"

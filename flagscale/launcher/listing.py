@@ -51,19 +51,19 @@ class RunRow:
         }
 
 
-def list_runs(run: str | None, *, everything: bool, as_json: bool) -> int:
-    """List runs: live ones and those that ended recently, or with ``everything`` all of them.
+def list_runs(run: str | None, *, include_old: bool, as_json: bool) -> int:
+    """List runs: live ones and those that ended recently, or with ``include_old`` all of them.
 
     Given a run, or the YAML it was started from, list every run of that experiment with the
     failures of its attempts.
     """
     entries = list(_select_entries(run))
     if not entries and run is not None:
-        print(f"no run was started of {run}", file=sys.stderr)
+        print(f"no run was started from {run}", file=sys.stderr)
         return 1
     with ThreadPoolExecutor(_PARALLEL_QUERIES) as pool:
         rows = list(pool.map(_query_row, entries))
-    if run is None and not everything:
+    if run is None and not include_old:
         since = time.time() - _RECENT_SECONDS
         rows = [
             row for row in rows if not Phase(row.outcome.phase).ended or row.outcome.since > since
@@ -72,14 +72,14 @@ def list_runs(run: str | None, *, everything: bool, as_json: bool) -> int:
         print(json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False))
         return 0
     if not rows:
-        older = "" if everything else "; --all shows older ones"
-        print(f"no run lives or has ended lately{older}")
+        older = "" if include_old else "; --all shows older ones"
+        print(f"no run is alive or has ended recently{older}")
         return 0
     _print_rows(rows, with_failures=run is not None)
     return 0
 
 
-def _select_entries(run: str | None) -> Iterator[runs.Entry]:
+def _select_entries(run: str | None) -> Iterator[runs.RunEntry]:
     """Yield the runs to list, oldest first, including unregistered ones on this machine."""
     all_entries = runs.find_all_runs()
     if run is None:
@@ -93,7 +93,7 @@ def _select_entries(run: str | None) -> Iterator[runs.Entry]:
             yield entry
 
 
-def _query_row(entry: runs.Entry) -> RunRow:
+def _query_row(entry: runs.RunEntry) -> RunRow:
     """Return the state of a run; its hosts are queried unless it is known to have ended."""
     state = reload_state(entry.state)
     if entry.ended is not None:

@@ -1,4 +1,7 @@
-"""Output of a run: lines with ``host:rank`` in front."""
+"""Output of a run, with ``host:rank`` in front of every line.
+
+Used by ``action=logs`` and by foreground runs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Output:
 
     def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
         self.path = path
-        self._label = label
+        self._add_label = label
         self._offset = 0
         self._unfinished = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -37,14 +40,14 @@ class Output:
         """Yield the lines since the last call; with ``final``, also an unfinished one."""
         return self._labelled(self._read_forwards(final))
 
-    def last(self, count: int, *, final: bool = False) -> list[str]:
+    def last_lines(self, count: int, *, final: bool = False) -> list[str]:
         """Return the last ``count`` lines so far; with ``final``, an unfinished one counts."""
         lines = list(islice(self._labelled(self._read_backwards()), count))[::-1]
         lines += self.read(final=final)
         return lines[max(0, len(lines) - count) :]
 
     def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
-        return (labelled for line in lines if (labelled := self._label(line)) is not None)
+        return (labelled for line in lines if (labelled := self._add_label(line)) is not None)
 
     def _read_forwards(self, final: bool) -> Iterator[str]:
         with suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -77,17 +80,17 @@ def _split_backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
 
     Reading backwards avoids reading gigabytes to show three lines.
     """
-    later: list[bytes] = []
+    later_parts: list[bytes] = []
     while end:
         begin = max(0, end - _READ_BYTES)
         file.seek(begin)
         first, *lines = file.read(end - begin).split(b"\n")
         for line in reversed(lines):
-            yield b"".join((line, *reversed(later)))
-            later = []
-        later.append(first)
+            yield b"".join((line, *reversed(later_parts)))
+            later_parts = []
+        later_parts.append(first)
         end = begin
-    yield b"".join(reversed(later))
+    yield b"".join(reversed(later_parts))
 
 
 def host_outputs(state: RunState, rank: int | None = None) -> list[Output]:
@@ -100,10 +103,10 @@ def host_outputs(state: RunState, rank: int | None = None) -> list[Output]:
         ranks = f"ranks 0 to {state.world_size - 1}"
         raise ConfigError(f"rank={rank}: run {state.run_id} has {ranks}")
     hosts = (host for host in state.hosts if rank is None or rank in host.ranks)
-    return [Output(host.output, _host_labeller(host.name, rank)) for host in hosts]
+    return [Output(host.output, _host_label_function(host.name, rank)) for host in hosts]
 
 
-def _host_labeller(name: str, rank: int | None) -> Callable[[str], str | None]:
+def _host_label_function(name: str, rank: int | None) -> Callable[[str], str | None]:
     """Return the function that labels a host's lines.
 
     torchrun already puts ``host:rank: `` in front of the lines of ranks. Lines of the script, the
@@ -135,12 +138,14 @@ def read_lines(state: RunState, rank: int | None = None, count: int | None = Non
     A run without an output file, whose script was started by hand in a terminal, has torchrun's
     files of each rank.
     """
-    any_line = False
+    has_output = False
     for outputs in (host_outputs(state, rank), _rank_outputs(state, rank)):
-        for output in () if any_line else outputs:
-            lines = output.read(final=True) if count is None else output.last(count, final=True)
+        for output in () if has_output else outputs:
+            lines = (
+                output.read(final=True) if count is None else output.last_lines(count, final=True)
+            )
             for line in lines:
-                any_line = True
+                has_output = True
                 yield line
 
 

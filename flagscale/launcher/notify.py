@@ -1,9 +1,9 @@
 """Notifications about a run: a command with JSON on its stdin, or an HTTP POST.
 
 The agent of host 0 starts one process per event, so a hanging command or an unresponsive server
-delays nothing. A notification has :data:`TIMEOUT_SECONDS`; if it fails, a line in the host's
-output says so. The webhook's address may contain a token, so it is passed in the environment and
-never printed. Standard library only.
+delays nothing. A notification times out after :data:`NOTIFICATION_TIMEOUT_SECONDS`. A failed one is
+reported as a line in the host's output. The webhook's address may contain a token, so it is passed
+in the environment and never printed. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flagscale.files import to_plain
 from flagscale.hosts.kernel import signal_on_parent_death
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.job import Notice
-from flagscale.launcher.liveness.options import COMMAND, WEBHOOK
+from flagscale.launcher.liveness.options import NOTIFY_COMMAND_VARIABLE, NOTIFY_WEBHOOK_VARIABLE
 from flagscale.module_command import python_arguments
 from flagscale.status import RUN_ID_VARIABLE
 
-TIMEOUT_SECONDS = 10.0
-_MARGIN_SECONDS = 2.0
+NOTIFICATION_TIMEOUT_SECONDS = 10.0
+_KILL_MARGIN_SECONDS = 2.0
 # Each of them ends a run, so `finished` includes it.
 _END_EVENTS = ("finished", "stopped", "failed")
 
@@ -65,7 +65,10 @@ class Notifier:
     """Starts notifications without waiting for them."""
 
     def __init__(self, subscribed: Collection[str], run: str, name: str, attempts: int) -> None:
-        self._secrets = {name: os.environ.pop(name, "") for name in (COMMAND, WEBHOOK)}
+        self._secrets = {
+            name: os.environ.pop(name, "")
+            for name in (NOTIFY_COMMAND_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
+        }
         self._subscribed = subscribed if any(self._secrets.values()) else ()
         self._payload = partial(build_payload, run=run, name=name, attempts=attempts)
         self._running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
@@ -108,7 +111,7 @@ class Notifier:
     def kill_overdue(self, now: float) -> bool:
         """Kill notifications that take too long; return whether any is still running."""
         for process, since in self._running.values():
-            if now - since > TIMEOUT_SECONDS + _MARGIN_SECONDS:
+            if now - since > NOTIFICATION_TIMEOUT_SECONDS + _KILL_MARGIN_SECONDS:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         return bool(self._running)
@@ -117,14 +120,16 @@ class Notifier:
 def main() -> int:
     """Send the JSON on stdin to the command and the webhook in the environment."""
     data = sys.stdin.buffer.read()
-    command, webhook = (os.environ.pop(name, "") for name in (COMMAND, WEBHOOK))
-    faults = [
+    command, webhook = (
+        os.environ.pop(name, "") for name in (NOTIFY_COMMAND_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
+    )
+    errors = [
         _post_webhook(webhook, data) if webhook else "",
         _run_notify_command(command, data) if command else "",
     ]
-    for fault in filter(None, faults):
+    for fault in filter(None, errors):
         log_line(f"a notification failed: {fault}")
-    return 1 if any(faults) else 0
+    return 1 if any(errors) else 0
 
 
 def _post_webhook(address: str, data: bytes) -> str:
@@ -134,7 +139,7 @@ def _post_webhook(address: str, data: bytes) -> str:
     try:
         headers = {"Content-Type": "application/json", "User-Agent": "flagscale"}
         request = urllib.request.Request(address, data=data, headers=headers, method="POST")
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
+        with urllib.request.urlopen(request, timeout=NOTIFICATION_TIMEOUT_SECONDS):
             return ""
     except urllib.error.HTTPError as error:
         return f"the webhook answered with HTTP status {error.code}"
@@ -164,9 +169,9 @@ def _run_notify_command(command: str, data: bytes) -> str:
 
     signal.signal(signal.SIGTERM, end)
     try:
-        process.communicate(data, timeout=TIMEOUT_SECONDS)
+        process.communicate(data, timeout=NOTIFICATION_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"the command did not end within {TIMEOUT_SECONDS:g} s"
+        return f"the command did not end within {NOTIFICATION_TIMEOUT_SECONDS:g} s"
     finally:
         end()
         process.wait()

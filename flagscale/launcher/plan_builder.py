@@ -9,22 +9,22 @@ from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.checks import check_world, experiment_notes
 from flagscale.config.placement import check_placement, order_by_mesh, placement_notes
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
-from flagscale.config.sources import find_place
+from flagscale.config.sources import find_location
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
-from flagscale.launcher.planning.backends import check_backend
-from flagscale.launcher.planning.device_support import check_device_support
 from flagscale.launcher.planning.environment import note_unexpanded_variables
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.planning.plan import plan, requested_port
+from flagscale.launcher.planning.support import check_backend, check_device_support
 from flagscale.launcher.state import new_run_id
 
 # Port shown by a dry run; a run uses a port that is free on the master host.
-_DRY_PORT = 29500
+_DRY_RUN_PORT = 29500
 
 
 def select_hosts(experiment: Experiment) -> tuple[Host, ...]:
@@ -35,14 +35,14 @@ def select_hosts(experiment: Experiment) -> tuple[Host, ...]:
             hostfile does not have.
     """
     runner = experiment.runner
-    listed = None
+    hostfile_hosts = None
     if runner.hostfile is not None:
-        listed = read_hostfile(runner.hostfile)
-        problems = find_unknown_names(experiment, listed)
+        hostfile_hosts = read_hostfile(runner.hostfile)
+        problems = find_unknown_names(experiment, hostfile_hosts)
         if problems:
             raise ConfigError(problems)
-    chosen = choose_hosts(listed, runner.hostfile, runner.nnodes, runner.type)
-    return order_by_mesh(experiment, chosen)
+    selected = choose_hosts(hostfile_hosts, runner.hostfile, runner.nnodes, runner.type)
+    return order_by_mesh(experiment, selected)
 
 
 def build_unprobed_plan(
@@ -50,33 +50,44 @@ def build_unprobed_plan(
     hosts: Sequence[Host],
     runner: RunnerHandle,
     *,
-    here: bool,
-    late: bool = False,
+    is_local: bool,
+    is_deferred: bool = False,
 ) -> LaunchPlan:
     """Return the plan without contacting any host.
 
     Args:
-        here: True if this machine is the only host.
-        late: True if the hosts are allocated, and probed, when the run's job starts.
+        experiment: The experiment.
+        hosts: Hosts that take part, in order.
+        runner: Handle of the runner that starts the plan.
+        is_local: True if this machine is the only host.
+        is_deferred: True if a scheduler allocates the hosts, and they are probed, only when the
+            run's job starts.
     """
+    shared_fs = not experiment.runner.no_shared_fs
+    machines = describe_machines(hosts, {}, is_local=is_local, shared_fs=shared_fs)
+    settings = resolve_all_settings(experiment, hosts)
     port = requested_port(experiment.runner)
     launch_plan = plan(
         experiment,
-        assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=here)),
+        assign_ranks(experiment, hosts, machines, settings),
         run_id=new_run_id(),
-        master_port=port or _DRY_PORT,
+        master_port=port or _DRY_RUN_PORT,
         runner=runner,
-        shared_fs=here or not experiment.runner.no_shared_fs,
+        settings=settings,
+        shared_fs=is_local or shared_fs,
         run_secret=secret.generate_secret(),
     )
     notes = []
-    if late:
+    if is_deferred:
         return check_plan(experiment, launch_plan)
     if port is None:
-        notes.append(f"a run uses a port that is free on {hosts[0].name} instead of {_DRY_PORT}")
-    if experiment.runner.preflight and not here:
+        notes.append(
+            f"a run uses a port that is free on {hosts[0].name} instead of {_DRY_RUN_PORT}"
+        )
+    if experiment.runner.preflight and not is_local:
         notes.append("a run probes the cores, GPUs and interface of every host; no host was probed")
-    return check_plan(experiment, launch_plan, *notes, *note_loopback_address(launch_plan))
+    notes += note_loopback_address(launch_plan.master_addr, len(hosts))
+    return check_plan(experiment, launch_plan, *notes)
 
 
 def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: str) -> LaunchPlan:
@@ -93,74 +104,75 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
     problems = problems or check_placement(experiment, launch_plan.hosts)
     if problems:
         raise ConfigError(problems)
-    all_notes = (
+    hosts, runner = launch_plan.hosts, experiment.runner
+    notes = [
         *experiment_notes(experiment, launch_plan.world_size),
-        *placement_notes(experiment, launch_plan.hosts),
-        *_note_estimates(experiment, launch_plan),
-        *note_unexpanded_variables(experiment),
-        *_note_hosts(experiment, launch_plan),
-        *extra_notes,
-    )
-    return replace(launch_plan, notes=all_notes)
-
-
-def _note_estimates(experiment: Experiment, launch_plan: LaunchPlan) -> Iterator[str]:
-    """Yield notes on step time and memory, if the device types are given or heterogeneous."""
-    heterogeneous = experiment.train["enable_hetero"]
-    if heterogeneous or any(host.device_type for host in launch_plan.hosts):
+        *placement_notes(experiment, hosts),
+    ]
+    if experiment.train["enable_hetero"] or any(host.device_type for host in hosts):
+        # Device types are given, so step time and memory can be estimated.
         from flagscale.estimate.notes import estimate_notes
 
-        yield from estimate_notes(experiment, launch_plan.hosts)
+        notes += estimate_notes(experiment, hosts)
+    notes += note_unexpanded_variables(experiment.envs)
+    if runner.nnodes is not None and runner.nnodes > len(hosts):
+        notes.append(
+            f"{len(hosts)} host(s) take part: experiment.runner.nnodes is {runner.nnodes}, the "
+            f"hostfile has {len(hosts)}"
+        )
+    if runner.hostfile is None:
+        names = [host.name for host in hosts]
+        types = {host.device_type for host in hosts if host.device_type}
+        unused = [key for key, _, _ in _find_unused_settings(experiment, types, names)]
+        notes += _note_unused_settings(unused, names, types)
+    return replace(launch_plan, notes=(*notes, *extra_notes))
 
 
-def note_loopback_address(launch_plan: LaunchPlan) -> Iterator[str]:
+def note_loopback_address(master_addr: str, host_count: int) -> Iterator[str]:
     """Yield a note if the master's address is a loopback address, which differs on every host."""
-    if len(launch_plan.hosts) > 1 and is_loopback(launch_plan.master_addr):
+    if host_count > 1 and is_loopback(master_addr):
         yield (
-            f"{launch_plan.master_addr} is a loopback address, at which every machine reaches "
-            "itself: set addr= in the hostfile, or experiment.runner.master_addr"
+            f"{master_addr} is a loopback address, which on every machine is the machine itself: "
+            "set addr= in the hostfile, or experiment.runner.master_addr"
         )
 
 
-def _note_hosts(experiment: Experiment, launch_plan: LaunchPlan) -> Iterator[str]:
-    """Yield notes on the number of hosts, and on settings for hosts that do not take part."""
-    nnodes, host_count = experiment.runner.nnodes, len(launch_plan.hosts)
-    if nnodes is not None and nnodes > host_count:
-        yield (
-            f"{host_count} host(s) take part: experiment.runner.nnodes is {nnodes}, the hostfile "
-            f"has {host_count}"
-        )
-    if experiment.runner.hostfile is not None:
-        return
-    names = [host.name for host in launch_plan.hosts]
-    types = {host.device_type for host in launch_plan.hosts if host.device_type}
-    unused = [key for key, _, _ in _find_unused_settings(experiment, types, names)]
-    if unused:
+def _note_unused_settings(
+    unused_keys: Sequence[str], names: Sequence[str], types: Collection[str]
+) -> Iterator[str]:
+    """Yield a note about settings for hosts or device types that do not take part.
+
+    Args:
+        unused_keys: Dotted keys of the settings.
+        names: Hosts that take part.
+        types: Device types of these hosts.
+    """
+    if unused_keys:
         hosts = "the only host is" if len(names) == 1 else "the hosts are"
-        kind = f"of type {' or '.join(sorted(types))}" if types else "of no type"
+        type_text = f"of type {' or '.join(sorted(types))}" if types else "of no type"
         yield (
-            f"{', '.join(unused)}: not used, since without experiment.runner.hostfile {hosts} "
-            f"{compress_names(names)}, {kind}"
+            f"{', '.join(unused_keys)}: not used: without experiment.runner.hostfile {hosts} "
+            f"{compress_names(names)}, {type_text}"
         )
 
 
-def find_unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Problem]:
+def find_unknown_names(experiment: Experiment, hostfile_hosts: Sequence[Host]) -> list[Problem]:
     """Return the problems of settings for hosts or device types that the hostfile does not have.
 
-    ``listed`` are all hosts of the hostfile: a run of some of them may keep settings for the
-    others.
+    ``hostfile_hosts`` are all hosts of the hostfile: a run on some of them may keep settings for
+    the rest.
     """
     hostfile = experiment.runner.hostfile
     source = short_path(hostfile) if hostfile else "the hostfile"
-    types = list(dict.fromkeys(host.device_type for host in listed if host.device_type))
-    names = [host.name for host in listed]
+    types = list(dict.fromkeys(host.device_type for host in hostfile_hosts if host.device_type))
+    names = [host.name for host in hostfile_hosts]
     problems = []
     for key, name, by_type in _find_unused_settings(experiment, types, set(names)):
         valid, attribute = (types, "type") if by_type else (names, "name")
         available = f"it has {compress_names(valid)}" if valid else "its lines have no type="
         hint = did_you_mean(name, valid) or f"; {available}"
         message = f"no host in {source} has this {attribute}{hint}"
-        problems.append(Problem(key, message, find_place(experiment.sources, key)))
+        problems.append(Problem(key, message, find_location(experiment.sources, key)))
     return problems
 
 

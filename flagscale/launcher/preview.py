@@ -1,6 +1,6 @@
 """Actions that start nothing: ``dryrun``, ``check`` and ``estimate``.
 
-Modules for observing runs are not loaded here.
+Modules that observe runs are not imported, to keep these actions fast.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _find_host(name: str, hosts: Sequence[HostPlan]) -> HostPlan:
         if host.name == name:
             return host
     names = [host.name for host in hosts]
-    near = did_you_mean(name, names) or f"; the plan has {compress_names(names)}"
-    raise ConfigError(Problem("host", f"no host of the plan is called {name}{near}"))
+    hint = did_you_mean(name, names) or f"; the plan has {compress_names(names)}"
+    raise ConfigError(Problem("host", f"no host of the plan is called {name}{hint}"))
 
 
 def print_checks(experiment: Experiment, options: Options) -> int:

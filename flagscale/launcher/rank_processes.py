@@ -1,4 +1,4 @@
-"""Launcher of the ranks of a command on one host, in place of torchrun. Standard library alone.
+"""Launcher of the ranks of a command on one host, in place of torchrun. Standard library only.
 
 ``python -c … --nproc_per_node N … -- COMMAND …`` starts the command N times, each with the
 environment that torchrun would set, and waits until all have ended. Options, output files of the
@@ -6,7 +6,7 @@ ranks and the table of failed ranks are those of torchrun, so that other code ne
 the two.
 
 If one rank fails, the others are ended: TERM, and KILL after ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``
-seconds. The exit code is that of the rank that failed first, 128+n for a signal.
+seconds. The exit code is that of the rank that failed first, 128+n for a signal n.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STREAMS = {1: ("stdout",), 2: ("stderr",), 3: ("stdout", "stderr")}
 _OPTIONS: dict[type, str] = {
     int: "nnodes node_rank nproc_per_node first_rank world_size",
@@ -33,8 +33,8 @@ _OPTIONS: dict[type, str] = {
 }
 _POLL_SECONDS = 0.05
 _READ_BYTES = 1 << 16
-_NOT_FOUND = 127
-_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_COMMAND_NOT_FOUND_CODE = 127
+_TERMINATED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 class RankStream:
@@ -65,11 +65,13 @@ class RankStream:
 
 
 class RankProcess:
-    """One of the host's ranks. ``code`` is negative for a signal, None while it is running."""
+    """One of the host's ranks. ``exit_code`` is negative for a signal, None while it is running."""
 
-    def __init__(self, number: int, local: int, streams: Mapping[str, RankStream]) -> None:
-        self.number, self.local, self.streams = number, local, streams
-        self.code: int | None = None
+    def __init__(self, rank: int, local_rank: int, streams: Mapping[str, RankStream]) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.streams = streams
+        self.exit_code: int | None = None
         self.ended, self.pid = 0.0, 0
         self.terminated = False
         """True if it was terminated because another rank had failed, or because of a signal."""
@@ -86,23 +88,27 @@ class RankProcess:
         except OSError as error:
             text = f"flagscale: cannot start {command[0]}: {error.strerror}\n".encode()
             os.write(outputs["stderr"].fileno() if "stderr" in outputs else 2, text)
-            self.code, self.ended = _NOT_FOUND, time.time()
+            self.exit_code, self.ended = _COMMAND_NOT_FOUND_CODE, time.time()
 
     def poll(self) -> None:
-        """Update ``code`` if the process has ended."""
-        if self.code is None and self._process is not None:
-            self.code, self.ended = self._process.poll(), time.time()
+        """Update ``exit_code`` if the process has ended."""
+        if self.exit_code is None and self._process is not None:
+            self.exit_code, self.ended = self._process.poll(), time.time()
 
     def send_signal(self, number: int) -> None:
-        if self.code is None and self._process is not None:
+        if self.exit_code is None and self._process is not None:
             self._process.send_signal(number)
 
 
 class RankGroup:
     """All ranks of the host, from start to end."""
 
-    def __init__(self, ranks: Sequence[RankProcess], shutdown: float, grace: float) -> None:
-        self._ranks, self._shutdown, self._grace = ranks, shutdown, grace
+    def __init__(
+        self, ranks: Sequence[RankProcess], shutdown_seconds: float, grace_seconds: float
+    ) -> None:
+        self._ranks = ranks
+        self._shutdown_seconds = shutdown_seconds
+        self._grace_seconds = grace_seconds
         self._end_requested = False
         self._end_at = self._kill_at = float("inf")
         self.failed: list[RankProcess] = []
@@ -114,13 +120,13 @@ class RankGroup:
 
     def wait(self) -> int:
         """Wait until all ranks have ended, and return the exit code."""
-        while any(rank.code is None for rank in self._ranks):
+        while any(rank.exit_code is None for rank in self._ranks):
             time.sleep(_POLL_SECONDS)
             self._update(time.monotonic())
         self._update(time.monotonic())
         for stream in (stream for rank in self._ranks for stream in rank.streams.values()):
             stream.print_lines(final=True)
-        codes = [rank.code or 0 for rank in (*self.failed, *self._ranks)]
+        codes = [rank.exit_code or 0 for rank in (*self.failed, *self._ranks)]
         code = next((code for code in codes if code), 0)
         return code if code >= 0 else 128 - code
 
@@ -129,35 +135,35 @@ class RankGroup:
             rank.poll()
             for stream in rank.streams.values():
                 stream.print_lines()
-            if rank.code and not rank.terminated and rank not in self.failed:
+            if rank.exit_code and not rank.terminated and rank not in self.failed:
                 self.failed.append(rank)
                 # A rank that was ended by TERM is the first to react to a stop: the others may be
                 # saving.
-                grace = self._grace if rank.code in _TERMINATED else 0.0
+                grace = self._grace_seconds if rank.exit_code in _TERMINATED_CODES else 0.0
                 self._end_at = min(self._end_at, now + grace)
         if self._end_requested or now >= self._end_at:
             self._end_ranks(now)
 
     def _end_ranks(self, now: float) -> None:
         for rank in self._ranks:
-            if rank.code is None and not rank.terminated:
+            if rank.exit_code is None and not rank.terminated:
                 rank.terminated = True
                 rank.send_signal(signal.SIGTERM)
-                self._kill_at = now + self._shutdown
+                self._kill_at = now + self._shutdown_seconds
             elif now >= self._kill_at:
                 rank.send_signal(signal.SIGKILL)
 
 
 def format_failures(failed: Sequence[RankProcess], host: str) -> str:
     """Return the table of failed ranks in torchrun's format:
-    :func:`.liveness.diagnosis.parse_table`.
+    :func:`.liveness.diagnosis.parse_failure_table`.
     """
     entries = (
         f"[{number}]:\n"
         f"  time      : {datetime.fromtimestamp(rank.ended).isoformat()}\n"
         f"  host      : {host}\n"
-        f"  rank      : {rank.number} (local_rank: {rank.local})\n"
-        f"  exitcode  : {rank.code} (pid: {rank.pid})\n"
+        f"  rank      : {rank.rank} (local_rank: {rank.local_rank})\n"
+        f"  exitcode  : {rank.exit_code} (pid: {rank.pid})\n"
         for number, rank in enumerate(failed)
     )
     return f"flagscale: {len(failed)} rank(s) of this host failed\nFailures:\n{''.join(entries)}"
@@ -200,17 +206,21 @@ def _rank_environment(options: argparse.Namespace, local: int) -> dict[str, str]
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": options.master_port,
     }
-    inherited = {name: value for name, value in os.environ.items() if name != PREFIX}
+    inherited = {name: value for name, value in os.environ.items() if name != LINE_PREFIX_VARIABLE}
     return {**inherited, **{name: str(value) for name, value in variables.items()}}
 
 
 def _create_rank(options: argparse.Namespace, local: int, directory: Path) -> RankProcess:
     number = options.first_rank + local
-    label = os.environ.get(PREFIX, "${rank}: ").replace("${rank}", str(number)).encode()
-    printed = parse_streams(options.tee, local)
+    label = (
+        os.environ.get(LINE_PREFIX_VARIABLE, "${rank}: ").replace("${rank}", str(number)).encode()
+    )
+    printed_streams = parse_streams(options.tee, local)
     streams = {
-        name: RankStream(directory / f"{local}/{name}.log", label if name in printed else None)
-        for name in {*printed, *parse_streams(options.redirects, local)}
+        name: RankStream(
+            directory / f"{local}/{name}.log", label if name in printed_streams else None
+        )
+        for name in {*printed_streams, *parse_streams(options.redirects, local)}
     }
     return RankProcess(number, local, streams)
 
@@ -222,14 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, command = _create_parser().parse_args(argv[:separator]), argv[separator + 1 :]
     directory = Path(options.log_dir, f"{options.rdzv_id}_{os.getpid()}", "attempt_0")
     ranks = [_create_rank(options, local, directory) for local in range(options.nproc_per_node)]
-    group = RankGroup(ranks, float(os.environ.get(SHUTDOWN) or 30), options.stop_grace)
+    group = RankGroup(
+        ranks, float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE) or 30), options.stop_grace
+    )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, group.request_end)
     for rank in ranks:
-        rank.start(command, _rank_environment(options, rank.local))
+        rank.start(command, _rank_environment(options, rank.local_rank))
     code = group.wait()
     if group.failed:
-        host = os.environ.get(PREFIX, "").partition(":")[0] or os.uname().nodename
+        host = os.environ.get(LINE_PREFIX_VARIABLE, "").partition(":")[0] or os.uname().nodename
         with suppress(OSError):
             print(format_failures(group.failed, host), file=sys.stderr, flush=True)
     return code

@@ -26,7 +26,7 @@ _FOLLOW_LINES = 100
 
 
 def run_named_action(text: str, options: Options) -> int:
-    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find_run`."""
+    """Perform the action of ``options`` on the run that a text names (:func:`.runs.find_run`)."""
     return ACTIONS[options.action](runs.require_run(text), options)
 
 
@@ -43,7 +43,10 @@ def print_state(state: RunState, options: Options) -> int:
 
     with closing(runner_for_run(state)) as runner:
         last = show_snapshots(
-            take_snapshot, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS
+            take_snapshot,
+            follow=options.follow,
+            as_json=options.json,
+            interval_seconds=_FOLLOW_SECONDS,
         )
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
@@ -59,11 +62,11 @@ def print_logs(state: RunState, options: Options) -> int:
         if options.follow:
             _follow_logs(runner, state, options)
             return 0
-        silent = True
+        has_no_output = True
         for line in logs.read_lines(state, options.rank, options.lines):
-            silent = False
+            has_no_output = False
             print(line)
-    if silent and options.lines != 0:
+    if has_no_output and options.lines != 0:
         subject = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
         files = ", ".join(str(output.path) for output in logs.host_outputs(state, options.rank))
         print(f"note: {subject} has written nothing so far; its log is {files}", file=sys.stderr)
@@ -73,7 +76,7 @@ def print_logs(state: RunState, options: Options) -> int:
 def _follow_logs(runner: Runner, state: RunState, options: Options) -> None:
     outputs = logs.host_outputs(state, options.rank)
     for output in outputs:
-        for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
+        for line in output.last_lines(_FOLLOW_LINES if options.lines is None else options.lines):
             print(line)
     sys.stdout.flush()
     for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
@@ -88,8 +91,8 @@ def stop(state: RunState, _options: Options) -> int:
 
     phase = stop_run(state, report_duration)
     if phase is not None:
-        ended = f"has ended already ({phase.value}); nothing to stop"
-        print(f"run {state.run_id} of {state.name} {ended}")
+        message = f"has ended already ({phase.value}); nothing to stop"
+        print(f"run {state.run_id} of {state.name} {message}")
     return 0
 
 
@@ -98,21 +101,23 @@ def stop_run(
 ) -> Phase | None:
     """End a run. Return None, or its phase if it had ended before.
 
-    ``tell`` is called with the duration in seconds, before an error about recording the stop is
-    raised.
+    Args:
+        state: State of the run.
+        report_duration: Called with the duration of the stop in seconds, before an error about
+            recording the stop is raised.
 
     Raises:
-        UnreachableError: the run may still be alive on hosts that do not answer.
-        RunStateError: the run is alive, or its stop could not be recorded.
+        UnreachableError: The run may still be alive on hosts that do not answer.
+        RunStateError: The run is alive, or its stop could not be recorded.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     with closing(runner_for_run(state)) as runner:
         result = end_run(runner, state)
         require_stopped(state, result)
         if result.ended_processes:
-            report_duration(time.monotonic() - began)
-            now = replace(reload_state(state), stop_requested=time.time())
-            runs.remember_outcome(now, snapshot.take_snapshot(now, {}))
+            report_duration(time.monotonic() - start_time)
+            stopped_state = replace(reload_state(state), stop_requested=time.time())
+            runs.remember_outcome(stopped_state, snapshot.take_snapshot(stopped_state, {}))
             require_recorded(state, result)
             return None
         phase = runs.remember_outcome(state, runner.query(state)).phase

@@ -59,11 +59,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """Registered run.
 
-    ``given`` is the directory as written in the YAML, which may mean another one elsewhere.
-    ``ended`` is the outcome, if the run is known to have ended.
+    ``config`` is the YAML that it was started from. ``given`` is the directory as written in the
+    YAML, which may mean another one on other machines. ``ended`` is the outcome, if the run is
+    known to have ended.
     """
 
     state: RunState
@@ -107,7 +108,9 @@ def register_run(plan: LaunchPlan, experiment: Experiment) -> Iterator[Callable[
     The block receives a function that updates the registered state. If the run is not started after
     all, its entry is removed.
     """
-    entry = Entry(make_state(plan), str(experiment.config_file), _directory_as_written(experiment))
+    entry = RunEntry(
+        make_state(plan), str(experiment.config_file), _directory_as_written(experiment)
+    )
     _save_entry(entry)
     try:
         yield lambda state: _save_entry(replace(entry, state=state))
@@ -121,12 +124,12 @@ def _directory_as_written(experiment: Experiment) -> str:
     return str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))
 
 
-def _save_entry(entry: Entry) -> None:
+def _save_entry(entry: RunEntry) -> None:
     try:
         entry.save()
         _prune_entries()
     except OSError as error:
-        # A run that only its directory knows is still a run.
+        # A run that is recorded only in its own directory can still be used.
         text = f"{error.filename}: {error.strerror}"
         print(f"note: run {entry.state.run_id} is not registered: {text}", file=sys.stderr)
 
@@ -140,34 +143,37 @@ def _prune_entries() -> None:
             path.unlink(missing_ok=True)
 
 
-def read_entries() -> list[Entry]:
+def read_entries() -> list[RunEntry]:
     """Return all registered runs that can be read, oldest first."""
     candidates = (_read_file(path) for path in _entry_paths())
     return [entry for entry in candidates if entry is not None]
 
 
-def read_entry(run_id: str) -> Entry | None:
+def read_entry(run_id: str) -> RunEntry | None:
     """Return the entry of a run, or None."""
     return _read_file(_entry_path(run_id))
 
 
-def _read_file(path: Path) -> Entry | None:
+def _read_file(path: Path) -> RunEntry | None:
     try:
         record = read_json(path)
         if record is None:
             return None
         state = read_state(record["state"], path)
         ended = Outcome(**record["ended"]) if record["ended"] is not None else None
-        return Entry(**{**record, "state": state, "ended": ended})
+        return RunEntry(**{**record, "state": state, "ended": ended})
     except (OSError, RunStateError, TypeError, KeyError):
         return None
 
 
-def find_all_runs() -> list[Entry]:
+def find_all_runs() -> list[RunEntry]:
     """Return registered runs, and unregistered ones with live processes on this machine."""
     registered = read_entries()
     ids = {entry.state.run_id for entry in registered}
-    return [*registered, *(Entry(run) for run in _find_live_processes() if run.run_id not in ids)]
+    return [
+        *registered,
+        *(RunEntry(run) for run in _find_live_processes() if run.run_id not in ids),
+    ]
 
 
 def query_run(state: RunState) -> Snapshot:
@@ -202,8 +208,10 @@ def find_in_directory(exp_dir: Path) -> RunState | None:
     """Return the run that was started last in a directory, even if the directory is gone."""
     state = load_state(Layout(exp_dir).state)
     if state is None:
-        real = exp_dir.resolve()
-        states = [entry.state for entry in find_all_runs() if entry.state.exp_dir.resolve() == real]
+        real_path = exp_dir.resolve()
+        states = [
+            entry.state for entry in find_all_runs() if entry.state.exp_dir.resolve() == real_path
+        ]
         state = states[-1] if states else None
     return state
 
@@ -256,10 +264,10 @@ def find_of_experiment(experiment: Experiment) -> RunState | None:
 
 
 def require_run(text: str) -> RunState:
-    """Return the run that a text names, see :func:`find`.
+    """Return the run that a text names, see :func:`find_run`.
 
     Raises:
-        RunStateError: there is none.
+        RunStateError: There is none.
     """
     state = find_run(text)
     if state is None:
@@ -288,13 +296,15 @@ def find_run(text: str) -> RunState | None:
     matches = [state for state in matches if state.run_id == text] or matches
     if len(matches) > 1:
         ids = list_first([state.run_id for state in matches], 5)
-        raise ConfigError(f"{text}: {len(matches)} runs begin so: {ids}", hint="give more of it")
+        raise ConfigError(
+            f"{text}: {len(matches)} runs begin so: {ids}", hint="give more characters of the id"
+        )
     return reload_state(matches[0]) if matches else None
 
 
 def _find_live_processes() -> list[RunState]:
-    """Return the runs with live processes on this machine, as far as the processes' environments
-    tell.
+    """Return the runs with live processes on this machine, as far as the environment of these
+    processes is readable.
     """
     states: dict[str, RunState] = {}
     for pid in processes.iter_pids():
@@ -308,11 +318,23 @@ def _find_live_processes() -> list[RunState]:
 
 def _state_from_process(run_id: str, run_dir: Path) -> RunState:
     # <exp_dir>/logs/details/<host>/<run id>, or runner.log_dir in place of the first three.
-    above = run_dir.parents
-    usual = len(above) > 3 and (above[1].name, above[2].name) == ("details", "logs")
-    exp_dir = above[3] if usual else run_dir
-    none = run_dir / "none"
-    host = HostState("localhost", 0, 0, run_dir, none, node_rank=0, script=none, pid_file=none)
+    parents = run_dir.parents
+    has_default_layout = len(parents) > 3 and (parents[1].name, parents[2].name) == (
+        "details",
+        "logs",
+    )
+    exp_dir = parents[3] if has_default_layout else run_dir
+    missing_file = run_dir / "none"
+    host = HostState(
+        "localhost",
+        0,
+        0,
+        run_dir,
+        missing_file,
+        node_rank=0,
+        script=missing_file,
+        pid_file=missing_file,
+    )
     runner = RunnerHandle("local")
     return reload_state(
         RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,))

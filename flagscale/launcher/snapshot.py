@@ -1,4 +1,7 @@
-"""Snapshot of a run for ``query``: from its state, its processes and its ranks' events."""
+"""Snapshot of a run for ``query``: from its state, its processes and the events of its ranks.
+
+Runners collect a :class:`HostObservation` per host and call :func:`take_snapshot`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from flagscale.launcher.liveness.diagnosis import Failure, last_lines
 from flagscale.launcher.state import Exit, HostState, RunState
 from flagscale.status import Event, list_status_files, read_events, read_progress
 
-_PACE_EVENTS = 20
-_UNSETTLED = "the hosts are still finding out what failed first"
+_SPEED_EVENTS = 20
+_UNSETTLED = "the hosts are still determining the first failure"
 
 
 class Phase(str, Enum):
@@ -145,9 +148,9 @@ class EventReader:
                 for rank in host.ranks:
                     self.events.pop(rank, None)
             for path in list_status_files(directory):
-                new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
-                if new:
-                    self.events.setdefault(new[0].rank, []).extend(new)
+                new_events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+                if new_events:
+                    self.events.setdefault(new_events[0].rank, []).extend(new_events)
         return self.events
 
     def attempts(self) -> set[int]:
@@ -169,7 +172,14 @@ def take_snapshot(
     *,
     with_lines: bool = False,
 ) -> Snapshot:
-    """Take a snapshot of a run. ``seen`` has the observations of hosts by node rank."""
+    """Take a snapshot of a run.
+
+    Args:
+        state: State of the run.
+        observations: Observations of hosts by node rank.
+        reader: Reader of the ranks' events, to continue an earlier one.
+        with_lines: Whether to include the last line of each host's output.
+    """
     reader = reader or EventReader(state.hosts)
     # Exits are read first: a run that ends in between appears alive once more, never lost.
     exits = [host.exit() for host in state.hosts]
@@ -190,15 +200,17 @@ def take_snapshot(
     # The agents that will agree on the first failure are alive, because the script of the first
     # host reports the end of its agent. This is checked before the verdict is read, which may
     # become final in between.
-    agreeing = phase is Phase.RUNNING and observations.get(0, HostObservation()).alive == "script"
-    unsettled = agreeing and not failures.is_settled(state.hosts)
+    agents_can_agree = (
+        phase is Phase.RUNNING and observations.get(0, HostObservation()).alive == "script"
+    )
+    is_unsettled = agents_can_agree and not failures.is_settled(state.hosts)
     may_have_failed = phase in (Phase.FAILED, Phase.RUNNING)
     failure = failures.find_first_failure(state, events) if may_have_failed else None
     warnings = _collect_warnings(events)
-    if failure is not None and unsettled:
+    if failure is not None and is_unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
-    job = failures.read_job_record(state.hosts)
+    job_record = failures.read_job_record(state.hosts)
     return Snapshot(
         run_id=state.run_id,
         name=state.name,
@@ -210,11 +222,11 @@ def take_snapshot(
         failure=failure,
         hosts=tuple(rows),
         warnings=tuple(warnings),
-        attempt=int(job.get("attempt", 1)),
-        attempts=int(job.get("attempts", 1)),
+        attempt=int(job_record.get("attempt", 1)),
+        attempts=int(job_record.get("attempts", 1)),
         earlier=failures.list_earlier_failures(state.hosts),
         events=events,
-        **_training_figures(events, phase),
+        **_training_metrics(events, phase),
     )
 
 
@@ -280,22 +292,24 @@ def _phase_start(
     return state.started
 
 
-def _training_figures(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
-    """Return the latest figures of training, and the remaining time at the recent speed."""
+def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
+    """Return the latest training metrics, and the remaining time at the recent speed."""
     rows = [row for rows in events.values() for row in rows if row.event == "progress"]
     if not rows:
         return {}
     rows.sort(key=lambda row: row.time)
-    last = rows[-1]
-    step, total = last.get_number("step"), last.get_number("train_steps")
-    figures = {"step": step, "train_steps": total}
-    figures |= {name: last.get_number(name) for name in ("loss", "tokens_per_second", "memory_gib")}
-    recent = rows[-_PACE_EVENTS:]
+    latest = rows[-1]
+    step, train_steps = latest.get_number("step"), latest.get_number("train_steps")
+    metrics = {"step": step, "train_steps": train_steps}
+    metrics |= {
+        name: latest.get_number(name) for name in ("loss", "tokens_per_second", "memory_gib")
+    }
+    recent = rows[-_SPEED_EVENTS:]
     steps = (step or 0) - (recent[0].get_number("step") or 0)
-    if phase is Phase.RUNNING and total and step and steps > 0:
-        pace = (last.time - recent[0].time) / steps
-        figures["eta_seconds"] = round(pace * max(0, total - step), 1)
-    return figures
+    if phase is Phase.RUNNING and train_steps and step and steps > 0:
+        seconds_per_step = (latest.time - recent[0].time) / steps
+        metrics["eta_seconds"] = round(seconds_per_step * max(0, train_steps - step), 1)
+    return metrics
 
 
 def _collect_warnings(events: dict[int, list[Event]]) -> list[str]:

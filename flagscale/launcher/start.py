@@ -1,10 +1,10 @@
-"""Wait until a run that was just started has really started.
+"""Waiting until a run that was just launched has really started.
 
-A program of ours reports ``joined`` from every rank, ``ready`` once model, data and checkpoint are
-loaded, and ``progress`` after its first step; ``runner.wait_for`` selects the one to wait for.
-Other programs that report status have no ``ready``; they count as ready once they have joined. A
-program that reports nothing counts as started after all its rank processes have lived for a few
-seconds.
+The training program of this project reports ``joined`` from every rank, ``ready`` once model, data
+and checkpoint are loaded, and ``progress`` after its first step; ``runner.wait_for`` selects the
+event to wait for. Other programs that report status have no ``ready``; they count as ready once
+they have joined. A program that reports nothing counts as started after all its rank processes have
+lived for a few seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flagscale.launcher.snapshot import EventReader
 from flagscale.launcher.state import RunState
 from flagscale.records import from_record
 
-EXTERNAL_SECONDS = 3.0
+STABLE_PROCESS_SECONDS = 3.0
 # torchrun needs a moment to detect a failed rank and to write its table.
-_FAILURE_SECONDS = 5.0
+_FAILURE_REPORT_SECONDS = 5.0
 _SCAN_SECONDS = 0.25
 # Interval of progress lines about a slow start.
 _PROGRESS_LINE_SECONDS = 15.0
@@ -68,9 +68,9 @@ class _StartWait:
         joining = wait_for == "joined" or (wait_for == "ready" and state.external)
         self._wait_for = "joined" if joining else wait_for
         self._reader = EventReader(state.hosts)
-        self._began = self._attempt_began = time.monotonic()
+        self._start_time = self._attempt_start_time = time.monotonic()
         self._joined_at: float | None = None
-        self._last_line_at = self._began
+        self._last_line_at = self._start_time
         self._restarts = 0
         self._last_count_at, self._running_since = 0.0, math.inf
 
@@ -89,7 +89,7 @@ class _StartWait:
             self._print_progress()
             time.sleep(processes.POLL_SECONDS)
 
-    # -- how far it is ------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------
 
     def _describe_if_reached(self) -> str:
         """Describe the progress if ``wait_for`` is reached; otherwise return an empty string."""
@@ -104,10 +104,10 @@ class _StartWait:
             self._joined_at = self._last_line_at = now
             if self._wait_for != "joined" and not self._stage_reached():
                 stage = _STAGE_NAMES[self._wait_for]
-                log_line(f"{joined} in {now - self._began:.1f} s; waiting for {stage}")
+                log_line(f"{joined} in {now - self._start_time:.1f} s; waiting for {stage}")
         if not self._stage_reached():
             return ""
-        seconds = now - self._began
+        seconds = now - self._start_time
         if self._wait_for == "joined":
             return f"{joined} in {seconds:.1f} s"
         stage = "ready" if self._wait_for == "ready" else "past the first step"
@@ -121,7 +121,7 @@ class _StartWait:
         self._last_count_at = now
         all_running = self._runner.rank_count(self._state) >= self._state.world_size
         self._running_since = min(self._running_since, now) if all_running else math.inf
-        return now - self._running_since >= EXTERNAL_SECONDS
+        return now - self._running_since >= STABLE_PROCESS_SECONDS
 
     def _is_current(self, job: dict[str, Any]) -> bool:
         """Return whether all reports belong to the current attempt."""
@@ -149,10 +149,10 @@ class _StartWait:
             return
         self._last_line_at = now
         if self._joined_at is None:
-            what = f"{len(self._ranks_at('joined'))} of {self._state.world_size} rank(s) joined"
+            progress = f"{len(self._ranks_at('joined'))} of {self._state.world_size} rank(s) joined"
         else:
-            what = f"waiting for {_STAGE_NAMES[self._wait_for]}"
-        log_line(f"{now - self._began:.0f} s: {what}{self._list_missing()}")
+            progress = f"waiting for {_STAGE_NAMES[self._wait_for]}"
+        log_line(f"{now - self._start_time:.0f} s: {progress}{self._list_missing()}")
 
     def _describe_if_late(self) -> str:
         """Describe a start that takes too long; empty while there is time.
@@ -160,9 +160,9 @@ class _StartWait:
         Raises:
             JobError: not even every rank has joined; the run is ended.
         """
-        since = self._joined_at if self._joined_at is not None else self._attempt_began
-        restarted = _RESTART_MARGIN_SECONDS if self._restarts else 0.0
-        if time.monotonic() - since <= self._timeout + restarted:
+        stage_start = self._joined_at if self._joined_at is not None else self._attempt_start_time
+        margin = _RESTART_MARGIN_SECONDS if self._restarts else 0.0
+        if time.monotonic() - stage_start <= self._timeout + margin:
             return ""
         if self._joined_at is not None:
             return (
@@ -185,29 +185,31 @@ class _StartWait:
 
         Until they have decided, the failure may belong to an earlier attempt.
         """
-        final = job.get("attempts") == 1 or job.get("phase") == "over"
-        return final and bool(self._reader.ranks_with("failed"))
+        is_final = job.get("attempts") == 1 or job.get("phase") == "over"
+        return is_final and bool(self._reader.ranks_with("failed"))
 
     def _print_restarts(self, job: dict[str, Any]) -> None:
         """Report attempts that are followed by another one, which gets its own timeout."""
         restarts = job.get("restarts", [])
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = from_record(Failure, restart.get("failure"))
-            why = failure.headline() if failure is not None else "for no reason that is known"
+            reason = failure.headline() if failure is not None else "for an unknown reason"
             log_line(
-                f"attempt {number} of {job.get('attempts')} failed: {why}; the job starts again"
+                f"attempt {number} of {job.get('attempts')} failed: {reason}; the job starts again"
             )
         if len(restarts) != self._restarts:
             self._restarts = len(restarts)
-            self._joined_at, self._attempt_began = None, time.monotonic()
+            self._joined_at, self._attempt_start_time = None, time.monotonic()
 
     def _handle_early_end(self) -> str:
         """Handle a run that ended, or a rank that failed for good, before ``wait_for``."""
         state, runner = self._state, self._runner
-        everywhere = processes.wait_until(lambda: runner.ended(state), _FAILURE_SECONDS)
+        ended_everywhere = processes.wait_until(
+            lambda: runner.ended(state), _FAILURE_REPORT_SECONDS
+        )
         runner.bring_output(state)
         failure = find_first_failure(state, self._reader.refresh())
-        if failure is None and everywhere:
+        if failure is None and ended_everywhere:
             code = runner.wait(state)
             if code == 0:
                 return "the job has ended already, with exit code 0"
@@ -222,10 +224,14 @@ class _StartWait:
         if failure is None:
             ends = [ended for host in state.hosts if (ended := host.exit()) is not None]
             if ends and not any(ended.code for ended in ends):
-                return "the job has ended well on some hosts already and is ending on the others"
+                return (
+                    "the job has ended on some hosts, without an error, and is ending on the rest"
+                )
             _stop_half_ended(state, runner)
-        which = f" in attempt {self._restarts + 1}" if self._restarts else ""
-        raise JobError(f"run {state.run_id} failed{which}: {failure.describe()}", exit_code=1)
+        attempt_text = f" in attempt {self._restarts + 1}" if self._restarts else ""
+        raise JobError(
+            f"run {state.run_id} failed{attempt_text}: {failure.describe()}", exit_code=1
+        )
 
 
 def _describe_required_ports(state: RunState) -> str:
@@ -246,9 +252,10 @@ def _stop_half_ended(state: RunState, runner: Runner) -> NoReturn:
     """
     snapshot = runner.query(state)
     ended_hosts = [row.host for row in snapshot.hosts if row.phase.ended]
-    ended = next((host for host in state.hosts if host.name in ended_hosts), state.hosts[0])
+    ended_host = next((host for host in state.hosts if host.name in ended_hosts), state.hosts[0])
     runner.stop(state)
     raise JobError(
         f"run {state.run_id}: the script ended on {compress_names(ended_hosts)} before every rank "
-        f"had joined. The run was stopped\n{last_lines(ended.output)}\n  log: {ended.output}"
+        f"had joined. The run was stopped\n{last_lines(ended_host.output)}\n"
+        f"  log: {ended_host.output}"
     )

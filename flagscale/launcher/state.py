@@ -1,18 +1,30 @@
-"""State of a run on disk: everything that ``query``, ``logs`` and ``stop`` read."""
+"""State of a run on disk (``logs/state.json``): everything that ``query``, ``logs`` and ``stop``
+read.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from flagscale.errors import RunStateError
-from flagscale.files import make_private_directory, read_json, to_plain, write_atomic, write_json
+from flagscale.files import (
+    make_private_directory,
+    read_json,
+    require_private,
+    require_trusted_file,
+    to_plain,
+    write_atomic,
+    write_json,
+)
 from flagscale.hosts.names import compress_names, list_first
 from flagscale.launcher.layout import EXIT_FILE, OLD_OUTPUT_FILE, HostFiles, Layout
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
@@ -104,6 +116,8 @@ def load_state(path: Path) -> RunState | None:
     Raises:
         RunStateError: the file exists but is not a state of this version.
     """
+    if os.path.lexists(path):
+        _check_trust(lambda: require_trusted_file(path, path.parent.parent))
     record = read_json(path)
     if record is None:
         if path.exists():
@@ -112,24 +126,42 @@ def load_state(path: Path) -> RunState | None:
     return read_state(_with_moved_paths(record, path), path)
 
 
+def _check_trust(check: Callable[[], None]) -> None:
+    """Run a check of :mod:`flagscale.files`.
+
+    Raises:
+        RunStateError: Another user could have written what the check is about.
+    """
+    try:
+        check()
+    except PermissionError as error:
+        raise RunStateError(
+            f"{error.filename} {error.strerror}: it is not used for a run",
+            hint="set another experiment.exp_dir",
+        ) from None
+
+
 def _with_moved_paths(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the record with the paths of a renamed directory."""
-    old = str(record.get("exp_dir"))
-    here = str(path.absolute().parent.parent)
-    if Path(old).exists() or Layout(Path(here)).state != path.absolute():
+    old_directory = str(record.get("exp_dir"))
+    new_directory = str(path.absolute().parent.parent)
+    if Path(old_directory).exists() or Layout(Path(new_directory)).state != path.absolute():
         return record
     text = json.dumps(record)
-    for end in ("/", '"'):
-        text = text.replace(f"{json.dumps(old)[:-1]}{end}", f"{json.dumps(here)[:-1]}{end}")
+    for terminator in ("/", '"'):
+        text = text.replace(
+            f"{json.dumps(old_directory)[:-1]}{terminator}",
+            f"{json.dumps(new_directory)[:-1]}{terminator}",
+        )
     return cast(dict[str, Any], json.loads(text))
 
 
 def reload_state(state: RunState) -> RunState:
     """Return the run's current state from its own directory, if that still exists."""
     with suppress(RunStateError, OSError):
-        now = load_state(Layout(state.exp_dir).state)
-        if now is not None and now.run_id == state.run_id:
-            return now
+        current_state = load_state(Layout(state.exp_dir).state)
+        if current_state is not None and current_state.run_id == state.run_id:
+            return current_state
     return state
 
 
@@ -165,10 +197,12 @@ def make_state(plan: LaunchPlan) -> RunState:
     return RunState(**common_fields, started=round(time.time(), 3))
 
 
-def _common_fields(kind: type, of: object) -> dict[str, Any]:
-    """Return the values of a plan under the names of a state's fields."""
+def _common_fields(state_class: type, plan: object) -> dict[str, Any]:
+    """Return the values of a plan's attributes whose names are fields of a state class."""
     return {
-        field.name: getattr(of, field.name) for field in fields(kind) if hasattr(of, field.name)
+        field.name: getattr(plan, field.name)
+        for field in fields(state_class)
+        if hasattr(plan, field.name)
     }
 
 
@@ -182,6 +216,7 @@ def start_lock(layout: Layout) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     make_private_directory(layout.logs)
+    _check_trust(lambda: require_private(layout.logs))
     try:
         with FileLock(layout.lock, timeout=10, mode=0o600):
             yield
@@ -192,12 +227,12 @@ def start_lock(layout: Layout) -> Iterator[None]:
 def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]:
     """Return the message and the hint for a live run where another one is to start."""
     pids = [str(host.pid) for host in state.hosts if host.pid is not None]
-    script = f", script pid {list_first(pids)}" if pids else ""
+    script_text = f", script pid {list_first(pids)}" if pids else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
-    where = f" on {compress_names(names)}" if names and state.runner.type != "local" else ""
+    location = f" on {compress_names(names)}" if names and state.runner.type != "local" else ""
     return (
-        f"run {state.run_id} of {state.name} is alive{where} in {state.exp_dir} (since {since}"
-        f"{script})",
+        f"run {state.run_id} of {state.name} is alive{location} in {state.exp_dir} (since {since}"
+        f"{script_text})",
         "stop it with action=stop, or give this one another experiment.exp_dir",
     )
 
@@ -207,6 +242,7 @@ def save_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
     layout = plan.layout
     for directory in (layout.scripts, layout.logs / "pids"):
         make_private_directory(directory)
+        _check_trust(partial(require_private, directory))
     write_json(layout.plan, plan.to_json(), durable=False)
     write_atomic(layout.config, config_text, durable=False)
     write_atomic(layout.overrides, overrides_text, durable=False)

@@ -18,10 +18,11 @@ from flagscale.launcher.state import HostState, RunState
 class StopResult:
     """Result of ending a run.
 
-    ``swept`` has the processes that were ended, for each host on which something was alive.
-    ``unreachable`` are the errors of hosts that could not be asked. ``killed`` are the ranks per
-    host that had to be killed, where they are known. ``unrecorded`` is the error that prevented the
-    stop from being recorded in the run's state.
+    Attributes:
+        ended_processes: Processes that were ended, for each host on which something was alive.
+        unreachable: Errors of the hosts that did not answer.
+        killed: Ranks that had to be killed, by host, as far as they are known.
+        unrecorded: Error that prevented recording the stop in the run's state.
     """
 
     ended_processes: Mapping[str, KilledProcesses] = field(default_factory=dict)
@@ -30,32 +31,35 @@ class StopResult:
     unrecorded: OSError | None = None
 
 
-def require_stopped(state: RunState, stopped: StopResult) -> None:
+def require_stopped(state: RunState, result: StopResult) -> None:
     """Raise an error if the run may still be alive.
 
     Raises:
-        UnreachableError: names the hosts that could not be asked.
-        RunStateError: processes belong to another user or survive SIGKILL.
+        UnreachableError: Some hosts did not answer; the message names them.
+        RunStateError: Processes belong to another user or survive SIGKILL.
     """
-    if stopped.unreachable:
-        reached = len(state.hosts) - len(stopped.unreachable)
-        lines = "\n".join(str(error) for error in stopped.unreachable)
+    if result.unreachable:
+        reached_count = len(state.hosts) - len(result.unreachable)
+        lines = "\n".join(str(error) for error in result.unreachable)
         raise UnreachableError(
-            f"run {state.run_id} may still live on {len(stopped.unreachable)} host(s) that cannot "
-            f"be reached; it was stopped on {reached} other(s)\n{lines}",
+            f"run {state.run_id} may still live on {len(result.unreachable)} host(s) that cannot "
+            f"be reached; it was stopped on {reached_count} other(s)\n{lines}",
             hint="stop it again once they answer",
         )
-    owners = {host: swept for host, swept in stopped.ended_processes.items() if swept.owner}
+    owners = {
+        host: processes for host, processes in result.ended_processes.items() if processes.owner
+    }
     if owners:
-        whose = sorted({swept.owner for swept in owners.values()})
+        owner_names = sorted({processes.owner for processes in owners.values()})
         raise RunStateError(
-            f"run {state.run_id} of {state.name} lives and is {' and '.join(whose)}'s, whose "
-            f"processes this user may not end: {_format_survivors(owners)}",
-            hint=f"stop it as {whose[0]}",
+            f"run {state.run_id} of {state.name} is alive and belongs to "
+            f"{' and '.join(owner_names)}, whose processes this user may not end: "
+            f"{_format_survivors(owners)}",
+            hint=f"stop it as {owner_names[0]}",
         )
-    survivors = _format_survivors(stopped.ended_processes)
+    survivors = _format_survivors(result.ended_processes)
     if survivors:
-        raise RunStateError(f"run {state.run_id}: these processes survive a KILL: {survivors}")
+        raise RunStateError(f"run {state.run_id}: these processes survive SIGKILL: {survivors}")
 
 
 def _format_survivors(ended_processes: Mapping[str, KilledProcesses]) -> str:
@@ -85,15 +89,15 @@ def record_stop(state: RunState) -> OSError | None:
     return None
 
 
-def require_recorded(state: RunState, stopped: StopResult) -> None:
+def require_recorded(state: RunState, result: StopResult) -> None:
     """Raise RunStateError if the run was ended but its state does not record that."""
-    error = stopped.unrecorded
+    error = result.unrecorded
     if error is not None:
         raise RunStateError(
             f"run {state.run_id} of {state.name} was stopped, but that could not be recorded: "
             f"{error.filename}: {error.strerror}",
-            hint="make room there before the next run; action=query may call this one lost or "
-            "failed",
+            hint="free space there before the next run; action=query may report this run as lost "
+            "or failed",
         )
 
 
@@ -106,21 +110,21 @@ def killed_ranks(host: HostState, processes: KilledProcesses) -> tuple[int, ...]
     return tuple(sorted(rank for rank, pid in processes.ranks.items() if pid in pids))
 
 
-def describe_lost_work(state: RunState, stopped: StopResult, since: float) -> str:
-    """Describe the work lost by a stop requested at ``since`` (Unix seconds).
+def describe_lost_work(state: RunState, result: StopResult, stop_time: float) -> str:
+    """Describe the work lost by a stop requested at ``stop_time`` (Unix seconds).
 
     Empty if all ranks have ended by themselves.
     """
-    ranks = sorted(rank for killed in stopped.killed.values() for rank in killed)
+    ranks = sorted(rank for killed in result.killed.values() for rank in killed)
     # On hosts with unknown ranks, count the killed processes.
     unknown_ranks = {
-        host: len(swept.killed)
-        for host, swept in stopped.ended_processes.items()
-        if swept.killed and not stopped.killed.get(host)
+        host: len(processes.killed)
+        for host, processes in result.ended_processes.items()
+        if processes.killed and not result.killed.get(host)
     }
     parts = []
     if ranks:
-        hosts = compress_names(host for host, killed in stopped.killed.items() if killed)
+        hosts = compress_names(host for host, killed in result.killed.items() if killed)
         parts.append(f"rank{'s' if ranks[1:] else ''} {list_first(ranks)} on {hosts}")
     if unknown_ranks:
         parts.append(
@@ -128,18 +132,18 @@ def describe_lost_work(state: RunState, stopped: StopResult, since: float) -> st
         )
     if not parts:
         return ""
-    were = "was" if len(ranks) == 1 and not unknown_ranks else "were"
+    verb = "was" if len(ranks) == 1 and not unknown_ranks else "were"
     return (
         f"{' and '.join(parts)} did not end within the {state.stop_grace:g} s of runner.stop_grace "
-        f"and {were} killed; {_describe_saved_checkpoint(state, since)}"
+        f"and {verb} killed; {_describe_saved_checkpoint(state, stop_time)}"
     )
 
 
-def _describe_saved_checkpoint(state: RunState, since: float) -> str:
-    """Describe the checkpoint that was saved after ``since``, if any."""
+def _describe_saved_checkpoint(state: RunState, stop_time: float) -> str:
+    """Describe the checkpoint that was saved after ``stop_time``, if any."""
     events = EventReader(state.hosts).refresh()
     rows = [row for rows in events.values() for row in rows if row.event == "checkpoint"]
-    steps = [row.get("step") for row in rows if row.time >= since]
+    steps = [row.get("step") for row in rows if row.time >= stop_time]
     if steps:
         return f"the checkpoint of step {steps[-1]} was saved on the way"
     # Only this project's program is known to report every checkpoint.

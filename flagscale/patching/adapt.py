@@ -1,4 +1,4 @@
-"""Steps that turn an unpacked source into an adapted tree."""
+"""Steps that turn an unpacked source into an adapted tree; :mod:`.unpatch` calls them in order."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from flagscale.patching import diffs, git
 from flagscale.patching.manifest import file_digest
 from flagscale.patching.spec import BackendSpec
 
-_WORTH_PARSING = re.compile(rb"\bcuda\b|\bis_cuda\b|nccl|_cuda_rng_state|except (Import|ModuleNot)")
+_CODEMOD_CANDIDATE_PATTERN = re.compile(
+    rb"\bcuda\b|\bis_cuda\b|nccl|_cuda_rng_state|except (Import|ModuleNot)"
+)
 """Files without any of these need no codemod; parsing takes most of the time."""
-_PARALLEL_FROM = 16
+_MIN_FILES_FOR_PROCESSES = 16
 """Number of files below which starting processes costs more than it saves."""
 
 
-def write_own_files(files: Path, tree: Path) -> list[str]:
-    """Copy the additional files into the tree and return their paths.
+def copy_additional_files(additional_files: Path, tree: Path) -> list[str]:
+    """Copy the definition's additional files into the tree and return their paths.
 
     Raises:
         BackendSourceError: the source already has a file of that name.
     """
-    written = []
-    for original in sorted(p for p in files.rglob("*") if p.is_file()):
+    copied_paths = []
+    for original in sorted(p for p in additional_files.rglob("*") if p.is_file()):
         if "__pycache__" in original.parts:
             continue
-        path = original.relative_to(files).as_posix()
+        path = original.relative_to(additional_files).as_posix()
         if (tree / path).exists():
             raise BackendSourceError(
                 f"the source already has {path}, which the adaptation would write",
@@ -43,8 +45,8 @@ def write_own_files(files: Path, tree: Path) -> list[str]:
             )
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(original, tree / path)
-        written.append(path)
-    return written
+        copied_paths.append(path)
+    return copied_paths
 
 
 def run_codemods(spec: BackendSpec, tree: Path) -> dict[str, dict[str, int]]:
@@ -53,19 +55,19 @@ def run_codemods(spec: BackendSpec, tree: Path) -> dict[str, dict[str, int]]:
     Raises:
         BackendSourceError: a file cannot be parsed.
     """
-    work: list[tuple[Path, str, tuple[str, ...]]] = []
+    jobs: list[tuple[Path, str, tuple[str, ...]]] = []
     for file in sorted(tree.rglob("*.py")):
         path = file.relative_to(tree).as_posix()
         names = spec.codemods_for(path)
-        if names and not file.is_symlink() and _WORTH_PARSING.search(file.read_bytes()):
-            work.append((tree, path, names))
-    if len(work) < _PARALLEL_FROM:
-        results: Iterable[tuple[str, dict[str, int]]] = map(_rewrite_file, work)
+        if names and not file.is_symlink() and _CODEMOD_CANDIDATE_PATTERN.search(file.read_bytes()):
+            jobs.append((tree, path, names))
+    if len(jobs) < _MIN_FILES_FOR_PROCESSES:
+        results: Iterable[tuple[str, dict[str, int]]] = map(_rewrite_file, jobs)
     else:
         workers = min(os.cpu_count() or 1, 8)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            results = list(pool.map(_rewrite_file, work, chunksize=4))
+            results = list(pool.map(_rewrite_file, jobs, chunksize=4))
     return {path: changes for path, changes in results if changes}
 
 
@@ -88,8 +90,8 @@ def _rewrite_file(job: tuple[Path, str, tuple[str, ...]]) -> tuple[str, dict[str
 def sum_changes(changes: dict[str, dict[str, int]]) -> dict[str, int]:
     """Return the number of changes per codemod over all files."""
     total: Counter[str] = Counter()
-    for of_file in changes.values():
-        total.update(of_file)
+    for file_changes in changes.values():
+        total.update(file_changes)
     return dict(sorted(total.items()))
 
 
@@ -104,20 +106,20 @@ def apply_patches(directory: Path, tree: Path) -> dict[str, str]:
     Raises:
         BackendSourceError: a patch does not apply; names file, hunk, expected and found lines.
     """
-    applied = {}
+    digests = {}
     for name in list_patches(directory):
         content = (directory / name).read_bytes()
         if message := git.apply_patch(content, tree):
             reasons = diffs.explain_failure(content.decode("utf-8", errors="replace"), tree) or [
                 message
             ]
-            listed = "\n".join(f"  {reason}" for reason in reasons)
+            reason_lines = "\n".join(f"  {reason}" for reason in reasons)
             raise BackendSourceError(
-                f"{directory / name}: the patch no longer applies\n{listed}",
+                f"{directory / name}: the patch no longer applies\n{reason_lines}",
                 hint="mend or remove the patch; the tree in third_party is unchanged",
             )
-        applied[name] = file_digest(directory / name)
-    return applied
+        digests[name] = file_digest(directory / name)
+    return digests
 
 
 def check_python(tree: Path, paths: Iterable[str]) -> None:
@@ -137,16 +139,16 @@ def check_python(tree: Path, paths: Iterable[str]) -> None:
             raise BackendSourceError(f"{path}:{line}: does not compile: {error}: {text}") from error
 
 
-def write_bytecode(tree: Path, final: Path, packages: Sequence[str]) -> None:
-    """Compile the packages' files in advance, for their final location ``final``.
+def write_bytecode(tree: Path, final_tree: Path, packages: Sequence[str]) -> None:
+    """Compile the packages' files in advance, for the tree's final location ``final_tree``.
 
     Without bytecode, the first import of a large backend takes several times as long, on every
     rank. Files that this Python cannot compile are ignored until they are imported.
     """
     roots = [str(tree / package) for package in packages if (tree / package).is_dir()]
     if roots:
-        many = sum(1 for _ in tree.rglob("*.py")) >= _PARALLEL_FROM
+        has_many_files = sum(1 for _ in tree.rglob("*.py")) >= _MIN_FILES_FOR_PROCESSES
         compiler = (sys.executable, "-W", "ignore", "-m", "compileall", "-q", "-q")
-        workers = "0" if many else "1"  # 0 is one a core
-        command = [*compiler, "-j", workers, "-s", str(tree), "-p", str(final), *roots]
+        workers = "0" if has_many_files else "1"  # 0 is one a core
+        command = [*compiler, "-j", workers, "-s", str(tree), "-p", str(final_tree), *roots]
         subprocess.run(command, capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""Safe unpacking of foreign archives, and packing of our own.
+"""Safe unpacking of archives from outside, and packing of our own.
 
 Nothing is written outside the destination: absolute names, ``..``, links that lead outside, devices
 and files behind links are refused before anything is written.
@@ -49,32 +49,34 @@ def unpack(archive: Path, destination: Path) -> None:
 def _list_safe_members(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, str]]:
     """Return the members to write, with their paths below the single top directory."""
     members: list[tuple[tarfile.TarInfo, str]] = []
-    tops: set[str] = set()
+    top_directories: set[str] = set()
     members_by_path: dict[str, tarfile.TarInfo] = {}
-    size = 0
+    total_bytes = 0
     for count, member in enumerate(tar):
-        size += member.size
-        if count >= MAX_MEMBERS or size > MAX_BYTES:
+        total_bytes += member.size
+        if count >= MAX_MEMBERS or total_bytes > MAX_BYTES:
             raise BackendSourceError(
                 f"{archive}: more than {MAX_MEMBERS} members or {MAX_BYTES >> 30} GiB unpacked; "
                 f"no source tree is that large"
             )
-        _refuse_unsafe(archive, member)
+        _check_member(archive, member)
         top, _, path = posixpath.normpath(member.name).partition("/")
-        tops.add(top)
+        top_directories.add(top)
         if member.isdir() or not path or path.partition("/")[0].endswith(".egg-info"):
             continue
         if path in members_by_path:
             raise BackendSourceError(f"{archive}: names {member.name!r} twice")
         members_by_path[path] = member
         members.append((member, path))
-    if len(tops) != 1:
-        listed = ", ".join(sorted(tops)[:5]) or "nothing"
-        raise BackendSourceError(f"{archive}: expected one top directory, found {listed}")
+    if len(top_directories) != 1:
+        listed_directories = ", ".join(sorted(top_directories)[:5]) or "nothing"
+        raise BackendSourceError(
+            f"{archive}: expected one top directory, found {listed_directories}"
+        )
     for _, path in members:
-        if blocked := next((p for p in _parents(path) if p in members_by_path), None):
+        if blocking_path := next((p for p in _parents(path) if p in members_by_path), None):
             raise BackendSourceError(
-                f"{archive}: {path!r} lies below {blocked!r}, which is not a directory"
+                f"{archive}: {path!r} lies below {blocking_path!r}, which is not a directory"
             )
     return members
 
@@ -84,7 +86,7 @@ def _parents(path: str) -> Iterable[str]:
         yield path
 
 
-def _refuse_unsafe(archive: Path, member: tarfile.TarInfo) -> None:
+def _check_member(archive: Path, member: tarfile.TarInfo) -> None:
     name = member.name
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise BackendSourceError(f"{archive}: refuses to unpack the path {name!r}")
@@ -98,18 +100,18 @@ def _refuse_unsafe(archive: Path, member: tarfile.TarInfo) -> None:
 
 
 def stays_inside(link: str, target: str, *, levels: int = 0) -> bool:
-    """Return whether a link at the relative path ``link`` stays below the first ``levels``
-    directories.
+    """Return True if a link at the relative path ``link`` stays below the first ``levels``
+    directories of that path.
 
-    ``..`` is accepted only at the start of ``target``: after a name it would apply to the place
-    where that name, which may be a link, leads.
+    ``..`` is accepted only at the start of ``target``: after a name it would apply to the directory
+    that the name leads to, and the name may be a link.
     """
     steps = [step for step in target.split("/") if step not in ("", ".")]
-    ups = len(list(takewhile(lambda step: step == "..", steps)))
-    if target.startswith("/") or ".." in steps[ups:]:
+    parent_steps = len(list(takewhile(lambda step: step == "..", steps)))
+    if target.startswith("/") or ".." in steps[parent_steps:]:
         return False
     depth = len(posixpath.normpath(link).split("/")) - 1
-    return depth - ups >= levels
+    return depth - parent_steps >= levels
 
 
 def _write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
@@ -129,15 +131,19 @@ def copy_tree(source: Path, destination: Path) -> None:
         BackendSourceError: a symbolic link leads outside ``source``.
     """
     for directory, subdirectories, files in os.walk(source):
-        here = Path(directory)
-        links = [d for d in subdirectories if (here / d).is_symlink()]
+        directory_path = Path(directory)
+        links = [d for d in subdirectories if (directory_path / d).is_symlink()]
         subdirectories[:] = [
             d
             for d in subdirectories
             if d not in IGNORED_DIRECTORIES and d not in links and not d.endswith(".egg-info")
         ]
         for name in (*files, *links):
-            _copy_file(here / name, destination, (here / name).relative_to(source).as_posix())
+            _copy_file(
+                directory_path / name,
+                destination,
+                (directory_path / name).relative_to(source).as_posix(),
+            )
 
 
 def _copy_file(original: Path, destination: Path, path: str) -> None:

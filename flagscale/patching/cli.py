@@ -12,7 +12,7 @@ from flagscale.errors import BackendSourceError, FlagscaleError
 from flagscale.patching import report
 from flagscale.patching.collect import collect
 from flagscale.patching.manifest import Edits, read_manifest
-from flagscale.patching.sources import KINDS, SourceOptions
+from flagscale.patching.sources import SOURCE_KINDS, SourceOptions
 from flagscale.patching.spec import DEFAULT_BACKEND, BackendLayout, load_spec, project_root
 from flagscale.patching.unpatch import unpatch
 
@@ -50,7 +50,7 @@ examples:
 def main_unpatch(argv: Sequence[str] | None = None) -> int:
     """Fetch and adapt a backend's source; return the exit code."""
     parser = _make_parser("unpatch.py", _UNPATCH, _UNPATCH_EXAMPLES)
-    parser.add_argument("--source", choices=KINDS, help="where the source comes from")
+    parser.add_argument("--source", choices=SOURCE_KINDS, help="where the source comes from")
     parser.add_argument("--path", type=Path, help="a checkout or a tar archive (--source path)")
     parser.add_argument("--url", help="git repository instead of the pinned one (--source git)")
     parser.add_argument("--commit", help="full commit id instead of the pinned one")
@@ -63,9 +63,9 @@ def main_unpatch(argv: Sequence[str] | None = None) -> int:
         return _run_with_errors(lambda: _print_status(layout, as_json=False))
 
     def run() -> int:
-        choice = SourceOptions(arguments.source, arguments.path, arguments.url, arguments.commit)
-        say = (lambda line: None) if arguments.quiet else _print_step
-        outcome = unpatch(layout, choice, force=arguments.force, report_step=say)
+        options = SourceOptions(arguments.source, arguments.path, arguments.url, arguments.commit)
+        report_step = (lambda line: None) if arguments.quiet else _print_step
+        outcome = unpatch(layout, options, force=arguments.force, report_step=report_step)
         if not arguments.quiet or outcome.manifest.warnings:
             report.print_outcome(layout, outcome)
         return 0
@@ -132,13 +132,15 @@ def _make_parser(program: str, description: str, examples: str | None) -> argpar
 
 def _check_combination(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with code 2 if options contradict each other."""
-    by_kind = {"path": arguments.path, "git": arguments.url or arguments.commit}
-    named = [kind for kind, value in by_kind.items() if value is not None]
-    if len(named) > 1:
+    option_by_kind = {"path": arguments.path, "git": arguments.url or arguments.commit}
+    implied_kinds = [kind for kind, value in option_by_kind.items() if value is not None]
+    if len(implied_kinds) > 1:
         parser.error("--path does not go with --url or --commit")
-    if named and arguments.source not in (None, *named):
-        option = "--path" if named == ["path"] else "--url and --commit"
-        parser.error(f"{option} belongs to --source {named[0]}, not --source {arguments.source}")
+    if implied_kinds and arguments.source not in (None, *implied_kinds):
+        option = "--path" if implied_kinds == ["path"] else "--url and --commit"
+        parser.error(
+            f"{option} belongs to --source {implied_kinds[0]}, not --source {arguments.source}"
+        )
 
 
 def _print_step(line: str) -> None:

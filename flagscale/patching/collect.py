@@ -19,7 +19,7 @@ from flagscale.patching.manifest import Manifest, compare_scans, read_manifest, 
 from flagscale.patching.spec import BackendLayout, load_spec
 from flagscale.patching.unpatch import compute_fingerprint, lock_tree, patch_digests, recover_tree
 
-_DIFF = b"diff --git "
+_DIFF_START = b"diff --git "
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,22 @@ def collect(
                 hint=f"run tools/patch/unpatch.py --backend {layout.backend} first",
             )
         if not force:
-            _refuse_foreign(layout, manifest)
+            _check_patches_applied(layout, manifest)
         with tempfile.TemporaryDirectory(
             dir=layout.tree.parent, prefix=f".{layout.backend}.collect-"
         ) as scratch:
-            patches = _diff_all(layout, manifest, Path(scratch), message)
-        current = manifest.fingerprint == compute_fingerprint(layout, manifest.identity)
+            patches = _diff_tree(layout, manifest, Path(scratch), message)
+        is_current = manifest.fingerprint == compute_fingerprint(layout, manifest.identity)
         collected = _store_patches(layout, patches)
-        _update_manifest(layout, manifest, current=current)
+        _update_manifest(layout, manifest, is_current=is_current)
         return collected
 
 
-def _refuse_foreign(layout: BackendLayout, manifest: Manifest) -> None:
-    changed = compare_scans(dict(manifest.patches), patch_digests(layout))
-    if changed:
-        listed = "\n".join(f"  {line}" for line in changed.format_lines())
+def _check_patches_applied(layout: BackendLayout, manifest: Manifest) -> None:
+    """Raise an error if the patch directory has patches that the tree was not made with."""
+    differences = compare_scans(dict(manifest.patches), patch_digests(layout))
+    if differences:
+        listed = "\n".join(f"  {line}" for line in differences.format_lines())
         raise BackendSourceError(
             f"{layout.patches} is not what the tree was made with:\n{listed}\n"
             f"collecting now would overwrite those changes with what the tree holds",
@@ -75,27 +76,27 @@ def _refuse_foreign(layout: BackendLayout, manifest: Manifest) -> None:
         )
 
 
-def _diff_all(
+def _diff_tree(
     layout: BackendLayout, manifest: Manifest, scratch: Path, message: str | None
 ) -> dict[str, bytes]:
     """Return the complete content of the patch directory, by name."""
     base = scratch / "base"
     unpack(layout.base, base)
     generated = frozenset(manifest.generated)
-    before, after = scan_tree(base), scan_tree(layout.tree, without=generated)
-    edits = compare_scans(before, after)
+    base_scan, tree_scan = scan_tree(base), scan_tree(layout.tree, exclude=generated)
+    edits = compare_scans(base_scan, tree_scan)
     adapt.check_python(layout.tree, [*edits.modified, *edits.added])
     patches = {}
     for number, path in enumerate(edits.paths()):
-        work = scratch / str(number)
-        work.mkdir()
-        old = base / path if path in before else None
-        new = layout.tree / path if path in after else None
+        work_directory = scratch / str(number)
+        work_directory.mkdir()
+        old_file = base / path if path in base_scan else None
+        new_file = layout.tree / path if path in tree_scan else None
         name = f"{path}.patch"
-        diff = git.make_diff(old, new, path, work)
+        diff = git.make_diff(old_file, new_file, path, work_directory)
         patches[name] = _with_header(layout.patches / name, diff, message)
-        shutil.rmtree(work)
-    _verify_patches(base, patches, after)
+        shutil.rmtree(work_directory)
+    _verify_patches(base, patches, tree_scan)
     return patches
 
 
@@ -104,10 +105,10 @@ def _with_header(existing: Path, diff: bytes, message: str | None) -> bytes:
     header = b""
     if existing.is_file():
         content = existing.read_bytes()
-        at = content.find(_DIFF)
-        if at >= 0 and content[at:] == diff:
+        diff_start = content.find(_DIFF_START)
+        if diff_start >= 0 and content[diff_start:] == diff:
             return content
-        header = content[: max(at, 0)]
+        header = content[: max(diff_start, 0)]
     if message is None:
         return header + diff
     lines = "".join(f"# {line}\n" for line in message.strip().splitlines())
@@ -128,8 +129,8 @@ def _verify_patches(base: Path, patches: Mapping[str, bytes], expected: Mapping[
 
 def _store_patches(layout: BackendLayout, patches: Mapping[str, bytes]) -> CollectResult:
     directory = layout.patches
-    present = adapt.list_patches(directory) if directory.is_dir() else []
-    removed = [name for name in present if name not in patches]
+    existing_names = adapt.list_patches(directory) if directory.is_dir() else []
+    removed = [name for name in existing_names if name not in patches]
     for name in removed:
         (directory / name).unlink()
         _remove_empty_directories(directory, (directory / name).parent)
@@ -153,19 +154,20 @@ def _remove_empty_directories(top: Path, directory: Path) -> None:
         directory = directory.parent
 
 
-def _update_manifest(layout: BackendLayout, manifest: Manifest, *, current: bool) -> None:
+def _update_manifest(layout: BackendLayout, manifest: Manifest, *, is_current: bool) -> None:
     """Record that the tree equals its patches, so that unpatch has nothing to do.
 
-    If the tree was not ``current``, because codemods have changed since, it stays so: the next
-    unpatch rebuilds it and loses nothing, because every edit is now a patch.
+    If the tree was not current (``is_current`` False), because codemods have changed since, its
+    fingerprint stays: the next unpatch rebuilds it and loses nothing, because every edit is now a
+    patch.
     """
     new_fingerprint = (
-        compute_fingerprint(layout, manifest.identity) if current else manifest.fingerprint
+        compute_fingerprint(layout, manifest.identity) if is_current else manifest.fingerprint
     )
     updated = replace(
         manifest,
         patches=patch_digests(layout),
-        files=scan_tree(layout.tree, without=frozenset(manifest.generated)),
+        files=scan_tree(layout.tree, exclude=frozenset(manifest.generated)),
         fingerprint=new_fingerprint,
     )
     updated.write(layout.manifest)

@@ -105,15 +105,15 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
 
 def _fetch_error(url: str, commit: str, stderr: str) -> BackendSourceError:
     lines = [line.strip() for line in stderr.replace("stderr:", "").strip(" '\n").splitlines()]
-    words = "\n".join(f"  {line}" for line in lines[-4:])
+    error_lines = "\n".join(f"  {line}" for line in lines[-4:])
     if any(
         sign in stderr for sign in ("not our ref", "no such remote ref", "couldn't find remote")
     ):
         return BackendSourceError(
-            f"{url} does not have commit {commit}:\n{words}",
+            f"{url} does not have commit {commit}:\n{error_lines}",
             hint="check the commit id and the URL; a fork may lack what upstream has",
         )
     return BackendSourceError(
-        f"{url} could not be fetched:\n{words}",
+        f"{url} could not be fetched:\n{error_lines}",
         hint="check the network, the URL and your access; or --path a checkout you have",
     )

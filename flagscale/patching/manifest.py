@@ -1,4 +1,7 @@
-"""Record of an adapted tree, and detection of later edits."""
+"""Record of an adapted tree, and detection of later edits.
+
+:mod:`.unpatch` writes the record into the tree.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 from flagscale.errors import BackendSourceError
 from flagscale.patching.spec import STATE_DIRECTORY
 
-FORMAT = 1
+FORMAT_VERSION = 1
 IGNORED_DIRECTORIES = frozenset(
     {STATE_DIRECTORY, ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 )
@@ -21,30 +24,30 @@ IGNORED_DIRECTORIES = frozenset(
 IGNORED_FILES = ("*.pyc", "*.pyo", "*.orig", "*.rej", "*~", ".*.sw?", ".DS_Store")
 
 
-def scan_tree(tree: Path, *, without: frozenset[str] = frozenset()) -> dict[str, str]:
+def scan_tree(tree: Path, *, exclude: frozenset[str] = frozenset()) -> dict[str, str]:
     """Return the digest of every file of ``tree`` by its relative path, sorted.
 
-    A digest covers content and executable bit; for a symbolic link, its target. Generated files in
-    ``without`` are left out.
+    A digest covers content and executable bit; for a symbolic link, its target. Files in
+    ``exclude`` are left out.
     """
-    return {path: file_digest(tree / path) for path in sorted(_walk(tree)) if path not in without}
+    return {path: file_digest(tree / path) for path in sorted(_walk(tree)) if path not in exclude}
 
 
 def _walk(tree: Path) -> Iterator[str]:
     for directory, subdirectories, files in os.walk(tree):
-        here = Path(directory).relative_to(tree)
+        relative_directory = Path(directory).relative_to(tree)
         links = [d for d in subdirectories if (Path(directory) / d).is_symlink()]
         subdirectories[:] = [
             d for d in subdirectories if d not in IGNORED_DIRECTORIES and d not in links
         ]
         for name in (*files, *links):
             if not any(fnmatchcase(name, pattern) for pattern in IGNORED_FILES):
-                yield (here / name).as_posix()
+                yield (relative_directory / name).as_posix()
 
 
 def file_digest(path: Path) -> str:
-    """Return ``sha256`` of the content, prefixed ``x:`` if executable; ``link:`` and target for a
-    link.
+    """Return the SHA-256 of the content, prefixed by ``x:`` if the file is executable; for a
+    symbolic link, ``link:`` and its target.
     """
     if path.is_symlink():
         return f"link:{path.readlink()}"
@@ -65,8 +68,12 @@ class Edits:
 
     def format_lines(self) -> list[str]:
         """Return one line per file: ``modified: path``."""
-        named = (("modified", self.modified), ("new", self.added), ("deleted", self.deleted))
-        return [f"{kind}: {path}" for kind, paths in named for path in paths]
+        paths_by_kind = (
+            ("modified", self.modified),
+            ("new", self.added),
+            ("deleted", self.deleted),
+        )
+        return [f"{kind}: {path}" for kind, paths in paths_by_kind for path in paths]
 
     def paths(self) -> list[str]:
         """Return all paths, sorted."""
@@ -113,13 +120,13 @@ class Manifest:
 
     def edits(self, tree: Path) -> Edits:
         """Return the edits made in ``tree`` since this record was written."""
-        return compare_scans(self.files, scan_tree(tree, without=frozenset(self.generated)))
+        return compare_scans(self.files, scan_tree(tree, exclude=frozenset(self.generated)))
 
     def write(self, path: Path) -> None:
         """Write the record atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+        text = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1, sort_keys=True)
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
 
@@ -139,7 +146,7 @@ def read_manifest(path: Path) -> Manifest | None:
             f"{path}: the record of the adapted tree cannot be read: {error}",
             hint="move the tree aside, or run unpatch.py with --force, which keeps a backup",
         ) from error
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
         raise BackendSourceError(
             f"{path}: written by another version of this tool",
             hint="run unpatch.py with --force, which keeps a backup and makes the tree anew",

@@ -13,15 +13,17 @@ from pathlib import Path
 
 from flagscale.patching.spec import BackendSpec
 
-_FLAGS = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC")
+_COMPILER_FLAGS = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC")
 
 
 @dataclass(frozen=True)
 class NativeModule:
-    """Result: path of the compiled module in the tree, or None with the reason."""
+    """Compiled module: its path in the tree, or None if it could not be provided. ``description``
+    is the way in which it was provided, or the reason.
+    """
 
     path: str | None
-    how: str
+    description: str
 
 
 def extension_suffix() -> str:
@@ -70,19 +72,19 @@ def _compile_module(tree: Path, source: str, path: str) -> str | None:
         return "there is no C++ compiler to build it with (install g++, or set CXX)"
     spec = importlib.util.find_spec("pybind11")
     if spec is None or spec.origin is None:
-        return "pybind11 is not there to build it with (pip install pybind11)"
+        return "pybind11, which it is built with, is not installed (pip install pybind11)"
     include = Path(spec.origin).parent / "include"
     if not source or not (tree / source).is_file():
         return f"its source {source or ''} is not in the tree"
     includes = [f"-I{include}", f"-I{sysconfig.get_path('include')}"]
     result = subprocess.run(
-        [compiler, *_FLAGS, *includes, str(tree / source), "-o", str(tree / path)],
+        [compiler, *_COMPILER_FLAGS, *includes, str(tree / source), "-o", str(tree / path)],
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
     if result.returncode != 0:
-        last = "\n".join(result.stderr.strip().splitlines()[-5:])
-        return f"{compiler} could not compile {source}:\n{last}"
+        last_lines = "\n".join(result.stderr.strip().splitlines()[-5:])
+        return f"{compiler} could not compile {source}:\n{last_lines}"
     return None

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from flagscale.errors import BackendSourceError
 
-_UNREACHABLE = re.compile(
+_UNREACHABLE_PATTERN = re.compile(
     r"Connection|ConnectTimeout|Name or service not known|Temporary failure in name resolution"
     r"|Network is unreachable|Could not find a version|No matching distribution|Max retries",
     re.IGNORECASE,
 )
-_GOT = re.compile(r"Got\s+([0-9a-f]{64})")
+_FOUND_DIGEST_PATTERN = re.compile(r"Got\s+([0-9a-f]{64})")
 
 
 def download_sdist(package: str, version: str, sha256: str, target: Path) -> None:
@@ -45,9 +45,22 @@ def download_sdist(package: str, version: str, sha256: str, target: Path) -> Non
 
 def _pip_command(package: str, destination: Path, requirements: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", package),
-        *("--require-hashes", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"),
-        *("--dest", str(destination), "--requirement", str(requirements)),
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        package,
+        "--require-hashes",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar",
+        "off",
+        "--dest",
+        str(destination),
+        "--requirement",
+        str(requirements),
     ]
 
 
@@ -57,31 +70,38 @@ def _pip_environment() -> dict[str, str]:
     pip asks the archive for its metadata, and the archive's setup script runs ``python3``, which
     must be the interpreter whose build environment pip has prepared.
     """
-    here = str(Path(sys.executable).parent)
-    return {**os.environ, "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)])}
+    python_directory = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([python_directory, os.environ.get("PATH", os.defpath)]),
+    }
 
 
 def _download_error(package: str, version: str, sha256: str, output: str) -> BackendSourceError:
     release = f"{package} {version}"
-    offline = "or take what is installed: --source installed; or a copy: --path DIRECTORY"
+    alternatives = "or take what is installed: --source installed; or a copy: --path DIRECTORY"
     if "DO NOT MATCH THE HASHES" in output:
-        got = _GOT.search(output)
+        digest_match = _FOUND_DIGEST_PATTERN.search(output)
+        found_digest = digest_match.group(1) if digest_match else "unknown"
         return BackendSourceError(
             f"{release}: the downloaded archive is not the pinned one\n"
-            f"  expected sha256 {sha256}\n  found    sha256 {got.group(1) if got else 'unknown'}",
+            f"  expected sha256 {sha256}\n  found    sha256 {found_digest}",
             hint="do not use it; check your mirror, then backend.yaml's pin",
         )
     if "No module named pip" in output:
         return BackendSourceError(
             f"{release}: {sys.executable} has no pip to download it with",
-            hint=f"run {sys.executable} -m ensurepip, {offline}",
+            hint=f"run {sys.executable} -m ensurepip, {alternatives}",
         )
     # pip reports every retry at length and the outcome last.
     lines = [line for line in output.strip().splitlines() if "WARNING: Retrying" not in line]
-    last = "\n".join(f"  {line.strip()}" for line in lines[-6:])
-    if _UNREACHABLE.search(output):
+    last_lines = "\n".join(f"  {line.strip()}" for line in lines[-6:])
+    if _UNREACHABLE_PATTERN.search(output):
         return BackendSourceError(
-            f"{release}: no registry that pip knows could be reached, or none has it:\n{last}",
-            hint=f"check the network, pip's index-url and proxy; {offline}",
+            f"{release}: no registry that pip knows could be reached, or none has it:\n"
+            f"{last_lines}",
+            hint=f"check the network, pip's index-url and proxy; {alternatives}",
         )
-    return BackendSourceError(f"{release}: pip could not download it:\n{last}", hint=offline)
+    return BackendSourceError(
+        f"{release}: pip could not download it:\n{last_lines}", hint=alternatives
+    )

@@ -30,7 +30,7 @@ def print_outcome(layout: BackendLayout, outcome: UnpatchResult) -> None:
     console = _make_console()
     tree = _relative_if_below(layout.tree)
     manifest = outcome.manifest
-    if not outcome.built:
+    if not outcome.was_built:
         console.print(f"{tree}: nothing to do, {manifest.backend} {manifest.version} is in place")
         _print_edits(console, layout, outcome.edits)
     else:
@@ -108,5 +108,9 @@ def _print_warnings(console: Console, manifest: Manifest) -> None:
 
 def _relative_if_below(path: Path) -> str:
     """Return ``path`` relative to the working directory if it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    working_directory = Path.cwd()
+    return (
+        str(path.relative_to(working_directory))
+        if path.is_relative_to(working_directory)
+        else str(path)
+    )

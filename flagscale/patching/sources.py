@@ -1,7 +1,7 @@
 """Sources of a backend's tree: package registry, git, a path, or an installed distribution.
 
-Each source has an :attr:`Source.identity` before anything is fetched, so a current tree needs no
-fetch.
+Each source has an :attr:`Source.identity` before anything is fetched, so that a tree that is up to
+date needs no fetch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flagscale.patching.manifest import scan_tree
 from flagscale.patching.pypi import download_sdist
 from flagscale.patching.spec import BackendLayout, BackendSpec
 
-KINDS = ("registry", "git", "path", "installed")
+SOURCE_KINDS = ("registry", "git", "path", "installed")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Source(ABC):
         """Write the verified tree into ``destination``, which does not exist yet.
 
         Raises:
-            BackendSourceError: it cannot be reached, is not what was pinned, or is unsafe.
+            BackendSourceError: it cannot be reached, differs from the pinned source, or is unsafe.
         """
 
 
@@ -166,29 +166,29 @@ def find_distribution(package: str, version: str) -> importlib.metadata.Distribu
         if distribution.version == version and distribution.read_text("RECORD"):
             return distribution
         versions.append(distribution.version)
-    has = f"found {', '.join(sorted(set(versions)))}" if versions else "it is not installed"
+    found_text = f"found {', '.join(sorted(set(versions)))}" if versions else "it is not installed"
     raise BackendSourceError(
-        f"{package} {version} is not installed here: {has}",
+        f"{package} {version} is not installed here: {found_text}",
         hint=f"pip install --no-deps {package}=={version}, or use --source registry",
     )
 
 
-def choose_source(spec: BackendSpec, layout: BackendLayout, choice: SourceOptions) -> Source:
-    """Return the source selected by the user, with the definition's pins as defaults.
+def choose_source(spec: BackendSpec, layout: BackendLayout, options: SourceOptions) -> Source:
+    """Return the source that ``options`` select, with the definition's pins as defaults.
 
     Raises:
         BackendSourceError: unknown kind, or an option that does not belong to the kind.
     """
-    kind = choice.kind or _implied_kind(choice) or spec.default_source
+    kind = options.kind or _implied_kind(options) or spec.default_source
     pins = spec.sources.get(kind, {})
     if kind == "path":
-        if choice.path is None:
+        if options.path is None:
             raise BackendSourceError("--source path needs --path DIRECTORY_OR_ARCHIVE")
-        return PathSource(choice.path)
-    needs = {"registry": ("package", "sha256"), "installed": ("package",), "git": ()}
-    if kind not in needs:
-        raise BackendSourceError(f"unknown source {kind!r}; known: {', '.join(KINDS)}")
-    missing = [key for key in needs[kind] if key not in pins]
+        return PathSource(options.path)
+    required_pins = {"registry": ("package", "sha256"), "installed": ("package",), "git": ()}
+    if kind not in required_pins:
+        raise BackendSourceError(f"unknown source {kind!r}; known: {', '.join(SOURCE_KINDS)}")
+    missing = [key for key in required_pins[kind] if key not in pins]
     if missing:
         raise BackendSourceError(
             f"{layout.definition / 'backend.yaml'}: sources.{kind} lacks {', '.join(missing)}"
@@ -197,16 +197,16 @@ def choose_source(spec: BackendSpec, layout: BackendLayout, choice: SourceOption
         return RegistrySource(pins["package"], spec.version, pins["sha256"])
     if kind == "installed":
         return InstalledSource(pins["package"], spec.version)
-    url, commit = choice.url or pins.get("url"), choice.commit or pins.get("commit")
+    url, commit = options.url or pins.get("url"), options.commit or pins.get("commit")
     if not url or not commit:
         raise BackendSourceError("--source git needs --url and --commit")
     return GitSource(url, commit)
 
 
-def _implied_kind(choice: SourceOptions) -> str | None:
-    if choice.path is not None:
+def _implied_kind(options: SourceOptions) -> str | None:
+    if options.path is not None:
         return "path"
-    return "git" if choice.url or choice.commit else None
+    return "git" if options.url or options.commit else None
 
 
 def _sha256(path: Path) -> str:

@@ -30,8 +30,8 @@ def cache_directory() -> Path:
     """Return the cache of fetched sources: ``$FLAGSCALE_CACHE``, otherwise the user's cache
     directory.
     """
-    if chosen := os.environ.get("FLAGSCALE_CACHE"):
-        return Path(chosen).expanduser() / "sources"
+    if configured_directory := os.environ.get("FLAGSCALE_CACHE"):
+        return Path(configured_directory).expanduser() / "sources"
     return files.cache_directory() / "sources"
 
 
@@ -81,7 +81,7 @@ class CodemodRule:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
-    def covers(self, path: str) -> bool:
+    def applies_to(self, path: str) -> bool:
         """Return whether the rule applies to ``path``, relative to the tree and with slashes."""
         return any(fnmatchcase(path, p) for p in self.include) and not any(
             fnmatchcase(path, p) for p in self.exclude
@@ -103,7 +103,9 @@ class BackendSpec:
 
     def codemods_for(self, path: str) -> tuple[str, ...]:
         """Return the names of the codemods for ``path``, in a fixed order."""
-        return tuple(sorted({c for rule in self.rules if rule.covers(path) for c in rule.codemods}))
+        return tuple(
+            sorted({c for rule in self.rules if rule.applies_to(path) for c in rule.codemods})
+        )
 
 
 def known_backends(root: Path) -> list[str]:
@@ -120,21 +122,21 @@ def load_spec(layout: BackendLayout) -> BackendSpec:
     """
     backends = known_backends(layout.root)
     if layout.backend not in backends:
-        near = difflib.get_close_matches(layout.backend, backends, n=1, cutoff=0.4)
-        listed = ", ".join(backends) or f"none in {layout.root / 'backends'}"
+        suggestions = difflib.get_close_matches(layout.backend, backends, n=1, cutoff=0.4)
+        listed_backends = ", ".join(backends) or f"none in {layout.root / 'backends'}"
         raise ConfigError(
-            f"unknown backend {layout.backend!r}; known: {listed}",
-            hint=f"did you mean --backend {near[0]}?" if near else None,
+            f"unknown backend {layout.backend!r}; known: {listed_backends}",
+            hint=f"did you mean --backend {suggestions[0]}?" if suggestions else None,
         )
     path = layout.definition / "backend.yaml"
-    data = _mapping(path, _read_yaml(path))
+    data = _require_mapping(path, _read_yaml(path))
     required_keys = ("name", "version", "version_file", "default_source", "sources")
     missing = [key for key in required_keys if key not in data]
     if missing:
         raise BackendSourceError(f"{path}: missing {', '.join(missing)}")
     sources = {
-        str(kind): {str(k): str(v) for k, v in _mapping(path, values).items()}
-        for kind, values in _mapping(path, data["sources"]).items()
+        str(kind): {str(k): str(v) for k, v in _require_mapping(path, values).items()}
+        for kind, values in _require_mapping(path, data["sources"]).items()
     }
     return BackendSpec(
         name=str(data["name"]),
@@ -151,21 +153,24 @@ def load_spec(layout: BackendLayout) -> BackendSpec:
 def _load_rules(path: Path) -> tuple[CodemodRule, ...]:
     if not path.exists():
         return ()
-    rules = _mapping(path, _read_yaml(path)).get("rules") or []
-    loaded = []
-    for rule in _sequence(path, rules):
-        data = _mapping(path, rule)
-        codemods = _strings(path, data.get("codemods"))
+    rules = _require_mapping(path, _read_yaml(path)).get("rules") or []
+    codemod_rules = []
+    for rule in _require_list(path, rules):
+        data = _require_mapping(path, rule)
+        codemods = _require_strings(path, data.get("codemods"))
         for name in codemods:
             if name not in CODEMOD_NAMES:
-                near = difflib.get_close_matches(name, CODEMOD_NAMES, n=1)
+                suggestions = difflib.get_close_matches(name, CODEMOD_NAMES, n=1)
                 raise BackendSourceError(
                     f"{path}: unknown codemod {name!r}; known: {', '.join(CODEMOD_NAMES)}",
-                    hint=f"did you mean {near[0]!r}?" if near else None,
+                    hint=f"did you mean {suggestions[0]!r}?" if suggestions else None,
                 )
-        include, exclude = _strings(path, data.get("include")), _strings(path, data.get("exclude"))
-        loaded.append(CodemodRule(codemods, include, exclude))
-    return tuple(loaded)
+        include, exclude = (
+            _require_strings(path, data.get("include")),
+            _require_strings(path, data.get("exclude")),
+        )
+        codemod_rules.append(CodemodRule(codemods, include, exclude))
+    return tuple(codemod_rules)
 
 
 def _read_yaml(path: Path) -> Any:
@@ -175,17 +180,17 @@ def _read_yaml(path: Path) -> Any:
         raise BackendSourceError(f"{path}: cannot be read: {error}") from error
 
 
-def _mapping(path: Path, value: Any) -> Mapping[str, Any]:
+def _require_mapping(path: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BackendSourceError(f"{path}: expected a mapping, found {value!r}")
     return value
 
 
-def _sequence(path: Path, value: Any) -> Sequence[Any]:
+def _require_list(path: Path, value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
         raise BackendSourceError(f"{path}: expected a list, found {value!r}")
     return value
 
 
-def _strings(path: Path, value: Any) -> tuple[str, ...]:
-    return tuple(str(item) for item in _sequence(path, value or []))
+def _require_strings(path: Path, value: Any) -> tuple[str, ...]:
+    return tuple(str(item) for item in _require_list(path, value or []))

@@ -1,8 +1,8 @@
 """Build an adapted tree: fetch, verify, rewrite, patch, check, and put it in place atomically.
 
-The tree is built next to its final location and renamed, so that either the old or the new tree is
-there at any time. A tree with uncollected edits is replaced only with ``force``, and then kept as a
-backup.
+The definition of a backend (:mod:`.spec`) determines the tree. The tree is built next to its final
+location and renamed, so that either the old or the new tree is there at any time. A tree with
+uncollected edits is replaced only with ``force``, and then kept as a backup.
 """
 
 from __future__ import annotations
@@ -28,72 +28,78 @@ from flagscale.patching.manifest import Edits, Manifest, file_digest, read_manif
 from flagscale.patching.sources import Source, SourceOptions, choose_source
 from flagscale.patching.spec import BackendLayout, BackendSpec, cache_directory, load_spec
 
-LOCK_TIMEOUT = 120.0
-"""Time to wait for another command on the same tree, in seconds."""
+LOCK_TIMEOUT_SECONDS = 120.0
+"""Time to wait for another command on the same tree."""
 
 ReportStep = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class UnpatchResult:
-    """Result of an unpatch: the tree's record, whether it was built, edits and backup."""
+    """Result of an unpatch: the tree's record, whether it was built anew, local edits, and the
+    backup.
+    """
 
     manifest: Manifest
-    built: bool
+    was_built: bool
     edits: Edits
     backup: Path | None = None
 
 
 def unpatch(
     layout: BackendLayout,
-    choice: SourceOptions,
+    options: SourceOptions,
     *,
     force: bool = False,
     report_step: ReportStep = print,
 ) -> UnpatchResult:
-    """Bring ``layout.tree`` to the state that the backend's definition and ``choice`` describe.
+    """Bring ``layout.tree`` to the state that the backend's definition and ``options`` describe.
 
-    Does nothing if the tree is current. An empty ``choice`` selects the source of the existing
-    tree, otherwise the definition's default. ``say`` is called with a line per step.
+    Does nothing if the tree is current. Without any option set, the source of the existing tree is
+    used, otherwise the definition's default. ``report_step`` is called with a line per step.
 
     Raises:
         BackendSourceError: the source is unavailable or not as pinned, a codemod or patch fails,
-        the
-            tree has local edits (unless ``force``), or the disk is full. The existing tree is
+            the tree has local edits (unless ``force``), or the disk is full. The existing tree is
             unchanged then.
     """
     spec = load_spec(layout)
     with lock_tree(layout):
         recover_tree(layout)
-        current = _read_current(layout, force=force)
-        if current and choice == SourceOptions():
-            choice = SourceOptions.from_record(current.choice)
-        source = choose_source(spec, layout, choice)
+        current_manifest = _read_current(layout, force=force)
+        if current_manifest and options == SourceOptions():
+            options = SourceOptions.from_record(current_manifest.choice)
+        source = choose_source(spec, layout, options)
         expected_fingerprint = compute_fingerprint(layout, source.identity)
-        edits = current.edits(layout.tree) if current else Edits()
-        if current and current.fingerprint == expected_fingerprint and not (force and edits):
-            return UnpatchResult(_retry_native_module(layout, spec, current), False, edits)
-        if current and edits and not force:
+        edits = current_manifest.edits(layout.tree) if current_manifest else Edits()
+        if (
+            current_manifest
+            and current_manifest.fingerprint == expected_fingerprint
+            and not (force and edits)
+        ):
+            return UnpatchResult(_retry_native_module(layout, spec, current_manifest), False, edits)
+        if current_manifest and edits and not force:
             raise _lost_edits_error(layout, edits)
-        replaced = layout.tree.exists() and (current is None or bool(edits))
-        with _build_directory(layout) as building:
-            job = _BuildJob(layout, spec, choice, source, expected_fingerprint, report_step)
-            manifest = _build_tree(job, building)
-            backup = _put_in_place(layout, building, keep=replaced)
+        keep_backup = layout.tree.exists() and (current_manifest is None or bool(edits))
+        with _build_directory(layout) as build_directory:
+            job = _BuildJob(layout, spec, options, source, expected_fingerprint, report_step)
+            manifest = _build_tree(job, build_directory)
+            backup = _put_in_place(layout, build_directory, keep_backup=keep_backup)
         return UnpatchResult(manifest, True, edits, backup)
 
 
 @contextmanager
 def lock_tree(layout: BackendLayout) -> Iterator[None]:
     """Hold the tree's lock, so that only one command works on it."""
-    with disk_errors(layout):
+    with convert_disk_errors(layout):
         layout.tree.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(layout.sibling("lock"), timeout=LOCK_TIMEOUT)
+        lock = FileLock(layout.sibling("lock"), timeout=LOCK_TIMEOUT_SECONDS)
         try:
             lock.acquire()
         except Timeout as error:
             raise BackendSourceError(
-                f"another command has held {layout.sibling('lock')} for {LOCK_TIMEOUT:.0f} s",
+                f"another command has held {layout.sibling('lock')} for "
+                f"{LOCK_TIMEOUT_SECONDS:.0f} s",
                 hint="wait for the other patch or unpatch to end",
             ) from error
         try:
@@ -103,17 +109,17 @@ def lock_tree(layout: BackendLayout) -> Iterator[None]:
 
 
 @contextmanager
-def disk_errors(layout: BackendLayout) -> Iterator[None]:
-    """Turn file system errors into one message."""
+def convert_disk_errors(layout: BackendLayout) -> Iterator[None]:
+    """Convert file system errors to a :class:`BackendSourceError` with one message."""
     try:
         yield
     except OSError as error:
-        where = error.filename or layout.tree.parent
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "no space left on the disk" if full else (error.strerror or str(error))
+        path = error.filename or layout.tree.parent
+        is_disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "no space left on the disk" if is_disk_full else (error.strerror or str(error))
         raise BackendSourceError(
-            f"{where}: {what}; {layout.tree} is unchanged",
-            hint="about 30 MB are needed beside the tree" if full else None,
+            f"{path}: {reason}; {layout.tree} is unchanged",
+            hint="about 30 MB are needed beside the tree" if is_disk_full else None,
         ) from error
 
 
@@ -131,7 +137,9 @@ def compute_fingerprint(layout: BackendLayout, source_identity: str) -> str:
 
 
 def _read_current(layout: BackendLayout, *, force: bool) -> Manifest | None:
-    """Return the record of the existing tree, or None if there is no tree of ours."""
+    """Return the record of the existing tree; None if there is no tree, or with ``force`` no
+    record.
+    """
     try:
         manifest = read_manifest(layout.manifest)
     except BackendSourceError:
@@ -147,11 +155,11 @@ def _read_current(layout: BackendLayout, *, force: bool) -> Manifest | None:
 
 
 def _lost_edits_error(layout: BackendLayout, edits: Edits) -> BackendSourceError:
-    listed = "\n".join(f"  {line}" for line in edits.format_lines()[:20])
-    more = len(edits.format_lines()) - 20
+    edit_lines = "\n".join(f"  {line}" for line in edits.format_lines()[:20])
+    omitted_count = len(edits.format_lines()) - 20
     return BackendSourceError(
-        f"{layout.tree} must be made anew, and local edits in it would be lost:\n{listed}"
-        + (f"\n  … and {more} more" if more > 0 else ""),
+        f"{layout.tree} must be made anew, and local edits in it would be lost:\n{edit_lines}"
+        + (f"\n  … and {omitted_count} more" if omitted_count > 0 else ""),
         hint=f"collect them with tools/patch/patch.py --backend {layout.backend}, "
         f"or use --force, which keeps a backup",
     )
@@ -169,24 +177,24 @@ def _retry_native_module(layout: BackendLayout, spec: BackendSpec, manifest: Man
     return updated
 
 
-def with_native_module(manifest: Manifest, provided: native.NativeModule) -> Manifest:
+def with_native_module(manifest: Manifest, module: native.NativeModule) -> Manifest:
     """Return the record with new information about the compiled module."""
-    fields = {**vars(manifest), "native": provided.how}
-    fields["generated"] = (provided.path,) if provided.path else ()
-    fields["warnings"] = () if provided.path else (provided.how,)
+    fields = {**vars(manifest), "native": module.description}
+    fields["generated"] = (module.path,) if module.path else ()
+    fields["warnings"] = () if module.path else (module.description,)
     return Manifest(**fields)
 
 
 @contextmanager
 def _build_directory(layout: BackendLayout) -> Iterator[Path]:
     """Provide a build directory next to the tree, which is removed unless it was renamed."""
-    building = layout.sibling("building")
-    with disk_errors(layout):
-        shutil.rmtree(building, ignore_errors=True)
+    directory = layout.sibling("building")
+    with convert_disk_errors(layout):
+        shutil.rmtree(directory, ignore_errors=True)
         try:
-            yield building
+            yield directory
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -195,43 +203,45 @@ class _BuildJob:
 
     layout: BackendLayout
     spec: BackendSpec
-    choice: SourceOptions
+    options: SourceOptions
     source: Source
     fingerprint: str
-    say: ReportStep
+    report_step: ReportStep
 
 
 def _build_tree(job: _BuildJob, tree: Path) -> Manifest:
     layout, spec = job.layout, job.spec
-    job.say(f"fetching {job.source.description}")
+    job.report_step(f"fetching {job.source.description}")
     job.source.fetch(cache_directory(), tree)
     version = read_version(spec, tree)
-    job.say("writing our own files and running the codemods")
-    own_files = adapt.write_own_files(layout.files, tree) if layout.files.is_dir() else []
+    job.report_step("writing our own files and running the codemods")
+    additional_files = (
+        adapt.copy_additional_files(layout.files, tree) if layout.files.is_dir() else []
+    )
     changes = adapt.run_codemods(spec, tree)
-    base = scan_tree(tree)
-    pack(tree, base, tree / layout.base.relative_to(layout.tree))
+    base_scan = scan_tree(tree)
+    pack(tree, base_scan, tree / layout.base.relative_to(layout.tree))
     patches = adapt.apply_patches(layout.patches, tree) if layout.patches.is_dir() else {}
-    after = scan_tree(tree)
-    patched = {path for path in after if after[path] != base.get(path)}
-    job.say("compiling")
-    adapt.check_python(tree, sorted({*own_files, *changes, *patched}))
-    provided = native.provide_module(spec, tree, version)
+    final_scan = scan_tree(tree)
+    patched_paths = {path for path in final_scan if final_scan[path] != base_scan.get(path)}
+    job.report_step("compiling")
+    adapt.check_python(tree, sorted({*additional_files, *changes, *patched_paths}))
+    module = native.provide_module(spec, tree, version)
     adapt.write_bytecode(tree, layout.tree, (spec.version_file.partition("/")[0],))
     manifest = Manifest(
         backend=layout.backend,
         version=version,
         source=job.source.description,
         identity=job.source.identity,
-        choice=job.choice.to_record(),
+        choice=job.options.to_record(),
         fingerprint=job.fingerprint,
         made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         codemods=adapt.sum_changes(changes),
         rewritten_files=len(changes),
         patches=patches,
-        files=after,
+        files=final_scan,
     )
-    manifest = with_native_module(manifest, provided) if provided else manifest
+    manifest = with_native_module(manifest, module) if module else manifest
     manifest.write(tree / layout.manifest.relative_to(layout.tree))
     return manifest
 
@@ -244,9 +254,11 @@ def read_version(spec: BackendSpec, tree: Path) -> str:
     """
     path = tree / spec.version_file
     if not path.is_file():
-        has = ", ".join(sorted(p.name for p in tree.iterdir())[:8]) if tree.is_dir() else "nothing"
+        found_text = (
+            ", ".join(sorted(p.name for p in tree.iterdir())[:8]) if tree.is_dir() else "nothing"
+        )
         raise BackendSourceError(
-            f"the source is not {spec.name}: it has no {spec.version_file} (it has {has})"
+            f"the source is not {spec.name}: it has no {spec.version_file} (it has {found_text})"
         )
     constants: dict[str, str] = {}
     for node in ast.parse(path.read_bytes()).body:
@@ -260,30 +272,32 @@ def read_version(spec: BackendSpec, tree: Path) -> str:
         numbers = ".".join(constants[name] for name in ("MAJOR", "MINOR", "PATCH"))
         return numbers + constants.get("PRE_RELEASE", "")
     raise BackendSourceError(
-        f"{spec.version_file} says neither __version__ nor MAJOR, MINOR, PATCH"
+        f"{spec.version_file} defines neither __version__ nor MAJOR, MINOR, PATCH"
     )
 
 
-def _put_in_place(layout: BackendLayout, building: Path, *, keep: bool) -> Path | None:
+def _put_in_place(
+    layout: BackendLayout, build_directory: Path, *, keep_backup: bool
+) -> Path | None:
     """Rename the new tree into place; return the backup of the old one, if it was kept."""
-    backup = _free_backup(layout) if keep else None
-    retired = backup or layout.sibling("old")
+    backup = _unused_backup_path(layout) if keep_backup else None
+    old_tree = backup or layout.sibling("old")
     if layout.tree.exists():
         if backup is None:
-            shutil.rmtree(retired, ignore_errors=True)
-        layout.tree.rename(retired)
+            shutil.rmtree(old_tree, ignore_errors=True)
+        layout.tree.rename(old_tree)
     try:
-        building.rename(layout.tree)
+        build_directory.rename(layout.tree)
     except OSError:
-        if retired.exists():
-            retired.rename(layout.tree)
+        if old_tree.exists():
+            old_tree.rename(layout.tree)
         raise
     if backup is None:
-        shutil.rmtree(retired, ignore_errors=True)
+        shutil.rmtree(old_tree, ignore_errors=True)
     return backup
 
 
-def _free_backup(layout: BackendLayout) -> Path:
+def _unused_backup_path(layout: BackendLayout) -> Path:
     number = 1
     while (path := layout.tree.with_name(f"{layout.tree.name}.backup-{number}")).exists():
         number += 1
@@ -292,9 +306,9 @@ def _free_backup(layout: BackendLayout) -> Path:
 
 def recover_tree(layout: BackendLayout) -> None:
     """Restore the old tree if a command was killed between its two renames."""
-    old = layout.sibling("old")
-    if old.exists() and not layout.tree.exists():
-        old.rename(layout.tree)
+    old_tree = layout.sibling("old")
+    if old_tree.exists() and not layout.tree.exists():
+        old_tree.rename(layout.tree)
 
 
 def patch_digests(layout: BackendLayout) -> dict[str, str]:

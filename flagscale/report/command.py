@@ -30,7 +30,7 @@ def write_report(states: Sequence[RunState], output: Path | None, *, show: bool 
     except OSError as error:
         raise ConfigError(
             f"{path}: the report cannot be written: {error.strerror}",
-            hint="--output FILE names another place",
+            hint="--output FILE names another path",
         ) from error
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Curves of runs over their steps, with events on the same axis."""
+"""Curves of a run's metrics over its steps, with events on the same axis; used by :mod:`.pages`."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from flagscale.report.history import Attempt, step_of
 from flagscale.report.plot import COLOURS, MARKS, Line, Mark, Plot
 from flagscale.report.run import RunReport, make_labels
 
-_POINTS = 60_000
-"""Maximum number of points on a page, which browsers draw without delay."""
+_MAX_PAGE_POINTS = 60_000
+"""Maximum number of points on a page; browsers draw so many without delay."""
 _MAX_OTHER_PLOTS = 24
 
 
-class ReportedFigure(NamedTuple):
-    """Figure reported in progress lines.
+class ReportedMetric(NamedTuple):
+    """Metric reported in progress events.
 
-    ``factor`` converts it to the displayed unit. ``absent`` is the reason why a run may lack it.
+    ``factor`` converts it to the displayed unit. ``missing_reason`` is the reason why a run may
+    lack it.
     """
 
     name: str
     title: str
     unit: str
     factor: float = 1.0
-    absent: str = "not reported"
+    missing_reason: str = "not reported"
 
 
-FIGURES = (
-    ReportedFigure("loss", "Loss", "nats"),
-    ReportedFigure("grad_norm", "Gradient norm", "before clipping"),
-    ReportedFigure("tokens_per_second", "Throughput", "tokens/s of the whole job"),
-    ReportedFigure(
+METRICS = (
+    ReportedMetric("loss", "Loss", "nats"),
+    ReportedMetric("grad_norm", "Gradient norm", "before clipping"),
+    ReportedMetric("tokens_per_second", "Throughput", "tokens/s of the whole job"),
+    ReportedMetric(
         "mfu", "MFU", "% of the device's peak", 100.0,
         "not known: a share of a peak that this device has none of (train.system.peak_tflops)",
     ),
-    ReportedFigure("memory_gib", "Memory", "GiB, peak of the rank that reports", 1.0,
+    ReportedMetric("memory_gib", "Memory", "GiB, peak of the rank that reports", 1.0,
            "not counted on this device"),
-    ReportedFigure("learning_rate", "Learning rate", ""),
+    ReportedMetric("learning_rate", "Learning rate", ""),
 )  # fmt: skip
-_UNITS = {"step_seconds": "seconds", "tflops_per_gpu": "TFLOP/s of each device"}
+_UNITS_BY_METRIC = {"step_seconds": "seconds", "tflops_per_gpu": "TFLOP/s of each device"}
 
 
 def run_colour(index: int) -> int:
@@ -49,46 +50,48 @@ def run_colour(index: int) -> int:
 
 
 def main_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
-    """Return the main curves of these runs, one plot per figure."""
+    """Return the plots of :data:`METRICS`, one per metric that a run has."""
     return [
         plot
-        for figure in FIGURES
-        if (plot := _make_plot(figure, run_reports, marked=True)) is not None
+        for metric in METRICS
+        if (plot := _make_plot(metric, run_reports, has_marks=True)) is not None
     ]
 
 
 def other_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
-    """Return the curves of all other figures in progress lines."""
-    main_names = {figure.name for figure in FIGURES}
-    names = dict.fromkeys(n for run in run_reports for a in run.attempts for n in a.figures)
-    figures = [
-        ReportedFigure(n, n.replace("_", " "), _UNITS.get(n, ""))
+    """Return the plots of all other metrics in progress events."""
+    main_names = {metric.name for metric in METRICS}
+    names = dict.fromkeys(n for run in run_reports for a in run.attempts for n in a.metrics)
+    metrics = [
+        ReportedMetric(n, n.replace("_", " "), _UNITS_BY_METRIC.get(n, ""))
         for n in names
         if n not in main_names
     ]
-    candidates = (_make_plot(one, run_reports, marked=False) for one in figures[:_MAX_OTHER_PLOTS])
+    candidates = (
+        _make_plot(metric, run_reports, has_marks=False) for metric in metrics[:_MAX_OTHER_PLOTS]
+    )
     return [plot for plot in candidates if plot is not None]
 
 
-def describe_missing_figures(run_reports: Sequence[RunReport]) -> list[str]:
-    """Describe the figures that none of these runs has, with the reasons."""
+def describe_missing_metrics(run_reports: Sequence[RunReport]) -> list[str]:
+    """Describe the metrics that none of these runs has, with the reasons."""
     return [
-        f"{figure.title}: {figure.absent}."
-        for figure in FIGURES
+        f"{metric.title}: {metric.missing_reason}."
+        for metric in METRICS
         if not any(
-            figure.name in attempt.figures for run in run_reports for attempt in run.attempts
+            metric.name in attempt.metrics for run in run_reports for attempt in run.attempts
         )
     ]
 
 
 def _make_plot(
-    figure: ReportedFigure, run_reports: Sequence[RunReport], *, marked: bool
+    metric: ReportedMetric, run_reports: Sequence[RunReport], *, has_marks: bool
 ) -> Plot | None:
     lines: list[Line] = []
     names = make_labels(run_reports) if len(run_reports) > 1 else [""]
     for index, (run, name) in enumerate(zip(run_reports, names, strict=True)):
-        lines += _attempt_lines(figure, run, name or "training", run_colour(index))
-        if figure.name == "loss":
+        lines += _attempt_lines(metric, run, name or "training", run_colour(index))
+        if metric.name == "loss":
             lines += _validation_lines(
                 run, f"{name} validation".strip(), run_colour(index), len(run_reports) > 1
             )
@@ -98,12 +101,12 @@ def _make_plot(
         step for run in run_reports for attempt in run.attempts for step in _step_bounds(attempt)
     ]
     return Plot(
-        figure.title,
-        figure.unit,
+        metric.title,
+        metric.unit,
         lines,
-        marks=_event_marks(run_reports) if marked else (),
+        marks=_event_marks(run_reports) if has_marks else (),
         x_range=(min(step_bounds), max(step_bounds)) if step_bounds else None,
-        points=max(200, min(2000, _POINTS // (len(FIGURES) * len(lines)))),
+        max_points=max(200, min(2000, _MAX_PAGE_POINTS // (len(METRICS) * len(lines)))),
         group="steps",
     )
 
@@ -111,48 +114,72 @@ def _make_plot(
 def _step_bounds(attempt: Attempt) -> Iterator[int]:
     if attempt.steps:
         yield from (attempt.steps[0], attempt.steps[-1])
-    yield from (step for event in attempt.of("evaluation") if (step := step_of(event)) is not None)
+    yield from (
+        step
+        for event in attempt.events_of_kind("evaluation")
+        if (step := step_of(event)) is not None
+    )
 
 
-def _attempt_lines(figure: ReportedFigure, run: RunReport, label: str, of: int) -> Iterator[Line]:
+def _attempt_lines(
+    metric: ReportedMetric, run: RunReport, label: str, colour: int
+) -> Iterator[Line]:
     """Yield one or two lines per attempt; steps that a later attempt repeated are a faint line."""
-    for attempt, until in _attempts_with_cut(run):
-        values = attempt.figures.get(figure.name)
+    for attempt, first_repeated_step in _attempts_with_repeated_step(run):
+        values = attempt.metrics.get(metric.name)
         if values is None:
             continue
-        if figure.factor != 1.0:
-            values = [value * figure.factor for value in values]
-        cut = bisect_left(attempt.steps, until) if until is not None else len(attempt.steps)
-        if cut:
-            yield Line(label, attempt.steps[:cut], values[:cut], of)
-        if cut < len(attempt.steps):
-            again = f"{label} in attempt {attempt.number}"
-            yield Line(again, attempt.steps[cut:], values[cut:], of, faint=True)
+        if metric.factor != 1.0:
+            values = [value * metric.factor for value in values]
+        repeated_index = (
+            bisect_left(attempt.steps, first_repeated_step)
+            if first_repeated_step is not None
+            else len(attempt.steps)
+        )
+        if repeated_index:
+            yield Line(label, attempt.steps[:repeated_index], values[:repeated_index], colour)
+        if repeated_index < len(attempt.steps):
+            repeated_label = f"{label} in attempt {attempt.number}"
+            yield Line(
+                repeated_label,
+                attempt.steps[repeated_index:],
+                values[repeated_index:],
+                colour,
+                faint=True,
+            )
 
 
-def _attempts_with_cut(run: RunReport) -> Iterator[tuple[Attempt, int | None]]:
+def _attempts_with_repeated_step(run: RunReport) -> Iterator[tuple[Attempt, int | None]]:
     """Yield each attempt with the first step that a later one repeated, or None."""
-    later: int | None = None
-    turned: list[tuple[Attempt, int | None]] = []
+    first_repeated_step: int | None = None
+    reversed_attempts: list[tuple[Attempt, int | None]] = []
     for attempt in reversed(run.attempts):
-        turned.append((attempt, later))
+        reversed_attempts.append((attempt, first_repeated_step))
         if attempt.steps:
-            later = attempt.steps[0] if later is None else min(later, attempt.steps[0])
-    return reversed(turned)
+            first_repeated_step = (
+                attempt.steps[0]
+                if first_repeated_step is None
+                else min(first_repeated_step, attempt.steps[0])
+            )
+    return reversed(reversed_attempts)
 
 
-def _validation_lines(run: RunReport, label: str, of: int, several: bool) -> Iterator[Line]:
+def _validation_lines(
+    run: RunReport, label: str, colour: int, several_runs: bool
+) -> Iterator[Line]:
     """Yield one line per validation set."""
     losses_by_set: dict[str, dict[int, float]] = {}
     for event in (
-        evaluation for attempt in run.attempts for evaluation in attempt.of("evaluation")
+        evaluation
+        for attempt in run.attempts
+        for evaluation in attempt.events_of_kind("evaluation")
     ):
         step, loss = step_of(event), event.get("loss")
         if step is not None and type(loss) in (int, float):
             losses_by_set.setdefault(str(event.get("data", "")), {})[step] = float(loss)
     for number, (name, losses) in enumerate(losses_by_set.items(), start=1):
         steps = sorted(losses)
-        line_colour = of if several else run_colour(of + number)
+        line_colour = colour if several_runs else run_colour(colour + number)
         values = [losses[step] for step in steps]
         yield Line(f"{label} {name}".strip(), steps, values, line_colour, dashed=True)
 
@@ -161,6 +188,6 @@ def _event_marks(run_reports: Sequence[RunReport]) -> list[Mark]:
     return [
         Mark(event.step, event.kind, f"step {event.step}: {event.text}", row)
         for row, run in enumerate(run_reports)
-        for event in run.happened
+        for event in run.timeline
         if event.kind in MARKS and event.step is not None
     ]

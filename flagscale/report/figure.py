@@ -16,7 +16,9 @@ from flagscale.report.scale import format_size
 
 @dataclass(frozen=True)
 class PanelLine:
-    """Line of :func:`write_panels`: values by size, and their style."""
+    """Line in a panel of :func:`write_panels`: values by size in bytes, and a matplotlib colour and
+    line style.
+    """
 
     label: str
     values: Mapping[int, float]
@@ -31,11 +33,11 @@ def write_panels(
     panels: Mapping[str, Sequence[PanelLine]],
     *,
     columns: int = 3,
-    legend: int = 0,
+    legend_index: int = 0,
 ) -> None:
     """Write a figure with one panel per entry of ``panels``, with logarithmic axes.
 
-    The panel with index ``legend`` has the legend.
+    ``legend_index`` is the index of the panel that contains the legend.
 
     Raises:
         ConfigError: there are no panels, or matplotlib is missing.
@@ -56,7 +58,7 @@ def write_panels(
         axes.set_yscale("log")
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
-    all_axes[legend].legend(fontsize="small")
+    all_axes[legend_index].legend(fontsize="small")
     path.write_bytes(encode_image(figure, path.suffix.lower().lstrip(".")))
 
 
@@ -75,15 +77,15 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def require_matplotlib(what: str) -> None:
+def require_matplotlib(feature: str) -> None:
     """Check that matplotlib is installed, before anything is measured.
 
     Raises:
-        ConfigError: it is not, and ``what`` needs it.
+        ConfigError: it is not installed; the message names ``feature``, which needs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{what} needs matplotlib, which is not installed",
+            f"{feature} needs matplotlib, which is not installed",
             hint="pip install 'flagscale[bench]', or python -m pip install -e '.[bench]' in a "
             "checkout",
         )
@@ -101,22 +103,22 @@ def require_image(path: Path, flag: str = "") -> None:
     require_matplotlib(name)
 
 
-def encode_image(figure: Any, kind: str) -> bytes:
+def encode_image(figure: Any, file_format: str) -> bytes:
     """Return the figure as an ``svg`` or ``png`` image; equal figures give equal bytes."""
     image = io.BytesIO()
-    metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(image, format=kind, metadata=metadata, dpi=120)
+    metadata = {"Date": None} if file_format == "svg" else None
+    figure.savefig(image, format=file_format, metadata=metadata, dpi=120)
     return image.getvalue()
 
 
-def label_size_axes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
+def label_size_axes(axes: Any, title: str, unit: str, measured_sizes: Iterable[int]) -> None:
     """Label axes whose horizontal one is a size in bytes."""
     axes.set_title(title)
     axes.set_xlabel("size")
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, which="major", alpha=0.3)
-    sizes = sorted({size for size in measured if size})
+    sizes = sorted({size for size in measured_sizes if size})
     labelled_sizes = sizes[:: max(1, len(sizes) // 8)]
     axes.set_xticks(labelled_sizes, [format_size(size) for size in labelled_sizes])
     axes.minorticks_off()

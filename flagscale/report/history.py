@@ -1,4 +1,4 @@
-"""Reports of a run's ranks, attempt by attempt, as columns of numbers."""
+"""Status events that a run's ranks wrote, by attempt, with progress as columns of numbers."""
 
 from __future__ import annotations
 
@@ -9,49 +9,56 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.launcher.layout import EARLIER_STATUS, STATUS_DIRECTORY, latest_status_directory
+from flagscale.launcher.layout import (
+    EARLIER_STATUS_PREFIX,
+    STATUS_DIRECTORY,
+    latest_status_directory,
+)
 from flagscale.launcher.state import RunState
 from flagscale.status import Event, list_status_files, read_events
 
-_NOT_FIGURES = {"step", "train_steps", "samples"}
-_DIRECTORY = re.compile(
-    rf"(?:{re.escape(EARLIER_STATUS)}(?P<start>\d+)-)?{STATUS_DIRECTORY}(?:[.-](?P<attempt>\d+))?"
+_NON_METRIC_FIELDS = {"step", "train_steps", "samples"}
+_DIRECTORY_PATTERN = re.compile(
+    rf"(?:{re.escape(EARLIER_STATUS_PREFIX)}(?P<start>\d+)-)?{STATUS_DIRECTORY}(?:[.-](?P<attempt>\d+))?"
 )
-_LARGEST_STEP = 2**53
+_MAX_STEP = 2**53
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One start of a run's job.
 
-    ``steps`` ascend, and ``figures`` has the values of progress lines by name, one per step, NaN
-    where a line has none. ``number`` counts all starts of the run from 1; ``again`` counts the
-    attempts within one start of its scripts.
+    ``steps`` ascend, ``times`` are Unix seconds, and ``metrics`` has the values of progress events
+    by name, one per step, NaN where an event has none. ``number`` counts all starts of the run from
+    1; ``number_in_start`` counts the attempts within one start of its scripts, from 1.
     """
 
     number: int
-    again: int
+    number_in_start: int
     steps: Sequence[int]
     times: Sequence[float]
-    figures: Mapping[str, Sequence[float]]
+    metrics: Mapping[str, Sequence[float]]
     events: Sequence[Event] = ()
     """All other events, ordered by time."""
-    current: bool = True
+    is_current: bool = True
     """True if it belongs to the latest start of the scripts, which the run's other files describe.
     """
     train_steps: int | None = None
 
-    def of(self, *kinds: str) -> Iterator[Event]:
+    def events_of_kind(self, *kinds: str) -> Iterator[Event]:
+        """Return the events of these kinds."""
         return (event for event in self.events if event.event in kinds)
 
     @property
-    def started(self) -> float | None:
+    def start_time(self) -> float | None:
         """Time at which the first of its ranks was up, in Unix seconds."""
-        return min((event.time for event in self.of("started", "joined")), default=None)
+        return min((event.time for event in self.events_of_kind("started", "joined")), default=None)
 
-    def last_step(self, moment: float = math.inf) -> int | None:
-        """Return the last step reported until ``moment``."""
-        steps = [s for s, time in zip(self.steps, self.times, strict=True) if time <= moment]
+    def last_step(self, end_time: float = math.inf) -> int | None:
+        """Return the last step reported until ``end_time`` (Unix seconds); None if there is
+        none.
+        """
+        steps = [s for s, time in zip(self.steps, self.times, strict=True) if time <= end_time]
         return steps[-1] if steps else None
 
 
@@ -64,24 +71,32 @@ class _AttemptDirectories:
     directories: list[Path] = field(default_factory=list)
 
 
-def read_attempts(state: RunState, latest: Mapping[int, Sequence[Event]]) -> tuple[Attempt, ...]:
+def read_attempts(
+    state: RunState, latest_events: Mapping[int, Sequence[Event]]
+) -> tuple[Attempt, ...]:
     """Return every attempt that has reported anything, first one first.
 
-    ``latest`` has the events of the last attempt by rank, which need not be read again.
+    ``latest_events`` has the events of the last attempt by rank, so that they are not read again.
     """
     directories = sorted(
         _find_status_directories(state),
         key=lambda directory: (directory.start is None, directory.start, directory.attempt),
     )
-    names = {latest_status_directory(host.run_dir) for host in state.hosts}
+    latest_directories = {latest_status_directory(host.run_dir) for host in state.hosts}
     attempts: list[Attempt] = []
-    for reports in directories:
+    for attempt_directories in directories:
         events = (
-            latest if names == {*reports.directories} else _read_all_events(reports.directories)
+            latest_events
+            if latest_directories == {*attempt_directories.directories}
+            else _read_all_events(attempt_directories.directories)
         )
         if any(events.values()):
-            number, again = len(attempts) + 1, reports.attempt + 1
-            attempts.append(_make_attempt(number, again, events, current=reports.start is None))
+            number, number_in_start = len(attempts) + 1, attempt_directories.attempt + 1
+            attempts.append(
+                _make_attempt(
+                    number, number_in_start, events, is_current=attempt_directories.start is None
+                )
+            )
     return tuple(attempts)
 
 
@@ -89,7 +104,7 @@ def _find_status_directories(state: RunState) -> list[_AttemptDirectories]:
     attempts: dict[tuple[int | None, int], _AttemptDirectories] = {}
     for host in state.hosts:
         for path in host.run_dir.glob(f"{STATUS_DIRECTORY}*"):
-            match = _DIRECTORY.fullmatch(path.name)
+            match = _DIRECTORY_PATTERN.fullmatch(path.name)
             if match is not None:
                 start = int(match["start"]) if match["start"] else None
                 key = start, int(match["attempt"] or 0)
@@ -107,7 +122,7 @@ def _read_all_events(directories: Sequence[Path]) -> dict[int, list[Event]]:
 
 
 def _make_attempt(
-    number: int, again: int, events: Mapping[int, Sequence[Event]], *, current: bool
+    number: int, number_in_start: int, events: Mapping[int, Sequence[Event]], *, is_current: bool
 ) -> Attempt:
     progress: list[tuple[int, float, Mapping[str, Any]]] = []
     other_events: list[Event] = []
@@ -117,27 +132,27 @@ def _make_attempt(
             continue
         # Inlined :func:`step_of`, because a long run has hundreds of thousands of events.
         step = event.fields.get("step")
-        if type(step) is int and -_LARGEST_STEP < step < _LARGEST_STEP:
+        if type(step) is int and -_MAX_STEP < step < _MAX_STEP:
             progress.append((step, event.time, event.fields))
     progress.sort(key=lambda row: row[0])
     rows = [fields for _, _, fields in progress]
     names = dict.fromkeys([*rows[0], *sorted(set[str]().union(*rows))]) if rows else {}
-    columns = {name: _number_column(name, rows) for name in names if name not in _NOT_FIGURES}
-    total = rows[-1].get("train_steps") if rows else None
+    columns = {name: _number_column(name, rows) for name in names if name not in _NON_METRIC_FIELDS}
+    train_steps = rows[-1].get("train_steps") if rows else None
     return Attempt(
         number,
-        again,
+        number_in_start,
         [step for step, _, _ in progress],
         [time for _, time, _ in progress],
         {name: column for name, column in columns.items() if column},
         sorted(other_events, key=lambda event: event.time),
-        current,
-        total if type(total) is int else None,
+        is_current,
+        train_steps if type(train_steps) is int else None,
     )
 
 
 def _number_column(name: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return one figure of all rows; empty if no row has a number."""
+    """Return one metric of all rows; empty if no row has a number."""
     values = [row.get(name) for row in rows]
     kinds = set(map(type, values))
     if kinds == {float}:
@@ -150,10 +165,10 @@ def _number_column(name: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 def step_of(event: Event) -> int | None:
     """Return the step of an event, or None."""
     step = event.get("step")
-    return step if type(step) is int and abs(step) < _LARGEST_STEP else None
+    return step if type(step) is int and abs(step) < _MAX_STEP else None
 
 
 def _to_float(value: object) -> float:
     if type(value) is float:
         return value
-    return float(value) if type(value) is int and abs(value) < _LARGEST_STEP else math.nan
+    return float(value) if type(value) is int and abs(value) < _MAX_STEP else math.nan

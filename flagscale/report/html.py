@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is markup already, so it is not escaped again."""
 
     __slots__ = ()
 
 
 # Control characters, and characters that change the text direction: a name must not hide or
 # rearrange its neighbours.
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
+_INVISIBLE_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]"
+)
 
 
 def escape_text(value: object) -> Html:
@@ -29,14 +31,15 @@ def escape_text(value: object) -> Html:
     string = str(value)
     if not string.isascii():
         string = string.encode("utf-8", "backslashreplace").decode()
-    return Html(escape(_UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", string)))
+    return Html(escape(_INVISIBLE_CHARACTERS.sub(lambda match: f"\\u{ord(match[0]):04x}", string)))
 
 
-def join_parts(parts: Iterable[object], between: str = "\n") -> Html:
-    return Html(between.join(escape_text(part) for part in parts if part != ""))
+def join_parts(parts: Iterable[object], separator: str = "\n") -> Html:
+    """Escape the parts that are not empty and join them with ``separator``."""
+    return Html(separator.join(escape_text(part) for part in parts if part != ""))
 
 
-def element(name: str, *inside: object, **attributes: object) -> Html:
+def element(name: str, *content: object, **attributes: object) -> Html:
     """Return ``<name attribute="…">inside</name>``.
 
     ``class_`` is the attribute ``class``; ``_`` in other names becomes ``-``. A value of True omits
@@ -48,13 +51,13 @@ def element(name: str, *inside: object, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{name}{attribute_text}>{join_parts(inside, '')}</{name}>")
+    return Html(f"<{name}{attribute_text}>{join_parts(content, '')}</{name}>")
 
 
 class Cell(NamedTuple):
-    """Cell of a table with a class or several columns."""
+    """Cell of a table with a CSS class, or spanning several columns."""
 
-    inside: object
+    content: object
     class_: str | None = None
     columns: int = 1
 
@@ -64,7 +67,7 @@ def table(
     rows: Iterable[Sequence[object]],
     *,
     caption: str = "",
-    numbers: bool = False,
+    align_numbers: bool = False,
 ) -> Html:
     """Return a table that scrolls if it is wider than the page.
 
@@ -79,15 +82,15 @@ def table(
         element("tbody", join_parts(body)),
     ]
     # Scrolling elements must be reachable by keyboard.
-    inside = element("table", *parts, class_="numbers" if numbers else None)
+    table_element = element("table", *parts, class_="numbers" if align_numbers else None)
     label = caption or "table"
-    return element("div", inside, class_="wide", tabindex=0, role="group", aria_label=label)
+    return element("div", table_element, class_="wide", tabindex=0, role="group", aria_label=label)
 
 
 def _cell(value: object) -> Html:
     if isinstance(value, Cell):
         columns = value.columns if value.columns > 1 else None
-        return element("td", value.inside, class_=value.class_, colspan=columns)
+        return element("td", value.content, class_=value.class_, colspan=columns)
     return element("td", value)
 
 
@@ -101,10 +104,10 @@ def definition_list(pairs: Mapping[str, object]) -> Html:
     return element("dl", join_parts(rows))
 
 
-def details(summary: object, *inside: object, opened: bool = False) -> Html:
-    """Return content that is shown on request."""
-    return element("details", element("summary", summary), *inside, open=opened)
+def details(summary: object, *content: object, is_open: bool = False) -> Html:
+    """Return a collapsed ``<details>`` element; ``is_open`` shows it expanded."""
+    return element("details", element("summary", summary), *content, open=is_open)
 
 
-def section(title: object, *inside: object) -> Html:
-    return element("section", element("h2", title), *inside)
+def section(title: object, *content: object) -> Html:
+    return element("section", element("h2", title), *content)

@@ -9,7 +9,7 @@ from errno import EISDIR
 from os import strerror
 from pathlib import Path
 
-from flagscale.config.secrets import without_passwords
+from flagscale.config.secrets import hide_passwords
 from flagscale.files import write_atomic
 from flagscale.hosts.names import compress_names, format_ranges
 from flagscale.launcher.layout import OLD_OUTPUT_FILE, RANKS_DIRECTORY, Layout
@@ -30,13 +30,13 @@ from flagscale.report.html import (
 )
 from flagscale.report.plot import MARKS, SIGNS, render_plot
 from flagscale.report.run import RunReport, collect_run, find_backend, list_devices, make_labels
-from flagscale.report.spikes import GRAD_NORM, LOSS
+from flagscale.report.spikes import GRAD_NORM_RULE, LOSS_RULE
 from flagscale.report.timeline import TimelineEvent
 
 _MAX_HOSTS = 256
 _MAX_EVENTS = 400
 _MAX_CHARACTERS = 20_000
-_STATES = {
+_PHASE_CLASSES = {
     **dict.fromkeys((Phase.COMPLETED, Phase.RUNNING), "good"),
     **dict.fromkeys((Phase.FAILED, Phase.LOST, Phase.UNREACHABLE), "bad"),
 }
@@ -62,11 +62,11 @@ def write_page(states: Sequence[RunState], output: Path) -> Path:
 def render_runs(run_reports: Sequence[RunReport]) -> str:
     """Return the page of one or more runs. Text from outside is escaped."""
     names = make_labels(run_reports)
-    moment = _format_time(max(run.collected_at for run in run_reports))
+    collection_time = _format_time(max(run.collected_at for run in run_reports))
     live_names = [
         n for n, run in zip(names, run_reports, strict=True) if not run.snapshot.phase.ended
     ]
-    of = f": {', '.join(live_names)} may have gone on since" if live_names else ""
+    live_runs_note = f": {', '.join(live_names)} may have gone on since" if live_names else ""
     cards = (_run_card(run, names[index], index) for index, run in enumerate(run_reports))
     return render_page(
         " and ".join(names),
@@ -77,7 +77,7 @@ def render_runs(run_reports: Sequence[RunReport]) -> str:
         _section_per_run(run_reports, names, "Hosts and layout", _hosts_part),
         _configuration_section(run_reports, names),
         _section_per_run(run_reports, names, "Files", _files),
-        note=f"As of {moment}{of}.",
+        note=f"As of {collection_time}{live_runs_note}.",
     )
 
 
@@ -85,11 +85,13 @@ def _section_per_run(
     run_reports: Sequence[RunReport],
     names: Sequence[str],
     title: str,
-    part: Callable[[RunReport], Html],
+    render_part: Callable[[RunReport], Html],
 ) -> Html:
-    """Return a section with the parts of all runs that have any."""
+    """Return a section with the part of every run for which ``render_part`` returns any HTML."""
     parts = [
-        (name, html) for run, name in zip(run_reports, names, strict=True) if (html := part(run))
+        (name, html)
+        for run, name in zip(run_reports, names, strict=True)
+        if (html := render_part(run))
     ]
     if not parts:
         return Html()
@@ -105,33 +107,33 @@ def _section_per_run(
 
 def _run_card(run: RunReport, name: str, index: int) -> Html:
     state, snapshot = run.state, run.snapshot
-    kind = _STATES.get(snapshot.phase, "warn")
+    kind = _PHASE_CLASSES.get(snapshot.phase, "warn")
     pill = element("span", snapshot.phase.value, class_=f"state {kind}")
     attempts = max(len(run.attempts), snapshot.attempt)
     hosts = compress_names(host.name for host in state.hosts)
-    counted = f"{state.world_size} {_rank_word(state.world_size)} on {len(state.hosts)} "
+    size_text = f"{state.world_size} {_rank_word(state.world_size)} on {len(state.hosts)} "
     return element(
         "article",
         element("h2", name, " ", pill),
         definition_list(
             {
                 "run": state.run_id,
-                "model": run.setting.model,
-                "program": "" if run.setting.model else run.setting.program,
-                "layout": run.setting.layout,
-                "batch": run.setting.batch,
-                "hosts": f"{counted}{'host' if len(state.hosts) == 1 else 'hosts'}: {hosts}",
+                "model": run.settings.model,
+                "program": "" if run.settings.model else run.settings.program,
+                "layout": run.settings.layout,
+                "batch": run.settings.batch,
+                "hosts": f"{size_text}{'host' if len(state.hosts) == 1 else 'hosts'}: {hosts}",
                 "devices": ", ".join(dict.fromkeys(filter(None, list_devices(run).values()))),
                 "backend": find_backend(run),
                 "step": _format_progress(run),
                 "started": _format_time(state.started) if state.started else "",
-                "ended" if run.ended else "lasted so far": _format_end(run),
+                "ended" if run.end_time else "lasted so far": _format_end(run),
                 "attempts": f"{attempts} of {max(snapshot.attempts, attempts)}" * (attempts > 1),
                 "exit code": "" if snapshot.exit_code is None else str(snapshot.exit_code),
                 "runner": state.runner.type,
                 "YAML": run.config,
                 "directory": str(state.exp_dir),
-                "not reached": run.trouble,
+                "not reached": run.query_error,
             }
         ),
         class_=f"card c{curves.run_colour(index)}",
@@ -144,24 +146,24 @@ def _rank_word(count: int) -> str:
 
 def _format_progress(run: RunReport) -> str:
     """Format the progress, such as ``150 of 200``, and the remaining time."""
-    last = max((s for a in run.attempts[-1:] for s in a.steps[-1:]), default=run.snapshot.step)
-    if last is None:
+    last_step = max((s for a in run.attempts[-1:] for s in a.steps[-1:]), default=run.snapshot.step)
+    if last_step is None:
         return ""
-    total = next((a.train_steps for a in reversed(run.attempts) if a.train_steps), None)
+    total_steps = next((a.train_steps for a in reversed(run.attempts) if a.train_steps), None)
     seconds_left = run.snapshot.eta_seconds
-    remaining = f", {_format_span(seconds_left)} left at this pace" if seconds_left else ""
-    return f"{last:,}" + (f" of {total:,}" if total else "") + remaining
+    remaining = f", {_format_duration(seconds_left)} left at this pace" if seconds_left else ""
+    return f"{last_step:,}" + (f" of {total_steps:,}" if total_steps else "") + remaining
 
 
 def _format_end(run: RunReport) -> str:
-    started = run.state.started
-    if not started:
-        return _format_time(run.ended) if run.ended else ""
-    lasted = _format_span((run.ended or run.collected_at) - started)
-    return f"{_format_time(run.ended)}, after {lasted}" if run.ended else lasted
+    start_time = run.state.started
+    if not start_time:
+        return _format_time(run.end_time) if run.end_time else ""
+    duration = _format_duration((run.end_time or run.collected_at) - start_time)
+    return f"{_format_time(run.end_time)}, after {duration}" if run.end_time else duration
 
 
-def _format_span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Format a duration as ``0:01:11``. It comes from ranks and may be anything."""
     try:
         return str(timedelta(seconds=max(0, round(seconds))))
@@ -186,17 +188,15 @@ def _failures_part(run: RunReport) -> Html:
         parts.append(element("p", element("strong", "The first failure"), class_="bad"))
         parts.append(_failure_part(snapshot.failure))
     parts += [
-        details(
-            f"attempt {number}: {without_passwords(failure.headline())}", _failure_part(failure)
-        )
+        details(f"attempt {number}: {hide_passwords(failure.headline())}", _failure_part(failure))
         for number, failure in snapshot.earlier
     ]
     if not parts:
         parts = [
-            element("p", f"attempt {n}: {without_passwords(t)}") for n, t in run.registered_failures
+            element("p", f"attempt {n}: {hide_passwords(t)}") for n, t in run.registered_failures
         ]
     if snapshot.warnings:
-        lines = (element("li", without_passwords(line)) for line in snapshot.warnings[:50])
+        lines = (element("li", hide_passwords(line)) for line in snapshot.warnings[:50])
         parts.append(details(f"{len(snapshot.warnings)} warnings", element("ul", *lines)))
     return join_parts(parts)
 
@@ -212,14 +212,14 @@ def _failure_part(failure: Failure) -> Html:
 
 def _limit_text(text: str) -> str:
     """Return text of ranks without secrets, limited in length."""
-    return without_passwords(text)[-_MAX_CHARACTERS:]
+    return hide_passwords(text)[-_MAX_CHARACTERS:]
 
 
 def _events_part(run_reports: Sequence[RunReport], names: Sequence[str]) -> Html:
     events = [
         (name, event)
         for run, name in zip(run_reports, names, strict=True)
-        for event in run.happened
+        for event in run.timeline
     ]
     events.sort(key=lambda pair: pair[1].time or 0.0)
     # If there are many, keep the last checkpoints and evaluations; all are on the axis.
@@ -242,13 +242,13 @@ def _events_part(run_reports: Sequence[RunReport], names: Sequence[str]) -> Html
     ]
     headings = [headings[i] for i in columns]
     omitted = len(events) - len(displayed)
-    missing = element("p", f"{omitted:,} more are left out here.") if omitted else ""
+    omission_note = element("p", f"{omitted:,} more are left out here.") if omitted else ""
     event_table = table(headings, rows, caption=f"in the order of time ({time.strftime('%z')})")
     return details(
         f"{len(events):,} event{'s' if len(events) != 1 else ''}",
         event_table,
-        missing,
-        opened=len(rows) <= 30,
+        omission_note,
+        is_open=len(rows) <= 30,
     )
 
 
@@ -267,10 +267,12 @@ def _event_row(name: str, event: TimelineEvent) -> list[object]:
 def _curves_section(run_reports: Sequence[RunReport]) -> Html:
     plots = curves.main_plots(run_reports)
     if not plots:
-        why = "no rank has reported a step"
+        missing_reason = "no rank has reported a step"
         external = any(run.state.external for run in run_reports)
-        why += ", and a program of another project may report none" if external else " so far"
-        return section("Curves", element("p", f"There are no metrics: {why}."))
+        missing_reason += (
+            ", and a program of another project may report none" if external else " so far"
+        )
+        return section("Curves", element("p", f"There are no metrics: {missing_reason}."))
     further_plots = [render_plot(plot) for plot in curves.other_plots(run_reports)]
     return section(
         "Curves",
@@ -278,7 +280,7 @@ def _curves_section(run_reports: Sequence[RunReport]) -> Html:
         element("div", *map(render_plot, plots), class_="plots"),
         *(
             element("p", element("small", text))
-            for text in curves.describe_missing_figures(run_reports)
+            for text in curves.describe_missing_metrics(run_reports)
         ),
         details("more curves", element("div", *further_plots, class_="plots"))
         if further_plots
@@ -297,18 +299,18 @@ def _reading_help(run_reports: Sequence[RunReport]) -> Iterator[str]:
     steps = max((len(a.steps) for run in run_reports for a in run.attempts), default=0)
     yield (
         f"Curves are of the {steps:,} steps that ranks have reported (every log_interval-th). "
-        "Where there are more than a plot has room for, steps that follow each other are taken "
-        "together, and the lowest and the highest value of each such piece are drawn: no extreme "
-        "is left out."
+        "Where there are more than a plot has room for, consecutive steps are grouped, and the "
+        "lowest and the highest value of each group are drawn: no extreme is left out."
     )
     yield (
-        f"A spike of the loss is {LOSS.describe()} (as training warns of, at every step); one of "
-        f"the gradient norm is {GRAD_NORM.describe()}. Of spikes in a row the first is marked."
+        f"A spike of the loss is {LOSS_RULE.describe()} (as training warns of, at every step); one "
+        f"of the gradient norm is {GRAD_NORM_RULE.describe()}. Of spikes in a row the first is "
+        "marked."
     )
     yield (
-        "What a later attempt did again is faint. An axis is logarithmic where its largest value "
-        "is more than ten times the usual one. Arrow keys, Home, End and Page keys move along a "
-        "plot."
+        "Steps that a later attempt repeated are faint. An axis is logarithmic where its largest "
+        "value is more than ten times the median. Arrow keys, Home, End and Page keys move along "
+        "a plot."
     )
 
 
@@ -316,24 +318,24 @@ def _reading_help(run_reports: Sequence[RunReport]) -> Iterator[str]:
 
 
 def _hosts_part(run: RunReport) -> Html:
-    kinds, rows_by_host = list_devices(run), {row.host: row for row in run.snapshot.hosts}
+    devices_by_host, rows_by_host = list_devices(run), {row.host: row for row in run.snapshot.hosts}
     rows = []
     for host in run.state.hosts[:_MAX_HOSTS]:
         row = rows_by_host.get(host.name)
         busy = row.doing if row and not row.phase.ended else ""
-        doing = ", ".join(filter(None, (busy, row.trouble, row.waits))) if row else ""
+        activity = ", ".join(filter(None, (busy, row.trouble, row.waits))) if row else ""
         ranks = format_ranges(host.ranks) if len(host.ranks) else ""
         phase = row.phase.value if row else ""
-        place = run.setting.places.get(host.node_rank, "")
+        role = run.settings.host_roles.get(host.node_rank, "")
         step = "" if row is None or row.step is None else f"{row.step:,}"
-        kind = kinds.get(host.node_rank, "")
-        rows.append([host.name, str(host.node_rank), ranks, kind, place, phase, step, doing])
+        kind = devices_by_host.get(host.node_rank, "")
+        rows.append([host.name, str(host.node_rank), ranks, kind, role, phase, step, activity])
     headings = ("host", "node rank", "ranks", "devices", "holds", "state", "step", "doing")
     # Empty columns are left out.
     columns = [i for i in range(len(headings)) if any(row[i] for row in rows)]
     host_table = table([headings[i] for i in columns], [[row[i] for i in columns] for row in rows])
     omitted = len(run.state.hosts) - len(rows)
-    notes = [element("p", note) for note in run.setting.notes]
+    notes = [element("p", note) for note in run.settings.notes]
     return join_parts(
         (host_table, element("p", f"and {omitted} more hosts") if omitted else "", *notes)
     )
@@ -342,22 +344,22 @@ def _hosts_part(run: RunReport) -> Html:
 def _configuration_section(run_reports: Sequence[RunReport], names: Sequence[str]) -> Html:
     parts: list[object] = [_differences(run_reports, names)] if len(run_reports) > 1 else []
     for run, name in zip(run_reports, names, strict=True):
-        settings = run.setting
+        settings = run.settings
         title = (
             f"the configuration of {name}" if len(run_reports) > 1 else "the resolved configuration"
         )
-        if settings.absent:
-            parts.append(element("p", f"{name}: {settings.absent}."))
+        if settings.missing_reason:
+            parts.append(element("p", f"{name}: {settings.missing_reason}."))
         if settings.overrides:
-            typed = (element("code", text) for text in settings.overrides)
-            parts.append(element("p", "overrides: ", join_parts(typed, " ")))
+            override_elements = (element("code", text) for text in settings.overrides)
+            parts.append(element("p", "overrides: ", join_parts(override_elements, " ")))
         if settings.text:
             parts.append(details(title, element("pre", settings.text)))
     return section("Configuration, without secrets", *parts)
 
 
 def _differences(run_reports: Sequence[RunReport], names: Sequence[str]) -> Html:
-    options = [run.setting.options for run in run_reports]
+    options = [run.settings.options for run in run_reports]
     if not all(options):
         return Html()
     keys = dict.fromkeys(key for run_options in options for key in run_options)
@@ -375,19 +377,20 @@ def _files(run: RunReport) -> Html:
     layout, hosts = Layout(run.state.exp_dir), run.state.hosts
     rows = [("checkpoints", layout.checkpoints), ("TensorBoard", layout.tensorboard)]
     # What a later run of the same directory has written anew is not this one's.
-    is_current = not run.setting.absent
+    is_current = not run.settings.missing_reason
     rows += [("configuration", layout.config), ("plan", layout.plan)] if is_current else []
-    rows = [(what, path) for what, path in rows if path.exists()]
+    rows = [(description, path) for description, path in rows if path.exists()]
     for host in hosts[:_MAX_HOSTS]:
-        on = f" of {host.name}" if len(hosts) > 1 else ""
+        host_suffix = f" of {host.name}" if len(hosts) > 1 else ""
         old_output = host.run_dir / OLD_OUTPUT_FILE
-        rows += [(f"script{on}", host.script)] if is_current else []
-        rows += [(f"output{on}", old_output if old_output.exists() else host.output)]
-        rows += [(f"logs of ranks{on}", host.run_dir / RANKS_DIRECTORY)]
+        rows += [(f"script{host_suffix}", host.script)] if is_current else []
+        rows += [(f"output{host_suffix}", old_output if old_output.exists() else host.output)]
+        rows += [(f"logs of ranks{host_suffix}", host.run_dir / RANKS_DIRECTORY)]
     path_table = table(("what", "where"), [[what, Cell(path, "path")] for what, path in rows])
     missing_note = "" if run.state.exp_dir.exists() else "The run's directory is gone. "
-    id_ = run.state.run_id
+    run_id = run.state.run_id
     hint = (
-        f"{missing_note}`flagscale logs {id_}` shows the output, `flagscale query {id_}` its state."
+        f"{missing_note}`flagscale logs {run_id}` shows the output, `flagscale query {run_id}` its "
+        "state."
     )
     return join_parts((element("p", hint), details("paths", path_table)))

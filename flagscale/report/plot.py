@@ -1,4 +1,4 @@
-"""Plot of lines over one axis, as HTML.
+"""Plot of lines over one axis, as HTML; used by the pages of runs and of benchmarks.
 
 Lines are SVG; labels are text next to it, so that they are readable at any width. The values are
 also available as a table.
@@ -27,11 +27,11 @@ from flagscale.report.thin import thin_points
 _WIDTH, _HEIGHT = 2000, 600
 """Size of the drawing's coordinate system; the page stretches it."""
 _Y_TICKS, _X_TICKS = 5, 6
-_MARK_PLACES = 160
-_TABLE_ROWS = 14
+_MARK_POSITIONS = 160
+_MAX_TABLE_ROWS = 14
 COLOURS = 8
 """Size of the page's palette."""
-_DOT_LIMIT = 30
+_MAX_DOTTED_POINTS = 30
 """Curves with at most this many points show each point as a dot."""
 SIGNS = {"checkpoint": "●", "restart": "▲", "spike": "◆", "failure": "✕"}
 MARKS = {
@@ -51,9 +51,9 @@ Level = tuple[str, float]
 class Line:
     """Values over an axis: ``x`` ascending, ``y`` with equal length.
 
-    Lines with one ``label`` are pieces of one curve. ``colour`` is an index of the page's palette.
-    ``faint`` lines are superseded; ``dashed`` ones are of another kind. A line with ``spread`` is
-    never thinned.
+    Lines with one ``label`` are segments of one curve. ``colour`` is an index of the page's
+    palette. ``faint`` lines are superseded by later ones; ``dashed`` ones are validation losses or
+    imported results. A line with ``spread`` is drawn with a band and never thinned.
     """
 
     label: str
@@ -63,12 +63,14 @@ class Line:
     dashed: bool = False
     faint: bool = False
     spread: Sequence[tuple[float, float]] = ()
-    """Range of each value, if known."""
+    """Lower and upper end of each value, if known."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Event at ``x``. ``kind`` is a key of :data:`MARKS`; ``row`` is the line below the plot."""
+    """Event at ``x``. ``kind`` is a key of :data:`MARKS`; ``row`` is the row of marks below the
+    plot, from 0.
+    """
 
     x: float
     kind: str
@@ -80,8 +82,9 @@ class Mark:
 class Plot:
     """Lines that are drawn together.
 
-    ``levels`` are horizontal lines. ``points`` is the approximate number of points kept per line.
-    Plots of one ``group`` share their ``x`` and their cursor.
+    ``levels`` are horizontal lines. ``max_points`` is the approximate number of points drawn per
+    line. ``x_log`` and ``y_log`` select logarithmic axes; None chooses by the values. Plots of one
+    ``group`` share their ``x`` and their cursor.
     """
 
     title: str
@@ -94,22 +97,22 @@ class Plot:
     y_log: bool | None = None
     x_ticks: Sequence[Tick] | None = None
     x_range: tuple[float, float] | None = None
-    points: int = 2000
+    max_points: int = 2000
     group: str = ""
 
 
 def render_plot(plot: Plot) -> Html:
     """Render the plot, its legend, the data for keyboard and pointer, and a table of values."""
-    lines = [_thin_line(line, plot.points) for line in plot.lines if len(line.x)]
+    lines = [_thin_line(line, plot.max_points) for line in plot.lines if len(line.x)]
     plot = replace(plot, lines=lines)
-    ends = plot.x_range or tuple(chain.from_iterable((line.x[0], line.x[-1]) for line in lines))
-    x_scale = fit_scale(ends, log=plot.x_log, room=0.02 if plot.x_log else 0.0)
+    x_values = plot.x_range or tuple(chain.from_iterable((line.x[0], line.x[-1]) for line in lines))
+    x_scale = fit_scale(x_values, log=plot.x_log, margin=0.02 if plot.x_log else 0.0)
     values = chain(
         (v for line in lines for v in (*line.y, *chain.from_iterable(line.spread))),
         (value for _, value in plot.levels),
     )
-    y_scale = fit_scale(values, log=plot.y_log, room=0.05)
-    field = element(
+    y_scale = fit_scale(values, log=plot.y_log, margin=0.05)
+    drawing = element(
         "div",
         _draw_svg(plot, x_scale, y_scale),
         element("i", class_="cross", hidden=True),
@@ -125,7 +128,7 @@ def render_plot(plot: Plot) -> Html:
             class_="y",
             aria_hidden="true",
         ),
-        field,
+        drawing,
         element("div", *_tick_labels(_choose_x_ticks(plot, x_scale), x_scale, "left"), class_="x",
                 aria_hidden="true"),
         class_="area", tabindex=0, role="group",
@@ -143,10 +146,10 @@ def render_plot(plot: Plot) -> Html:
     )  # fmt: skip
 
 
-def _thin_line(line: Line, points: int) -> Line:
+def _thin_line(line: Line, max_points: int) -> Line:
     if line.spread:
         return line
-    x, y = thin_points(line.x, line.y, points)
+    x, y = thin_points(line.x, line.y, max_points)
     return replace(line, x=x, y=y)
 
 
@@ -156,23 +159,25 @@ def _choose_x_ticks(plot: Plot, x_scale: Scale) -> Sequence[Tick]:
 
 def _tick_labels(ticks: Sequence[Tick], scale: Scale, side: str) -> Iterator[Html]:
     for value, label in ticks:
-        yield element("span", label, style=f"{side}:{100 * scale.place(value):.2f}%")
+        yield element("span", label, style=f"{side}:{100 * scale.position(value):.2f}%")
 
 
 def _draw_svg(plot: Plot, x_scale: Scale, y_scale: Scale) -> Html:
     grid = [
-        f"M0 {_to_svg_y(y_scale.place(value))}h{_WIDTH}" for value, _ in y_scale.ticks(_Y_TICKS)
+        f"M0 {_to_svg_y(y_scale.position(value))}h{_WIDTH}" for value, _ in y_scale.ticks(_Y_TICKS)
     ]
     grid += [
-        f"M{_to_svg_x(x_scale.place(value))} 0v{_HEIGHT}"
+        f"M{_to_svg_x(x_scale.position(value))} 0v{_HEIGHT}"
         for value, _ in _choose_x_ticks(plot, x_scale)
     ]
-    levels = "".join(f"M0 {_to_svg_y(y_scale.place(value))}h{_WIDTH}" for _, value in plot.levels)
+    levels = "".join(
+        f"M0 {_to_svg_y(y_scale.position(value))}h{_WIDTH}" for _, value in plot.levels
+    )
     parts = [element("path", class_="grid", d="".join(grid))]
     parts += [element("path", class_="level", d=levels)] if levels else []
     for mark in (mark for mark in plot.marks if mark.kind in ("restart", "failure")):
-        at = _to_svg_x(x_scale.place(mark.x))
-        parts.append(element("path", class_=f"when {mark.kind}", d=f"M{at} 0v{_HEIGHT}"))
+        x = _to_svg_x(x_scale.position(mark.x))
+        parts.append(element("path", class_=f"when {mark.kind}", d=f"M{x} 0v{_HEIGHT}"))
     curves = _group_by_label(plot)
     for line in (line for line in plot.lines if line.spread):
         parts.append(
@@ -180,8 +185,11 @@ def _draw_svg(plot: Plot, x_scale: Scale, y_scale: Scale) -> Html:
         )
     for line in plot.lines:
         classes = f"line c{line.colour}{' dashed' * line.dashed}{' faint' * line.faint}"
-        few = not line.faint and sum(len(piece.x) for piece in curves[line.label]) <= _DOT_LIMIT
-        path, dots = _line_paths(line, x_scale, y_scale, few=few)
+        has_dots = (
+            not line.faint
+            and sum(len(piece.x) for piece in curves[line.label]) <= _MAX_DOTTED_POINTS
+        )
+        path, dots = _line_paths(line, x_scale, y_scale, has_dots=has_dots)
         parts.append(element("path", class_=classes, d=path))
         if dots:
             parts.append(element("path", class_=f"{classes} dots", d=dots))
@@ -191,43 +199,47 @@ def _draw_svg(plot: Plot, x_scale: Scale, y_scale: Scale) -> Html:
     )  # fmt: skip
 
 
-def _to_svg_x(share: float) -> int:
-    return round(share * _WIDTH)
+def _to_svg_x(fraction: float) -> int:
+    return round(fraction * _WIDTH)
 
 
-def _to_svg_y(share: float) -> int:
-    return round((1 - share) * _HEIGHT)
+def _to_svg_y(fraction: float) -> int:
+    return round((1 - fraction) * _HEIGHT)
 
 
-def _line_paths(line: Line, x_scale: Scale, y_scale: Scale, *, few: bool) -> tuple[str, str]:
+def _line_paths(line: Line, x_scale: Scale, y_scale: Scale, *, has_dots: bool) -> tuple[str, str]:
     """Return the path of a line, and the path of its dots.
 
     The line is broken where a value cannot be drawn. Points get dots if they are few or isolated.
     """
-    pieces: list[list[tuple[int, int]]] = [[]]
+    segments: list[list[tuple[int, int]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
         if is_drawable(y) and not (y_scale.log and y <= 0):
-            pieces[-1].append((_to_svg_x(x_scale.place(x)), _to_svg_y(y_scale.place(y))))
-        elif pieces[-1]:
-            pieces.append([])
-    pieces = [piece for piece in pieces if piece]
-    words = (
+            segments[-1].append((_to_svg_x(x_scale.position(x)), _to_svg_y(y_scale.position(y))))
+        elif segments[-1]:
+            segments.append([])
+    segments = [piece for piece in segments if piece]
+    path_segments = (
         f"M{piece[0][0]} {piece[0][1]}"
         + "".join(f"l{c - a} {d - b}" for (a, b), (c, d) in pairwise(piece))
-        for piece in pieces
+        for piece in segments
     )
-    dots = (f"M{x} {y}h0" for piece in pieces for x, y in piece if few or len(piece) == 1)
-    return "".join(words), "".join(dots)
+    dots = (f"M{x} {y}h0" for piece in segments for x, y in piece if has_dots or len(piece) == 1)
+    return "".join(path_segments), "".join(dots)
 
 
 def _band_path(line: Line, x_scale: Scale, y_scale: Scale) -> str:
     """Return the area between the lower and upper ends of a line's values."""
-    places = [_to_svg_x(x_scale.place(x)) for x in line.x]
+    x_positions = [_to_svg_x(x_scale.position(x)) for x in line.x]
     lows, highs = (
-        [_to_svg_y(y_scale.place(end)) for end in ends] for ends in zip(*line.spread, strict=True)
+        [_to_svg_y(y_scale.position(end)) for end in ends]
+        for ends in zip(*line.spread, strict=True)
     )
-    around = [*zip(places, lows, strict=True), *reversed([*zip(places, highs, strict=True)])]
-    return "M" + "L".join(f"{x} {y}" for x, y in around) + "Z"
+    outline = [
+        *zip(x_positions, lows, strict=True),
+        *reversed([*zip(x_positions, highs, strict=True)]),
+    ]
+    return "M" + "L".join(f"{x} {y}" for x, y in outline) + "Z"
 
 
 def _make_legend(plot: Plot) -> Html:
@@ -248,7 +260,7 @@ def _make_legend(plot: Plot) -> Html:
 
 
 def _group_by_label(plot: Plot) -> dict[str, list[Line]]:
-    """Return the pieces of each curve."""
+    """Return the lines of each curve."""
     curves: dict[str, list[Line]] = {}
     for line in plot.lines:
         curves.setdefault(line.label, []).append(line)
@@ -260,31 +272,34 @@ def _describe_plot(plot: Plot) -> str:
     descriptions = []
     for label, pieces in _group_by_label(plot).items():
         points = [(y, x) for line in pieces for x, y in zip(line.x, line.y, strict=True)]
-        fit = [point for point in points if is_drawable(point[0])]
-        if not fit:
+        drawable_points = [point for point in points if is_drawable(point[0])]
+        if not drawable_points:
             descriptions.append(f"{label}: no value that is a number")
             continue
-        (first, at), (last, end) = fit[0], fit[-1]
-        (low, low_at), (high, high_at) = min(fit, key=itemgetter(0)), max(fit, key=itemgetter(0))
+        (first, first_x), (last, last_x) = drawable_points[0], drawable_points[-1]
+        (low, low_x), (high, high_x) = (
+            min(drawable_points, key=itemgetter(0)),
+            max(drawable_points, key=itemgetter(0)),
+        )
         descriptions.append(
-            f"{label}: {format_number(first)} at {plot.axis} {_format_position(at)}, "
-            f"{format_number(last)} at {_format_position(end)}, "
-            f"lowest {format_number(low)} at {_format_position(low_at)}, "
+            f"{label}: {format_number(first)} at {plot.axis} {_format_position(first_x)}, "
+            f"{format_number(last)} at {_format_position(last_x)}, "
+            f"lowest {format_number(low)} at {_format_position(low_x)}, "
             f"highest {format_number(high)} at "
-            f"{_format_position(high_at)}"
+            f"{_format_position(high_x)}"
         )
     return f"{_plot_name(plot)}. {'; '.join(descriptions)}"
 
 
 def _draw_marks(plot: Plot, x_scale: Scale) -> Html:
-    """Return the marks; several of a kind at one place become one."""
-    places: dict[tuple[int, str, int], list[Mark]] = {}
+    """Return the marks; several of a kind at one position become one."""
+    marks_by_position: dict[tuple[int, str, int], list[Mark]] = {}
     for mark in plot.marks:
-        place = round(x_scale.place(mark.x) * _MARK_PLACES)
-        places.setdefault((mark.row, mark.kind, place), []).append(mark)
+        position_index = round(x_scale.position(mark.x) * _MARK_POSITIONS)
+        marks_by_position.setdefault((mark.row, mark.kind, position_index), []).append(mark)
     rows: dict[int, list[Html]] = {}
-    for (row, kind, _), marks in places.items():
-        position = x_scale.place((marks[0].x + marks[-1].x) / 2)
+    for (row, kind, _), marks in marks_by_position.items():
+        position = x_scale.position((marks[0].x + marks[-1].x) / 2)
         title = marks[0].title if len(marks) == 1 else f"{len(marks)}: {marks[0].title}, …"
         sign = element(
             "span", SIGNS[kind], class_=f"mark {kind}", title=title,
@@ -303,23 +318,29 @@ def _value_table(plot: Plot) -> Html:
     curves = {
         label: pieces for label, pieces in _group_by_label(plot).items() if not pieces[0].faint
     }
-    wholes = [
+    values_by_curve = [
         {x: y for line in pieces for x, y in zip(line.x, line.y, strict=True)}
         for pieces in curves.values()
     ]
-    chosen: set[float] = set()
-    for whole in wholes:
-        keys = list(whole)
-        chosen.update(keys[i] for i in sample_indices(len(keys), _TABLE_ROWS))
-        fit = [key for key in keys if is_drawable(whole[key])]
-        if fit:
-            chosen |= {min(fit, key=whole.__getitem__), max(fit, key=whole.__getitem__)}
+    selected_x: set[float] = set()
+    for curve_values in values_by_curve:
+        keys = list(curve_values)
+        selected_x.update(keys[i] for i in sample_indices(len(keys), _MAX_TABLE_ROWS))
+        drawable_x = [key for key in keys if is_drawable(curve_values[key])]
+        if drawable_x:
+            selected_x |= {
+                min(drawable_x, key=curve_values.__getitem__),
+                max(drawable_x, key=curve_values.__getitem__),
+            }
     rows = (
-        [_format_position(x), *(format_number(whole[x]) if x in whole else "" for whole in wholes)]
-        for x in sorted(chosen)
+        [
+            _format_position(x),
+            *(format_number(whole[x]) if x in whole else "" for whole in values_by_curve),
+        ]
+        for x in sorted(selected_x)
     )
     caption = f"{_plot_name(plot)}: some values and extremes"
-    return table([plot.axis, *curves], rows, caption=caption, numbers=True)
+    return table([plot.axis, *curves], rows, caption=caption, align_numbers=True)
 
 
 def _plot_name(plot: Plot) -> str:

@@ -19,31 +19,32 @@ from flagscale.report.timeline import TimelineEvent, list_events
 
 @dataclass(frozen=True)
 class RunReport:
-    """Data of a run at the time ``taken`` (Unix seconds).
+    """Data of a run at the time ``collected_at`` (Unix seconds).
 
-    ``config`` is the YAML it was started from. ``trouble`` is the reason if its hosts could not be
-    queried. ``told`` has the registered failures, with attempt numbers, if the run's files are
-    gone.
+    ``config`` is the YAML it was started from. ``query_error`` is the reason if its hosts could not
+    be queried. ``registered_failures`` has the failures in the registry of runs, with attempt
+    numbers, if the run's files no longer exist.
     """
 
     state: RunState
     snapshot: Snapshot
     attempts: Sequence[Attempt]
-    setting: RunSettings
-    happened: Sequence[TimelineEvent]
+    settings: RunSettings
+    timeline: Sequence[TimelineEvent]
     collected_at: float
     config: str = ""
-    trouble: str = ""
+    query_error: str = ""
     registered_failures: Sequence[tuple[int, str]] = ()
 
     @property
-    def ended(self) -> float | None:
+    def end_time(self) -> float | None:
+        """Time at which the run ended, in Unix seconds; None while it runs."""
         return self.snapshot.since if self.snapshot.phase.ended else None
 
 
 def collect_run(state: RunState) -> RunReport:
     """Collect the data of a run. Its hosts are queried unless it is known to have ended."""
-    state, now, trouble = reload_state(state), time.time(), ""
+    state, now, query_error = reload_state(state), time.time(), ""
     entry = runs.read_entry(state.run_id)
     ended = entry.ended if entry is not None else None
     if ended is not None:
@@ -53,9 +54,11 @@ def collect_run(state: RunState) -> RunReport:
         try:
             current = runs.query_run(state)
         except FlagscaleError as error:
-            trouble = error.message
-            silent = {host.node_rank: HostObservation(trouble=trouble) for host in state.hosts}
-            current = snapshot.take_snapshot(state, silent)
+            query_error = error.message
+            unreachable_hosts = {
+                host.node_rank: HostObservation(trouble=query_error) for host in state.hosts
+            }
+            current = snapshot.take_snapshot(state, unreachable_hosts)
         # With a scheduler, hosts have names after they are allocated.
         state = reload_state(state)
     attempts = history.read_attempts(state, current.events)
@@ -63,11 +66,11 @@ def collect_run(state: RunState) -> RunReport:
         state=state,
         snapshot=replace(current, events={}),
         attempts=attempts,
-        setting=setting.read_settings(state),
-        happened=list_events(state, current, attempts),
+        settings=setting.read_settings(state),
+        timeline=list_events(state, current, attempts),
         collected_at=now,
         config=entry.config if entry is not None else "",
-        trouble=trouble,
+        query_error=query_error,
         registered_failures=ended.failures if ended is not None else (),
     )
 
@@ -83,14 +86,16 @@ def make_labels(run_reports: Sequence[RunReport]) -> list[str]:
 
 def list_devices(run: RunReport) -> Mapping[int, str]:
     """Return the devices of each host by node rank, as reported in the last attempt."""
-    of_rank = {
+    device_by_rank = {
         event.rank: str(event.get("device", ""))
         for attempt in run.attempts[-1:]
-        for event in attempt.of("started")
+        for event in attempt.events_of_kind("started")
     }
     devices = {}
     for host in run.state.hosts:
-        kinds = Counter(of_rank[rank].partition(":")[0] for rank in host.ranks if rank in of_rank)
+        kinds = Counter(
+            device_by_rank[rank].partition(":")[0] for rank in host.ranks if rank in device_by_rank
+        )
         devices[host.node_rank] = ", ".join(
             f"{count} x {kind}" for kind, count in kinds.items() if kind
         )
@@ -98,6 +103,6 @@ def list_devices(run: RunReport) -> Mapping[int, str]:
 
 
 def find_backend(run: RunReport) -> str:
-    """Return the communication backend that the ranks joined through."""
-    joined = (e for attempt in run.attempts[-1:] for e in attempt.of("joined"))
+    """Return the communication backend of the last attempt; empty if no rank reported one."""
+    joined = (e for attempt in run.attempts[-1:] for e in attempt.events_of_kind("joined"))
     return next((str(event.get("backend", "")) for event in joined), "")

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-LARGEST = 1e100
-"""Larger numbers are treated as infinite, and their sums may overflow."""
-_SMALLEST = 1e-100
+MAX_DRAWABLE = 1e100
+"""Larger numbers are treated as infinite, because their sums may overflow."""
+_MIN_MAGNITUDE = 1e-100
 """Smaller values are treated as 0, and smaller differences as none."""
-_FINEST = 1e-12
+_MIN_RELATIVE_RANGE = 1e-12
 """Values with a smaller relative difference are treated as equal."""
-_UNEVEN = 10.0
+_LOG_SCALE_RATIO = 10.0
 """An axis is logarithmic if its largest value is this many times the median."""
-_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_BINARY = ("", "K", "M", "G", "T")
+_DECIMAL_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BINARY_SUFFIXES = ("", "K", "M", "G", "T")
 Tick = tuple[float, str]
 
 
 def is_drawable(value: float) -> bool:
     """Return whether a value has a position on an axis: neither NaN nor (practically) infinite."""
-    return -LARGEST < value < LARGEST
+    return -MAX_DRAWABLE < value < MAX_DRAWABLE
 
 
 @dataclass(frozen=True)
@@ -33,61 +33,61 @@ class Scale:
     high: float
     log: bool = False
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Return the position of a value from 0 (``low``) to 1 (``high``), clamped."""
         if self.log:
             value = max(value, self.low)
-            share = math.log(value / self.low) / math.log(self.high / self.low)
+            fraction = math.log(value / self.low) / math.log(self.high / self.low)
         else:
-            share = (value - self.low) / (self.high - self.low)
-        return min(max(share, 0.0), 1.0)
+            fraction = (value - self.low) / (self.high - self.low)
+        return min(max(fraction, 0.0), 1.0)
 
-    def ticks(self, most: int) -> list[Tick]:
-        """Return round values within the axis, about ``most`` of them, with labels."""
-        return _log_ticks(self, most) if self.log else _linear_ticks(self, most)
+    def ticks(self, max_ticks: int) -> list[Tick]:
+        """Return about ``max_ticks`` round values within the axis, with labels."""
+        return _log_ticks(self, max_ticks) if self.log else _linear_ticks(self, max_ticks)
 
 
-def fit_scale(values: Iterable[float], *, log: bool | None = None, room: float = 0.0) -> Scale:
+def fit_scale(values: Iterable[float], *, log: bool | None = None, margin: float = 0.0) -> Scale:
     """Return an axis for all values that can be drawn.
 
     ``log`` None chooses a logarithmic axis for uneven values, so that one spike does not flatten
-    the others. ``room`` is added at both ends, as a share of the axis.
+    the other values. ``margin`` is added at both ends, as a fraction of the axis.
     """
     drawable_values = [value for value in values if is_drawable(value)]
     low, high = (min(drawable_values), max(drawable_values)) if drawable_values else (0.0, 1.0)
     if log is None:
-        log = low > _SMALLEST and high > _UNEVEN * median(drawable_values)
+        log = low > _MIN_MAGNITUDE and high > _LOG_SCALE_RATIO * median(drawable_values)
     if log:
-        drawable_values = [value for value in drawable_values if value > _SMALLEST] or [1.0]
+        drawable_values = [value for value in drawable_values if value > _MIN_MAGNITUDE] or [1.0]
         low, high = min(drawable_values), max(drawable_values)
-        spread = max(high / low, 1.2) ** max(room, 0.01 if low == high else 0.0)
-        return Scale(low / spread, high * spread, log=True)
-    if high - low < max(_SMALLEST, abs(high) * _FINEST):
-        middle, around = (low + high) / 2, max(abs(low), abs(high))
-        around = around if around > _SMALLEST else 1.0
-        return Scale(middle - around, middle + around)
-    more = (high - low) * room
-    return Scale(low - more, high + more)
+        margin_factor = max(high / low, 1.2) ** max(margin, 0.01 if low == high else 0.0)
+        return Scale(low / margin_factor, high * margin_factor, log=True)
+    if high - low < max(_MIN_MAGNITUDE, abs(high) * _MIN_RELATIVE_RANGE):
+        middle, half_range = (low + high) / 2, max(abs(low), abs(high))
+        half_range = half_range if half_range > _MIN_MAGNITUDE else 1.0
+        return Scale(middle - half_range, middle + half_range)
+    padding = (high - low) * margin
+    return Scale(low - padding, high + padding)
 
 
-def _linear_ticks(scale: Scale, most: int) -> list[Tick]:
-    rough = (scale.high - scale.low) / max(most, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * unit for unit in (1, 2, 5, 10) if power * unit >= rough * 0.999)
+def _linear_ticks(scale: Scale, max_ticks: int) -> list[Tick]:
+    approximate_step = (scale.high - scale.low) / max(max_ticks, 1)
+    power = 10.0 ** math.floor(math.log10(approximate_step))
+    step = next(power * unit for unit in (1, 2, 5, 10) if power * unit >= approximate_step * 0.999)
     first = math.ceil(scale.low / step - 1e-9)
     last = math.floor(scale.high / step + 1e-9)
     values = [number * step for number in range(first, last + 1)]
     return [(value, format_short(value, step)) for value in values]
 
 
-def _log_ticks(scale: Scale, most: int) -> list[Tick]:
+def _log_ticks(scale: Scale, max_ticks: int) -> list[Tick]:
     first, last = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
     for digits in ((1, 2, 5), (1, 3), (1,)):
         values = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
         values = [value for value in values if scale.low <= value <= scale.high]
-        if len(values) <= most:
+        if len(values) <= max_ticks:
             break
-    values = values[:: max(1, math.ceil(len(values) / max(most, 1)))]
+    values = values[:: max(1, math.ceil(len(values) / max(max_ticks, 1)))]
     if len(values) < 2:  # less than a decade without a round value
         return [(value, format_short(value)) for value in (scale.low, scale.high)]
     return [(value, format_short(value)) for value in values]
@@ -100,7 +100,7 @@ def format_short(value: float, step: float = 0.0) -> str:
     """
     if abs(value) < step * 1e-6:
         return "0"
-    for unit, suffix in _SUFFIXES:
+    for unit, suffix in _DECIMAL_SUFFIXES:
         if abs(value) >= unit and abs(value) < 1e15:
             return f"{_format_plain(value / unit, step / unit)}{suffix}"
     return _format_plain(value, step)
@@ -130,14 +130,16 @@ def format_number(value: float) -> str:
 def format_size(size: int) -> str:
     """Format a size in bytes: ``1048576`` is ``1M``, ``1000`` stays ``1000``."""
     power = 0
-    while size and size % 1024 == 0 and power < len(_BINARY) - 1:
+    while size and size % 1024 == 0 and power < len(_BINARY_SUFFIXES) - 1:
         size //= 1024
         power += 1
-    return f"{size}{_BINARY[power]}"
+    return f"{size}{_BINARY_SUFFIXES[power]}"
 
 
-def sample_indices(count: int, most: int) -> Sequence[int]:
-    """Return at most ``most`` of ``count`` indices, evenly spaced, with the first and the last."""
-    if count <= most:
+def sample_indices(count: int, max_count: int) -> Sequence[int]:
+    """Return at most ``max_count`` of ``count`` indices, evenly spaced, with the first and the
+    last.
+    """
+    if count <= max_count:
         return range(count)
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+    return sorted({round(i * (count - 1) / (max_count - 1)) for i in range(max_count)})

@@ -15,7 +15,7 @@ from flagscale.config.arguments.layout import (
     describe_rank_ranges,
     global_batch_size,
 )
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import ConfigError
 from flagscale.files import read_json
@@ -29,17 +29,17 @@ _PRECISIONS = ("fp16", "bf16")
 class RunSettings:
     """Settings of a run.
 
-    ``absent`` is the reason if nothing is known. ``places`` describes the part of the model on each
-    host by node rank, if it says more than rank numbers. ``options`` has every value of the
-    configuration by dotted key.
+    ``missing_reason`` is the reason if nothing is known. ``host_roles`` describes the part of the
+    model on each host, such as its pipeline stages, by node rank, if rank numbers alone do not show
+    it. ``options`` has every value of the configuration by dotted key.
     """
 
-    absent: str = ""
+    missing_reason: str = ""
     program: str = ""
     model: str = ""
     layout: str = ""
     batch: str = ""
-    places: Mapping[int, str] = field(default_factory=dict)
+    host_roles: Mapping[int, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     text: str = ""
     overrides: Sequence[str] = ()
@@ -55,24 +55,26 @@ def read_settings(state: RunState) -> RunSettings:
     plan = read_json(files.plan)
     if plan is None:
         return RunSettings(
-            absent=f"{files.plan} is not there any more, nor what was kept beside it"
+            missing_reason=f"{files.plan} and the files next to it do not exist any more"
         )
     if plan.get("run_id") != state.run_id:
-        later = f"run {plan.get('run_id')} was started in the same directory since"
-        return RunSettings(absent=f"{later}, and what is kept there is of that one")
+        later_run = f"run {plan.get('run_id')} was started in the same directory since"
+        return RunSettings(missing_reason=f"{later_run}, and the files there belong to that run")
     data = _read_yaml(files.config)
     data = redact(data) if isinstance(data, dict) else {}
-    typed = _read_yaml(files.overrides)
-    overrides = redact_overrides(map(str, typed)) if isinstance(typed, list) else []
-    first = (plan.get("hosts") or [{}])[0]
-    words = [str(word) for word in first.get("program", ())]
+    stored_overrides = _read_yaml(files.overrides)
+    overrides = (
+        redact_overrides(map(str, stored_overrides)) if isinstance(stored_overrides, list) else []
+    )
+    first_host = (plan.get("hosts") or [{}])[0]
+    program_argv = [str(word) for word in first_host.get("program", ())]
     return RunSettings(
-        program=words[0] if words else "",
+        program=program_argv[0] if program_argv else "",
         notes=[str(note) for note in plan.get("notes", ())],
         text=_dump_yaml(data),
         overrides=overrides,
         options=dict(_flatten(data)),
-        **_describe_arguments(words[1:], state),
+        **_describe_arguments(program_argv[1:], state),
     )
 
 
@@ -101,10 +103,10 @@ def _flatten(data: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, "null" if data is None else str(data)
 
 
-def _describe_arguments(words: Sequence[str], state: RunState) -> dict[str, Any]:
-    """What the training program's arguments say; nothing of a program that is another's."""
+def _describe_arguments(arguments: Sequence[str], state: RunState) -> dict[str, Any]:
+    """Describe the training program's arguments; empty for a program of another project."""
     try:
-        values = vars(parse_arguments([word for word in words if word not in ("-h", "--help")]))
+        values = vars(parse_arguments([word for word in arguments if word not in ("-h", "--help")]))
         model = _describe_model(values)
         if not model:
             return {}
@@ -112,7 +114,7 @@ def _describe_arguments(words: Sequence[str], state: RunState) -> dict[str, Any]
             "model": model,
             "layout": _describe_layout(values, state.world_size),
             "batch": _describe_batch(values, state.world_size),
-            "places": _describe_places(values, state),
+            "host_roles": _describe_host_roles(values, state),
         }
     except (ConfigError, ValueError, TypeError, KeyError, ArithmeticError):
         return {}
@@ -146,41 +148,42 @@ def _describe_layout(values: Mapping[str, Any], world_size: int) -> str:
         dp=data_parallel_size(values, world_size),
         pp=values["pipeline_model_parallel_size"],
     )
-    return sizes.text() + (" over unlike replicas" if uses_microbatch_split(values) else "")
+    suffix = " with heterogeneous replicas" if uses_microbatch_split(values) else ""
+    return sizes.format_sizes() + suffix
 
 
 def _describe_batch(values: Mapping[str, Any], world_size: int) -> str:
-    whole = global_batch_size(values, world_size)
+    batch_size = global_batch_size(values, world_size)
     length = values.get("seq_length") or 0
-    tokens = f", {whole * length:,} tokens" if length else ""
-    return f"{whole:,} sequences a step{tokens}; micro-batches of {values['micro_batch_size']}"
+    tokens = f", {batch_size * length:,} tokens" if length else ""
+    return f"{batch_size:,} sequences a step{tokens}; micro-batches of {values['micro_batch_size']}"
 
 
-def _describe_places(values: Mapping[str, Any], state: RunState) -> dict[int, str]:
+def _describe_host_roles(values: Mapping[str, Any], state: RunState) -> dict[int, str]:
     hosts = [host for host in state.hosts if len(host.ranks)]
-    unlike = describe_rank_ranges(values, [host.ranks for host in hosts], state.world_size)
-    if unlike:
-        return {host.node_rank: place for host, place in zip(hosts, unlike, strict=True)}
+    mesh_roles = describe_rank_ranges(values, [host.ranks for host in hosts], state.world_size)
+    if mesh_roles:
+        return {host.node_rank: role for host, role in zip(hosts, mesh_roles, strict=True)}
     pp = values["pipeline_model_parallel_size"]
-    inner = values["tensor_model_parallel_size"] * values["context_parallel_size"]
+    model_ranks = values["tensor_model_parallel_size"] * values["context_parallel_size"]
     dp = data_parallel_size(values, state.world_size)
     if pp * dp == 1:
         return {}
-    return {host.node_rank: _describe_place(host, inner, dp, pp) for host in hosts}
+    return {host.node_rank: _describe_host_role(host, model_ranks, dp, pp) for host in hosts}
 
 
-def _describe_place(host: HostState, inner: int, dp: int, pp: int) -> str:
-    """Describe the part of a host. Tensor-parallel ranks vary fastest, then context, data,
-    pipeline.
+def _describe_host_role(host: HostState, model_ranks: int, dp: int, pp: int) -> str:
+    """Describe the part of the model on a host. Tensor-parallel ranks vary fastest, then context,
+    data, pipeline. ``model_ranks`` is the number of tensor- and context-parallel ranks of a stage.
     """
     first, last = host.ranks[0], host.ranks[-1]
-    stages = (first // (inner * dp), last // (inner * dp))
+    stages = (first // (model_ranks * dp), last // (model_ranks * dp))
     parts = [f"{_format_range('stage', *stages)} of {pp}"] if pp > 1 else []
     if stages[0] == stages[1] and dp > 1:
-        replicas = (first // inner % dp, last // inner % dp)
+        replicas = (first // model_ranks % dp, last // model_ranks % dp)
         parts.append(f"{_format_range('replica', *replicas)} of {dp}")
     return ", ".join(parts)
 
 
-def _format_range(what: str, first: int, last: int) -> str:
-    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+def _format_range(noun: str, first: int, last: int) -> str:
+    return f"{noun} {first}" if first == last else f"{noun}s {first}-{last}"

@@ -1,4 +1,4 @@
-"""Detection of spikes by one rule that a page can state."""
+"""Detection of spikes in a metric, by a rule that the page states in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flagscale.report.scale import LARGEST
+from flagscale.report.scale import MAX_DRAWABLE
 
 WINDOW = 50
 MIN_VALUES = 10
@@ -17,58 +17,62 @@ MIN_VALUES = 10
 @dataclass(frozen=True)
 class SpikeRule:
     """Rule: more than ``factor`` times the median of the last :data:`WINDOW` values, and more than
-    ``least`` above it. Of consecutive spikes, the first counts.
+    ``min_increase`` above it. Of consecutive spikes, the first counts.
     """
 
     factor: float
-    least: float = 0.0
+    min_increase: float = 0.0
 
     def describe(self) -> str:
-        more = f", and by more than {self.least:g}" if self.least else ""
+        more = f", and by more than {self.min_increase:g}" if self.min_increase else ""
         return f"more than {self.factor:g} times the median of the last {WINDOW} values{more}"
 
 
-LOSS = SpikeRule(2.0, 0.5)
+LOSS_RULE = SpikeRule(2.0, 0.5)
 """Rule of training's own warning, unless ``loss_spike_factor`` is set."""
-GRAD_NORM = SpikeRule(5.0)
+GRAD_NORM_RULE = SpikeRule(5.0)
 
 
 @dataclass(frozen=True)
 class Spike:
     """Spike at an index of the values.
 
-    ``usual`` is the median before it, None for a value that is not a number.
+    ``median`` is the median of the values before it, None for a value that is not a number.
     """
 
     index: int
     value: float
-    usual: float | None
+    median: float | None
 
 
 def find_spikes(values: Sequence[float], rule: SpikeRule) -> list[Spike]:
     """Return the spikes by a rule, and values that are NaN or infinite."""
     spikes: list[Spike] = []
     recent: deque[float] = deque()
-    ordered: list[float] = []
-    before = False
+    sorted_values: list[float] = []
+    was_spike = False
     for index, value in enumerate(values):
-        if not -LARGEST < value < LARGEST:
-            if not before:
+        if not -MAX_DRAWABLE < value < MAX_DRAWABLE:
+            if not was_spike:
                 spikes.append(Spike(index, value, None))
-            before = True
+            was_spike = True
             continue
-        count = len(ordered)
-        usual = 0.0
-        now = False
+        count = len(sorted_values)
+        median = 0.0
+        is_spike = False
         if count >= MIN_VALUES:
             middle = count // 2
-            usual = ordered[middle] if count % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-            now = value > rule.factor * usual and value > usual + rule.least
-        if now and not before:
-            spikes.append(Spike(index, value, usual))
-        before = now
+            median = (
+                sorted_values[middle]
+                if count % 2
+                else (sorted_values[middle - 1] + sorted_values[middle]) / 2
+            )
+            is_spike = value > rule.factor * median and value > median + rule.min_increase
+        if is_spike and not was_spike:
+            spikes.append(Spike(index, value, median))
+        was_spike = is_spike
         if count == WINDOW:
-            del ordered[bisect_left(ordered, recent.popleft())]
+            del sorted_values[bisect_left(sorted_values, recent.popleft())]
         recent.append(value)
-        insort(ordered, value)
+        insort(sorted_values, value)
     return spikes

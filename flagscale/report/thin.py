@@ -10,8 +10,8 @@ from flagscale.report.scale import is_drawable
 Points = tuple[list[float], list[float]]
 
 
-def thin_points(x: Sequence[float], y: Sequence[float], most: int) -> Points:
-    """Reduce a line to about ``most`` points, at least 4.
+def thin_points(x: Sequence[float], y: Sequence[float], max_points: int) -> Points:
+    """Reduce a line to about ``max_points`` points, at least 4.
 
     Consecutive points are grouped, and the lowest and highest of each group are kept in order, so
     no extreme is lost. The first and last point are kept. Of values that cannot be drawn, one per
@@ -19,27 +19,34 @@ def thin_points(x: Sequence[float], y: Sequence[float], most: int) -> Points:
 
     Args:
         x, y: coordinates of equal length; ``x`` in ascending order.
-        most: approximate number of points to keep.
+        max_points: approximate number of points to keep.
     """
     count = len(x)
-    if count <= most:
+    if count <= max_points:
         return list(x), list(y)
-    size = -(-count // max(most // 2 - 1, 1))
-    indices_kept = {0, count - 1}
-    for start in range(0, count, size):
-        indices_kept |= _extremes(y, range(start, min(start + size, count)))
-    indices = sorted(indices_kept)
+    group_size = -(-count // max(max_points // 2 - 1, 1))
+    selected_indices = {0, count - 1}
+    for start in range(0, count, group_size):
+        selected_indices |= _extremes(y, range(start, min(start + group_size, count)))
+    indices = sorted(selected_indices)
     return [x[i] for i in indices], [y[i] for i in indices]
 
 
-def _extremes(y: Sequence[float], piece: range) -> set[int]:
-    values = y[piece.start : piece.stop]
+def _extremes(y: Sequence[float], group: range) -> set[int]:
+    """Return the indices of the lowest and highest value in a group of points, and of one value
+    that cannot be drawn.
+    """
+    values = y[group.start : group.stop]
     low, high = min(values), max(values)
     if not (all(map(math.isfinite, values)) and is_drawable(low) and is_drawable(high)):
-        flags = [is_drawable(value) for value in values]
-        gap = piece.start + flags.index(False)
-        there = [i for i, flag in zip(piece, flags, strict=True) if flag]
-        if not there:
+        drawable_flags = [is_drawable(value) for value in values]
+        gap = group.start + drawable_flags.index(False)
+        drawable_indices = [i for i, flag in zip(group, drawable_flags, strict=True) if flag]
+        if not drawable_indices:
             return {gap}
-        return {gap, min(there, key=y.__getitem__), max(there, key=y.__getitem__)}
-    return {piece.start + values.index(low), piece.start + values.index(high)}
+        return {
+            gap,
+            min(drawable_indices, key=y.__getitem__),
+            max(drawable_indices, key=y.__getitem__),
+        }
+    return {group.start + values.index(low), group.start + values.index(high)}

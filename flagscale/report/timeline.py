@@ -6,18 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from flagscale.config.secrets import without_passwords
+from flagscale.config.secrets import hide_passwords
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState
 from flagscale.report.history import Attempt, step_of
 from flagscale.report.scale import format_number
-from flagscale.report.spikes import GRAD_NORM, LOSS, SpikeRule, find_spikes
+from flagscale.report.spikes import GRAD_NORM_RULE, LOSS_RULE, SpikeRule, find_spikes
 from flagscale.status import Event
 
-_WARNED_SPIKE = re.compile(r"loss spike at step (\d{1,15}): ")
+_SPIKE_WARNING_PATTERN = re.compile(r"loss spike at step (\d{1,15}): ")
 _MAX_CHARACTERS = 2000
-_RULES = (("loss", "loss", LOSS), ("grad_norm", "gradient norm", GRAD_NORM))
+_SPIKE_RULES = (("loss", "loss", LOSS_RULE), ("grad_norm", "gradient norm", GRAD_NORM_RULE))
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,17 @@ def list_events(
     if snapshot.failure is not None:
         events.append(_failure_event(snapshot.failure, attempts))
     elif snapshot.phase.ended:
-        number_ = attempts[-1].number if attempts else 1
-        last = attempts[-1].last_step() if attempts else None
+        last_attempt_number = attempts[-1].number if attempts else 1
+        last_step = attempts[-1].last_step() if attempts else None
         kind = "failure" if snapshot.phase in (Phase.FAILED, Phase.LOST) else "end"
         events.append(
-            TimelineEvent(snapshot.since or None, number_, last, kind, f"{snapshot.phase.value}")
+            TimelineEvent(
+                snapshot.since or None,
+                last_attempt_number,
+                last_step,
+                kind,
+                f"{snapshot.phase.value}",
+            )
         )
     return tuple(sorted(events, key=lambda event: (event.time or 0.0, event.attempt)))
 
@@ -62,26 +68,26 @@ def _restart_event(
 ) -> Iterator[TimelineEvent]:
     if attempt.number == 1:
         return
-    before = attempts[attempt.number - 2]
-    cause = failures.get(before.again) if before.current else None
-    why = f"; before: {without_passwords(cause.headline())}" if cause is not None else ""
-    step = attempt.steps[0] if attempt.steps else before.last_step()
-    on = f", from step {step}" if attempt.steps else ""
-    text = f"the job was started again, attempt {attempt.number}{on}{why}"
-    yield TimelineEvent(attempt.started, attempt.number, step, "restart", text)
+    previous = attempts[attempt.number - 2]
+    cause = failures.get(previous.number_in_start) if previous.is_current else None
+    cause_text = f"; before: {hide_passwords(cause.headline())}" if cause is not None else ""
+    step = attempt.steps[0] if attempt.steps else previous.last_step()
+    step_text = f", from step {step}" if attempt.steps else ""
+    text = f"the job was started again, attempt {attempt.number}{step_text}{cause_text}"
+    yield TimelineEvent(attempt.start_time, attempt.number, step, "restart", text)
 
 
 def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
     """Yield events reported by ranks."""
     reported: set[tuple[str, int | None]] = set()
-    for event in attempt.of("checkpoint", "evaluation", "warning", "ready", "finished"):
+    for event in attempt.events_of_kind("checkpoint", "evaluation", "warning", "ready", "finished"):
         text = _describe_event(event)[:_MAX_CHARACTERS]
         step, kind = step_of(event), event.event
         # Equal reports of several ranks become one event.
         if (text, step) in reported:
             continue
         reported.add((text, step))
-        if spike := _WARNED_SPIKE.match(text):
+        if spike := _SPIKE_WARNING_PATTERN.match(text):
             step, kind = int(spike[1]), "spike"
         yield TimelineEvent(event.time, attempt.number, step, kind, text)
 
@@ -95,33 +101,35 @@ def _describe_event(event: Event) -> str:
         return "model, data and checkpoint are there, training begins"
     if event.event == "finished":
         return f"training ended: {event.get('reason', '?')}"
-    return without_passwords(str(event.get("message", "")))
+    return hide_passwords(str(event.get("message", "")))
 
 
 def _spike_events(attempt: Attempt) -> Iterator[TimelineEvent]:
-    warned = {
+    warned_steps = {
         int(match[1])
-        for event in attempt.of("warning")
-        if (match := _WARNED_SPIKE.match(str(event.get("message", ""))))
+        for event in attempt.events_of_kind("warning")
+        if (match := _SPIKE_WARNING_PATTERN.match(str(event.get("message", ""))))
     }
-    for name, what, rule in _RULES:
-        for index, text in _describe_spikes(attempt.figures.get(name, ()), rule):
+    for name, metric_title, rule in _SPIKE_RULES:
+        for index, text in _describe_spikes(attempt.metrics.get(name, ()), rule):
             step = attempt.steps[index]
-            since = attempt.steps[index - 1] if index else step - 1
+            previous_step = attempt.steps[index - 1] if index else step - 1
             # Training checks every step, and may have warned of a spike between two logged steps.
-            if name == "loss" and any(since < at <= step for at in warned):
+            if name == "loss" and any(
+                previous_step < warned_step <= step for warned_step in warned_steps
+            ):
                 continue
             yield TimelineEvent(
-                attempt.times[index], attempt.number, step, "spike", f"{what} {text}"
+                attempt.times[index], attempt.number, step, "spike", f"{metric_title} {text}"
             )
 
 
 def _describe_spikes(values: Sequence[float], rule: SpikeRule) -> Iterator[tuple[int, str]]:
     for spike in find_spikes(values, rule):
-        if spike.usual is None:
+        if spike.median is None:
             yield spike.index, f"is {format_number(spike.value)}"
         else:
-            times = f"{rule.factor:g} times the usual {format_number(spike.usual)}"
+            times = f"{rule.factor:g} times the usual {format_number(spike.median)}"
             yield spike.index, f"spike: {format_number(spike.value)}, more than {times}"
 
 
@@ -130,11 +138,14 @@ def _failure_event(failure: Failure, attempts: Sequence[Attempt]) -> TimelineEve
     moment = step = None
     if last_attempt is not None:
         moment = min(
-            (e.time for e in last_attempt.of("failed") if e.rank == failure.rank), default=None
+            (e.time for e in last_attempt.events_of_kind("failed") if e.rank == failure.rank),
+            default=None,
         )
-        moment = moment or (last_attempt.times[-1] if last_attempt.times else last_attempt.started)
+        moment = moment or (
+            last_attempt.times[-1] if last_attempt.times else last_attempt.start_time
+        )
         step = last_attempt.last_step()
-    text = f"first failure: {without_passwords(failure.headline())}"
+    text = f"first failure: {hide_passwords(failure.headline())}"
     return TimelineEvent(
         moment, last_attempt.number if last_attempt is not None else 1, step, "failure", text
     )

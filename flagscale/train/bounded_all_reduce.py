@@ -1,7 +1,8 @@
 """Bounded all_reduce of gradients (``comm: {tail: bounded}``).
 
-fsccl can bound the time of an all_reduce by excluding data that arrives late. This module selects
-the groups, reports how much was excluded or lost, and decides whether to skip a step.
+fsccl can bound the tail latency of an all_reduce, the time of its slowest operations, by excluding
+data that arrives late. This module selects the process groups in which it does so, reports how much
+data was excluded or lost, and decides whether to skip a step.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from megatron.core import parallel_state
 
 from flagscale.accelerators.device import current_device
 
-GRADIENT_GROUPS = "*DATA_PARALLEL_GROUP*"
-"""Pattern for megatron.core's descriptions of the groups that reduce gradients."""
+GRADIENT_GROUP_PATTERN = "*DATA_PARALLEL_GROUP*"
+"""Glob pattern for megatron.core's descriptions of the groups that reduce gradients."""
 
 
 def bound_gradient_groups_only() -> None:
-    """Bound the all_reduce in gradient groups only, for groups created from now on.
+    """Restrict bounded all_reduce to groups that reduce gradients.
 
-    Groups that the user has set in ``FSCCL_TAIL_GROUPS`` stay.
+    It applies to groups created after the call.
+
+    If the user has set ``FSCCL_TAIL_GROUPS``, the user's groups are used instead.
     """
-    os.environ.setdefault("FSCCL_TAIL_GROUPS", GRADIENT_GROUPS)
+    os.environ.setdefault("FSCCL_TAIL_GROUPS", GRADIENT_GROUP_PATTERN)
 
 
-def explain_no_effect(args: argparse.Namespace) -> str | None:
+def explain_unbounded_reduce(args: argparse.Namespace) -> str | None:
     """Return a warning if a requested bounded all_reduce has no effect, or None.
 
     This is the case if gradients are reduced by reduce_scatter. The launcher rejects the
@@ -48,20 +51,21 @@ class BoundedReduceStatistics:
     """Statistics of bounded all_reduce over the gradient groups, between two calls of
     :meth:`pop_statistics`.
 
-    Backends other than fsccl have none.
+    Other backends than fsccl provide no statistics.
     """
 
     def __init__(self) -> None:
-        self._backends = _tail_backends()
+        self._backends = _get_gradient_backends()
         self._previous: Counter[str] = Counter()
 
     def pop_statistics(self) -> dict[str, float | int]:
         """Return the statistics since the last call, which differ between ranks.
 
-        ``tail_excluded`` and ``tail_lost`` are the fractions (0 to 1) of excluded pieces and of
-        lost packets, ``tail_seconds`` the total duration, and ``tail_mib`` the MiB sent by this
-        rank including retransmissions. ``tail_repeated`` counts operations repeated exactly, and
-        ``tail_skipped`` those skipped together with their step. Empty if no operation was bounded.
+        ``tail_excluded`` and ``tail_lost`` are the fractions (0 to 1) of excluded blocks of data
+        and of lost packets, ``tail_seconds`` the total duration, and ``tail_mib`` the MiB sent by
+        this rank including retransmissions. ``tail_repeated`` counts operations that were repeated
+        without exclusion, and ``tail_skipped`` those skipped together with their step. Empty if no
+        operation was bounded.
         """
         totals: Counter[str] = Counter()
         for backend in self._backends:
@@ -90,11 +94,14 @@ class SkippedReduceDetector:
     def __init__(self) -> None:
         bounded = os.environ.get("FSCCL_TAIL") == "bounded"
         self._enabled = bounded and os.environ.get("FSCCL_TAIL_ABOVE") == "skip"
-        self._backends = _tail_backends() if self._enabled else []
+        self._backends = _get_gradient_backends() if self._enabled else []
         self._previous_skipped = 0.0
 
     def pop_skipped(self) -> bool:
-        """Return whether any rank skipped an all_reduce since the last call. All ranks call it."""
+        """Return whether any rank skipped an all_reduce since the last call.
+
+        Collective: all ranks call it and get the same result.
+        """
         if not self._enabled:
             return False
         skipped = sum(backend.tail_statistics().get("skipped", 0.0) for backend in self._backends)
@@ -104,7 +111,8 @@ class SkippedReduceDetector:
         return bool(max_skipped > 0)
 
 
-def _tail_backends() -> list[Any]:
+def _get_gradient_backends() -> list[Any]:
+    """Return this rank's backends of the gradient groups that provide bounded all_reduce."""
     backends = [group._get_backend(current_device().torch_device) for group in _gradient_groups()]
     return [backend for backend in backends if hasattr(backend, "tail_statistics")]
 

@@ -21,7 +21,7 @@ def build_state(
     vocabulary: int,
     device: Device,
     *,
-    draw: bool = True,
+    initialize_all: bool = True,
 ) -> TrainState:
     """Return the model, optimizer and scheduler with no training progress.
 
@@ -30,10 +30,10 @@ def build_state(
         config: the model's configuration.
         vocabulary: size of the padded vocabulary.
         device: device of the weights.
-        draw: whether to draw all initial weights. If false, only weights that no checkpoint
-            provides are drawn.
+        initialize_all: whether to initialize all weights. If false, only weights that no checkpoint
+            provides are initialized.
     """
-    chunks = build_chunks(args, config, vocabulary, device, initialize_all=draw)
+    chunks = build_chunks(args, config, vocabulary, device, initialize_all=initialize_all)
     optimizer = build_optimizer(args, chunks, device)
     return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
 

@@ -1,8 +1,8 @@
 """Full-iteration CUDA graphs: the forward and backward passes of a step as one graph launch.
 
-For a small model, kernels finish faster than the host launches them. The first steps (warm-up)
-run eagerly. Then the passes over all micro-batches are captured once and replayed in each
-following step. The graph reads and writes static memory: each step's data is copied into the
+For a small model, kernels finish faster than the host launches them. The first steps (warm-up) run
+eagerly. Then the forward and backward passes of all micro-batches are captured once and replayed in
+each following step. The graph reads and writes static memory: each step's data is copied into the
 captured input tensors, and gradients accumulate in the same buffers in any case. Gradient
 finalization, which communicates, and the optimizer step run outside the graph.
 """
@@ -21,7 +21,7 @@ from flagscale.train.forward_step import ForwardStep, PreparedMicroBatch
 
 LossReports = list[dict[str, torch.Tensor]]
 
-_CAPTURES_BEFORE_WARNING = 4
+_CAPTURES_UNTIL_WARNING = 4
 """Number of captures after which a warning recommends disabling CUDA graphs."""
 
 
@@ -48,7 +48,7 @@ class CudaGraphSchedule:
             config: the model's configuration. Its ``finalize_model_grads_func`` is replaced, and
                 called after the graph.
             device: device of the model.
-            invalidate_caches: drops tensors that layers cache between passes, such as FP8 weights.
+            invalidate_caches: drops tensors that layers cache between steps, such as FP8 weights.
                 The graph must recompute them in each step.
         """
         self._schedule, self._device = schedule, device
@@ -123,7 +123,7 @@ class CudaGraphSchedule:
         run_schedule: Callable[[Iterator[Any]], LossReports],
     ) -> None:
         self._captures += 1
-        if self._captures == _CAPTURES_BEFORE_WARNING:
+        if self._captures == _CAPTURES_UNTIL_WARNING:
             warnings.warn(
                 "the shapes of steps change often, and each change requires a new graph capture, "
                 "which costs more time than graphs save: leave cuda_graph_impl out",

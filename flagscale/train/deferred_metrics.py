@@ -18,10 +18,10 @@ import torch
 from flagscale.accelerators.device import Device
 from flagscale.train.stop_request import StopReason
 
-OVERFLOW = "its gradients overflow at this loss scale, which is lowered until they fit"
+GRADIENTS_OVERFLOWED = "its gradients overflow at this loss scale, which is lowered until they fit"
 """Reason for skipping a step: the fp16 gradients are not finite."""
-LOST = "too much of its gradients was lost between hosts (FSCCL_TAIL_ABOVE=skip)"
-"""Reason for skipping a step: an all_reduce lost more than the allowed share of its data."""
+GRADIENTS_LOST = "too much of its gradients was lost between hosts (FSCCL_TAIL_ABOVE=skip)"
+"""Reason for skipping a step: an all_reduce lost more than the allowed fraction of its data."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,13 @@ class HostMetrics:
     """Metrics of a step that the host has as soon as the step is queued."""
 
     step: int
-    samples: int
+    consumed_samples: int
+    """Sequences that the run has trained on so far, over all ranks."""
     learning_rate: float
-    skipped: str = ""
-    """Reason for skipping the optimizer step (``OVERFLOW``, ``LOST``), or an empty string."""
+    skip_reason: str = ""
+    """Reason for skipping the optimizer step (``GRADIENTS_OVERFLOWED``, ``GRADIENTS_LOST``), or an
+    empty string.
+    """
     zero_gradients: float | None = None
     """Number of gradient elements that are zero (``log_num_zeros_in_grad``), or None."""
 
@@ -45,14 +48,14 @@ class StepMetrics:
     loss: float
     """Mean over the tokens of the step on all ranks, in nats."""
     grad_norm: float
-    stop: StopReason | None
-    """Reason to end training, reported by any rank before it queued this step."""
-    own_loss_finite: bool
-    """True if this rank's part of the loss is finite, or if it has none."""
+    stop_reason: StopReason | None
+    """Reason to end training that any rank had before it queued this step, or None."""
+    is_rank_loss_finite: bool
+    """Whether this rank's part of the loss is finite; True if the rank computes no loss."""
 
 
 class DeferredMetrics:
-    """Queue of steps whose metrics are being copied to the host, oldest first."""
+    """Queue of the metrics of steps that are being copied to the host, oldest first."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[HostMetrics, torch.Tensor, Any]] = deque()
@@ -89,11 +92,11 @@ class DeferredMetrics:
 
 
 def _step_metrics(host: HostMetrics, host_values: torch.Tensor) -> StepMetrics:
-    loss_sum, tokens, signals, out_of_time, norm, own_loss = host_values.tolist()
+    loss_sum, tokens, signals, out_of_time, norm, rank_loss = host_values.tolist()
     return StepMetrics(
         host=host,
         loss=loss_sum / tokens if tokens else 0.0,
         grad_norm=norm,
-        stop="signal" if signals else "exit-interval" if out_of_time else None,
-        own_loss_finite=math.isfinite(own_loss),
+        stop_reason="signal" if signals else "exit-interval" if out_of_time else None,
+        is_rank_loss_finite=math.isfinite(rank_loss),
     )

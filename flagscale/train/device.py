@@ -1,8 +1,9 @@
 """Selection of the device that a rank trains on.
 
-megatron.core is written for CUDA. The adapted source tree (``tools/patch/unpatch.py``) follows
-``FLAGSCALE_DEVICE``; the published wheel supports CUDA only. Therefore :func:`choose_device` must
-run before the first import of ``megatron.core``.
+megatron.core is written for CUDA. The patched source tree that ``tools/patch/unpatch.py`` creates
+supports other devices and reads ``FLAGSCALE_DEVICE`` when it is imported; the published wheel
+supports CUDA only. Therefore :func:`choose_device` must run before the first import of
+``megatron.core``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def choose_device(kind: str, local_rank: int) -> Device:
         # Compiling the fused elementwise functions costs 12 s at the first step and gains nothing.
         os.environ.setdefault(_COMPILE_DISABLED_VARIABLE, "1")
     if device.kind != _UNPATCHED_CORE_DEVICE:
-        _require_adapted_core(device)
+        _require_patched_core(device)
     return device
 
 
@@ -77,19 +78,19 @@ def _without_torch_compile() -> Iterator[None]:
         torch.compile = torch_compile
 
 
-def _require_adapted_core(device: Device) -> None:
+def _require_patched_core(device: Device) -> None:
     try:
         with _without_torch_compile():  # looking for a module imports its package
             core = importlib.util.find_spec("megatron.core")
-            adapted = importlib.util.find_spec("megatron.core.device")
+            patched = importlib.util.find_spec("megatron.core.device")
     except ModuleNotFoundError:
-        core = adapted = None
+        core = patched = None
     if core is None:
         raise ConfigError(
             "megatron.core is not installed",
             hint="run: python tools/patch/unpatch.py --backend Megatron-LM",
         )
-    if adapted is None:
+    if patched is None:
         raise ConfigError(
             f"megatron.core in {core.origin} is the published one, which trains on CUDA only, "
             f"and the training device is the {device.accelerator.display_name}",

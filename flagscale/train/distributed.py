@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from flagscale.train.meshes.groups import MeshGroups
 
 
-_BACKEND_KEY = "flagscale/backend"
-_KIND_KEY = "flagscale/kind/"
+_STORE_KEY_BACKEND = "flagscale/backend"
+_STORE_KEY_PREFIX_DEVICE_KIND = "flagscale/kind/"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RankIdentity:
             )
         except ValueError as error:
             raise ConfigError(
-                f"RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {error}",
+                f"RANK, LOCAL_RANK and WORLD_SIZE must be integers: {error}",
                 hint="start training through the launcher or torchrun",
             ) from error
 
@@ -96,11 +96,11 @@ def init_default_group(
     comm_backend.export_options(backend_options)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    begin, timeout = time.monotonic(), timedelta(minutes=timeout_minutes)
+    start_time, timeout = time.monotonic(), timedelta(minutes=timeout_minutes)
     try:
         store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))[0]
         _check_same_backend(store, rank, f"{comm_backend.name} on {device.name}")
-        store.add(_KIND_KEY + device.kind, 1)
+        store.add(_STORE_KEY_PREFIX_DEVICE_KIND + device.kind, 1)
         with comm_backend.creation_context():
             dist.init_process_group(
                 comm_backend.torch_backend(device.kind),
@@ -113,8 +113,8 @@ def init_default_group(
         ones = torch.ones(1, device=device.torch_device)
         dist.all_reduce(ones)
         ranks_counted = int(ones.item())
-        # the all_reduce has completed, so every rank has counted its kind
-        ranks_of_kind = store.add(_KIND_KEY + device.kind, 0)
+        # The all_reduce has completed, so every rank has counted itself under its device kind.
+        ranks_of_kind = store.add(_STORE_KEY_PREFIX_DEVICE_KIND + device.kind, 0)
     except (dist.DistError, RuntimeError) as error:
         raise JobError(
             f"rank {rank.rank} could not join {rank.world_size} ranks at "
@@ -123,29 +123,32 @@ def init_default_group(
         ) from error
     if ranks_counted != rank.world_size:
         raise JobError(f"rank {rank.rank} reached {ranks_counted} of {rank.world_size} ranks")
-    return DefaultGroup(comm_backend.name, time.monotonic() - begin, ranks_of_kind == ranks_counted)
+    return DefaultGroup(
+        comm_backend.name, time.monotonic() - start_time, ranks_of_kind == ranks_counted
+    )
 
 
 def _check_same_backend(store: Any, rank: RankIdentity, backend_and_device: str) -> None:
-    """Raise JobError if rank 0 uses another backend, because both would wait for each other."""
+    """Raise JobError if rank 0 uses another backend, with which this rank would wait forever."""
     if rank.rank == 0:
-        store.set(_BACKEND_KEY, backend_and_device)
-    backend_of_rank_0 = store.get(_BACKEND_KEY).decode()
+        store.set(_STORE_KEY_BACKEND, backend_and_device)
+    backend_of_rank_0 = store.get(_STORE_KEY_BACKEND).decode()
     if backend_of_rank_0.partition(" on ")[0] != backend_and_device.partition(" on ")[0]:
         raise JobError(
             f"rank {rank.rank} uses {backend_and_device}, rank 0 uses {backend_of_rank_0}",
-            hint="set distributed_backend to one that joins both devices, such as fsccl",
+            hint="set distributed_backend to one that supports both devices, such as fsccl",
         )
 
 
 def init_model_parallel(args: argparse.Namespace) -> MeshGroups | None:
-    """Create megatron.core's process groups for the layout of ``args`` and seed all generators.
+    """Create megatron.core's process groups for the layout of ``args`` and seed the RNGs.
 
     ``args`` must be resolved (:mod:`flagscale.config.arguments.derive`), so that the parallel
     sizes divide the world size.
 
     Returns:
-        Additional groups of heterogeneous training, or None for a homogeneous layout.
+        Additional groups of heterogeneous training, in which groups of ranks (meshes) have
+        different parallel sizes, or None for a homogeneous layout.
     """
     from flagscale.train.bounded_all_reduce import bound_gradient_groups_only
 
@@ -177,23 +180,25 @@ def _init_meshes(args: argparse.Namespace) -> MeshGroups:
         args.meshes,
         args.stage,
         timeout_minutes=args.distributed_timeout_minutes,
-        through_host=args.hetero_use_cpu_communication,
+        via_host_memory=args.hetero_use_cpu_communication,
     )
 
 
 def _init_homogeneous(args: argparse.Namespace) -> None:
-    """Create the groups of a homogeneous layout.
+    """Create the groups of a layout in which all ranks have the same parallel sizes.
 
-    With heterogeneous replicas, data parallelism is the outermost dimension instead of the
-    pipeline. The ranks of a replica are then consecutive and can be placed on hosts of one type.
+    Data-parallel replicas may still be heterogeneous: on devices of different speed, with different
+    numbers of micro-batches. Data parallelism is then the outermost dimension instead of the
+    pipeline, so that the ranks of a replica are consecutive and can be placed on hosts of one type.
     """
     from megatron.core import parallel_state
 
-    order, expert_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
+    rank_order, expert_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
     if args.shares is not None:
-        order = "tp-cp-ep-pp-dp"
+        rank_order = "tp-cp-ep-pp-dp"
         if not args.num_moe_experts:
-            # No rank has experts. megatron.core requires as many replicas of the expert groups.
+            # No rank has experts, but megatron.core creates expert groups, which must have as many
+            # data-parallel replicas as the other groups.
             expert_tp = args.tensor_model_parallel_size * args.context_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -203,14 +208,14 @@ def _init_homogeneous(args: argparse.Namespace) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tp,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        order=order,
+        order=rank_order,
         # Only the optimizer's legacy checkpoint formats use them.
         create_gloo_process_groups=False,
     )
 
 
 def destroy_groups() -> None:
-    """Destroy all process groups, if any exist."""
+    """Destroy all process groups, including the default group, if any exist."""
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():

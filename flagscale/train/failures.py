@@ -10,7 +10,7 @@ from flagscale.errors import FlagscaleError
 from flagscale.status import StatusWriter
 from flagscale.train.distributed import RankIdentity
 
-_STORE_TIMEOUT_S = 5
+_STORE_TIMEOUT_SECONDS = 5
 
 
 def report_failure(error: BaseException, rank: RankIdentity, status: StatusWriter) -> int:
@@ -52,7 +52,7 @@ def _is_first_failure(rank: RankIdentity) -> bool:
         return rank.local_rank == 0
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_SECONDS))
         return bool(store.add("flagscale/failures", 1) == 1)
     except (RuntimeError, ValueError):
         # The store has terminated with its rank, which has reported its own failure.

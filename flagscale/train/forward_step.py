@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from flagscale.train.device import Device
-from flagscale.train.models.base import DOCUMENTS, ModelSpec
+from flagscale.train.models.base import DOCUMENT_NUMBERS_KEY, ModelSpec
 from flagscale.train.models.context_parallel import split_batch
 from flagscale.train.models.document_mask import DocumentMaskBuilder
 from flagscale.train.models.mtp import mtp_loss_masks
@@ -20,7 +20,7 @@ from flagscale.train.state import unwrap_model
 MicroBatchTensors = Mapping[str, torch.Tensor]
 LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
-LOSS_KEY = "loss_sum_and_tokens"
+LOSS_REPORT_KEY = "loss_sum_and_tokens"
 """Key of a micro-batch's loss report, a tensor of shape [2]; see :func:`micro_batch_loss`."""
 
 
@@ -61,21 +61,21 @@ class ForwardStep:
         device: Device,
         *,
         per_token: bool,
-        masks: DocumentMaskBuilder | None = None,
+        mask_builder: DocumentMaskBuilder | None = None,
     ) -> None:
         """Create the forward step of a model family.
 
         Args:
             spec: model family.
             device: device of the model.
-            per_token: whether the loss is divided by all tokens of a step instead of the tokens of
-                a micro-batch (``calculate_per_token_loss``).
-            masks: builder of document masks, used if the data numbers its documents.
+            per_token: whether the loss is divided by the tokens of the whole step instead of those
+                of a micro-batch (``calculate_per_token_loss``).
+            mask_builder: builder of document masks, used if batches contain document numbers.
         """
         self._spec = spec
         self._device = device.torch_device
         self._per_token = per_token
-        self._masks = masks
+        self._mask_builder = mask_builder
 
     def __call__(
         self,
@@ -91,25 +91,27 @@ class ForwardStep:
         return output, partial(micro_batch_loss, batch.mask, mean_group=mean_group)
 
     def prepare(self, batch: MicroBatchTensors, model: torch.nn.Module) -> PreparedMicroBatch:
-        """Return the inputs of this chunk for a micro-batch, on the device."""
-        bare_model: Any = unwrap_model(model)
+        """Return the inputs of the model chunk ``model`` for a micro-batch, on the device."""
+        inner_model: Any = unwrap_model(model)
         group = parallel_state.get_context_parallel_group()
         batch = dict(batch)
-        documents = batch.pop(DOCUMENTS, None)
-        # Chunks with MTP layers also have the embedding and the output layer.
+        documents = batch.pop(DOCUMENT_NUMBERS_KEY, None)
+        # Chunks with multi-token prediction (MTP) layers also have embedding and output layer.
         mtp_masks: Mapping[str, torch.Tensor] = {}
-        if has_mtp := getattr(bare_model, "mtp_process", False):
+        if has_mtp := getattr(inner_model, "mtp_process", False):
             mtp_masks = mtp_loss_masks(
-                batch["loss_mask"], documents, bare_model.config.mtp_num_layers
+                batch["loss_mask"], documents, inner_model.config.mtp_num_layers
             )
         batch = dict(split_batch({**batch, **mtp_masks}, group.rank(), group.size()))
-        if documents is not None and self._masks is not None:
-            batch["attention_mask"] = self._masks(documents)
-        last = bare_model.post_process
-        inputs = dict(self._spec.inputs(batch, first=bare_model.pre_process or has_mtp, last=last))
+        if documents is not None and self._mask_builder is not None:
+            batch["attention_mask"] = self._mask_builder(documents)
+        is_last = inner_model.post_process
+        inputs = dict(
+            self._spec.inputs(batch, first=inner_model.pre_process or has_mtp, last=is_last)
+        )
         if mtp_masks:
             inputs["loss_mask"] = torch.stack([batch[name] for name in mtp_masks]).float()
-        mask = self._to_device(batch["loss_mask"]).float() if last else None
+        mask = self._to_device(batch["loss_mask"]).float() if is_last else None
         return PreparedMicroBatch(
             {name: self._to_device(tensor) for name, tensor in inputs.items()}, mask
         )
@@ -143,4 +145,4 @@ def micro_batch_loss(
         group_count = count.clone()
         dist.all_reduce(group_count, group=mean_group)
         total = total * (count * mean_group.size() / group_count.clamp(min=1))
-    return total, count.to(torch.int), {LOSS_KEY: report}
+    return total, count.to(torch.int), {LOSS_REPORT_KEY: report}

@@ -1,8 +1,10 @@
 """Distribution of micro-batches over heterogeneous data-parallel replicas by measured speed.
 
-Replicas are timed in the first steps, then their micro-batch counts are fixed. The counts are part
-of the training state. A run that resumes from a checkpoint keeps them, so that it takes the same
-steps as an uninterrupted run. On other replicas it measures again.
+A replica's share of a global batch is its number of micro-batches (``count``) and their size in
+sequences (``size``). Replicas are timed in the first steps, then their micro-batch counts are
+fixed. The counts are part of the training state. A run that resumes from a checkpoint keeps them,
+so that it takes the same steps as an uninterrupted run. If the replicas have changed, it measures
+again.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from flagscale.config.arguments.derive import assign_shares
-from flagscale.config.arguments.hetero.measured_split import MeasuredSplit, measured_conditions
 from flagscale.config.arguments.hetero.microbatch_split import (
     MEASURED_STEPS,
+    MeasuredSplit,
+    measured_conditions,
     pass_times,
     replica_ranks,
     shares_from,
@@ -40,9 +43,10 @@ class StepStopwatch:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._start_ns: int | None = None
-        self.laps: list[int] = []
+        self.lap_times_ns: list[int] = []
         """Duration of each timed step in nanoseconds."""
-        self.running = False
+        self.enabled = False
+        """Whether the next steps are to be timed; set by :class:`MicrobatchBalancer`."""
 
     def start_lap(self) -> None:
         """Start the lap of a step. All ranks call it."""
@@ -52,12 +56,12 @@ class StepStopwatch:
         self._start_ns = time.perf_counter_ns()
 
     def stop_lap_before(self, reduce_gradients: Callable[..., None]) -> Callable[..., None]:
-        """Return a wrapper of ``reduce_gradients`` that ends the lap first."""
+        """Return ``reduce_gradients`` with a preceding end of the lap."""
 
         def stop_and_reduce(*args: Any, **kwargs: Any) -> None:
             if self._start_ns is not None:
                 self._device.synchronize()
-                self.laps.append(time.perf_counter_ns() - self._start_ns)
+                self.lap_times_ns.append(time.perf_counter_ns() - self._start_ns)
                 self._start_ns = None
             reduce_gradients(*args, **kwargs)
 
@@ -95,16 +99,16 @@ class MicrobatchBalancer:
         self._conditions = measured_conditions(vars(args), self._gather_device_names())
         checkpoint_shares, state.measured_shares = state.measured_shares, None
         if checkpoint_shares is None:
-            self.stopwatch.running = True
-        elif changed_condition := checkpoint_shares.other(self._conditions):
+            self.stopwatch.enabled = True
+        elif changed_condition := checkpoint_shares.differing_conditions(self._conditions):
             log(
                 f"micro-batch counts are measured again: the checkpoint's are for other "
                 f"{changed_condition}"
             )
-            self.stopwatch.running = True
+            self.stopwatch.enabled = True
         else:
             self._apply_shares(checkpoint_shares)
-            log(f"micro-batch counts are taken from the checkpoint: {checkpoint_shares.text()}")
+            log(f"micro-batch counts are taken from the checkpoint: {checkpoint_shares.format()}")
 
     def rebalance_microbatches(self) -> bool:
         """Set the micro-batch counts once enough steps are timed; called after each step.
@@ -113,25 +117,27 @@ class MicrobatchBalancer:
             True on all ranks if counts change with the next step, in which case data iterators must
             be rebuilt.
         """
-        if not self.stopwatch.running or len(self.stopwatch.laps) < MEASURED_STEPS:
+        if not self.stopwatch.enabled or len(self.stopwatch.lap_times_ns) < MEASURED_STEPS:
             return False
-        self.stopwatch.running = False
+        self.stopwatch.enabled = False
         args, pipeline = self._args, pipeline_of(vars(self._args))
         sizes = [share.size for share in args.shares]
         even_counts = tuple(share.count for share in args.shares)
-        times = pass_times(self._gather_laps(), even_counts, pipeline)
-        counts = split_microbatches(times, sizes, args.global_batch_size, pipeline)
-        balanced_ns = slowest_time(times, counts, pipeline)
-        even_ns = slowest_time(times, even_counts, pipeline)
+        # Duration of the forward and backward pass of a micro-batch on each replica.
+        pass_times_ns = pass_times(self._gather_lap_times(), even_counts, pipeline)
+        counts = split_microbatches(pass_times_ns, sizes, args.global_batch_size, pipeline)
+        balanced_ns = slowest_time(pass_times_ns, counts, pipeline)
+        even_ns = slowest_time(pass_times_ns, even_counts, pipeline)
         if balanced_ns == even_ns:
-            counts = even_counts  # of equally fast assignments keep the current one
+            counts = even_counts  # keep the current assignment if another is not faster
         measured_shares = MeasuredSplit(
-            counts, tuple(time * pipeline.chunks for time in times), self._conditions
+            counts, tuple(time * pipeline.chunks for time in pass_times_ns), self._conditions
         )
         self._apply_shares(measured_shares)
         self._log(
-            f"micro-batch counts are set by measured times: {measured_shares.text()}; the slowest "
-            f"replica takes {balanced_ns / 1e6:,.1f} ms, with even counts {even_ns / 1e6:,.1f} ms"
+            "micro-batch counts are set by measured times: "
+            f"{measured_shares.format()}; the slowest replica takes {balanced_ns / 1e6:,.1f} ms, "
+            f"with even counts {even_ns / 1e6:,.1f} ms"
         )
         return counts != even_counts
 
@@ -140,18 +146,18 @@ class MicrobatchBalancer:
         sizes = [share.size for share in self._args.shares]
         assign_shares(self._args, shares_from(sizes, measured_shares.counts), self._rank)
 
-    def _gather_laps(self) -> list[list[int]]:
-        """Return nanoseconds per step and replica, [steps, replicas]: the time of the slowest rank.
+    def _gather_lap_times(self) -> list[list[int]]:
+        """Return the nanoseconds of each replica's slowest rank in each step, [steps][replicas].
 
         The first lap is excluded because it contains warm-up.
         """
-        args, laps = self._args, self.stopwatch.laps[1:]
-        table = torch.zeros(len(laps), len(args.shares), dtype=torch.int64)
-        table[:, self._rank // replica_ranks(vars(args))] = torch.tensor(laps)
+        args, lap_times_ns = self._args, self.stopwatch.lap_times_ns[1:]
+        table = torch.zeros(len(lap_times_ns), len(args.shares), dtype=torch.int64)
+        table[:, self._rank // replica_ranks(vars(args))] = torch.tensor(lap_times_ns)
         table = table.to(self._device.torch_device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        replica_laps: list[list[int]] = table.tolist()
-        return replica_laps
+        replica_times_ns: list[list[int]] = table.tolist()
+        return replica_times_ns
 
     def _gather_device_names(self) -> list[str]:
         """Return the device name of each replica."""

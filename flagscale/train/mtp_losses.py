@@ -14,29 +14,31 @@ class MtpLossAverages:
     :meth:`pop_averages`.
     """
 
-    def __init__(self, layers: int | None, models: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, layer_count: int | None, models: Sequence[Any], device: torch.device
+    ) -> None:
         """Start with empty sums.
 
         Args:
-            layers: number of MTP layers of the model, or None.
+            layer_count: number of multi-token prediction (MTP) layers of the model, or None.
             models: unwrapped model chunks of this rank.
             device: device of the models.
         """
-        self._layers, self._models, self._device = layers or 0, models, device
+        self._layer_count, self._models, self._device = layer_count or 0, models, device
 
     def pop_averages(self) -> dict[str, float]:
         """Return the loss of each MTP layer and reset the sums.
 
-        All ranks call it; synchronizes the device.
+        Collective: all ranks call it. It synchronizes the device.
 
         The losses are unscaled, in nats, averaged over the tokens of all steps since the last call
         and over all ranks. Keys are Megatron's names (``mtp_1_loss`` …). Empty for a model without
         MTP. Tensor-parallel ranks report the same tokens, which cancels in the quotient of sum and
         count.
         """
-        if not self._layers:
+        if not self._layer_count:
             return {}
-        loss_sums = torch.zeros(self._layers, 2, dtype=torch.float64, device=self._device)
+        loss_sums = torch.zeros(self._layer_count, 2, dtype=torch.float64, device=self._device)
         for model in self._models:
             if getattr(model, "mtp_loss_sums", None) is not None:
                 loss_sums += model.mtp_loss_sums

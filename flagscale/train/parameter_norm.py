@@ -1,4 +1,4 @@
-"""L2 norm of the model's parameters."""
+"""L2 norm of the model's parameters, for the log (``log_params_norm``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from megatron.core.transformer.module import param_is_not_shared
 
 @torch.no_grad()
 def compute_parameters_norm(chunks: list[DistributedDataParallel]) -> float:
-    """Return the L2 norm of all weights of the model. All ranks call it; synchronizes the device.
+    """Return the L2 norm of all weights of the model.
+
+    Collective: all ranks call it. It synchronizes the device.
 
     A weight that several ranks hold counts once.
     """

@@ -1,9 +1,9 @@
 """Profiling of selected training steps: a trace file and a summary in the log.
 
 As in Megatron-LM, ``profile_step_start`` is the first profiled step and ``profile_step_end`` the
-first step after the profile. By default torch's profiler writes a trace for Perfetto or
-TensorBoard. Without ``use_pytorch_profiler`` only a range of the vendor's profiler is marked, for
-example for ``nsys profile --capture-range=cudaProfilerApi``.
+first step that is no longer profiled. By default torch's profiler writes a trace for Perfetto or
+TensorBoard. Without ``use_pytorch_profiler`` the steps are only marked as a range for the vendor's
+profiler, for example for ``nsys profile --capture-range=cudaProfilerApi``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _KERNEL_CATEGORIES: tuple[tuple[str, str], ...] = (
     ("compiled", r"^triton"),
     ("communication", r"nccl|fsccl|gloo|AllReduce|AllGather|ReduceScatter|SendRecv"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn"),
-    ("matrix products in 8 bits", r"nvjet_sm\d+_q|e4m3|e5m2|f8f8"),
-    ("matrix products", r"gemm|nvjet|cutlass|cublas|xmma|splitK"),
+    ("8-bit GEMM", r"nvjet_sm\d+_q|e4m3|e5m2|f8f8"),
+    ("GEMM", r"gemm|nvjet|cutlass|cublas|xmma|splitK"),
     ("optimizer and norm", r"adam|multi_tensor_apply|lpnorm"),
     ("copies", r"mem(cpy|set)|copy|cat|fill"),
 )
 
-_LONGEST_KERNELS, _NAME_WIDTH = 12, 100
-"""Limits of the summary: number of single kernels, and characters of each kernel's name."""
+_MAX_LISTED_KERNELS = 12
+"""Maximum number of single kernels in the summary."""
+_MAX_NAME_LENGTH = 100
+"""Maximum number of characters of a kernel's name in the summary."""
 
 
 class Profiler:
@@ -94,6 +96,7 @@ class Profiler:
                 self._log(line)
 
     def _start_range(self) -> None:
+        """Start a range of the vendor's profiler."""
         range_functions = self._device.accelerator.profiler_range()
         if range_functions is None:
             raise ConfigError(
@@ -127,17 +130,18 @@ def summarize_kernels(kernels: Mapping[str, float], steps: int) -> Iterable[str]
     for name, milliseconds in kernels.items():
         category_ms[classify_kernel(name)] += milliseconds / steps
     total = sum(category_ms.values())
-    yield f"{total:,.1f} ms of kernels a step"
-    for kind, milliseconds in sorted(category_ms.items(), key=lambda item: -item[1]):
-        yield f"  {kind:<26} {milliseconds:9.1f} ms  {100 * milliseconds / max(total, 1e-9):5.1f} %"
-    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_LONGEST_KERNELS]
+    yield f"{total:,.1f} ms of kernels per step"
+    for category, milliseconds in sorted(category_ms.items(), key=lambda item: -item[1]):
+        percentage = 100 * milliseconds / max(total, 1e-9)
+        yield f"  {category:<26} {milliseconds:9.1f} ms  {percentage:5.1f} %"
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_MAX_LISTED_KERNELS]
     for name, milliseconds in longest:
-        yield f"    {milliseconds / steps:9.2f} ms  {name[:_NAME_WIDTH]}"
+        yield f"    {milliseconds / steps:9.2f} ms  {name[:_MAX_NAME_LENGTH]}"
 
 
 def classify_kernel(name: str) -> str:
     """Return the category of a kernel."""
-    for kind, pattern in _KERNEL_CATEGORIES:
+    for category, pattern in _KERNEL_CATEGORIES:
         if re.search(pattern, name, re.IGNORECASE):
-            return kind
+            return category
     return "other"

@@ -1,4 +1,9 @@
-"""Activation recomputation per pipeline stage and micro-batch."""
+"""Activation recomputation (checkpointing) chosen per pipeline stage and micro-batch.
+
+:func:`resolve_auto_recompute` chooses the number of recomputed layers from the memory of the
+devices. :func:`apply_recompute_choices` configures the model for the choices, automatic or from the
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from flagscale.train.device import Device
 from flagscale.train.models.initialize import find_transformer_blocks
 
 _GIB = 2**30
-_PLANNED_FRACTION = 0.93
+_USABLE_MEMORY_FRACTION = 0.93
 """Fraction of the free memory used for planning. Allocators lose some memory to fragmentation, the
 forecast is up to 3.4 % low, and communication libraries allocate their buffers later.
 """
@@ -45,12 +50,12 @@ def resolve_auto_recompute(
     """
     if args.recompute_granularity != RECOMPUTE_AUTO:
         return args
-    own_stage = parallel_state.get_pipeline_model_parallel_rank()
-    stage_limits = _stage_memory_limits(_memory_limit(args, device), own_stage)
-    stages = forecast_step(args, vocabulary, stage_limits).stages
-    for stage, limit in zip(stages, stage_limits, strict=True):
-        log(_describe_stage(stage, limit))
-    return with_recomputed_layers(args, stages[own_stage].recomputed_layers)
+    rank_stage = parallel_state.get_pipeline_model_parallel_rank()
+    stage_limits_bytes = _stage_memory_limits(_memory_limit(args, device), rank_stage)
+    stages = forecast_step(args, vocabulary, stage_limits_bytes).stages
+    for stage, limit_bytes in zip(stages, stage_limits_bytes, strict=True):
+        log(_describe_stage(stage, limit_bytes))
+    return with_recomputed_layers(args, stages[rank_stage].recomputed_layers)
 
 
 def _memory_limit(args: argparse.Namespace, device: Device) -> float:
@@ -58,25 +63,27 @@ def _memory_limit(args: argparse.Namespace, device: Device) -> float:
     if args.recompute_memory_gib is not None:
         return float(args.recompute_memory_gib * _GIB)
     free_bytes = device.accelerator.available_memory(device.torch_device)
-    return math.inf if free_bytes is None else _PLANNED_FRACTION * free_bytes
+    return math.inf if free_bytes is None else _USABLE_MEMORY_FRACTION * free_bytes
 
 
-def _stage_memory_limits(own_limit: float, stage: int) -> list[float]:
+def _stage_memory_limits(rank_limit_bytes: float, stage: int) -> list[float]:
     """Return the smallest limit among the ranks of each stage, in bytes."""
     limits: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(limits, (stage, own_limit))
-    stages = max(stage for stage, _ in limits) + 1
+    dist.all_gather_object(limits, (stage, rank_limit_bytes))
+    stage_count = max(stage for stage, _ in limits) + 1
     return [
-        min(limit for limit_stage, limit in limits if limit_stage == stage)
-        for stage in range(stages)
+        min(limit_bytes for limit_stage, limit_bytes in limits if limit_stage == stage)
+        for stage in range(stage_count)
     ]
 
 
-def _describe_stage(stage: StageForecast, limit: float) -> str:
-    if limit == math.inf:
-        return f"{stage.name}: nothing is recomputed, its device's memory has no known limit"
-    memory_use = f"{stage.memory.total / _GIB:.1f} of {limit / _GIB:.1f} GiB by calculation"
-    if stage.memory.total > limit:
+def _describe_stage(stage: StageForecast, limit_bytes: float) -> str:
+    if limit_bytes == math.inf:
+        return (
+            f"{stage.name}: nothing is recomputed, because the memory of its devices is not known"
+        )
+    memory_use = f"{stage.memory.total / _GIB:.1f} of {limit_bytes / _GIB:.1f} GiB by calculation"
+    if stage.memory.total > limit_bytes:
         memory_use = f"{memory_use}, which is too much: `action=estimate` shows what would fit"
     if not stage.recomputed_layers:
         return f"{stage.name}: nothing is recomputed: {memory_use}"
@@ -103,11 +110,11 @@ def apply_recompute_choices(
     """
     choices_per_chunk = recompute_plan(vars(args), args.num_microbatches)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage_count = parallel_state.get_pipeline_model_parallel_world_size()
     for index, model in enumerate(models):
         choices = [_configured_choice(config)]
         if choices_per_chunk is not None:
-            choices = list(choices_per_chunk[stages * index + stage])
+            choices = list(choices_per_chunk[stage_count * index + stage])
             for block in find_transformer_blocks(model).values():
                 block.register_forward_pre_hook(_RecomputeHook(config, choices))
         for block in find_transformer_blocks(model).values():
@@ -128,13 +135,13 @@ class _RecomputeHook:
         """
         self._config = config
         self._choices = choices
-        self._micro_batches = 0
+        self._micro_batch_index = 0
 
     def __call__(self, layers: Any, _: Any) -> None:
         if not layers.training:
             return  # evaluation: no recomputation, and not a micro-batch of a training step
-        choice = self._choices[self._micro_batches % len(self._choices)]
-        self._micro_batches += 1
+        choice = self._choices[self._micro_batch_index % len(self._choices)]
+        self._micro_batch_index += 1
         self._config.recompute_granularity = "full" if choice else None
         if choice:
             self._config.recompute_method = choice.method
@@ -148,7 +155,9 @@ def _configured_choice(config: TransformerConfig) -> RecomputeChoice | None:
 
 
 def _check_divisible(choices: Sequence[RecomputeChoice | None], layers: int) -> None:
-    """Raise ConfigError for units that do not divide the number of layers.
+    """Raise ConfigError if the layers of a chunk are not divisible into units of equal size.
+
+    A unit is a number of layers that are recomputed together (``recompute_method: uniform``).
 
     megatron.core would access layers beyond the end of the chunk for the last, shorter unit.
     """
@@ -157,5 +166,5 @@ def _check_divisible(choices: Sequence[RecomputeChoice | None], layers: int) -> 
             raise ConfigError(
                 f"recompute_num_layers: units of {choice.layers} layers do not divide the {layers} "
                 "of a stage",
-                hint="take recompute_method: block, or a number that divides all stages' layers",
+                hint="set recompute_method: block, or a number that divides all stages' layers",
             )

@@ -26,9 +26,10 @@ from flagscale.errors import ConfigError
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
 
-_RETRY_SECONDS = 60.0
+_TENSORBOARD_RETRY_SECONDS = 60.0
+"""Seconds between attempts to start new TensorBoard files after a write error."""
 _REQUIRED_FREE_BYTES = 256 * 1024
-"""Free space required before new TensorBoard files are started after a failure."""
+"""Free space required before new TensorBoard files are started after a write error."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class TrainingReporter:
         values: dict[str, float | None] = {
             "train/loss": metrics.loss,
             "train/grad-norm": metrics.grad_norm,
-            "train/samples": host.samples,
+            "train/samples": host.consumed_samples,
             "train/grad-zeros": host.zero_gradients,
         }
         if self._args.log_learning_rate_to_tensorboard:
@@ -123,12 +124,12 @@ class TrainingReporter:
         """
         if not self._is_reporting_rank:
             return
-        host, steps = metrics.host, self._args.train_iters
+        host, train_steps = metrics.host, self._args.train_iters
         self._status.write(
             "progress",
             step=host.step,
-            train_steps=steps,
-            samples=host.samples,
+            train_steps=train_steps,
+            samples=host.consumed_samples,
             loss=round(metrics.loss, 6),
             grad_norm=round(metrics.grad_norm, 6),
             learning_rate=host.learning_rate,
@@ -139,7 +140,7 @@ class TrainingReporter:
             memory_gib=_round_optional(throughput.memory_gib, 2),
             **{name: round(value, 6) for name, value in extra_metrics.items()},
         )
-        _print(format_progress(metrics, throughput, steps, extra_metrics))
+        _print(format_progress(metrics, throughput, train_steps, extra_metrics))
         args = self._args
         values: dict[str, float | None] = {
             f"train/{name.replace('_', '-')}": value for name, value in extra_metrics.items()
@@ -195,11 +196,11 @@ class TrainingReporter:
             self._wandb.finish()
 
     def _write_scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        available = {name: value for name, value in values.items() if value is not None}
+        defined_values = {name: value for name, value in values.items() if value is not None}
         if self._tensorboard is not None:
-            self._tensorboard.write_scalars(step, available)
-        if self._wandb is not None and available:
-            self._wandb.log(available, step=step)
+            self._tensorboard.write_scalars(step, defined_values)
+        if self._wandb is not None and defined_values:
+            self._wandb.log(defined_values, step=step)
 
 
 class TensorBoardWriter:
@@ -236,18 +237,19 @@ class TensorBoardWriter:
             self._writer.close()
         except Exception as error:  # noqa: BLE001 - as above
             self._warn(
-                f"{self._describe_location()}: the last figures could not be written: "
+                f"{self._describe_location()}: the last metrics could not be written: "
                 f"{_error_reason(error)}"
             )
         self._writer = None
 
     def _suspend(self, step: int, error: Exception) -> None:
+        """Warn, and drop metrics until the next attempt to start a new event file."""
         # The writer is not closed: its thread has ended, and closing would block or fail again.
         self._writer = None
-        self._retry_time = time.monotonic() + _RETRY_SECONDS
+        self._retry_time = time.monotonic() + _TENSORBOARD_RETRY_SECONDS
         self._warn(
             f"{self._describe_location()} cannot be written: {_error_reason(error)}; from about "
-            f"step {step} on its figures are left out until it can be"
+            f"step {step} on its metrics are dropped until it can be"
         )
 
     def _resume(self, step: int) -> None:
@@ -255,7 +257,7 @@ class TensorBoardWriter:
 
         Without the check, the writer's thread would leave a traceback in the log.
         """
-        self._retry_time = time.monotonic() + _RETRY_SECONDS
+        self._retry_time = time.monotonic() + _TENSORBOARD_RETRY_SECONDS
         try:
             with tempfile.TemporaryFile(dir=self._args.tensorboard_dir) as file:
                 file.write(bytes(_REQUIRED_FREE_BYTES))
@@ -265,7 +267,7 @@ class TensorBoardWriter:
         except (OSError, ConfigError):
             return
         self._warn(
-            f"{self._describe_location()} can be written again: its figures go on at step {step}"
+            f"{self._describe_location()} can be written again: its metrics continue at step {step}"
         )
 
     def _describe_location(self) -> str:
@@ -306,23 +308,27 @@ def _discard_buffered_output() -> None:
 def format_progress(
     metrics: StepMetrics,
     throughput: Throughput,
-    steps: int,
+    train_steps: int,
     extra_metrics: Mapping[str, float | int],
 ) -> str:
-    """Return the console line that summarizes the training progress."""
-    host, flops, memory = metrics.host, throughput.tflops_per_gpu, throughput.memory_gib
+    """Return the console line of the training progress at a step.
+
+    ``train_steps`` is the number of steps of the whole run. TFLOP/s are omitted on a CPU, which
+    records no peak memory.
+    """
+    host, tflops, memory_gib = metrics.host, throughput.tflops_per_gpu, throughput.memory_gib
     parts = [
-        f"step {host.step:>{len(str(steps))}}/{steps}",
+        f"step {host.step:>{len(str(train_steps))}}/{train_steps}",
         f"loss {metrics.loss:.4f}",
-        "skipped" if host.skipped else f"grad norm {metrics.grad_norm:.3f}",
+        "skipped" if host.skip_reason else f"grad norm {metrics.grad_norm:.3f}",
         f"lr {host.learning_rate:.2e}",
         f"{throughput.step_seconds:.3f} s/step",
         f"{throughput.tokens_per_second:,.0f} tok/s",
-        f"{flops:.1f} TFLOP/s/GPU" if flops is not None and memory is not None else "",
+        f"{tflops:.1f} TFLOP/s/GPU" if tflops is not None and memory_gib is not None else "",
         f"MFU {100 * throughput.mfu:.1f} %" if throughput.mfu is not None else "",
-        f"{memory:.1f} GiB" if memory is not None else "",
+        f"{memory_gib:.1f} GiB" if memory_gib is not None else "",
         *(f"{name.replace('_', ' ')} {_format_number(v)}" for name, v in extra_metrics.items()),
-        f"{timedelta(seconds=round((steps - host.step) * throughput.step_seconds))} left",
+        f"{timedelta(seconds=round((train_steps - host.step) * throughput.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)
 

@@ -31,8 +31,9 @@ class RouterLossAverages:
     """Averages the router losses between two calls of :meth:`pop_averages`."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self._layers = sum(moe_layer_flags(args)) + moe_layer_flags(args)[-1] * mtp_depth(args)
-        # Weight of a heterogeneous replica: its share of the sequences of a step.
+        self._layer_count = sum(moe_layer_flags(args)) + moe_layer_flags(args)[-1] * mtp_depth(args)
+        # Weight of a heterogeneous replica: its fraction of a step's sequences, relative to the
+        # mean.
         self._sequence_weight = None
         if args.shares is not None:
             self._sequence_weight = args.share.size * len(args.shares) / args.global_batch_size
@@ -47,7 +48,7 @@ class RouterLossAverages:
     def pop_averages(self) -> dict[str, float]:
         """Return the unscaled router losses and reset the sums.
 
-        All ranks call it; synchronizes the device.
+        Collective: all ranks call it. It synchronizes the device.
 
         Each value is the mean over micro-batches of all steps since the last call, over MoE layers
         and over ranks. With heterogeneous replicas it is the mean over sequences. Empty for a model
@@ -55,12 +56,13 @@ class RouterLossAverages:
         """
         steps, micro_batches = self._steps, self._micro_batches
         self._steps, self._micro_batches = 0, 0
-        if not self._layers or not steps:
+        if not self._layer_count or not steps:
             return {}
         if self._sequence_weight is None:
             weight = 1.0 / micro_batches
         else:
             weight = self._sequence_weight / steps
+        # Rows: weighted sums, and whether megatron.core tracks the loss.
         table = torch.zeros(2, len(LOSS_NAMES), dtype=torch.float64, device=self._device)
         for index, name in enumerate(LOSS_NAMES):
             entry = get_moe_layer_wise_logging_tracker().get(name)
@@ -70,20 +72,21 @@ class RouterLossAverages:
                 table[1, index] = 1.0
         clear_aux_losses_tracker()
         dist.all_reduce(table)
-        totals, present = table.tolist()
+        totals, tracked_flags = table.tolist()
         return {
-            name: total / self._layers
-            for name, total, is_present in zip(LOSS_NAMES, totals, present, strict=True)
-            if is_present
+            name: total / self._layer_count
+            for name, total, is_tracked in zip(LOSS_NAMES, totals, tracked_flags, strict=True)
+            if is_tracked
         }
 
 
 def _rank_weight(group: dist.ProcessGroup | None) -> float:
     """Return the weight of a rank's sum in the mean over the model.
 
-    The ranks of ``group`` hold parts of one loss, which add up. The other ranks of a pipeline stage
-    hold losses of their own, which are averaged. Stages hold different layers, which add up.
+    The ranks of ``group`` hold summands of one loss. Other groups of the same pipeline stage have
+    different losses, of which the mean is taken. Stages hold different layers, whose losses are
+    summed.
     """
-    parts = 1 if group is None else dist.get_world_size(group)
+    group_size = 1 if group is None else dist.get_world_size(group)
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return parts / dist.get_world_size(stage)
+    return group_size / dist.get_world_size(stage)

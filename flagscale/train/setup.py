@@ -27,7 +27,7 @@ from flagscale.train.meshes.auto_layout import resolve_auto_layout
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.models.base import get_model_spec
 from flagscale.train.models.config import build_transformer_config
-from flagscale.train.models.optimized import build_notes
+from flagscale.train.models.optimized import list_build_notes
 from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import TrainingReporter
@@ -64,6 +64,7 @@ def prepare_training(
     """
     mesh_groups = distributed.init_model_parallel(args)
     reporter = TrainingReporter(args, status, is_reporting_rank=rank.rank == 0)
+    # Identifies the base model of adapters: checkpoints of another base model are rejected.
     args.base_sample = sample_base_model(args)
     checkpointer = Checkpointer(args, warn=reporter.warn)
     is_new_run = checkpointer.check_writable()
@@ -81,19 +82,21 @@ def prepare_training(
     # Random number generators differ between device kinds, and so would the replicas' weights.
     args.use_cpu_initialization = args.use_cpu_initialization or not same_device_kind
     config = build_transformer_config(args, device)
-    state = build_state(args, config, vocabulary, device, draw=not overwrites_all_weights(args))
+    initialize_all = not overwrites_all_weights(args)
+    state = build_state(args, config, vocabulary, device, initialize_all=initialize_all)
     devices = f"{rank.world_size} x {device.name}"
     if not same_device_kind:
         devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
     reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
-    for note in (*args.remarks, *build_notes(args, config, device)):
+    for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
     _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
     else:
-        state.measured_shares = None  # loaded from a checkpoint of a run that measured the counts
+        # The checkpoint may be of a run that measured the micro-batch counts of replicas.
+        state.measured_shares = None
     datasets = Datasets(args, tokenizer)
     for note in datasets.remarks:
         reporter.log(note)
@@ -101,8 +104,12 @@ def prepare_training(
     profiler = Profiler(args, rank.rank, device, reporter.log)
     stopwatch = balancer.stopwatch if balancer is not None else None
     stepper = Stepper(args, config, state, device, profiler, mesh_groups, stopwatch)
-    meter = ThroughputMeter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
-    trainer = Trainer(args, state, stepper, load_data, checkpointer, reporter, meter, balancer)
+    throughput_meter = ThroughputMeter(
+        args, vocabulary=vocabulary, device=device, world_size=rank.world_size
+    )
+    trainer = Trainer(
+        args, state, stepper, load_data, checkpointer, reporter, throughput_meter, balancer
+    )
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state
@@ -113,7 +120,7 @@ def _load_data(datasets: Datasets, state: TrainState) -> DataIterators:
     # A loader draws a seed for its workers. On a CPU it would use the generator of dropout, and a
     # resumed run would no longer draw the same numbers as an uninterrupted run.
     with torch.random.fork_rng(devices=[]):
-        return datasets.build_iterators(state.progress, chunks=len(state.chunks))
+        return datasets.build_iterators(state.progress, model_chunks=len(state.chunks))
 
 
 def _resume(
@@ -126,31 +133,32 @@ def _resume(
 ) -> None:
     """Load the checkpoint of ``load``, or else the weights of ``pretrained_checkpoint``.
 
-    ``is_new_run``: whether the run's own checkpoint directory is new.
+    ``is_new_run``: whether the directory to which the run saves its checkpoints is new.
     """
     resume_from_own_checkpoint(args)
     # Adapter checkpoints do not contain the base model.
-    base_loaded = bool(args.peft_type and args.pretrained_checkpoint)
-    if base_loaded:
+    loads_base_model = bool(args.peft_type and args.pretrained_checkpoint)
+    if loads_base_model:
         reporter.log(load_pretrained(args, state))
-    report = checkpointer.load(state) if args.load else None
-    if args.growth is not None:  # the loaded run may have used another batch size ramp-up
+    load_report = checkpointer.load(state) if args.load else None
+    if (rampup := args.rampup) is not None:
+        # The loaded run may have used another batch size ramp-up.
         progress = state.progress
-        remaining_steps = args.growth.steps(progress.consumed_train_samples, args.train_samples)
+        remaining_steps = rampup.steps(progress.consumed_train_samples, args.train_samples)
         args.train_iters = progress.iteration + remaining_steps
-    if report is None and args.pretrained_checkpoint:
-        if not base_loaded:
+    if load_report is None and args.pretrained_checkpoint:
+        if not loads_base_model:
             reporter.log(load_pretrained(args, state))
         return
-    if report is None:
+    if load_report is None:
         _start_without_checkpoint(
             args, reporter, is_first_run=is_new_run and args.load == args.save
         )
         return
-    for reason in report.skipped:
+    for reason in load_report.skipped_checkpoints:
         reporter.warn(f"a checkpoint was skipped: {reason}")
-    notes = "".join(f"; {note}" for note in report.notes)
-    reporter.log(f"loaded iteration {report.iteration} from {report.path}{notes}")
+    notes = "".join(f"; {note}" for note in load_report.notes)
+    reporter.log(f"loaded iteration {load_report.iteration} from {load_report.path}{notes}")
     if state.progress.iteration >= args.train_iters:
         reporter.log(_describe_nothing_to_train(args))
 
@@ -179,11 +187,11 @@ def _describe_nothing_to_train(args: argparse.Namespace) -> str:
 
 def _describe_run(args: argparse.Namespace, state: TrainState, vocabulary: int) -> str:
     parameters = list_parameters(state.chunks)
-    held = sum(parameter.numel() for parameter in parameters)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    weights = f"{held / 1e6:,.1f} M weights on rank 0"
-    if trained < held:
-        weights += f", {trained / 1e6:,.2f} M of them trained"
+    weight_count = sum(parameter.numel() for parameter in parameters)
+    trained_count = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    weights = f"{weight_count / 1e6:,.1f} M weights on rank 0"
+    if trained_count < weight_count:
+        weights += f", {trained_count / 1e6:,.2f} M of them trained"
     layout = {
         "tp": args.tensor_model_parallel_size,
         "pp": args.pipeline_model_parallel_size,
@@ -198,20 +206,20 @@ def _describe_run(args: argparse.Namespace, state: TrainState, vocabulary: int) 
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{sizes} | {precision} | "
-        f"{get_model_spec(args).shown}, {weights}, vocabulary {vocabulary:,} | "
+        f"{get_model_spec(args).display_name}, {weights}, vocabulary {vocabulary:,} | "
         f"{args.train_iters:,} steps of {_describe_batch_size(args)} x {args.seq_length} tokens, "
         f"{_describe_micro_batches(args)} micro-batches a step"
     )
 
 
 def _describe_batch_size(args: argparse.Namespace) -> str:
-    ramp = f"{args.growth.start} to " if args.growth is not None else ""
+    ramp = f"{args.rampup.start} to " if args.rampup is not None else ""
     return f"{ramp}{args.global_batch_size}"
 
 
 def _describe_micro_batches(args: argparse.Namespace) -> str:
     """Format the micro-batches of a rank, or of the ranks with the fewest and the most."""
     counts = {args.num_microbatches, *(share.count for share in args.shares or ())}
-    if args.growth is not None:
-        counts.add(args.growth.micro_batches(args.growth.start, args.num_microbatches))
+    if args.rampup is not None:
+        counts.add(args.rampup.micro_batches(args.rampup.start, args.num_microbatches))
     return " to ".join(map(str, sorted({min(counts), max(counts)})))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from flagscale.config.arguments.hetero.measured_split import MeasuredSplit
+from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

@@ -1,4 +1,7 @@
-"""Training and evaluation steps on megatron.core's pipeline schedules."""
+"""Training and evaluation steps on megatron.core's pipeline schedules.
+
+The training loop (:mod:`flagscale.train.trainer`) calls :class:`Stepper`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.train.bounded_all_reduce import SkippedReduceDetector
 from flagscale.train.cuda_graph import CudaGraphSchedule
-from flagscale.train.deferred_metrics import LOST, OVERFLOW, HostMetrics
+from flagscale.train.deferred_metrics import GRADIENTS_LOST, GRADIENTS_OVERFLOWED, HostMetrics
 from flagscale.train.device import Device
-from flagscale.train.forward_step import LOSS_KEY, ForwardStep
+from flagscale.train.forward_step import LOSS_REPORT_KEY, ForwardStep
 from flagscale.train.layers.fp8_layers import invalidate_fp8_weights
 from flagscale.train.meshes.finalize_grads import MeshGradientFinalizer, build_group_collection
 from flagscale.train.meshes.groups import MeshGroups
@@ -54,8 +57,9 @@ class Stepper:
             state: training state to update.
             device: device of this rank.
             profiler: profiler of selected steps.
-            groups: additional process groups of heterogeneous training.
-            stopwatch: times the steps while it is running.
+            groups: additional process groups of heterogeneous training, in which groups of ranks
+                (meshes) have different parallel sizes. None for a homogeneous layout.
+            stopwatch: times the steps while it is enabled.
         """
         self._args = args
         self._state = state
@@ -65,7 +69,7 @@ class Stepper:
             get_model_spec(args),
             device,
             per_token=args.calculate_per_token_loss,
-            masks=DocumentMaskBuilder(config, device),
+            mask_builder=DocumentMaskBuilder(config, device),
         )
         self.router_losses = RouterLossAverages(args, self._device)
         self.mtp_losses = MtpLossAverages(args.mtp_num_layers, state.modules(), self._device)
@@ -88,12 +92,14 @@ class Stepper:
                 "pg_collection": build_group_collection(),
             }
 
-    def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[HostMetrics, torch.Tensor]:
+    def train(
+        self, data: Any, *, stop_flags: tuple[bool, bool]
+    ) -> tuple[HostMetrics, torch.Tensor]:
         """Take one training step: all micro-batches, optimizer step, scheduler step, sample counts.
 
         Args:
             data: iterator of this rank's micro-batches; a list of iterators with several chunks.
-            stop: whether this rank received a signal, and whether it is out of time. Both are
+            stop_flags: whether this rank received a signal, and whether it is out of time. Both are
                 reduced over all ranks.
 
         Returns:
@@ -107,29 +113,31 @@ class Stepper:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         with self._time_step():
-            reports = self._run_schedule(
+            loss_reports = self._run_schedule(
                 data, self.count_micro_batches(batch_size), forward_only=False
             )
         self.router_losses.count_step(self.count_micro_batches(batch_size))
-        gradients_lost = self._skip_detector.pop_skipped()
-        if gradients_lost:
-            updated, grad_norm, zero_gradients = False, None, None
+        are_gradients_lost = self._skip_detector.pop_skipped()
+        if are_gradients_lost:
+            is_updated, grad_norm, zero_gradients = False, None, None
+            skip_reason = GRADIENTS_LOST
         else:
-            updated, grad_norm, zero_gradients = state.optimizer.step()
+            is_updated, grad_norm, zero_gradients = state.optimizer.step()
+            skip_reason = "" if is_updated else GRADIENTS_OVERFLOWED
             self._invalidate_fp8_weights()
-        learning_rate = _learning_rate(state.optimizer.param_groups)
-        if updated:
+        learning_rate = _get_learning_rate(state.optimizer.param_groups)
+        if is_updated:
             state.scheduler.step(increment=batch_size)
         state.progress.iteration += 1
         state.progress.consumed_train_samples += batch_size
         host_metrics = HostMetrics(
             step=state.progress.iteration,
-            samples=state.progress.consumed_train_samples,
+            consumed_samples=state.progress.consumed_train_samples,
             learning_rate=learning_rate,
-            skipped="" if updated else LOST if gradients_lost else OVERFLOW,
+            skip_reason=skip_reason,
             zero_gradients=zero_gradients or None,
         )
-        device_metrics = self._reduce_metrics(reports, grad_norm, stop)
+        device_metrics = self._reduce_metrics(loss_reports, grad_norm, stop_flags)
         if self._profiler:
             self._profiler.after_step(host_metrics.step)
         return host_metrics, device_metrics
@@ -155,7 +163,7 @@ class Stepper:
                 for report in self._run_schedule(
                     data, self._args.num_microbatches, forward_only=True
                 ):
-                    total += report[LOSS_KEY]
+                    total += report[LOSS_REPORT_KEY]
         for chunk in chunks:
             chunk.train()
         dist.all_reduce(total)
@@ -164,11 +172,12 @@ class Stepper:
 
     @contextmanager
     def _time_step(self) -> Iterator[None]:
-        """Context manager that times a step while the stopwatch is running.
+        """Return a context manager that times a step while the stopwatch is enabled.
 
-        Parameters are gathered before, so that the lap contains no waiting for other ranks.
+        Parameters are gathered before it starts, so that it does not measure waiting for other
+        ranks.
         """
-        if self._stopwatch is None or not self._stopwatch.running:
+        if self._stopwatch is None or not self._stopwatch.enabled:
             yield
             return
         with gathered_parameters(self._args, self._state.chunks):
@@ -177,17 +186,17 @@ class Stepper:
 
     def next_batch_size(self) -> int:
         """Return the number of sequences of the next step over all ranks."""
-        args = self._args
-        if args.growth is None:
-            return int(args.global_batch_size)
-        return int(args.growth.batch(self._state.progress.consumed_train_samples))
+        rampup = self._args.rampup
+        if rampup is None:
+            return int(self._args.global_batch_size)
+        return int(rampup.batch_size_after(self._state.progress.consumed_train_samples))
 
     def count_micro_batches(self, batch_size: int) -> int:
         """Return the number of this rank's micro-batches in a step of ``batch_size`` sequences."""
-        args = self._args
-        if args.growth is None:
-            return int(args.num_microbatches)
-        return int(args.growth.micro_batches(batch_size, args.num_microbatches))
+        rampup = self._args.rampup
+        if rampup is None:
+            return int(self._args.num_microbatches)
+        return int(rampup.micro_batches(batch_size, self._args.num_microbatches))
 
     def skip_step(self, data: Any) -> None:
         """Consume the data of a step without training on it."""
@@ -204,7 +213,7 @@ class Stepper:
         args = self._args
         if self._p2p_communicator is not None:
             self._p2p_communicator.begin_step(micro_batches, forward_only=forward_only)
-        reports: list[dict[str, torch.Tensor]] = self._schedule(
+        loss_reports: list[dict[str, torch.Tensor]] = self._schedule(
             forward_step_func=self._forward_step,
             data_iterator=data,
             model=self._state.chunks,
@@ -216,10 +225,13 @@ class Stepper:
         )
         if self._p2p_communicator is not None:
             self._p2p_communicator.finish_step()
-        return reports
+        return loss_reports
 
     def _reduce_metrics(
-        self, reports: list[dict[str, torch.Tensor]], grad_norm: Any, stop: tuple[bool, bool]
+        self,
+        loss_reports: list[dict[str, torch.Tensor]],
+        grad_norm: Any,
+        stop_flags: tuple[bool, bool],
     ) -> torch.Tensor:
         """Return the fp64 tensor [6] that :meth:`DeferredMetrics.add` expects.
 
@@ -227,15 +239,17 @@ class Stepper:
         micro-batches, which cancels in the quotient of losses and tokens.
         """
         values = torch.zeros(4, dtype=torch.float64, device=self._device)
-        if reports:
-            values[:2] = torch.stack([report[LOSS_KEY] for report in reports]).sum(0)
-        own_loss = values[:1].clone()
-        for index, requested in enumerate(stop, start=2):
+        if loss_reports:
+            values[:2] = torch.stack([report[LOSS_REPORT_KEY] for report in loss_reports]).sum(0)
+        rank_loss = values[:1].clone()
+        for index, requested in enumerate(stop_flags, start=2):
             if requested:
                 values[index].fill_(1.0)
         dist.all_reduce(values)
         norm_value = torch.as_tensor(0.0 if grad_norm is None else grad_norm, dtype=torch.float64)
-        return torch.cat([values, norm_value.to(self._device, non_blocking=True).view(1), own_loss])
+        return torch.cat(
+            [values, norm_value.to(self._device, non_blocking=True).view(1), rank_loss]
+        )
 
 
 def _set_schedule_functions(
@@ -258,7 +272,7 @@ def _connect_meshes(
     groups: MeshGroups,
     device: Device,
 ) -> MeshP2PCommunicator:
-    """Connect the pipeline schedule to the stages of other meshes."""
+    """Connect the pipeline schedule to stages whose ranks have another parallel layout."""
     config.finalize_model_grads_func = MeshGradientFinalizer(
         state.chunks, groups.tied_embedding_groups
     )
@@ -269,7 +283,7 @@ def _connect_meshes(
         groups.stage_groups,
         parallel_state.get_tensor_model_parallel_group(),
         device,
-        sequence=args.seq_length,
+        sequence_length=args.seq_length,
     )
 
 
@@ -277,8 +291,8 @@ def _unwrap_single(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def _learning_rate(groups: list[dict[str, Any]]) -> float:
-    """Return the learning rate of parameters without an override of their own."""
+def _get_learning_rate(groups: list[dict[str, Any]]) -> float:
+    """Return the learning rate of the parameter groups that have no override."""
     for group in groups:
         if group.get("default_config", True) and group["params"]:
             return float(group["lr"])
@@ -289,7 +303,7 @@ def _learning_rate(groups: list[dict[str, Any]]) -> float:
 def gathered_parameters(
     args: argparse.Namespace, chunks: list[DistributedDataParallel]
 ) -> Iterator[None]:
-    """Context manager in which every rank holds up-to-date parameters.
+    """Return a context manager in which every rank holds up-to-date parameters.
 
     With ``overlap_param_gather`` parameters are gathered layer by layer in the next forward pass,
     so that they are out of date between steps.

@@ -14,11 +14,11 @@ StopReason = Literal["completed", "signal", "exit-interval"]
 class StopRequest:
     """Detects that this process should stop.
 
-    Reasons are SIGTERM, which schedulers and launchers send, and a time limit of ``minutes``.
+    Reasons are SIGTERM, which schedulers and launchers send, and the time limit of the run.
     """
 
-    def __init__(self, minutes: float | None) -> None:
-        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+    def __init__(self, limit_minutes: float | None) -> None:
+        self._deadline = None if limit_minutes is None else time.monotonic() + 60 * limit_minutes
         self._signal_received = False
 
     def install_handler(self) -> None:

@@ -15,6 +15,8 @@ from flagscale.train.report import Throughput
 class ThroughputMeter:
     """Stopwatch over training steps that excludes evaluations and checkpoints.
 
+    A lap is the time between two reports.
+
     Call :meth:`finish_lap` only when the device has finished the steps to be counted.
     """
 
@@ -33,7 +35,7 @@ class ThroughputMeter:
         self._excluded_seconds = 0.0
 
     def start_lap(self) -> None:
-        """Start a lap."""
+        """Start a lap and discard the current one."""
         self._lap_start, self._excluded_seconds = time.monotonic(), 0.0
         self._steps, self._samples = 0, 0
 

@@ -1,4 +1,6 @@
-"""Training program, started by torchrun on every rank. It trains models of any family.
+"""Training program, started by torchrun on every rank.
+
+It trains every model family (:mod:`flagscale.train.models`); ``--family`` selects one.
 
     torchrun --nproc_per_node 2 flagscale/train/train_gpt.py --num-layers 4 … --mock-data
 
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.layout import describe_ranks
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
@@ -50,8 +52,8 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     """Train and return the reason for the end and the number of the last step."""
     _suppress_library_warnings()
     if args.tensor_model_parallel_size > 1:
-        # With one hardware queue, a collective is not overtaken by the matrix product queued after
-        # it. CUDA reads this variable at startup.
+        # With one hardware queue, a collective is not overtaken by the GEMM queued after it. CUDA
+        # reads this variable at startup.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = choose_device(args.device, rank.local_rank)
     status.write(
@@ -64,11 +66,11 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
         device=device.name,
     )
     args = derive_arguments(args, rank.world_size)
-    layout_place = describe_ranks(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
+    layout_position = describe_ranks(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
     args = rank_arguments(args, rank.rank)
     for name in ("export_huggingface", "export_peft"):
         if getattr(args, name) and not args.save:
-            message = "needs save: what is exported is the last checkpoint"
+            message = "needs save, because the last checkpoint is exported"
             raise ConfigError(Problem(name, message))
     require_packages(args)
     default_group = distributed.init_default_group(
@@ -83,16 +85,16 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
         "joined",
         backend=default_group.backend,
         seconds=round(default_group.seconds, 3),
-        place=layout_place,
+        place=layout_position,
     )
-    joined = time.monotonic()
+    join_time = time.monotonic()
     # megatron.core reads the selected device at import time.
     from flagscale.train.setup import prepare_training
 
     trainer, state = prepare_training(
         args, rank, device, status, same_device_kind=default_group.same_device_kind
     )
-    status.write("ready", seconds=round(time.monotonic() - joined, 3))
+    status.write("ready", seconds=round(time.monotonic() - join_time, 3))
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")
     distributed.destroy_groups()

@@ -1,4 +1,8 @@
-"""Training loop."""
+"""Training loop: steps, evaluations, checkpoints and logs.
+
+:func:`flagscale.train.setup.prepare_training` builds a :class:`Trainer`, which the training program
+(:mod:`flagscale.train.train_gpt`) runs.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import gc
 from collections.abc import Callable
 from typing import Literal
 
-from flagscale.config.arguments.rules.schedule import save_interval_at
-from flagscale.train.bounded_all_reduce import BoundedReduceStatistics, explain_no_effect
+from flagscale.config.arguments.rules.optimizer import save_interval_at
+from flagscale.train.bounded_all_reduce import BoundedReduceStatistics, explain_unbounded_reduce
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import DataIterators
 from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
@@ -57,14 +61,15 @@ class Trainer:
         self._data = load_data()
         self._balancer = balancer
         self.generator: Generator | None = None
-        """Answers the prompts of ``eval_prompts`` at evaluations, if set."""
+        """Generates answers to the prompts of ``eval_prompts`` at each evaluation; None without."""
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._throughput_meter = throughput_meter
         self._deferred_metrics = DeferredMetrics()
         self._bounded_statistics = BoundedReduceStatistics()
         self._loss_monitor = LossMonitor(
-            spike_factor=args.loss_spike_factor, fatal=args.check_for_nan_in_loss_and_grad
+            spike_factor=args.loss_spike_factor,
+            fail_on_nonfinite=args.check_for_nan_in_loss_and_grad,
         )
         self._stop_request = StopRequest(args.exit_duration_in_mins)
         self._stop_reason: StopReason | None = None
@@ -83,7 +88,7 @@ class Trainer:
         """
         if self._args.exit_signal_handler:
             self._stop_request.install_handler()
-        if warning := explain_no_effect(self._args):
+        if warning := explain_unbounded_reduce(self._args):
             self._reporter.warn(warning)
         if self._args.manual_gc:
             gc.disable()
@@ -116,7 +121,7 @@ class Trainer:
             return
         samples_before = progress.consumed_train_samples
         host_metrics, device_metrics = self._stepper.train(
-            self._data.train, stop=self._stop_request.poll()
+            self._data.train, stop_flags=self._stop_request.poll()
         )
         self._throughput_meter.count_step(progress.consumed_train_samples - samples_before)
         self._deferred_metrics.add(host_metrics, device_metrics)
@@ -132,7 +137,7 @@ class Trainer:
             self._log_progress()
         if step == self._first_step and (compile_seconds := get_compile_seconds()) >= 1:
             self._reporter.log(
-                f"step {step}: {compile_seconds:.0f} s of it were compiling; a later start takes "
+                f"step {step}: {compile_seconds:.0f} s of it were compilation; a later start loads "
                 "the kernels from torch's cache"
             )
         if evaluation_due:
@@ -146,9 +151,9 @@ class Trainer:
     def _process_metrics(self, *, keep_newest: int) -> None:
         """Process the metrics of finished steps: the same steps at the same time on all ranks."""
         for metrics in self._deferred_metrics.pop_completed(keep_newest=keep_newest):
-            self._stop_reason = self._stop_reason or metrics.stop
+            self._stop_reason = self._stop_reason or metrics.stop_reason
             self._latest_metrics = metrics
-            self._skipped_steps += bool(metrics.host.skipped)
+            self._skipped_steps += bool(metrics.host.skip_reason)
             if warning := self._loss_monitor.check_step(metrics):
                 self._reporter.warn(warning)
             self._reporter.log_scalars(metrics)
@@ -179,10 +184,11 @@ class Trainer:
         return None
 
     def _evaluate(self, split: Literal["valid", "test"]) -> None:
-        data = {"": self._data.valid if split == "valid" else self._data.test}
-        if split == "valid" and self._data.validations:
-            data = dict(self._data.validations)
-        iterators = {name: iterator for name, iterator in data.items() if iterator is not None}
+        # The name of a split's only data set is empty.
+        data_sets = {"": self._data.valid if split == "valid" else self._data.test}
+        if split == "valid" and self._data.validation_sets:
+            data_sets = dict(self._data.validation_sets)
+        iterators = {name: iterator for name, iterator in data_sets.items() if iterator is not None}
         if not iterators or not self._args.eval_iters:
             return
         self._reporter.write_progress(self._state.progress.iteration, "evaluating")
@@ -229,9 +235,12 @@ class Trainer:
             self._save_checkpoint()
 
     def _report_saved_checkpoints(self) -> None:
-        for saved in self._checkpointer.poll():
-            self._reporter.log_checkpoint(saved.iteration, saved.path, saved.seconds)
+        for checkpoint in self._checkpointer.poll():
+            self._reporter.log_checkpoint(
+                checkpoint.iteration, checkpoint.path, checkpoint.save_seconds
+            )
 
 
 def _is_due(step: int, interval: int | None) -> bool:
+    """Return whether something that happens every ``interval`` steps happens after ``step``."""
     return interval is not None and step % interval == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db")
 
-_HERE = "127.0.0.1"
+_LOOPBACK_ADDRESS = "127.0.0.1"
 _DATABASE_PORT, _ACCOUNTING_PORT = 3306, 6819
 _CONFIGURATION = """\
 AuthType=auth/munge
@@ -37,11 +37,11 @@ GRANT ALL ON slurm.* TO slurm@'localhost';
 """
 
 
-def settings(directory: Path) -> Mapping[str, str]:
+def accounting_settings(directory: Path) -> Mapping[str, str]:
     """Return the slurm.conf settings that enable accounting and enforce limits."""
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
-        "AccountingStorageHost": _HERE,
+        "AccountingStorageHost": _LOOPBACK_ADDRESS,
         "AccountingStoragePort": str(_ACCOUNTING_PORT),
         "AccountingStoragePass": f"{directory}/munge.sock",
         "AccountingStorageEnforce": "associations,limits,qos",
@@ -49,7 +49,7 @@ def settings(directory: Path) -> Mapping[str, str]:
 
 
 @contextmanager
-def database(directory: Path) -> Iterator[None]:
+def run_accounting(directory: Path) -> Iterator[None]:
     """Run a database and slurmdbd; munged has to be running."""
     data, grants = directory / "database", directory / "grants.sql"
     grants.write_text(_GRANTS)
@@ -63,7 +63,7 @@ def database(directory: Path) -> Iterator[None]:
         timeout=60,
     )
     paths = (f"--datadir={data}", f"--socket={directory}/database.sock", f"--init-file={grants}")
-    address = (f"--bind-address={_HERE}", f"--port={_DATABASE_PORT}", "--user=root")
+    address = (f"--bind-address={_LOOPBACK_ADDRESS}", f"--port={_DATABASE_PORT}", "--user=root")
     # Data need not outlive the bed.
     options = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0")
     configuration = directory / "slurmdbd.conf"
@@ -71,7 +71,7 @@ def database(directory: Path) -> Iterator[None]:
     configuration.write_text(
         _CONFIGURATION.format(
             directory=directory,
-            here=_HERE,
+            here=_LOOPBACK_ADDRESS,
             hub=socket.gethostname(),
             port=_ACCOUNTING_PORT,
             database_port=_DATABASE_PORT,
@@ -99,7 +99,7 @@ def _daemon(
         )
     try:
         deadline = time.monotonic() + 30
-        while not _answers(port):
+        while not _is_listening(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{argv[0]} has not come up:\n{log.read_text()[-2000:]}")
             time.sleep(0.05)
@@ -109,9 +109,9 @@ def _daemon(
         process.wait()
 
 
-def _answers(port: int) -> bool:
+def _is_listening(port: int) -> bool:
     try:
-        socket.create_connection((_HERE, port), 1).close()
+        socket.create_connection((_LOOPBACK_ADDRESS, port), 1).close()
     except OSError:
         return False
     return True

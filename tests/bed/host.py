@@ -64,13 +64,17 @@ class HostProcess:
 
 @dataclass
 class Host:
-    """One host. Faults last until :meth:`heal`, or until the bed is closed."""
+    """One host. Faults last until :meth:`heal`, or until the bed is closed.
+
+    ``directory`` is the host's own directory on this machine, ``bed_directory`` that of the whole
+    bed; ``veth`` is the hub's end of the host's cable.
+    """
 
     name: str
     address: str
     fabric_address: str | None
     directory: Path
-    top: Path
+    bed_directory: Path
     veth: str
     sshd_options: dict[str, str] = field(default_factory=dict)
     _unshare: subprocess.Popen[str] | None = None
@@ -79,12 +83,12 @@ class Host:
     # -- start and end -------------------------------------------------------------------------
 
     def spawn(self, root: str, shared: Sequence[Path], users: Sequence[str]) -> None:
-        """Start the host's first process; :meth:`wait_ready` waits until it is running."""
+        """Start the host's first process; :meth:`wait_until_ready` waits until it is running."""
         environment = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "BED_NAME": self.name,
             "BED_DIR": str(self.directory),
-            "BED_TOP": str(self.top),
+            "BED_TOP": str(self.bed_directory),
             "BED_ROOT": root,
             "BED_SHARED": "\n".join(str(path) for path in shared),
             "BED_USERS": "\n".join(users),
@@ -101,8 +105,8 @@ class Host:
                 start_new_session=True,
             )
 
-    def wait_ready(self) -> None:
-        self._answer("ready")
+    def wait_until_ready(self) -> None:
+        self._read_reply("ready")
         process = self._process()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         self._init = int(children[0])
@@ -112,22 +116,26 @@ class Host:
         """Pid of the host's process 1, as seen from the test."""
         return self._init
 
-    def command(self, *commands: str) -> None:
-        """Send a command to the host's first process; :meth:`answers` collects the results."""
+    def send_commands(self, *commands: str) -> None:
+        """Send commands to the host's first process.
+
+        :meth:`wait_for_replies` waits for their ends.
+        """
         stdin = self._process().stdin
         if stdin is None:
             raise RuntimeError(f"{self.name} has no control pipe")
         stdin.write("".join(f"{command}\n" for command in commands))
         stdin.flush()
 
-    def answers(self, count: int = 1) -> None:
+    def wait_for_replies(self, count: int = 1) -> None:
+        """Wait until the first process has finished ``count`` commands."""
         for _ in range(count):
-            self._answer("done")
+            self._read_reply("done")
 
     def kill(self) -> None:
         """Cut the power: every process of the host ends at once."""
         self.cut_power()
-        self.wait_dead()
+        self.wait_until_dead()
 
     def cut_power(self) -> None:
         """Perform the first half of :meth:`kill`, so that many hosts can be ended in parallel."""
@@ -139,7 +147,7 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._init, signal.SIGKILL)
 
-    def wait_dead(self) -> None:
+    def wait_until_dead(self) -> None:
         if self._unshare is None:
             return
         # unshare waits for process 1, which the kernel ends last in its namespace.
@@ -154,7 +162,7 @@ class Host:
             raise RuntimeError(f"{self.name} was not started")
         return self._unshare
 
-    def _answer(self, expected: str) -> None:
+    def _read_reply(self, expected: str) -> None:
         stdout = self._process().stdout
         line = stdout.readline().strip() if stdout is not None else ""
         if line != expected:
@@ -193,9 +201,9 @@ class Host:
         alive = (p for p in self.processes() if p.state != "Z")
         return [p for p in alive if all(word in " ".join(p.argv) for word in words)]
 
-    def path(self, inside: str | Path) -> Path:
+    def local_path(self, host_path: str | Path) -> Path:
         """Return the path in the test's file system of a file on the host."""
-        return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
+        return Path(f"/proc/{self._init}/root") / str(host_path).lstrip("/")
 
     # -- sshd ---------------------------------------------------------------------------------
 
@@ -205,20 +213,20 @@ class Host:
         lines = (f"{key} {value}\n" for key, value in {**settings, **self.sshd_options}.items())
         (self.directory / "sshd_config").write_text("".join(lines))
 
-    def sshd(self) -> HostProcess | None:
-        """Return the listening sshd, without its sessions."""
-        inner = int(self.path("/run/sshd.pid").read_text())
+    def find_sshd(self) -> HostProcess | None:
+        """Return the listening sshd, without its sessions; None if none is running."""
+        inner = int(self.local_path("/run/sshd.pid").read_text())
         listeners = [p for p in self.processes() if p.inner_pid == inner and p.state != "Z"]
         return listeners[0] if listeners else None
 
-    def sessions(self) -> list[HostProcess]:
+    def find_sessions(self) -> list[HostProcess]:
         """Return sshd's processes that serve a connection."""
-        listener = self.sshd()
+        listener = self.find_sshd()
         listener_pid = None if listener is None else listener.pid
         return [p for p in self.find("sshd") if p.pid != listener_pid]
 
     def signal_sshd(self, number: signal.Signals) -> None:
-        listener = self.sshd()
+        listener = self.find_sshd()
         if listener is None:
             raise RuntimeError(f"no sshd listens on {self.name}")
         os.kill(listener.pid, number)
@@ -226,21 +234,21 @@ class Host:
     def stop_sshd(self) -> None:
         """End the listener and wait until its port is closed; open sessions stay alive."""
         self.signal_sshd(signal.SIGKILL)
-        _until(lambda: self.sshd() is None, f"sshd of {self.name} did not end")
+        _wait_for(lambda: self.find_sshd() is None, f"sshd of {self.name} did not end")
 
     def start_sshd(self, **options: str) -> None:
         """Start the listener, with further sshd_config ``options``, and wait for its banner."""
         self.sshd_options.update(options)
         self.write_sshd_config()
-        self.command("sshd")
-        self.answers()
-        self.wait_banner()
+        self.send_commands("sshd")
+        self.wait_for_replies()
+        self.wait_for_banner()
 
     def restart_sshd(self, **options: str) -> None:
         self.stop_sshd()
         self.start_sshd(**options)
 
-    def wait_banner(self, seconds: float = 20) -> None:
+    def wait_for_banner(self, seconds: float = 20) -> None:
         """Wait until sshd answers over the network."""
         deadline = time.monotonic() + seconds
         while True:
@@ -269,27 +277,27 @@ class Host:
 
     # -- network and disk ---------------------------------------------------------------------
 
-    def link(self, state: str) -> None:
+    def set_link(self, state: str) -> None:
         """Unplug (``down``) or plug in (``up``) the host's cable."""
         subprocess.run(["ip", "link", "set", self.veth, state], check=True)
 
-    def drop(self, rule: str = "tcp dport 22") -> None:
+    def drop_packets(self, rule: str = "tcp dport 22") -> None:
         """Silently drop the packets that match ``rule`` in the host's firewall."""
         table = "add table inet bed"
         chain = "add chain inet bed input { type filter hook input priority 0 ; }"
         self.run(["nft", "-f", "-"], stdin=f"{table}\n{chain}\nadd rule inet bed input {rule} drop")
 
-    def lose(self, percent: float) -> None:
-        """Drop this share of the packets that reach the host."""
-        self.drop(f"numgen random mod 1000 < {round(10 * percent)}")
+    def drop_percent(self, percent: float) -> None:
+        """Drop this percentage of the packets that reach the host."""
+        self.drop_packets(f"numgen random mod 1000 < {round(10 * percent)}")
 
-    def shape(self, rate: str, burst: str = "32kb") -> None:
+    def limit_rate(self, rate: str, burst: str = "32kb") -> None:
         """Limit the cable to ``rate`` (in tc's syntax, ``10mbit``) in both directions."""
         bucket = ["root", "tbf", "rate", rate, "burst", burst, "latency", "200ms"]
         subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
         self.run(["tc", "qdisc", "replace", "dev", "eth0", *bucket])
 
-    def bottleneck(self, rate: str, queue: str) -> None:
+    def limit_switch_rate(self, rate: str, queue: str) -> None:
         """Limit traffic to the host at the switch's port, with a queue of ``queue`` bytes; more is
         dropped.
 
@@ -300,14 +308,14 @@ class Host:
         subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
 
     def heal(self) -> None:
-        """Undo :meth:`link`, :meth:`drop`, :meth:`lose`, :meth:`shape` and :meth:`bottleneck`."""
-        self.link("up")
+        """Undo all faults of the network: link, dropped packets, and limited rates."""
+        self.set_link("up")
         self.run(["nft", "flush", "ruleset"])
         unshaped = ["tc", "qdisc", "del", "dev", self.veth, "root"]
         subprocess.run(unshaped, capture_output=True, check=False)
         self.run(["tc", "qdisc", "del", "dev", "eth0", "root"], check=False)
 
-    def small_disk(self, path: str | Path, megabytes: int) -> None:
+    def mount_small_disk(self, path: str | Path, megabytes: int) -> None:
         """Mount a file system of ``megabytes`` on ``path`` of this host."""
         self.run(["mkdir", "-p", path])
         self.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path])
@@ -340,7 +348,7 @@ def _namespace(pid: int) -> str | None:
         return None
 
 
-def _until(condition: Callable[[], bool], message: str, seconds: float = 10) -> None:
+def _wait_for(condition: Callable[[], bool], message: str, seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

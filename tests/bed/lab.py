@@ -89,7 +89,7 @@ class Bed:
         names = [f"h{i:02d}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
         if not 1 <= len(names) <= MAX_HOSTS:
             raise ValueError(f"a bed has 1 to {MAX_HOSTS} hosts, not {len(names)}")
-        bed = cls(directory, [_host(directory, i, n, fabric) for i, n in enumerate(names)])
+        bed = cls(directory, [_make_host(directory, i, n, fabric) for i, n in enumerate(names)])
         bed._write_files()
         path = os.environ.get("PATH")
         os.environ["PATH"] = search_path()
@@ -102,7 +102,7 @@ class Bed:
                     for host in bed.hosts:
                         host.cut_power()
                     for host in bed.hosts:
-                        host.wait_dead()
+                        host.wait_until_dead()
         finally:
             os.environ["PATH"] = path or os.defpath
 
@@ -131,7 +131,7 @@ class Bed:
         subprocess.run(["mount", "--bind", *mounts], check=True)
         for host in self.hosts:
             host.spawn(root, shared, users)
-        _ip(
+        _run_ip(
             "link set lo up",
             "link add br0 type bridge forward_delay 0",
             f"addr add {HUB_ADDRESS}/16 dev br0",
@@ -140,42 +140,42 @@ class Bed:
             "link set br1 up",
         )
         for host in self.hosts:
-            host.wait_ready()
-        _ip(*(line for host in self.hosts for line in _cables(host)))
+            host.wait_until_ready()
+        _run_ip(*(line for host in self.hosts for line in _connect_host(host)))
         for host in self.hosts:
-            host.command("network", "sshd")
+            host.send_commands("network", "sshd")
         for host in self.hosts:
-            host.answers(2)
+            host.wait_for_replies(2)
         for host in self.hosts:
-            host.wait_banner()
+            host.wait_for_banner()
 
 
-def _host(directory: Path, index: int, name: str, fabric: bool) -> Host:
+def _make_host(directory: Path, index: int, name: str, fabric: bool) -> Host:
     number = f"{index // 250}.{index % 250 + 1}"
     return Host(
         name=name,
         address=f"10.77.{number}",
         fabric_address=f"10.78.{number}" if fabric else None,
         directory=directory / f"host{index}",
-        top=directory,
+        bed_directory=directory,
         veth=f"veth{index}",
     )
 
 
-def _cables(host: Host) -> Iterator[str]:
-    """Return the host's network interfaces, as ``ip -batch`` lines for here and for its ``network``
-    file.
+def _connect_host(host: Host) -> Iterator[str]:
+    """Yield the ``ip -batch`` lines that create the host's network interfaces, and write the lines
+    for their ends on the host to its ``network`` file.
     """
-    inside = ["link set lo up"]
+    host_lines = ["link set lo up"]
     cables = [(host.veth, "eth0", "br0", host.address)]
     if host.fabric_address:
         cables.append((host.veth.replace("veth", "fab"), "fab0", "br1", host.fabric_address))
     for outer, inner, bridge, address in cables:
         yield f"link add {outer} type veth peer name {inner} netns {host.pid}"
         yield f"link set {outer} master {bridge} up"
-        inside += [f"addr add {address}/16 dev {inner}", f"link set {inner} up"]
-    (host.directory / "network").write_text("\n".join(inside) + "\n")
+        host_lines += [f"addr add {address}/16 dev {inner}", f"link set {inner} up"]
+    (host.directory / "network").write_text("\n".join(host_lines) + "\n")
 
 
-def _ip(*lines: str) -> None:
+def _run_ip(*lines: str) -> None:
     subprocess.run(["ip", "-batch", "-"], input="\n".join(lines) + "\n", text=True, check=True)

@@ -31,13 +31,13 @@ def _call(name: str, *arguments: int) -> None:
 
 
 @functools.cache
-def why_not() -> str | None:
+def explain_no_bed() -> str | None:
     """Return why a bed cannot be built on this machine; None if it can."""
     if os.geteuid() != 0:
         return "needs root"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
-    if missing:
-        return f"no {', '.join(missing)} on this machine (make system)"
+    missing_programs = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
+    if missing_programs:
+        return f"no {', '.join(missing_programs)} on this machine (make system)"
     options = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
     # sshd drops root privileges before it reads network data, so changing the user must work.
     as_other_user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true")

@@ -16,7 +16,7 @@ import pytest
 from support.needs import require_program, skip_or_fail
 
 from bed.lab import Bed
-from bed.namespaces import why_not
+from bed.namespaces import explain_no_bed
 from bed.slurm import PROGRAMS, Slurm
 
 MakeBed = Callable[..., AbstractContextManager[Bed]]
@@ -26,16 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "bed(**options): needs the test bed; options of Bed.open")
 
 
-def need_bed() -> None:
+def require_bed() -> None:
     """Skip the running test if no bed can be built."""
-    if reason := why_not():
+    if reason := explain_no_bed():
         skip_or_fail("bed", f"test bed: {reason}")
 
 
 @pytest.fixture
 def make_bed(tmp_path_factory: pytest.TempPathFactory) -> MakeBed:
     """Return ``make_bed(hosts, **options)``, a context manager: see :meth:`bed.lab.Bed.open`."""
-    need_bed()
+    require_bed()
 
     def make(hosts: int | list[str] = 2, **options: Any) -> AbstractContextManager[Bed]:
         return Bed.open(tmp_path_factory.mktemp("bed"), hosts, **options)

@@ -87,13 +87,13 @@ class Slurm:
         return result.stdout
 
     @contextmanager
-    def allocation(self, nodes: int, tasks: int, where: str = "") -> Iterator[str]:
-        """Allocate ``nodes`` hosts within the block, on the nodes ``where`` if given; yields the
+    def allocation(self, nodes: int, tasks: int, nodelist: str = "") -> Iterator[str]:
+        """Allocate ``nodes`` hosts within the block, on the nodes ``nodelist`` if given; yields the
         job id.
         """
         name = f"allocation-{time.monotonic_ns()}"
         size = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}"]
-        size += [f"--nodelist={where}"] if where else []
+        size += [f"--nodelist={nodelist}"] if nodelist else []
         self.run("salloc", "--no-shell", "--immediate=30", *size)
         job = self.run("squeue", "--noheader", f"--name={name}", "--format=%i").strip()
         try:
@@ -101,16 +101,16 @@ class Slurm:
         finally:
             self.run("scancel", job)
 
-    def jobs(self) -> list[str]:
+    def list_jobs(self) -> list[str]:
         """Return the ids of pending, running and ending jobs."""
         return self.run("squeue", "--noheader", "--format=%i").split()
 
-    def wait_empty(self, seconds: float = 20) -> None:
+    def wait_until_no_jobs(self, seconds: float = 20) -> None:
         """Wait until all jobs have ended."""
         deadline = time.monotonic() + seconds
-        while self.jobs():
+        while self.list_jobs():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"jobs {self.jobs()} did not end within {seconds:g} s")
+                raise TimeoutError(f"jobs {self.list_jobs()} did not end within {seconds:g} s")
             time.sleep(0.1)
 
     @contextmanager
@@ -134,9 +134,9 @@ class Slurm:
         host = self.bed[name]
         pids = {p.pid for word in ("slurm", *words) for p in host.find(word)}
         # Stopped first, so that no node detects the end of another one before the controller does.
-        _signal(pids, signal.SIGSTOP)
+        _send_signal(pids, signal.SIGSTOP)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
-        _signal(pids, signal.SIGKILL)
+        _send_signal(pids, signal.SIGKILL)
         try:
             yield
         finally:
@@ -144,7 +144,7 @@ class Slurm:
             self.run("scontrol", "update", f"nodename={name}", "state=resume")
 
     @contextmanager
-    def without_daemon(self, name: str) -> Iterator[None]:
+    def without_slurmd(self, name: str) -> Iterator[None]:
         """Kill a node's slurmd within the block; its jobs continue."""
         host = self.bed[name]
         for process in host.find("slurmd -D"):
@@ -196,20 +196,20 @@ class Slurm:
         """
         slurm = cls(bed, bed.directory / "slurm")
         directory = slurm.directory
-        accounting_settings = accounting.settings(directory) if accounts else {}
-        typed = {"GresTypes": "gpu"} if gpus else {}
+        accounting_settings = accounting.accounting_settings(directory) if accounts else {}
+        gres_settings = {"GresTypes": "gpu"} if gpus else {}
         slurm._write_files(
-            cpus, {**accounting_settings, **typed, **(settings or {})}, partitions, gpus
+            cpus, {**accounting_settings, **gres_settings, **(settings or {})}, partitions, gpus
         )
         with ExitStack() as stack:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
             stack.enter_context(slurm._daemon("munged", "--foreground", "--force", *paths))
-            _until_exists(directory / "munge.sock")
+            _wait_until_exists(directory / "munge.sock")
             if accounts:
-                stack.enter_context(accounting.database(directory))
-            for words in accounts:
-                slurm.run("sacctmgr", "--immediate", "--quiet", *words.split())
+                stack.enter_context(accounting.run_accounting(directory))
+            for grant in accounts:
+                slurm.run("sacctmgr", "--immediate", "--quiet", *grant.split())
             slurm._start_controller("slurmctld", "-D", "-c")
             stack.callback(slurm._end_controller)
             stack.enter_context(slurm._nodes)
@@ -295,7 +295,7 @@ def _suffix(name: str) -> str:
     return "sock" if name == "socket" else name.removesuffix("-file")
 
 
-def _until_exists(path: Path, seconds: float = 10) -> None:
+def _wait_until_exists(path: Path, seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
@@ -303,7 +303,7 @@ def _until_exists(path: Path, seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def _signal(pids: Iterable[int], number: int) -> None:
+def _send_signal(pids: Iterable[int], number: int) -> None:
     """Send a signal to those of ``pids`` that are running."""
     for pid in pids:
         with suppress(ProcessLookupError):

@@ -21,17 +21,17 @@ PYTHONS = (sys.prefix, sys.base_prefix)
 
 @dataclass(frozen=True)
 class User:
-    """A user of the hub and all hosts; ``under`` runs a command as this user."""
+    """A user of the hub and all hosts; ``command_prefix`` runs a command as this user."""
 
     name: str = "learner"
     uid: int = 2000
     gid: int = 100
 
     @property
-    def under(self) -> list[str]:
+    def command_prefix(self) -> list[str]:
         return ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups"]
 
-    def do(self, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def call(self, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a function that is called as this user in its own process."""
         reader, writer = os.pipe()
         child = os.fork()
@@ -86,10 +86,10 @@ def known_user(directory: Path, user: User) -> Iterator[User]:
         _mount("--bind", passwd, "/etc/passwd")
         closed: dict[Path, list[Path]] = {}
         for path in _outermost({PROJECT, *(Path(p).resolve() for p in PYTHONS)}):
-            if (above := _closed_above(path)) is not None:
-                closed.setdefault(above, []).append(path)
-        for above, paths in closed.items():
-            _show_only(above, paths, directory)
+            if (closed_directory := _closed_above(path)) is not None:
+                closed.setdefault(closed_directory, []).append(path)
+        for closed_directory, paths in closed.items():
+            _show_only(closed_directory, paths, directory)
         yield user
 
 
@@ -107,16 +107,18 @@ def _closed_above(path: Path) -> Path | None:
     return None
 
 
-def _show_only(above: Path, paths: list[Path], directory: Path) -> None:
+def _show_only(closed_directory: Path, paths: list[Path], directory: Path) -> None:
     """Make these paths accessible for all users, and nothing else below a closed directory."""
-    mount_points = [directory / f"held-{above.name}-{number}" for number in range(len(paths))]
-    for path, place in zip(paths, mount_points, strict=True):
-        place.mkdir()
-        _mount("--bind", path, place)
-    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", above)
-    for path, place in zip(paths, mount_points, strict=True):
+    mount_points = [
+        directory / f"held-{closed_directory.name}-{number}" for number in range(len(paths))
+    ]
+    for path, mount_point in zip(paths, mount_points, strict=True):
+        mount_point.mkdir()
+        _mount("--bind", path, mount_point)
+    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", closed_directory)
+    for path, mount_point in zip(paths, mount_points, strict=True):
         path.mkdir(parents=True)
-        _mount("--bind", place, path)
+        _mount("--bind", mount_point, path)
 
 
 def _mount(*words: str | Path) -> None:

@@ -1,8 +1,9 @@
-"""fsccl on GPUs: groups of CUDA and host ranks, clusters of GPUs, speed.
+"""Tests of fsccl on GPUs: groups of CUDA and CPU ranks, clusters of GPUs, speed.
 
 Run on a machine with GPUs: ``pytest -m gpu tests/gpu/test_fsccl_cuda.py``. Most tests need one
 GPU: two ranks share it as clusters of one rank each, which need no NCCL. Tests that need more GPUs
-than there are are skipped.
+than the machine has are skipped. ``FSCCL_CLUSTERS`` divides the ranks into clusters, between which
+data goes through host memory.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-ALL = "c" * min(GPUS, 8)
+ALL_GPUS = "c" * min(GPUS, 8)
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
-OPS = [
+OPERATIONS = [
     *("all_reduce", "reduce", "reduce_scatter", "all_gather"),
     *("broadcast", "gather", "scatter", "all_to_all"),
 ]
-# Sizes of every test are below and above the limit of one kernel, and take many chunks.
-SMALL = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_KERNEL_BYTES": "16384"}
+# So small that the tests' sizes are below and above the limit of one kernel, and take many chunks.
+SMALL_LIMITS = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_KERNEL_BYTES": "16384"}
 
 
 @pytest.fixture(scope="module", params=list(GROUPS))
@@ -37,7 +38,7 @@ def job(request: pytest.FixtureRequest, gpu_ranks: RankPool) -> Iterator[MixedGr
     kinds, clusters, gpus = GROUPS[request.param]
     if gpus > GPUS:
         pytest.skip(f"needs {gpus} GPUs")
-    group = MixedGroup(gpu_ranks, request.param, kinds, FSCCL_CLUSTERS=clusters, **SMALL)
+    group = MixedGroup(gpu_ranks, request.param, kinds, FSCCL_CLUSTERS=clusters, **SMALL_LIMITS)
     yield group
     group.leave()
 
@@ -59,9 +60,11 @@ def test_every_type_and_reduction(job: MixedGroup) -> None:
 
 def test_every_operation_and_size(job: MixedGroup) -> None:
     sizes = [0, 1, 17, 4096, 4099, 300_007]
-    cases = [case(op, "float32", n, root=n % 3) for op in OPS for n in sizes]
+    cases = [case(op, "float32", n, root=n % 3) for op in OPERATIONS for n in sizes]
     job.call("check_operations", cases=cases)
-    job.call("check_operations", cases=[case(op, "float32", 5003, strided=True) for op in OPS])
+    job.call(
+        "check_operations", cases=[case(op, "float32", 5003, strided=True) for op in OPERATIONS]
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_every_operation_and_size(job: MixedGroup) -> None:
     ],
 )
 @pytest.mark.parametrize("count", [65, 100_003], ids=["tiny", "chunks"])
-def test_bits_and_works(job: MixedGroup, name: str, count: int) -> None:
+def test_results_are_bitwise_as_specified(job: MixedGroup, name: str, count: int) -> None:
     job.call(name, count=count)
 
 
@@ -91,14 +94,16 @@ def skip_mixed_groups(job: MixedGroup) -> None:
 @pytest.mark.parametrize(
     "name", ["check_calls_return_early", "check_side_streams", "check_input_lifetime"]
 )
-def test_streams(job: MixedGroup, name: str) -> None:
+def test_stream_semantics(job: MixedGroup, name: str) -> None:
     skip_mixed_groups(job)
     job.pool.call(job.members, name, limit=120, count=200_000)
 
 
 def test_host_tensors_of_gpu_ranks(job: MixedGroup) -> None:
     """Host tensors take the host path in a group of GPUs, and the GPU's path in a mixed group."""
-    job.pool.call(job.members, "check_operations", cases=[case(op, "float32", 3001) for op in OPS])
+    job.pool.call(
+        job.members, "check_operations", cases=[case(op, "float32", 3001) for op in OPERATIONS]
+    )
 
 
 def test_graph_capture_is_rejected(gpu_ranks: RankPool) -> None:
@@ -109,8 +114,8 @@ def test_graph_capture_is_rejected(gpu_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("kinds", ["cc", "ch"])
-def test_a_killed_rank_is_named(gpu_ranks: RankPool, kinds: str) -> None:
-    group = MixedGroup(gpu_ranks, f"killed-{kinds}", kinds, FSCCL_CLUSTERS="1,1", **SMALL)
+def test_error_names_a_killed_rank(gpu_ranks: RankPool, kinds: str) -> None:
+    group = MixedGroup(gpu_ranks, f"killed-{kinds}", kinds, FSCCL_CLUSTERS="1,1", **SMALL_LIMITS)
     group.call("check_operations", cases=[case("all_reduce", "float32", 100_003)])
     gpu_ranks[0].start_case("run_until_a_rank_exits", count=100_003)
     gpu_ranks.kill(1)
@@ -138,23 +143,23 @@ def test_gpu_is_used_by_default(gpu_ranks: RankPool) -> None:
 
 
 @needs_two
-def test_late_rank_is_named(gpu_ranks: RankPool) -> None:
-    """The waiting kernel reports the rank, before the group does anything else."""
+def test_error_names_a_late_rank(gpu_ranks: RankPool) -> None:
+    """The kernel that waits reports the late rank before the group does."""
     group = MixedGroup(gpu_ranks, "late", "cc", FSCCL_CLUSTERS="1,1", timeout=4)
     group.call("check_operations", cases=[case("all_reduce", "float32", 5)])
     gpu_ranks[0].start_case("run_until_a_rank_exits", count=5)
     assert "rank 1" in gpu_ranks.wait_for_results([0], 60)[0]
-    assert gpu_ranks.call([0], "barrier_fails")[0]
+    assert gpu_ranks.call([0], "is_barrier_failing")[0]
     gpu_ranks.leave(group.members)
 
 
 @needs_two
 def test_single_cluster_uses_nccl(gpu_ranks: RankPool) -> None:
-    group = MixedGroup(gpu_ranks, "whole", ALL, FSCCL_NVLINK="0")
+    group = MixedGroup(gpu_ranks, "whole", ALL_GPUS, FSCCL_NVLINK="0")
     for path in gpu_ranks.call(group.members, "get_cuda_path"):
         assert path.startswith("nccl")
         assert "nvlink" not in path
-    group.call("check_operations", cases=[case(op, "float32", 4099) for op in OPS])
+    group.call("check_operations", cases=[case(op, "float32", 4099) for op in OPERATIONS])
     for op in ("all_reduce", "reduce", "reduce_scatter"):  # torch's NCCL multiplies bf16 by zero
         group.call("check_operations", cases=[case(op, "bfloat16", 4099, "premul")])
     group.call("check_messages_of_all_pairs", count=50_000)
@@ -162,16 +167,16 @@ def test_single_cluster_uses_nccl(gpu_ranks: RankPool) -> None:
     group.leave()
 
 
-LAYOUTS = {
-    "nccl": (ALL, {"FSCCL_NVLINK": "0"}),
-    "nvlink": (ALL, {}),
+PATH_LAYOUTS = {
+    "nccl": (ALL_GPUS, {"FSCCL_NVLINK": "0"}),
+    "nvlink": (ALL_GPUS, {}),
     "engine": ("cc", {"FSCCL_CLUSTERS": "1,1"}),
 }
 
 
-@pytest.fixture(params=list(LAYOUTS))
+@pytest.fixture(params=list(PATH_LAYOUTS))
 def layout(request: pytest.FixtureRequest, gpu_ranks: RankPool) -> Iterator[MixedGroup]:
-    kinds, variables = LAYOUTS[request.param]
+    kinds, variables = PATH_LAYOUTS[request.param]
     if len(kinds) < 2:
         pytest.skip("needs 2 GPUs")
     group = MixedGroup(gpu_ranks, request.node.name, kinds, **variables)
@@ -180,18 +185,20 @@ def layout(request: pytest.FixtureRequest, gpu_ranks: RankPool) -> Iterator[Mixe
 
 
 @pytest.mark.parametrize("name", ["train_ddp", "train_fsdp"])
-def test_training(layout: MixedGroup, name: str) -> None:
+def test_training_matches_one_process(layout: MixedGroup, name: str) -> None:
     layout.call(name, steps=3)
 
 
-@pytest.mark.parametrize("name", ["functional", "subgroups", "check_objects"])
+@pytest.mark.parametrize(
+    "name", ["check_functional_collectives", "check_overlapping_groups", "check_objects"]
+)
 def test_features_on_collectives(layout: MixedGroup, name: str) -> None:
     layout.call(name)
 
 
 @needs_two
 def test_kernels_over_host_memory(gpu_ranks: RankPool) -> None:
-    """Kernels in host memory, among GPUs that are clusters of their own."""
+    """Small operations among GPUs that are each a cluster run as one kernel, in host memory."""
     size = min(GPUS, 8)
     clusters = ",".join("1" * size)
     group = MixedGroup(gpu_ranks, "host-kernels", "c" * size, FSCCL_CLUSTERS=clusters)
@@ -202,7 +209,8 @@ def test_kernels_over_host_memory(gpu_ranks: RankPool) -> None:
     group.call("check_operations", cases=types)
     sizes = (1, 17, 500, 4099, 300_007, 2_000_003)
     group.call(
-        "check_operations", cases=[case(op, "float32", n, root=1) for op in OPS for n in sizes]
+        "check_operations",
+        cases=[case(op, "float32", n, root=1) for op in OPERATIONS for n in sizes],
     )
     for count in (65, 100_003):
         for name in (
@@ -221,13 +229,14 @@ def test_kernels_over_host_memory(gpu_ranks: RankPool) -> None:
 
 @needs_two
 def test_nvlink_engine_matches_nccl(gpu_ranks: RankPool) -> None:
-    group = MixedGroup(gpu_ranks, "nvlink", ALL)
+    group = MixedGroup(gpu_ranks, "nvlink", ALL_GPUS)
     for path in gpu_ranks.call(group.members, "get_cuda_path"):
         assert path.endswith("+nvlink")
     group.call("check_operations", cases=type_cases())
     sizes = [0, 1, 17, 4099, 300_007, 3_000_000]
     group.call(
-        "check_operations", cases=[case(op, "float32", n, root=n % 2) for op in OPS for n in sizes]
+        "check_operations",
+        cases=[case(op, "float32", n, root=n % 2) for op in OPERATIONS for n in sizes],
     )
     for count in (65, 100_003):
         for name in (
@@ -248,43 +257,43 @@ def test_nvlink_engine_matches_nccl(gpu_ranks: RankPool) -> None:
 @needs_two
 @pytest.mark.parametrize("count", [100, 300_000], ids=["flagged", "staged"])
 def test_nvlink_engine_names_late_rank(gpu_ranks: RankPool, count: int) -> None:
-    group = MixedGroup(gpu_ranks, f"nvlink-late-{count}", ALL, timeout=4)
+    group = MixedGroup(gpu_ranks, f"nvlink-late-{count}", ALL_GPUS, timeout=4)
     group.call("check_operations", cases=[case("all_reduce", "float32", 5)])
     gpu_ranks[0].start_case("wait_for_absent_ranks", count=count)
     assert "rank 1" in gpu_ranks.wait_for_results([0], 60)[0]
-    assert gpu_ranks.call(group.members[1:], "barrier_fails") == [True] * (len(ALL) - 1)
+    assert gpu_ranks.call(group.members[1:], "is_barrier_failing") == [True] * (len(ALL_GPUS) - 1)
     gpu_ranks.leave(group.members)
 
 
 @needs_two
 def test_nvlink_engine_detects_killed_rank(gpu_ranks: RankPool) -> None:
     """The error comes long before the timeout."""
-    group = MixedGroup(gpu_ranks, "nvlink-killed", ALL, timeout=600)
+    group = MixedGroup(gpu_ranks, "nvlink-killed", ALL_GPUS, timeout=600)
     group.call("check_operations", cases=[case("all_reduce", "float32", 5)])
     gpu_ranks[0].start_case("wait_for_absent_ranks", count=300_000)
-    gpu_ranks.kill(len(ALL) - 1)
+    gpu_ranks.kill(len(ALL_GPUS) - 1)
     error = gpu_ranks.wait_for_results([0], 60)[0]
-    assert f"rank {len(ALL) - 1}" in error
+    assert f"rank {len(ALL_GPUS) - 1}" in error
     assert "ended without leaving" in error
     gpu_ranks.leave(group.members[:-1])
 
 
 @needs_two
 def test_group_shuts_down_while_a_kernel_waits(gpu_ranks: RankPool) -> None:
-    group = MixedGroup(gpu_ranks, "nvlink-left", ALL, timeout=600)
+    group = MixedGroup(gpu_ranks, "nvlink-left", ALL_GPUS, timeout=600)
     group.call("check_operations", cases=[case("all_reduce", "float32", 5)])
     gpu_ranks[0].start_case("destroy_group_while_waiting", count=300_000)
     gpu_ranks.leave(group.members[1:])
     assert gpu_ranks.wait_for_results([0], 60)[0]
-    # The next group works on the memory that the first has left.
-    group = MixedGroup(gpu_ranks, "nvlink-next", ALL)
+    # The next group works, although it may reuse memory of the first one.
+    group = MixedGroup(gpu_ranks, "nvlink-next", ALL_GPUS)
     group.call("check_operations", cases=[case("all_reduce", "float32", n) for n in (5, 300_000)])
     group.leave()
 
 
 @needs_two
-def test_works_and_parts_of_the_nvlink_engine(gpu_ranks: RankPool) -> None:
-    group = MixedGroup(gpu_ranks, "nvlink-works", ALL)
+def test_nvlink_engine_works_and_split_checks(gpu_ranks: RankPool) -> None:
+    group = MixedGroup(gpu_ranks, "nvlink-works", ALL_GPUS)
     gpu_ranks.call(group.members, "check_wait_ignores_later_works", count=2_000_000)
     gpu_ranks.call(group.members, "check_invalid_splits_rejected")
     group.leave()

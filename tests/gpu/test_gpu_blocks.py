@@ -70,9 +70,9 @@ def test_blockwise_kernel(tokens: int, inputs: int, outputs: int, result: torch.
             False,
         ),
     ):
-        actual = fp8_blockwise.multiply_blockwise(*operands, result, squares=squares)
+        actual = fp8_blockwise.multiply_blockwise(*operands, result, square_blocks=squares)
         expected = fp8_blockwise.multiply_blockwise(
-            *(operand.cpu() for operand in operands), torch.float32, squares=squares
+            *(operand.cpu() for operand in operands), torch.float32, square_blocks=squares
         )
         assert actual.dtype == result
         # Sums within a block have 14 bits on Hopper, bf16 has 8.

@@ -39,8 +39,8 @@ product='Demo 9000'
     count_devices = Accelerator.count_devices
 
     def count_visible(self) -> int:
-        listed = os.environ.get("DEMO_VISIBLE_DEVICES")
-        return self.count_devices() if listed is None else len(listed.split(","))
+        visible_devices = os.environ.get("DEMO_VISIBLE_DEVICES")
+        return self.count_devices() if visible_devices is None else len(visible_devices.split(","))
 
     def explain_unavailable(self) -> str | None:
         return None if self.count_visible() else "no Demo device is visible"

@@ -33,7 +33,7 @@ class Plain:
         path.mkdir(exist_ok=True)
         tensors = {name: read_tensor(tensor).clone() for name, tensor in model.tensors.items()}
         torch.save(tensors, path / "plain.pt")
-        report(model.size)
+        report(model.total_bytes)
         record: dict[str, Any] = {"kind": model.model_type, "values": dict(model.values)}
         (path / "plain.json").write_text(json.dumps({**record, "config": model.config}))
         inspect(self.read(path))

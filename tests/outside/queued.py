@@ -44,13 +44,17 @@ WORKER = "worker"
 
 
 class QueueRunner:
+    """Runner that writes job files and reads the worker's exit files."""
+
     def plan(self, experiment: Experiment) -> LaunchPlan:
         settings = experiment.runner.settings
         if "queue" not in settings:
             raise ConfigError(Problem("experiment.runner.mine.queue", "is required"))
         count = experiment.runner.nnodes or 1
         cells = [Host(f"cell-{n}", addr=f"127.0.0.{n + 1}") for n in range(count)]
-        return build_unprobed_plan(experiment, cells, RunnerHandle("mine", settings), here=False)
+        return build_unprobed_plan(
+            experiment, cells, RunnerHandle("mine", settings), is_local=False
+        )
 
     @contextmanager
     def prepare(
@@ -72,9 +76,9 @@ class QueueRunner:
             runner = RunnerHandle("mine", {**plan.runner.handle, "jobs": jobs})
             state = replace(make_state(plan), runner=runner)
             state.save(plan.layout.state)
-            for host, job in zip(plan.hosts, _jobs(state), strict=True):
+            for host, job in zip(plan.hosts, _job_paths(state), strict=True):
                 write_atomic(host.script, render(plan, host), mode=0o700)
-                write_json(job, _job(plan, host))
+                write_json(job, _make_job_record(plan, host))
         return state
 
     def await_hosts(self, state: RunState) -> RunState:
@@ -91,8 +95,8 @@ class QueueRunner:
         pass
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
-        ended = [_exit_code(job) is not None for job in _jobs(state)]
-        return any(ended) if any_host else all(ended)
+        ended_flags = [_exit_code(job) is not None for job in _job_paths(state)]
+        return any(ended_flags) if any_host else all(ended_flags)
 
     def rank_count(self, state: RunState) -> int:
         return len(processes.find_ranks(processes.find_run_processes(state.run_id)))
@@ -100,7 +104,7 @@ class QueueRunner:
     def wait(self, state: RunState) -> int:
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
-        return max(_exit_code(job) or 0 for job in _jobs(state))
+        return max(_exit_code(job) or 0 for job in _job_paths(state))
 
     def stop(self, state: RunState) -> StopResult:
         active_jobs = {
@@ -118,7 +122,7 @@ class QueueRunner:
         pass
 
 
-def _job(plan: LaunchPlan, host: HostPlan) -> dict[str, Any]:
+def _make_job_record(plan: LaunchPlan, host: HostPlan) -> dict[str, Any]:
     secrets = {value.name: value.value for value in host.environment if value.secret}
     return {
         "script": str(host.script),
@@ -128,13 +132,13 @@ def _job(plan: LaunchPlan, host: HostPlan) -> dict[str, Any]:
     }
 
 
-def _jobs(state: RunState) -> list[Path]:
+def _job_paths(state: RunState) -> list[Path]:
     handle = state.runner.handle
     return [Path(handle["queue"], f"{job}.job") for job in handle["jobs"]]
 
 
 def _numbered_jobs(state: RunState) -> Iterator[tuple[int, Path]]:
-    return enumerate(_jobs(state))
+    return enumerate(_job_paths(state))
 
 
 def _exit_code(job: Path) -> int | None:
@@ -152,12 +156,12 @@ def work(queue: Path) -> None:
             if job not in running:
                 running[job] = _start_job(read_json(job) or {})
             child = running[job]
-            cancel, ended = job.with_suffix(".cancel"), job.with_suffix(".exit")
-            if cancel.exists() and child.poll() is None:
+            cancel_file, exit_file = job.with_suffix(".cancel"), job.with_suffix(".exit")
+            if cancel_file.exists() and child.poll() is None:
                 child.terminate()
-                cancel.unlink()
-            if child.poll() is not None and not ended.exists():
-                write_json(ended, {"code": child.returncode})
+                cancel_file.unlink()
+            if child.poll() is not None and not exit_file.exists():
+                write_json(exit_file, {"code": child.returncode})
         time.sleep(processes.POLL_SECONDS)
 
 

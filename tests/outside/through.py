@@ -16,18 +16,18 @@ from flagscale.hosts.local import LocalConnection
 JOURNAL = Path(__file__).with_name("journal")
 
 
-class BoxOpener:
+class BoxConnectionFactory:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         pass
 
-    def open(self, endpoint: Endpoint) -> BoxExecutor:
-        return BoxExecutor(endpoint.name)
+    def open(self, endpoint: Endpoint) -> BoxConnection:
+        return BoxConnection(endpoint.name)
 
     def close(self) -> None:
         pass
 
 
-class BoxExecutor:
+class BoxConnection:
     def __init__(self, name: str) -> None:
         self.name = name
 

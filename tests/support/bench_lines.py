@@ -8,7 +8,7 @@ from flagscale.bench.collectives.cli import read_specs
 from flagscale.bench.collectives.spec import BenchSpec
 
 
-def parse_spec(words: Sequence[str], *, keeps: bool = True) -> BenchSpec:
+def parse_spec(words: Sequence[str], *, writes_results: bool = True) -> BenchSpec:
     """Return the spec of a command line that describes a single run."""
-    (spec,) = read_specs(words, keeps=keeps)
+    (spec,) = read_specs(words, writes_results=writes_results)
     return spec

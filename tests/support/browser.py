@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from support.needs import SYSTEM, skip_or_fail
+from support.needs import INSTALL_COMMAND, skip_or_fail
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
 _TIMEOUT_SECONDS = 60.0
@@ -40,7 +40,7 @@ class Browser:
     def __init__(self, commands: int, replies: int) -> None:
         self._commands, self._replies = commands, replies
         self._buffer = b""
-        self._number = 0
+        self._last_message_id = 0
         self._session: str | None = None
         self.console_errors: list[str] = []
         self.requested_urls: list[str] = []
@@ -72,14 +72,14 @@ class Browser:
             assert time.monotonic() < deadline, f"never: {expression}"
             time.sleep(0.02)
 
-    def move_pointer(self, selector: str, share: float) -> None:
+    def move_pointer(self, selector: str, fraction: float) -> None:
         """Move the pointer over an element, to this fraction of its width."""
         box = self.evaluate(
             f"(() => {{ const element = document.querySelector({json.dumps(selector)});"
             "element.scrollIntoView({block: 'center'}); const b = element.getBoundingClientRect();"
             "return [b.left, b.top, b.width, b.height] })()"
         )
-        position = {"x": box[0] + share * box[2], "y": box[1] + box[3] / 3}
+        position = {"x": box[0] + fraction * box[2], "y": box[1] + box[3] / 3}
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **position)
 
     def press_key(self, key: str) -> None:
@@ -88,12 +88,16 @@ class Browser:
 
     def call(self, method: str, **parameters: Any) -> Any:
         """Call a method of the protocol and return its result."""
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        self._last_message_id += 1
+        message: dict[str, Any] = {
+            "id": self._last_message_id,
+            "method": method,
+            "params": parameters,
+        }
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
-        while (reply := self._read_message()).get("id") != self._number:
+        while (reply := self._read_message()).get("id") != self._last_message_id:
             self._handle_event(reply)
         assert "error" not in reply, (method, reply["error"])
         return reply["result"]
@@ -126,7 +130,7 @@ def open_browser(profile: Path) -> Iterator[Browser]:
     """
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        skip_or_fail("browser", f"no chromium on this machine ({SYSTEM})")
+        skip_or_fail("browser", f"no chromium on this machine ({INSTALL_COMMAND})")
     (commands_in, commands), (replies, replies_out) = os.pipe(), os.pipe()
     # The browser reads commands from descriptor 3 and writes to 4; a shell sets them up.
     script = f'exec "$@" 3<&{commands_in} 4>&{replies_out}'

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHATML = (
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML_TEMPLATE = (
     "{%- for message in messages %}\n"
     "{{- '<|im_start|>' + message.role + '\\n' }}\n"
     "{%- if message.role == 'assistant' %}\n"
@@ -20,7 +20,7 @@ CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
 )
 # Like the templates of reasoning models, which omit the reasoning of earlier answers.
-THINKING = (
+REASONING_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -29,12 +29,16 @@ THINKING = (
 WORDS = ("abandon", "bring", "copper", "dwell", "eager", "fathom", "gather", "hollow", "jolt")
 
 
-def write_tokenizer(path: Path, template: str | None = CHATML, vocabulary: int = 300) -> Path:
+def write_tokenizer(
+    path: Path, template: str | None = CHATML_TEMPLATE, vocabulary: int = 300
+) -> Path:
     """Write a Hugging Face directory with a small tokenizer and a chat template."""
     from flagscale.train.data import train_bpe
 
-    settings = train_bpe.BpeSettings(vocabulary, SPECIAL)
-    train_bpe.train_tokenizer([" ".join(WORDS) * 20], settings).save(_in(path, "tokenizer.json"))
+    settings = train_bpe.BpeSettings(vocabulary, SPECIAL_TOKENS)
+    train_bpe.train_tokenizer([" ".join(WORDS) * 20], settings).save(
+        _create_path(path, "tokenizer.json")
+    )
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -46,7 +50,8 @@ def write_tokenizer(path: Path, template: str | None = CHATML, vocabulary: int =
     return path
 
 
-def _in(path: Path, name: str) -> str:
+def _create_path(path: Path, name: str) -> str:
+    """Create a directory; return the path of a file in it."""
     path.mkdir(parents=True, exist_ok=True)
     return str(path / name)
 

@@ -25,24 +25,27 @@ BUILDS = {
         "-fno-sanitize-recover=all",
     ),
 }
+"""Compiler flags by build: optimized, without sanitizer, and with the thread and memory sanitizers.
+"""
 COMPILER = ("g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 
 def compile_program(
-    build: str, sources: Sequence[Path], *, include: Path, reads: Iterable[Path]
+    build: str, sources: Sequence[Path], *, include: Path, dependencies: Iterable[Path]
 ) -> Path:
-    """Compile ``sources``, the first of which is the test, and return the program.
+    """Compile ``sources``, of which the first is the test, and return the program's path.
 
-    ``build`` is one of :data:`BUILDS`; ``reads`` are all files that a source may include.
+    ``build`` is one of :data:`BUILDS`; ``dependencies`` are all files that a source may include, a
+    change of which causes a new build.
     """
-    common = hashlib.sha256(" ".join((*COMPILER, *BUILDS[build])).encode())
-    for path in sorted(reads):
-        common.update(path.read_bytes())
+    common_digest = hashlib.sha256(" ".join((*COMPILER, *BUILDS[build])).encode())
+    for path in sorted(dependencies):
+        common_digest.update(path.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = Path(home, "flagscale", "tests", sources[0].parent.name)
     objects = []
     for source in sources:
-        digest = common.copy()
+        digest = common_digest.copy()
         digest.update(source.read_bytes())
         output = cache / f"{source.parent.name}-{source.stem}-{build}-{digest.hexdigest()[:16]}.o"
         _compile(output, build, "-c", f"-I{include}", source)
@@ -60,8 +63,8 @@ def _compile(output: Path, build: str, *arguments: str | Path) -> None:
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     name = output.name.removesuffix(".o").rpartition("-")[0]
-    for old in output.parent.glob(f"{name}-{'[0-9a-f]' * 16}{output.suffix}"):
-        old.unlink(missing_ok=True)
+    for previous_output in output.parent.glob(f"{name}-{'[0-9a-f]' * 16}{output.suffix}"):
+        previous_output.unlink(missing_ok=True)
     # Other pytest workers may compile it at the same time.
     temporary = output.with_name(f"{os.getpid()}-{output.name}")
     command = [*COMPILER, *BUILDS[build], *map(str, arguments), "-o", str(temporary)]

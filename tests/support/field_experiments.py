@@ -25,7 +25,7 @@ from support.field_sections import (
 )
 
 
-class Case(NamedTuple):
+class ExperimentCase(NamedTuple):
     """An experiment, its expected outcome, and the number of ranks that it is planned for."""
 
     train: Values
@@ -34,14 +34,17 @@ class Case(NamedTuple):
     runner: Values | None = None
     """Keys of the runner section in addition to the number of hosts."""
     backend: str = "megatron"
-    tuned: Values | None = None
+    auto_tuner: Values | None = None
     """The section ``auto_tuner``."""
-    refused: tuple[str, ...] = ()
+    expected_errors: tuple[str, ...] = ()
     """Part of each expected error message; empty if the dry run succeeds."""
 
 
-_SPACE: Values = {"space": {"tensor_model_parallel_size": [1, 2, 4, 8]}, "control": {"max_time": 9}}
-_TWICE = ("'weight_decay' is given twice",)
+_TUNER_SPACE: Values = {
+    "space": {"tensor_model_parallel_size": [1, 2, 4, 8]},
+    "control": {"max_time": 9},
+}
+_DUPLICATE_ERROR = ("'weight_decay' is given twice",)
 
 _AQUILA_8B: Values = {
     **PLAIN,
@@ -65,25 +68,27 @@ _AQUILA_MESHES: Values = {
     "multiple_of": 128,
     "lr_wsd_decay_style": "cosine",
 }
-_STAGES: Values = {
+_RECOMPUTE_BY_STAGE: Values = {
     f"recompute_{option}_per_stage_micro_batch": [[1, 30, 0, 2, 0]] * 3
     for option in ("granularity", "method", "num_layers")
 }
-EXPERIMENTS: dict[str, Case] = {
-    "aquila": Case(_AQUILA_8B),
-    "aquila-70b": Case({**PLAIN, **AQUILA, "num_layers": 80, "hidden_size": 8192}, ranks=32),
-    "aquila-tuner": Case(_AQUILA_8B, tuned=_SPACE),
-    "aquila-tuner-of-meshes": Case(_AQUILA_MESHES, ranks=4, tuned=_SPACE),
-    "aquila-cloud": Case(
+EXPERIMENTS: dict[str, ExperimentCase] = {
+    "aquila": ExperimentCase(_AQUILA_8B),
+    "aquila-70b": ExperimentCase(
+        {**PLAIN, **AQUILA, "num_layers": 80, "hidden_size": 8192}, ranks=32
+    ),
+    "aquila-tuner": ExperimentCase(_AQUILA_8B, auto_tuner=_TUNER_SPACE),
+    "aquila-tuner-of-meshes": ExperimentCase(_AQUILA_MESHES, ranks=4, auto_tuner=_TUNER_SPACE),
+    "aquila-cloud": ExperimentCase(
         _AQUILA_8B,
         runner={"type": "cloud", "rdzv_id": "demo", "node_rank": 0, "master_port": 12345},
-        refused=("cloud: this version launches with", "the launcher numbers the hosts"),
+        expected_errors=("cloud: this version launches with", "the launcher numbers the hosts"),
     ),
-    "aquila-meshes": Case(
+    "aquila-meshes": ExperimentCase(
         {
             **PLAIN,
             **HETERO,
-            **_STAGES,
+            **_RECOMPUTE_BY_STAGE,
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 3,
             "hetero_pipeline_layer_split": [6, 2, 4],
@@ -97,11 +102,11 @@ EXPERIMENTS: dict[str, Case] = {
             "num_attention_heads": 32,
             "optimizer": {"weight_decay": 0.01},
         },
-        refused=_TWICE,
+        expected_errors=_DUPLICATE_ERROR,
     ),
-    "deepseek": Case({**LATENT, **MTP}),
-    "deepseek-tuner": Case({**LATENT, **MTP}, tuned=_SPACE),
-    "deepseek-adapters": Case(
+    "deepseek": ExperimentCase({**LATENT, **MTP}),
+    "deepseek-tuner": ExperimentCase({**LATENT, **MTP}, auto_tuner=_TUNER_SPACE),
+    "deepseek-adapters": ExperimentCase(
         {
             **LATENT,
             **MTP,
@@ -116,7 +121,7 @@ EXPERIMENTS: dict[str, Case] = {
             "lora_out_init_method": "zero",
         },
     ),
-    "deepseek-light": Case(
+    "deepseek-light": ExperimentCase(
         {
             **LATENT,
             "pipeline_model_parallel_size": 4,
@@ -129,7 +134,7 @@ EXPERIMENTS: dict[str, Case] = {
             "moe_shared_expert_overlap": False,
         },
     ),
-    "deepseek-meshes": Case(
+    "deepseek-meshes": ExperimentCase(
         {
             **LATENT,
             **MTP,
@@ -151,9 +156,11 @@ EXPERIMENTS: dict[str, Case] = {
         },
         ranks=8,
     ),
-    "llama2": Case({**LLAMA, "optimizer": {"weight_decay": 0.01}}, refused=_TWICE),
-    "llama3": Case({**LLAMA, "tensor_model_parallel_size": 4}),
-    "llama3-meshes": Case(
+    "llama2": ExperimentCase(
+        {**LLAMA, "optimizer": {"weight_decay": 0.01}}, expected_errors=_DUPLICATE_ERROR
+    ),
+    "llama3": ExperimentCase({**LLAMA, "tensor_model_parallel_size": 4}),
+    "llama3-meshes": ExperimentCase(
         {
             **LLAMA,
             **HETERO,
@@ -167,7 +174,7 @@ EXPERIMENTS: dict[str, Case] = {
         ranks=16,
         program="flagscale/train/hetero/train_gpt.py",
     ),
-    "mixtral": Case(
+    "mixtral": ExperimentCase(
         {
             **LLAMA,
             "tensor_model_parallel_size": 2,
@@ -180,7 +187,7 @@ EXPERIMENTS: dict[str, Case] = {
         },
         ranks=32,
     ),
-    "qwen2.5": Case(
+    "qwen2.5": ExperimentCase(
         {
             **BASE,
             "distributed-timeout-minutes": 60,
@@ -199,7 +206,7 @@ EXPERIMENTS: dict[str, Case] = {
             "tokenizer_type": "HFTokenizerFS",
         },
     ),
-    "qwen2.5-conversion": Case(
+    "qwen2.5-conversion": ExperimentCase(
         {
             **BASE,
             "num_layers": 28,
@@ -208,21 +215,21 @@ EXPERIMENTS: dict[str, Case] = {
             "ckpt_convert_format": "torch",
             "ckpt_convert_save": "converted",
         },
-        refused=(
-            "ckpt_convert_format: cannot be given: it would convert the checkpoint of `load` and "
-            "end without training, which `flagscale convert` does",
-            "ckpt_convert_save: cannot be given",
+        expected_errors=(
+            "ckpt_convert_format: is not supported: use `flagscale convert` to convert a "
+            "checkpoint, or `export_huggingface` to export one at the end of training",
+            "ckpt_convert_save: is not supported",
         ),
     ),
-    "qwen3": Case({**QWEN, "kv_channels": 128, "qk_layernorm": True}),
-    "qwen3-tuner": Case({**QWEN, "qk_layernorm": True}, tuned=_SPACE),
-    "qwq": Case({**QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
-    "llava1.5": Case(ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
-    "llava-onevision": Case(
+    "qwen3": ExperimentCase({**QWEN, "kv_channels": 128, "qk_layernorm": True}),
+    "qwen3-tuner": ExperimentCase({**QWEN, "qk_layernorm": True}, auto_tuner=_TUNER_SPACE),
+    "qwq": ExperimentCase({**QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
+    "llava1.5": ExperimentCase(ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
+    "llava-onevision": ExperimentCase(
         {**IMAGES, "image_aspect_ratio": "anyres_max_9", "mm_patch_merge_type": "spatial_unpad"},
         program="checkout/flagscale/train/train_llava_onevision.py",
     ),
-    "qwen2.5-vl": Case(
+    "qwen2.5-vl": ExperimentCase(
         {
             **IMAGES,
             "position_embedding_type": "mrope",
@@ -234,21 +241,21 @@ EXPERIMENTS: dict[str, Case] = {
         },
         program="checkout/flagscale/train/train_qwen2_5_vl.py",
     ),
-    "rwkv": Case(
+    "rwkv": ExperimentCase(
         {"num_layers": 32, "hidden_size": 2560, "seq_length": 4096, "train_iters": 2000},
         program="checkout/flagscale/train/train_rwkv.py",
     ),
-    "pi0": Case(
+    "pi0": ExperimentCase(
         {"batch_size": 2, "train_steps": 100, "action_horizon": 14, "action_key": "eepose"},
         program="flagscale/train/train_pi0.py",
         backend="pi0",
-        refused=("'pi0' cannot be given: it is FlagScale's trainer", "no file"),
+        expected_errors=("'pi0' is not supported: FlagScale's robotics trainer", "no file"),
     ),
-    "robotics": Case(
+    "robotics": ExperimentCase(
         {"batch_size": 4, "training_dtype": "float32", "config_name": "single"},
         program="flagscale/train/train_robotics.py",
         backend="robotics",
-        refused=("'robotics' cannot be given: it is FlagScale's trainer", "no file"),
+        expected_errors=("'robotics' is not supported: FlagScale's robotics trainer", "no file"),
     ),
 }
 """Experiments by model and variant."""

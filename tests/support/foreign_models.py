@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 TOKENS = [[3, 17, 129, 5, 64, 0, 88, 21, 101, 7, 55, 42, 13, 99, 120, 2]]
-LLAMA3 = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_COMMON: Mapping[str, Any] = {
+_COMMON_VALUES: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -35,8 +35,8 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
 }
 _GEMMA3 = {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
-_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-_LATENT = {
+_MIXTRAL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_LATENT_ATTENTION = {
     "num_key_value_heads": 4,
     "head_dim": 4,
     "kv_lora_rank": 12,
@@ -47,7 +47,7 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
-YARN = {
+YARN_ROPE = {
     "rope_type": "yarn",
     "factor": 4.0,
     "mscale": 0.707,
@@ -58,13 +58,13 @@ YARN = {
 }
 # With an initializer range of 0.3, the error of fp32 is 7e-6, because expert weights do not add up
 # to 1 and attention is sharp.
-_V2 = {
+_DEEPSEEK_V2 = {
     "q_lora_rank": None,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
     "initializer_range": 0.2,
 }
-_V3 = {
+_DEEPSEEK_V3 = {
     "q_lora_rank": 16,
     "n_shared_experts": 1,
     "num_experts_per_tok": 4,
@@ -76,23 +76,28 @@ _QWEN_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model of transformers: the class of its configuration and the values for it."""
+    """Configuration of a tiny model of transformers.
 
-    kind: str
-    more: Mapping[str, Any] = field(default_factory=dict)
+    Attributes:
+        class_prefix: prefix of the configuration class, such as ``Llama`` for ``LlamaConfig``.
+        config_values: values of the configuration that differ from the common ones.
+    """
+
+    class_prefix: str
+    config_values: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> Any:
         import transformers
 
-        values = {"rms_norm_eps": 1e-6, **_COMMON, **self.more}
-        if self.kind == "GPT2":
+        values = {"rms_norm_eps": 1e-6, **_COMMON_VALUES, **self.config_values}
+        if self.class_prefix == "GPT2":
             names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 130}
-            values = {**names, "initializer_range": 0.3, **self.more}
-        return getattr(transformers, f"{self.kind}Config")(**values)
+            values = {**names, "initializer_range": 0.3, **self.config_values}
+        return getattr(transformers, f"{self.class_prefix}Config")(**values)
 
 
 MODELS = {
-    "llama": TinyModel("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama": TinyModel("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}),
     "llama-tied": TinyModel("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "llama-linear": TinyModel("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
@@ -107,7 +112,7 @@ MODELS = {
     ),
     "qwen3": TinyModel("Qwen3", {"head_dim": 16}),
     "mistral": TinyModel("Mistral", {"sliding_window": 6}),
-    "mixtral": TinyModel("Mixtral", {**_EXPERTS, "sliding_window": None}),
+    "mixtral": TinyModel("Mixtral", {**_MIXTRAL_EXPERTS, "sliding_window": None}),
     "qwen3-moe": TinyModel("Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-mixed": TinyModel(
         "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
@@ -119,18 +124,25 @@ MODELS = {
         "Gemma3Text",
         {**_GEMMA, **_GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
-    "deepseek-v2": TinyModel("DeepseekV2", {**_LATENT, **_V2, "rope_scaling": YARN}),
-    "deepseek-v3": TinyModel("DeepseekV3", {**_LATENT, **_V3, "rope_scaling": YARN}),
+    "deepseek-v2": TinyModel(
+        "DeepseekV2", {**_LATENT_ATTENTION, **_DEEPSEEK_V2, "rope_scaling": YARN_ROPE}
+    ),
+    "deepseek-v3": TinyModel(
+        "DeepseekV3", {**_LATENT_ATTENTION, **_DEEPSEEK_V3, "rope_scaling": YARN_ROPE}
+    ),
     "deepseek-v3-plain": TinyModel(
-        "DeepseekV3", {**_LATENT, **_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+        "DeepseekV3",
+        {**_LATENT_ATTENTION, **_DEEPSEEK_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": None},
     ),
 }
 """Models by the names that tests use. Models with experts have them at least in layer 1."""
-FURTHER = "deepseek-v3"
+MTP_MODEL = "deepseek-v3"
 """The model with a multi-token prediction layer."""
 
 
-def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -> Any:
+def save_model(
+    name: str, path: Path, *, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> Any:
     """Save the model in a directory; return its logits ``[1, sequence, vocabulary]`` in fp32."""
     import torch
     import transformers
@@ -142,11 +154,11 @@ def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-        for place, buffer in model.named_buffers():
-            if place.endswith("e_score_correction_bias"):
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
-    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
-    if name == FURTHER:
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if name == MTP_MODEL:
         _add_mtp_layer(path)
     return compute_logits(path)
 

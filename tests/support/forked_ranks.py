@@ -20,7 +20,7 @@ Record = tuple[str, dict[str, Any]]
 
 
 def run_forked_ranks(
-    world: int, rank_function: Callable[[], Iterable[Record]], *, reporting_rank: int = 0
+    world_size: int, rank_function: Callable[[], Iterable[Record]], *, reporting_rank: int = 0
 ) -> dict[str, Any]:
     """Fork ``world`` ranks, each with the environment that torchrun would set.
 
@@ -36,14 +36,14 @@ def run_forked_ranks(
     # A garbage collection would write to all imported objects and copy every page of them.
     gc.collect()
     gc.freeze()
-    for rank in range(world):
+    for rank in range(world_size):
         child = os.fork()
         if child == 0:
             os.close(read_end)
             os.environ.update(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(world),
+                WORLD_SIZE=str(world_size),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
@@ -81,14 +81,14 @@ def reset_megatron_state() -> None:
 
 
 def _run_child(rank_function: Callable[[], Iterable[Record]], write_end: int | None) -> NoReturn:
-    code = 0
+    exit_code = 0
     try:
         for record in rank_function():
             if write_end is not None:
                 os.write(write_end, json.dumps(record).encode() + b"\n")
     except Exception:  # noqa: BLE001 - a forked child must not return into its parent's code
         traceback.print_exc()
-        code = 1
+        exit_code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)

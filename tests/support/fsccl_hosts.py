@@ -22,8 +22,8 @@ class HostRanks:
 
     bed: Bed
     ranks: dict[int, RankWorker]
-    limit: float
-    """Timeout of a case, in seconds."""
+    timeout_seconds: float
+    """Timeout of a case."""
 
     @classmethod
     @contextmanager
@@ -31,7 +31,7 @@ class HostRanks:
         cls,
         bed: Bed,
         hosts: Sequence[int],
-        limit: float,
+        timeout_seconds: float,
         stderr_files: Mapping[int, Path] | None = None,
     ) -> Iterator[HostRanks]:
         """Start rank ``i`` on host ``hosts[i]``. ``stderr_files`` receive the ranks' stderr."""
@@ -42,7 +42,7 @@ class HostRanks:
                 ranks[i] = RankWorker(prefix=prefix, stderr=(stderr_files or {}).get(i))
                 stack.callback(ranks[i].stop)
                 stack.callback(ranks[i].process.kill)
-            yield cls(bed, ranks, limit)
+            yield cls(bed, ranks, timeout_seconds)
 
     def join(self, key: str, timeout: float, port: int = FIRST_PORT, **environment: str) -> None:
         """Initialize a job on all ranks, with a timeout of operations in seconds."""
@@ -56,5 +56,6 @@ class HostRanks:
             rank.start_case(case, **arguments)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
+        """Run a case on all ranks and return their results."""
         self.start_case(case, **arguments)
-        return unwrap_results(wait_for_replies(self.ranks, self.limit))
+        return unwrap_results(wait_for_replies(self.ranks, self.timeout_seconds))

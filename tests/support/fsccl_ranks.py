@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "integration" / "fsccl" / "fsccl_worker.py"
 
 
-SLACK = 25.0
+MAX_DELAY_SECONDS = 25.0
 """Seconds of delay allowed on a busy machine.
 
 It is less than the timeouts of the operations in the tests that use it. A hang takes far longer.
@@ -56,7 +56,7 @@ class RankWorker:
         )
         self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ready = False
-        self._pending = 0
+        self._pending_replies = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -65,9 +65,9 @@ class RankWorker:
         return self.process.pid
 
     @property
-    def busy(self) -> bool:
-        """Whether a case is running, or its reply has not been received."""
-        return self._pending > 0
+    def is_busy(self) -> bool:
+        """True if a case is running, or its reply has not been received."""
+        return self._pending_replies > 0
 
     def start_case(self, case: str, **arguments: Any) -> None:
         """Start a case. :meth:`receive_reply` returns its result."""
@@ -78,7 +78,7 @@ class RankWorker:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
-        self._pending += 1
+        self._pending_replies += 1
 
     def receive_reply(self, timeout: float) -> dict[str, Any]:
         """Return the reply of the case started last.
@@ -87,18 +87,18 @@ class RankWorker:
             queue.Empty: No reply within ``timeout`` seconds.
             AssertionError: The process exited without a reply.
         """
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
-            ended = self.process.poll() is not None and not self._reader.is_alive()
+            has_exited = self.process.poll() is not None and not self._reader.is_alive()
             try:
-                reply = self._replies.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
-                self._pending -= "ready" not in reply
+                reply = self._replies.get(timeout=min(0.5, max(0.0, deadline - time.monotonic())))
+                self._pending_replies -= "ready" not in reply
                 return reply
             except queue.Empty:
-                if ended:
+                if has_exited:
                     code = self.process.returncode
-                    raise AssertionError(f"the rank ended with code {code}, unprobed") from None
-                if time.monotonic() >= end:
+                    raise AssertionError(f"the rank exited with code {code} and no reply") from None
+                if time.monotonic() >= deadline:
                     raise
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ class RankPool:
     def replace_busy(self, count: int) -> None:
         """Replace those of the first ``count`` ranks that a failed test has left busy."""
         for i in range(count):
-            if self._ranks[i].busy:
+            if self._ranks[i].is_busy:
                 self.kill(i)
 
     def join(self, count: int, *, timeout: float = 30, **environment: str) -> None:
@@ -207,9 +207,9 @@ def unwrap_results(replies: Mapping[int, dict[str, Any]]) -> list[Any]:
     Raises:
         RankFailedError: The case raised on a rank. Contains every rank's error.
     """
-    failed = {i: reply["trace"] for i, reply in replies.items() if "error" in reply}
-    if failed:
-        raise RankFailedError("\n".join(f"rank {i}: {t}" for i, t in failed.items()))
+    traces = {i: reply["trace"] for i, reply in replies.items() if "error" in reply}
+    if traces:
+        raise RankFailedError("\n".join(f"rank {i}: {t}" for i, t in traces.items()))
     return [reply["result"] for reply in replies.values()]
 
 
@@ -219,14 +219,14 @@ def wait_for_replies(ranks: Mapping[int, RankWorker], limit: float) -> dict[int,
     Raises:
         AssertionError: A rank does not reply within ``limit`` seconds.
     """
-    end = time.monotonic() + limit
-    received: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + limit
+    replies: dict[int, dict[str, Any]] = {}
     for i, rank in ranks.items():
         try:
-            received[i] = rank.receive_reply(max(0.0, end - time.monotonic()))
+            replies[i] = rank.receive_reply(max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise AssertionError(f"rank {i} hangs; so far: {received}") from None
-    return received
+            raise AssertionError(f"rank {i} hangs; so far: {replies}") from None
+    return replies
 
 
 def wait_for_errors(pool: Any, members: Sequence[int], limit: float) -> dict[int, str]:

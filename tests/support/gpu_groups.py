@@ -9,8 +9,8 @@ import torch
 from support.fsccl_ranks import RankPool
 
 GPUS = torch.cuda.device_count()
-CUDA = {"FSCCL_DEVICE": "cuda", "NCCL_NVLS_ENABLE": "0"}
-HOST = {"FSCCL_DEVICE": "cpu"}
+CUDA_VARIABLES = {"FSCCL_DEVICE": "cuda", "NCCL_NVLS_ENABLE": "0"}
+HOST_VARIABLES = {"FSCCL_DEVICE": "cpu"}
 
 # A rank's kind by letter: c on a GPU, h on its host. Then FSCCL_CLUSTERS and the GPUs it takes.
 GROUPS: dict[str, tuple[str, str, int]] = {
@@ -43,7 +43,7 @@ class MixedGroup:
                 timeout=timeout,
                 environment={
                     "FSCCL_SOCKET_IFNAME": "lo",
-                    **(CUDA if letter == "c" else HOST),
+                    **(CUDA_VARIABLES if letter == "c" else HOST_VARIABLES),
                     **variables,
                 },
             )
@@ -65,6 +65,7 @@ class MixedGroup:
         self.pool.leave(self.members)
 
 
-def case(op: str, dtype: str, count: int, red: str = "sum", **more: Any) -> dict[str, Any]:
-    base = {"op": op, "dtype": dtype, "count": count, "red": red, "root": 1, "seed": count}
+def case(op: str, dtype: str, count: int, reduction: str = "sum", **more: Any) -> dict[str, Any]:
+    """Return the arguments of a case with one collective; ``reduction`` is its reduce operation."""
+    base = {"op": op, "dtype": dtype, "count": count, "red": reduction, "root": 1, "seed": count}
     return {**base, "strided": False, **more}

@@ -20,11 +20,12 @@ MODEL = """
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --lr-decay-style constant
 """
-LIMIT = 100
-"""Timeout of a run in seconds, including compilation."""
+TIMEOUT_SECONDS = 100
+"""Timeout of a run, including compilation."""
 
 
-def environment(**changes: str) -> dict[str, str]:
+def make_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a training process, with these variables changed."""
     project_paths = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
     path = os.pathsep.join([*project_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
@@ -42,7 +43,7 @@ def train_ranks(
         port = server.getsockname()[1]
     ranks = []
     for rank, kind in enumerate(kinds):
-        rank_environment = environment(
+        rank_environment = make_environment(
             RANK=str(rank), LOCAL_RANK=str(kinds[:rank].count(kind)), WORLD_SIZE=str(len(kinds)),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind,
             OMP_NUM_THREADS="4", PYTHONFAULTHANDLER="1",
@@ -63,17 +64,17 @@ def train_ranks(
             )
         ranks.append((process, output))
     try:
-        codes = [process.wait(LIMIT) for process, _ in ranks]
+        exit_codes = [process.wait(TIMEOUT_SECONDS) for process, _ in ranks]
     except subprocess.TimeoutExpired:
         for process, _ in ranks:
-            process.send_signal(signal.SIGABRT)  # each says where it is
-        codes = [process.wait(10) for process, _ in ranks]
+            process.send_signal(signal.SIGABRT)  # each prints its stacks
+        exit_codes = [process.wait(10) for process, _ in ranks]
     finally:
         for process, _ in ranks:
             if process.poll() is None:
                 process.kill()
     logs = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
-    assert not any(codes), logs
+    assert not any(exit_codes), logs
     return [
         event
         for rank in range(len(kinds))

@@ -25,9 +25,9 @@ from flagscale.launcher.runners.base import ConfigTexts
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.state import RunState, load_state, new_run_id, save_plan
 from support.arguments import train_arguments
-from support.launch_lab import PROJECT, until
+from support.launch_lab import PROJECT, wait_for
 
-SLEEP = """
+SLEEPING_PROGRAM = """
     import time
     print("ready", flush=True)
     time.sleep(600)
@@ -35,7 +35,9 @@ SLEEP = """
 
 
 class Bench:
-    """Launcher of programs whose ranks are started by the Python interpreter, without torchrun."""
+    """Test bench: plans and starts programs whose ranks the Python interpreter starts, without
+    torchrun.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,6 +45,9 @@ class Bench:
         self.plans: list[LaunchPlan] = []
 
     def plan(self, program: str, **changes: Any) -> LaunchPlan:
+        """Return the plan of a program with two ranks on this machine; ``changes`` are fields of
+        the experiment.
+        """
         entrypoint = self.root / "program.py"
         entrypoint.write_text(textwrap.dedent(program), encoding="utf-8")
         fields: dict[str, Any] = {
@@ -73,10 +78,11 @@ class Bench:
         return self.runner.wait(self.submit(self.plan(program, **changes)))
 
     def submit(self, plan: LaunchPlan) -> RunState:
+        """Start a plan."""
         return self.runner.submit(plan, ConfigTexts("config: 1\n", "[]\n"))
 
     @staticmethod
-    def write(plan: LaunchPlan) -> None:
+    def write_script(plan: LaunchPlan) -> None:
         """Write the script of a plan without starting it."""
         save_plan(plan, "config: 1\n", "[]\n")
         write_atomic(plan.hosts[0].script, render(plan, plan.hosts[0]), mode=0o700)
@@ -84,10 +90,10 @@ class Bench:
     def start(self, program: str, ready: str = "ready", **changes: Any) -> RunState:
         """Start a program and wait for it to print ``ready``."""
         state = self.submit(self.plan(program, **changes))
-        until(lambda: ready in self.output)
+        wait_for(lambda: ready in self.output)
         return state
 
-    def runner_state(self) -> RunState:
+    def stored_state(self) -> RunState:
         """Return the state that is stored on disk."""
         state = load_state(self.plans[-1].layout.state)
         assert state is not None
@@ -101,7 +107,8 @@ class Bench:
         path = self.plans[-1].hosts[0].run_dir / "exit.json"
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
-    def agent(self, state: RunState) -> processes.Process:
+    def agent_process(self, state: RunState) -> processes.Process:
+        """Return the process of the run's agent."""
         path = state.hosts[0].run_dir / "agent.json"
-        record = until(lambda: read_json(path))
+        record = wait_for(lambda: read_json(path))
         return processes.Process(record["pid"], record["start_ticks"])

@@ -54,7 +54,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
-def light_torchrun(root: Path) -> Path:
+def write_light_torchrun(root: Path) -> Path:
     """Write a torchrun that does not need torch, and return the directory for PYTHONPATH."""
     package = root / "light" / "torch" / "distributed"
     package.mkdir(parents=True, exist_ok=True)
@@ -76,19 +76,21 @@ def free_port() -> int:
             continue
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until the condition is true, and return its value."""
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], Any], timeout_seconds: float = 60.0) -> Any:
+    """Wait until the condition is true, and return its value. Fails the test after
+    ``timeout_seconds``.
+    """
+    deadline = time.monotonic() + timeout_seconds
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
-            pytest.fail(f"nothing within {seconds} s")
+            pytest.fail(f"nothing within {timeout_seconds} s")
         time.sleep(0.05)
 
 
-def remove(directory: Path) -> None:
+def remove_directory(directory: Path) -> None:
     """Remove a directory while others write to it, by renaming it first."""
     shutil.rmtree(directory.rename(directory.with_name(f"{directory.name} that was")))
 
@@ -99,7 +101,7 @@ def with_process(state: RunState, process: Process, boot_id: str) -> RunState:
     return replace(state, hosts=(first, *state.hosts[1:]))
 
 
-def script_of(state: RunState) -> Process:
+def script_process(state: RunState) -> Process:
     """Return the script's process on a run's first host."""
     host = state.hosts[0]
     assert host.pid is not None
@@ -124,7 +126,7 @@ class Lab:
         """Write the training program and the YAML.
 
         Keyword arguments replace keys of the YAML's ``experiment`` section, ``train`` its section
-        of this name. ``light`` uses a torchrun that does not need torch.
+        of this name. ``light`` uses the torchrun of :func:`write_light_torchrun`.
         """
         entrypoint = self.root / "program.py"
         entrypoint.write_text(program, encoding="utf-8")
@@ -136,7 +138,7 @@ class Lab:
             "runner": {"nproc_per_node": 2, "stop_grace": 3},
         }
         if light:
-            section["envs"] = {"PYTHONPATH": str(light_torchrun(self.root))}
+            section["envs"] = {"PYTHONPATH": str(write_light_torchrun(self.root))}
         for key, value in experiment.items():
             default = section.get(key)
             section[key] = {**default, **value} if isinstance(default, dict) else value
@@ -146,15 +148,15 @@ class Lab:
         (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     def command(self, *words: str) -> list[str]:
-        place = ("--config-path", "./conf", "--config-name", "lab")
-        return [sys.executable, str(PROJECT / "run.py"), *place, *words]
+        config_options = ("--config-path", "./conf", "--config-name", "lab")
+        return [sys.executable, str(PROJECT / "run.py"), *config_options, *words]
 
-    def do(
-        self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 60.0
+    def run_action(
+        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run an action to its end; ``under`` is a command that wraps it."""
+        """Run an action of the command line to its end; ``wrapper`` is a command that starts it."""
         return subprocess.run(
-            [*under, *self.command(f"action={action}", *words)],
+            [*wrapper, *self.command(f"action={action}", *words)],
             cwd=self.root,
             env=self.environment(),
             capture_output=True,
@@ -163,10 +165,12 @@ class Lab:
             timeout=timeout,
         )
 
-    def start(self, action: str, *words: str, in_a_group: bool = False) -> subprocess.Popen[str]:
+    def start(
+        self, action: str, *words: str, own_process_group: bool = False
+    ) -> subprocess.Popen[str]:
         """Start the launcher in the background with its output in a pipe.
 
-        ``in_a_group`` starts it in its own process group, like a shell.
+        ``own_process_group`` starts it in its own process group, like a shell.
         """
         process = subprocess.Popen(
             self.command(f"action={action}", *words),
@@ -175,7 +179,7 @@ class Lab:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=in_a_group,
+            start_new_session=own_process_group,
         )
         self.started.append(process)
         return process
@@ -198,14 +202,15 @@ class Lab:
         # The state is written before the host is contacted.
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
-    def members(self) -> list[Process]:
+    def run_processes(self) -> list[Process]:
+        """Return the live processes of the run."""
         return processes.find_run_processes(self.state().run_id)
 
-    def gone(self, seconds: float = 60.0) -> None:
+    def wait_until_ended(self, timeout_seconds: float = 60.0) -> None:
         """Wait until all processes of the run have ended."""
-        until(lambda: not self.members(), seconds)
+        wait_for(lambda: not self.run_processes(), timeout_seconds)
 
-    def clear(self) -> None:
+    def kill_processes(self) -> None:
         """Kill all processes that are still running."""
         for process in self.started:
             with suppress(ProcessLookupError):

@@ -23,15 +23,15 @@ from support.layout_models import (
     EP2,
     FAST_BACKEND,
     FP16,
-    FP16_1,
+    FP16_HYSTERESIS_1,
     FULL_RECOMPUTE,
     GEMMA,
     GEMMA_MASKED_DOCUMENTS,
     GPT2,
-    GROUPED,
+    GROUPED_EXPERTS,
     LLAMA,
     LORA,
-    LORA_PARTS,
+    LORA_SOME_LAYERS,
     MASKED_DOCUMENTS,
     MBS2,
     MBS3,
@@ -57,9 +57,9 @@ from support.layout_models import (
     RECOMPUTE_LAYERS,
     ROTARY_BERT,
     SFT,
-    SP,
     TIED,
     TP2,
+    TP2_SP,
     TP_OVERLAP,
     VPP2,
     LayoutCase,
@@ -68,49 +68,53 @@ from support.layout_models import (
 ROOT = Path(__file__).parents[2]
 
 
-REFERENCES = (
+REFERENCE_CASES = (
     LayoutCase("llama", 1, LLAMA, "", ""),
     LayoutCase("tied", 1, TIED, "", ""),
     LayoutCase("gpt2", 1, GPT2, "", ""),
     LayoutCase("moe", 1, MOE, "", ""),
-    LayoutCase("moe-balanced", 1, MOE_AUX_LOSS, "", ""),
-    LayoutCase("moe-by-sequence", 1, MOE_SEQ_AUX_LOSS, "", ""),
-    LayoutCase("moe-growing", 1, MOE_RAMPUP, "", ""),
-    LayoutCase("every-loss-mbs2", 1, MOE_ALL_LOSSES, MBS2, ""),
-    LayoutCase("every-loss-mbs3", 1, MOE_ALL_LOSSES, MBS3, ""),
+    LayoutCase("moe-aux-loss", 1, MOE_AUX_LOSS, "", ""),
+    LayoutCase("moe-seq-aux-loss", 1, MOE_SEQ_AUX_LOSS, "", ""),
+    LayoutCase("moe-rampup", 1, MOE_RAMPUP, "", ""),
+    LayoutCase("all-losses-mbs2", 1, MOE_ALL_LOSSES, MBS2, ""),
+    LayoutCase("all-losses-mbs3", 1, MOE_ALL_LOSSES, MBS3, ""),
     LayoutCase("bf16", 1, BF16, "", ""),
-    LayoutCase("fp16-overflow", 1, FP16_1, "", "", overflow=(0, 1)),
+    LayoutCase("fp16-overflow", 1, FP16_HYSTERESIS_1, "", "", overflow=(0, 1)),
     LayoutCase("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     LayoutCase("tied-6", 1, TIED, "--global-batch-size 6", ""),
     LayoutCase("gemma", 1, GEMMA, "", ""),
-    LayoutCase("latent", 1, MLA, "", ""),
-    LayoutCase("latent-moe", 1, MLA_MOE, "", ""),
-    LayoutCase("latent-bf16", 1, MLA_BF16, "", ""),
-    LayoutCase("gemma-apart", 1, GEMMA_MASKED_DOCUMENTS, "", ""),
-    LayoutCase("latent-apart", 1, MLA_MASKED_DOCUMENTS, "", ""),
-    LayoutCase("latent-lora", 1, MLA_LORA, "", ""),
-    LayoutCase("latent-moe-lora", 1, MLA_MOE_LORA, "", ""),
+    LayoutCase("mla", 1, MLA, "", ""),
+    LayoutCase("mla-moe", 1, MLA_MOE, "", ""),
+    LayoutCase("mla-bf16", 1, MLA_BF16, "", ""),
+    LayoutCase("gemma-masked", 1, GEMMA_MASKED_DOCUMENTS, "", ""),
+    LayoutCase("mla-masked", 1, MLA_MASKED_DOCUMENTS, "", ""),
+    LayoutCase("mla-lora", 1, MLA_LORA, "", ""),
+    LayoutCase("mla-moe-lora", 1, MLA_MOE_LORA, "", ""),
     LayoutCase("bert", 1, BERT, "", ""),
     LayoutCase("bert-rotary", 1, ROTARY_BERT, "", ""),
     LayoutCase("bert-moe", 1, ROTARY_BERT + BERT_MOE, "", ""),
     LayoutCase("bert-bf16", 1, BERT + "--bf16", "", ""),
-    LayoutCase("apart", 1, MASKED_DOCUMENTS, "", ""),
+    LayoutCase("masked", 1, MASKED_DOCUMENTS, "", ""),
     LayoutCase("sft", 1, SFT, "", ""),
     LayoutCase("lora", 1, LORA, "", ""),
-    LayoutCase("lora-parts", 1, LORA_PARTS, "", ""),
+    LayoutCase("lora-some-layers", 1, LORA_SOME_LAYERS, "", ""),
     LayoutCase("lora-base", 1, SFT, "--train-iters 1 --lr 0", ""),
-    LayoutCase("apart-per-token", 1, MASKED_DOCUMENTS, PER_TOKEN, ""),
+    LayoutCase("masked-per-token", 1, MASKED_DOCUMENTS, PER_TOKEN, ""),
     LayoutCase(
-        "apart-by-positions", 1, MASKED_DOCUMENTS, "--position-embedding-type learned_absolute", ""
+        "masked-learned-positions",
+        1,
+        MASKED_DOCUMENTS,
+        "--position-embedding-type learned_absolute",
+        "",
     ),
     LayoutCase("mtp", 1, MTP, "", ""),
     LayoutCase("mtp-lora", 1, MTP_LORA, "", ""),
     LayoutCase("mtp-per-token", 1, MTP, f"{PER_TOKEN} {MBS2}", ""),
     LayoutCase("mtp-tied", 1, MTP_TIED, "", ""),
     LayoutCase("mtp-moe", 1, MTP_MOE, "", ""),
-    LayoutCase("by-six", 1, DIVISIBLE_BY_SIX, "--make-vocab-size-divisible-by 384", ""),
+    LayoutCase("divisible-by-six", 1, DIVISIBLE_BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
-CASES = (
+HOMOGENEOUS_CASES = (
     LayoutCase("local-attention", 1, LLAMA, "--attention-backend local", "llama"),
     LayoutCase("recompute-full", 1, LLAMA, f"{FULL_RECOMPUTE} 1", "llama"),
     LayoutCase("recompute-auto", 1, LLAMA, f"{AUTO_RECOMPUTE} 0.0036", "llama"),
@@ -120,68 +124,75 @@ CASES = (
     LayoutCase("dp2-do", 2, LLAMA, DISTRIBUTED_OPTIMIZER, "llama"),
     LayoutCase("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
     LayoutCase(
-        "dp2-do-captured-per-token",
+        "dp2-do-cuda-graph-per-token",
         2,
         LLAMA,
         f"{DISTRIBUTED_OPTIMIZER} {CUDA_GRAPH} {PER_TOKEN}",
         "llama",
     ),
     LayoutCase("tp2", 2, LLAMA, TP2, "llama"),
-    LayoutCase("tp2-sp", 2, LLAMA, SP, "llama"),
+    LayoutCase("tp2-sp", 2, LLAMA, TP2_SP, "llama"),
     LayoutCase(
-        "tp2-sp-recompute", 2, LLAMA, f"{SP} {FULL_RECOMPUTE} 2", "llama", backend=FAST_BACKEND
+        "tp2-sp-recompute", 2, LLAMA, f"{TP2_SP} {FULL_RECOMPUTE} 2", "llama", backend=FAST_BACKEND
     ),
     LayoutCase("pp2", 2, LLAMA, PP2, "llama"),
     LayoutCase("pp2-vpp2", 2, LLAMA, VPP2, "llama"),
     LayoutCase("pp2-recompute-auto", 2, LLAMA, f"{PP2} {AUTO_RECOMPUTE} 0.0021", "llama"),
     LayoutCase(
-        "pp2-vpp2-recompute-by-stage",
+        "pp2-vpp2-recompute-per-stage",
         2,
         LLAMA,
         f"{VPP2} {FULL_RECOMPUTE} 1 {RECOMPUTE_GRANULARITY} 1,4,1 1,2,0,2,1 2,1,1,3,0",
         "llama",
     ),
     LayoutCase("pp2-first", 2, LLAMA, PP2 + " --decoder-first-pipeline-num-layers 1", "llama"),
-    LayoutCase("pp2-by-hand", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"),
+    LayoutCase(
+        "pp2-custom-layout", 2, LLAMA, PP2 + " --pipeline-model-parallel-layout Et|tttL", "llama"
+    ),
     LayoutCase("tied-tp2", 2, TIED, TP2, "tied", backend=FAST_BACKEND),
     LayoutCase("tied-pp2-do", 2, TIED, PP2 + " " + DISTRIBUTED_OPTIMIZER, "tied"),
-    LayoutCase("gpt2-tp2-sp", 2, GPT2, SP, "gpt2", backend=FAST_BACKEND),
+    LayoutCase("gpt2-tp2-sp", 2, GPT2, TP2_SP, "gpt2", backend=FAST_BACKEND),
     LayoutCase("gpt2-pp2", 2, GPT2, PP2, "gpt2"),
     LayoutCase("moe-ep2", 2, MOE, "--expert-model-parallel-size 2", "moe"),
     LayoutCase(
-        "moe-tp2-etp1", 2, MOE, SP + " --expert-tensor-parallel-size 1", "moe", backend=FAST_BACKEND
+        "moe-tp2-etp1",
+        2,
+        MOE,
+        TP2_SP + " --expert-tensor-parallel-size 1",
+        "moe",
+        backend=FAST_BACKEND,
     ),
-    LayoutCase("moe-growing-pp2", 2, MOE_RAMPUP, PP2, "moe-growing"),
-    LayoutCase("moe-balanced-tp2", 2, MOE_AUX_LOSS, SP, "moe-balanced", backend=FAST_BACKEND),
+    LayoutCase("moe-rampup-pp2", 2, MOE_RAMPUP, PP2, "moe-rampup"),
+    LayoutCase("moe-aux-loss-tp2", 2, MOE_AUX_LOSS, TP2_SP, "moe-aux-loss", backend=FAST_BACKEND),
     LayoutCase(
-        "every-loss-mbs2-per-token", 1, MOE_ALL_LOSSES, f"{MBS2} {PER_TOKEN}", "every-loss-mbs2"
+        "all-losses-mbs2-per-token", 1, MOE_ALL_LOSSES, f"{MBS2} {PER_TOKEN}", "all-losses-mbs2"
     ),
     LayoutCase(
-        "every-loss-mbs2-tp2-per-token",
+        "all-losses-mbs2-tp2-per-token",
         2,
         MOE_ALL_LOSSES,
-        f"{MBS2} {SP} {PER_TOKEN}",
-        "every-loss-mbs2",
+        f"{MBS2} {TP2_SP} {PER_TOKEN}",
+        "all-losses-mbs2",
         backend=FAST_BACKEND,
     ),
     LayoutCase("bf16-fused-loss", 1, BF16, "--cross-entropy-loss-fusion", "bf16", 1e-2),
     LayoutCase("bf16-dp2-do", 2, BF16, DISTRIBUTED_OPTIMIZER, "bf16", 1e-3),
-    LayoutCase("bf16-tp2-sp", 2, BF16, SP, "bf16", 2e-2, FAST_BACKEND),
+    LayoutCase("bf16-tp2-sp", 2, BF16, TP2_SP, "bf16", 2e-2, FAST_BACKEND),
     LayoutCase("fp16", 1, FP16, "", "llama", 2e-2),
     LayoutCase("fp16-dp2-do", 2, FP16, DISTRIBUTED_OPTIMIZER, "fp16", 1e-3),
     LayoutCase("bf16-pp2", 2, BF16, PP2, "bf16", 1e-3),
-    LayoutCase("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{SP} {OVERLAP}", "llama"),
+    LayoutCase("tp2-dp2-sp-do-overlap", 4, LLAMA, f"{TP2_SP} {OVERLAP}", "llama"),
     LayoutCase("pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{VPP2} {OVERLAP}", "llama"),
-    LayoutCase("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{SP} {VPP2}", "tied"),
+    LayoutCase("tied-tp2-pp2-vpp2-sp", 4, TIED, f"{TP2_SP} {VPP2}", "tied"),
     LayoutCase("cp2", 2, LLAMA, CP2, "llama"),
     LayoutCase("gpt2-cp2", 2, GPT2, CP2, "gpt2"),
     LayoutCase("moe-cp2", 2, MOE, CP2, "moe"),
-    LayoutCase("cp2-tp2-sp", 4, LLAMA, f"{CP2} {SP}", "llama", backend=FAST_BACKEND),
+    LayoutCase("cp2-tp2-sp", 4, LLAMA, f"{CP2} {TP2_SP}", "llama", backend=FAST_BACKEND),
     LayoutCase("cp2-pp2-recompute", 4, LLAMA, f"{CP2} {PP2} {FULL_RECOMPUTE} 1", "llama"),
     LayoutCase("cp2-dp2-do-overlap", 4, LLAMA, f"{CP2} {OVERLAP}", "llama"),
     LayoutCase("cp4", 4, LLAMA, "--context-parallel-size 4", "llama"),
     LayoutCase("compiled-cp2", 2, LLAMA, f"{COMPILED} {CP2}", "llama"),
-    # The optimized build computes the same as the plain one.
+    # Optimized layers compute the same as megatron.core's local layers.
     LayoutCase("compiled", 1, LLAMA, COMPILED, "llama"),
     LayoutCase("compiled-tied", 1, TIED, COMPILED, "tied"),
     LayoutCase("compiled-gpt2", 1, GPT2, COMPILED, "gpt2"),
@@ -193,28 +204,28 @@ CASES = (
         "compiled-tp2-sp-recompute",
         2,
         LLAMA,
-        f"{COMPILED} {SP} {FULL_RECOMPUTE} 2",
+        f"{COMPILED} {TP2_SP} {FULL_RECOMPUTE} 2",
         "llama",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "compiled-tp2-sp-hidden",
+        "compiled-tp2-sp-tp-overlap",
         2,
         LLAMA,
-        f"{COMPILED} {SP} {TP_OVERLAP}",
+        f"{COMPILED} {TP2_SP} {TP_OVERLAP}",
         "llama",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "compiled-tp2-dp2-sp-hidden-do-overlap",
+        "compiled-tp2-dp2-sp-tp-overlap-do-overlap",
         4,
         TIED,
-        f"{COMPILED} {SP} {TP_OVERLAP} {OVERLAP}",
+        f"{COMPILED} {TP2_SP} {TP_OVERLAP} {OVERLAP}",
         "tied",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "compiled-pp2-recompute-by-stage",
+        "compiled-pp2-recompute-per-stage",
         2,
         LLAMA,
         f"{COMPILED} {PP2} {FULL_RECOMPUTE} 1 {RECOMPUTE_LAYERS} 1,1,0,3,2 1,4,1",
@@ -223,25 +234,34 @@ CASES = (
     LayoutCase(
         "compiled-tied-pp2-do", 2, TIED, f"{COMPILED} {PP2} {DISTRIBUTED_OPTIMIZER}", "tied"
     ),
-    LayoutCase("compiled-gpt2-tp2-sp", 2, GPT2, f"{COMPILED} {SP}", "gpt2", backend=FAST_BACKEND),
-    LayoutCase("moe-grouped", 1, MOE, GROUPED, "moe"),
-    LayoutCase("moe-grouped-bf16", 1, MOE + "--bf16", GROUPED, "moe", 2e-2),
-    LayoutCase("moe-grouped-ep2", 2, MOE, f"{GROUPED} --expert-model-parallel-size 2", "moe"),
     LayoutCase(
-        "moe-grouped-tp2", 2, MOE_AUX_LOSS, f"{GROUPED} {SP}", "moe-balanced", backend=FAST_BACKEND
+        "compiled-gpt2-tp2-sp", 2, GPT2, f"{COMPILED} {TP2_SP}", "gpt2", backend=FAST_BACKEND
+    ),
+    LayoutCase("moe-grouped", 1, MOE, GROUPED_EXPERTS, "moe"),
+    LayoutCase("moe-grouped-bf16", 1, MOE + "--bf16", GROUPED_EXPERTS, "moe", 2e-2),
+    LayoutCase(
+        "moe-grouped-ep2", 2, MOE, f"{GROUPED_EXPERTS} --expert-model-parallel-size 2", "moe"
+    ),
+    LayoutCase(
+        "moe-grouped-tp2",
+        2,
+        MOE_AUX_LOSS,
+        f"{GROUPED_EXPERTS} {TP2_SP}",
+        "moe-aux-loss",
+        backend=FAST_BACKEND,
     ),
     LayoutCase(
         "moe-grouped-allgather-dp2-do",
         2,
         MOE.replace("alltoall", "allgather"),
-        f"{GROUPED} {OVERLAP}",
+        f"{GROUPED_EXPERTS} {OVERLAP}",
         "moe",
     ),
     LayoutCase(
         "compiled-moe-grouped-ep2",
         2,
         MOE,
-        f"{COMPILED} {GROUPED} --expert-model-parallel-size 2 {OVERLAP}",
+        f"{COMPILED} {GROUPED_EXPERTS} --expert-model-parallel-size 2 {OVERLAP}",
         "moe",
     ),
     LayoutCase("compiled-moe-ep2", 2, MOE, f"{COMPILED} --expert-model-parallel-size 2", "moe"),
@@ -249,11 +269,13 @@ CASES = (
         "compiled-moe-tp2",
         2,
         MOE_AUX_LOSS,
-        f"{COMPILED} {SP}",
-        "moe-balanced",
+        f"{COMPILED} {TP2_SP}",
+        "moe-aux-loss",
         backend=FAST_BACKEND,
     ),
-    LayoutCase("compiled-tp2-dp2-sp-do-overlap", 4, LLAMA, f"{COMPILED} {SP} {OVERLAP}", "llama"),
+    LayoutCase(
+        "compiled-tp2-dp2-sp-do-overlap", 4, LLAMA, f"{COMPILED} {TP2_SP} {OVERLAP}", "llama"
+    ),
     LayoutCase(
         "compiled-pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{COMPILED} {VPP2} {OVERLAP}", "llama"
     ),
@@ -261,7 +283,9 @@ CASES = (
     LayoutCase(
         "fp8-e4m3-rowwise", 1, BF16, f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise", "bf16", 3e-2
     ),
-    LayoutCase("fp8-tp2-sp", 2, BF16, f"{COMPILED} {SP} --fp8 hybrid", "bf16", 3e-2, FAST_BACKEND),
+    LayoutCase(
+        "fp8-tp2-sp", 2, BF16, f"{COMPILED} {TP2_SP} --fp8 hybrid", "bf16", 3e-2, FAST_BACKEND
+    ),
     LayoutCase(
         "fp8-blockwise-pp2-dp2-do-overlap",
         4,
@@ -272,42 +296,44 @@ CASES = (
     ),
 )
 
-# Document masking with every attention and in every layout.
+# Document masking, LoRA and fine-tuning with every attention implementation and in every layout.
 MASKED_DOCUMENT_CASES = (
-    LayoutCase("apart-local-attention", 1, MASKED_DOCUMENTS, "--attention-backend local", "apart"),
     LayoutCase(
-        "apart-mbs2-recompute",
+        "masked-local-attention", 1, MASKED_DOCUMENTS, "--attention-backend local", "masked"
+    ),
+    LayoutCase(
+        "masked-mbs2-recompute",
         1,
         MASKED_DOCUMENTS,
         f"{MBS2} {FULL_RECOMPUTE} 2 {PER_TOKEN}",
-        "apart-per-token",
+        "masked-per-token",
     ),
-    LayoutCase("apart-dp2-do", 2, MASKED_DOCUMENTS, DISTRIBUTED_OPTIMIZER, "apart"),
+    LayoutCase("masked-dp2-do", 2, MASKED_DOCUMENTS, DISTRIBUTED_OPTIMIZER, "masked"),
     LayoutCase(
-        "apart-compiled-tp2-sp",
+        "masked-compiled-tp2-sp",
         2,
         MASKED_DOCUMENTS,
-        f"{COMPILED} {SP}",
-        "apart",
+        f"{COMPILED} {TP2_SP}",
+        "masked",
         backend=FAST_BACKEND,
     ),
-    LayoutCase("apart-pp2-vpp2", 2, MASKED_DOCUMENTS, VPP2, "apart"),
-    LayoutCase("apart-cp2", 2, MASKED_DOCUMENTS, CP2, "apart"),
+    LayoutCase("masked-pp2-vpp2", 2, MASKED_DOCUMENTS, VPP2, "masked"),
+    LayoutCase("masked-cp2", 2, MASKED_DOCUMENTS, CP2, "masked"),
     LayoutCase("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL_RECOMPUTE} 2", "lora"),
     LayoutCase("lora-tp2", 2, LORA, TP2, "lora", backend=FAST_BACKEND),
     LayoutCase(
-        "lora-parts-tp2-sp-do",
+        "lora-some-layers-tp2-sp-do",
         2,
-        LORA_PARTS,
-        f"{SP} {DISTRIBUTED_OPTIMIZER}",
-        "lora-parts",
+        LORA_SOME_LAYERS,
+        f"{TP2_SP} {DISTRIBUTED_OPTIMIZER}",
+        "lora-some-layers",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "lora-compiled-tp2-sp-hidden",
+        "lora-compiled-tp2-sp-tp-overlap",
         2,
         LORA,
-        f"{COMPILED} {SP} {TP_OVERLAP}",
+        f"{COMPILED} {TP2_SP} {TP_OVERLAP}",
         "lora",
         backend=FAST_BACKEND,
     ),
@@ -315,26 +341,26 @@ MASKED_DOCUMENT_CASES = (
         "lora-compiled-tp2-sp-recompute",
         2,
         LORA,
-        f"{COMPILED} {SP} {FULL_RECOMPUTE} 1",
+        f"{COMPILED} {TP2_SP} {FULL_RECOMPUTE} 1",
         "lora",
         backend=FAST_BACKEND,
     ),
     LayoutCase("lora-pp2-vpp2-do-overlap", 2, LORA, f"{VPP2} {OVERLAP}", "lora"),
     LayoutCase(
-        "lora-parts-compiled-pp2-dp2-do-overlap",
+        "lora-some-layers-compiled-pp2-dp2-do-overlap",
         4,
-        LORA_PARTS,
+        LORA_SOME_LAYERS,
         f"{COMPILED} {PP2} {OVERLAP}",
-        "lora-parts",
+        "lora-some-layers",
     ),
     LayoutCase("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
     LayoutCase("sft-cp2-pp2-vpp2", 4, SFT, f"{CP2} {VPP2}", "sft"),
     LayoutCase(
-        "apart-by-positions-pp2",
+        "masked-learned-positions-pp2",
         2,
         MASKED_DOCUMENTS,
         f"--position-embedding-type learned_absolute {PP2}",
-        "apart-by-positions",
+        "masked-learned-positions",
     ),
 )
 
@@ -344,17 +370,17 @@ MTP_CASES = (
         "mtp-compiled-tp2-sp-recompute",
         2,
         MTP,
-        f"{COMPILED} {SP} {FULL_RECOMPUTE} 2",
+        f"{COMPILED} {TP2_SP} {FULL_RECOMPUTE} 2",
         "mtp",
         backend=FAST_BACKEND,
     ),
     LayoutCase("mtp-pp2-vpp2-do-overlap", 2, MTP, f"{VPP2} {OVERLAP}", "mtp"),
     LayoutCase("mtp-lora-pp2-do", 2, MTP_LORA, f"{PP2} {DISTRIBUTED_OPTIMIZER}", "mtp-lora"),
-    LayoutCase("mtp-lora-tp2-sp", 2, MTP_LORA, SP, "mtp-lora", backend=FAST_BACKEND),
+    LayoutCase("mtp-lora-tp2-sp", 2, MTP_LORA, TP2_SP, "mtp-lora", backend=FAST_BACKEND),
     LayoutCase("mtp-cp2-per-token", 2, MTP, f"{CP2} {PER_TOKEN}", "mtp-per-token"),
     LayoutCase("mtp-cp2-do", 2, MTP, f"{CP2} {DISTRIBUTED_OPTIMIZER}", "mtp"),
     LayoutCase(
-        "mtp-tied-compiled-pp2-by-hand",
+        "mtp-tied-compiled-pp2-custom-layout",
         2,
         MTP_TIED,
         f"{COMPILED} {PP2} --pipeline-model-parallel-layout Ettt|tmL",
@@ -364,25 +390,34 @@ MTP_CASES = (
         "mtp-moe-grouped-pp2-ep2-do",
         4,
         MTP_MOE,
-        f"{GROUPED} {PP2} {EP2} {DISTRIBUTED_OPTIMIZER}",
+        f"{GROUPED_EXPERTS} {PP2} {EP2} {DISTRIBUTED_OPTIMIZER}",
         "mtp-moe",
         backend=FAST_BACKEND,
     ),
 )
 
 
-# Other families in every layout.
+# Other model families and kinds of layers in every layout.
 FAMILY_CASES = (
     LayoutCase("bert-compiled", 1, BERT, COMPILED, "bert"),
     LayoutCase("bert-dp2-do-overlap", 2, BERT, OVERLAP, "bert"),
     LayoutCase(
-        "bert-tp2-sp-do", 2, BERT, f"{SP} {DISTRIBUTED_OPTIMIZER}", "bert", backend=FAST_BACKEND
+        "bert-tp2-sp-do", 2, BERT, f"{TP2_SP} {DISTRIBUTED_OPTIMIZER}", "bert", backend=FAST_BACKEND
     ),
-    LayoutCase("bert-compiled-tp2-sp", 2, BERT, f"{COMPILED} {SP}", "bert", backend=FAST_BACKEND),
-    LayoutCase("bert-pp2-vpp2-do-overlap", 2, BERT, f"{VPP2} {OVERLAP}", "bert"),
-    LayoutCase("bert-bf16-tp2-sp", 2, BERT + "--bf16", SP, "bert-bf16", 1e-2, backend=FAST_BACKEND),
     LayoutCase(
-        "bert-rotary-tp2-pp2-sp", 4, ROTARY_BERT, f"{SP} {PP2}", "bert-rotary", backend=FAST_BACKEND
+        "bert-compiled-tp2-sp", 2, BERT, f"{COMPILED} {TP2_SP}", "bert", backend=FAST_BACKEND
+    ),
+    LayoutCase("bert-pp2-vpp2-do-overlap", 2, BERT, f"{VPP2} {OVERLAP}", "bert"),
+    LayoutCase(
+        "bert-bf16-tp2-sp", 2, BERT + "--bf16", TP2_SP, "bert-bf16", 1e-2, backend=FAST_BACKEND
+    ),
+    LayoutCase(
+        "bert-rotary-tp2-pp2-sp",
+        4,
+        ROTARY_BERT,
+        f"{TP2_SP} {PP2}",
+        "bert-rotary",
+        backend=FAST_BACKEND,
     ),
     LayoutCase(
         "bert-rotary-compiled-cp2-dp2",
@@ -401,12 +436,12 @@ FAMILY_CASES = (
         mesh_options(TP2_DP2, "3 1", f"{MBS2} {DISTRIBUTED_OPTIMIZER} --sequence-parallel"),
         "bert",
     ),
-    LayoutCase("bert-shares-1x1+1x3", 2, BERT, replica_options("1 1 1 3"), "bert"),
+    LayoutCase("bert-replicas-1x1+1x3", 2, BERT, replica_options("1 1 1 3"), "bert"),
     LayoutCase(
         "gemma-compiled-tp2-sp-do",
         2,
         GEMMA,
-        f"{COMPILED} {SP} {DISTRIBUTED_OPTIMIZER}",
+        f"{COMPILED} {TP2_SP} {DISTRIBUTED_OPTIMIZER}",
         "gemma",
         backend=FAST_BACKEND,
     ),
@@ -420,55 +455,57 @@ FAMILY_CASES = (
     ),
     LayoutCase("gemma-pp2-recompute-full", 2, GEMMA, f"{PP2} {FULL_RECOMPUTE} 1", "gemma"),
     LayoutCase(
-        "gemma-apart-compiled-tp2-sp", 2, GEMMA_MASKED_DOCUMENTS, f"{COMPILED} {SP}", "gemma-apart"
+        "gemma-masked-compiled-tp2-sp",
+        2,
+        GEMMA_MASKED_DOCUMENTS,
+        f"{COMPILED} {TP2_SP}",
+        "gemma-masked",
     ),
-    LayoutCase("latent-apart-cp2", 2, MLA_MASKED_DOCUMENTS, CP2, "latent-apart"),
-    LayoutCase("latent-tp2", 2, MLA, TP2, "latent", backend=FAST_BACKEND),
+    LayoutCase("mla-masked-cp2", 2, MLA_MASKED_DOCUMENTS, CP2, "mla-masked"),
+    LayoutCase("mla-tp2", 2, MLA, TP2, "mla", backend=FAST_BACKEND),
     LayoutCase(
-        "latent-fp8-blockwise-tp2-sp-recompute",
+        "mla-fp8-blockwise-tp2-sp-recompute",
         2,
         MLA_BF16,
-        f"{COMPILED} {SP} {FULL_RECOMPUTE} 2 --fp8 e4m3 --fp8-recipe blockwise",
-        "latent-bf16",
+        f"{COMPILED} {TP2_SP} {FULL_RECOMPUTE} 2 --fp8 e4m3 --fp8-recipe blockwise",
+        "mla-bf16",
         3e-2,
         FAST_BACKEND,
     ),
-    LayoutCase("latent-cp2", 2, MLA, CP2, "latent", backend=FAST_BACKEND),
+    LayoutCase("mla-cp2", 2, MLA, CP2, "mla", backend=FAST_BACKEND),
     LayoutCase(
-        "latent-lora-compiled-tp2",
+        "mla-lora-compiled-tp2",
         2,
         MLA_LORA,
         f"{COMPILED} {TP2}",
-        "latent-lora",
+        "mla-lora",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "latent-moe-lora-tp2-sp-ep2-do",
+        "mla-moe-lora-tp2-sp-ep2-do",
         2,
         MLA_MOE_LORA,
-        f"{SP} {DISTRIBUTED_OPTIMIZER} {EP2} --expert-tensor-parallel-size 1",
-        "latent-moe-lora",
+        f"{TP2_SP} {DISTRIBUTED_OPTIMIZER} {EP2} --expert-tensor-parallel-size 1",
+        "mla-moe-lora",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "latent-moe-compiled-tp2-sp-ep2-do",
+        "mla-moe-compiled-tp2-sp-ep2-do",
         2,
         MLA_MOE,
-        f"{COMPILED} {SP} {DISTRIBUTED_OPTIMIZER} {EP2} --expert-tensor-parallel-size 1",
-        "latent-moe",
+        f"{COMPILED} {TP2_SP} {DISTRIBUTED_OPTIMIZER} {EP2} --expert-tensor-parallel-size 1",
+        "mla-moe",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
-        "latent-moe-mesh-ep2+ep2-do",
+        "mla-moe-mesh-ep2+ep2-do",
         4,
         MLA_MOE,
         mesh_options("1 1 2 2 1  1 1 2 2 1", "3 1", DISTRIBUTED_OPTIMIZER),
-        "latent-moe",
+        "mla-moe",
         backend=FAST_BACKEND,
     ),
-    LayoutCase(
-        "latent-moe-pp2-ep2", 4, MLA_MOE, f"{PP2} {EP2}", "latent-moe", backend=FAST_BACKEND
-    ),
+    LayoutCase("mla-moe-pp2-ep2", 4, MLA_MOE, f"{PP2} {EP2}", "mla-moe", backend=FAST_BACKEND),
 )
 
 EXAMPLES = (
@@ -479,20 +516,21 @@ EXAMPLES = (
 """Examples whose small model trains for a few steps on mock data: directory and configuration."""
 
 
-def example_case(name: str) -> LayoutCase:
+def create_example_case(name: str) -> LayoutCase:
     """Return the case of an example's small model."""
     directory, config_name = name.split("/")
     conf = ROOT / "examples" / directory / "conf"
     train = load(conf, "train", [f"train={config_name}", "action=dryrun"]).experiment.train
     entries = [entry for entry in train.entries if not entry.key.startswith("train.data.")]
-    words = command_line(TrainArguments(tuple(entries)))
-    words += flatten({"mock_data": True, "vocab_size": 1000})
+    arguments = command_line(TrainArguments(tuple(entries)))
+    arguments += flatten({"mock_data": True, "vocab_size": 1000})
     overrides = "--train-iters 3 --eval-iters 1 --lr-warmup-iters 0 --seq-length 64"
-    return LayoutCase(f"example-{name}", 1, " ".join(words), overrides, "")
+    return LayoutCase(f"example-{name}", 1, " ".join(arguments), overrides, "")
 
 
-# Layouts that together use every collective of megatron.core, also trained on fsccl. A sum of two
-# numbers does not depend on the order; four ranks may add in another order than gloo.
+# Tolerances of layouts that together use every collective of megatron.core and are also trained on
+# fsccl. The sum of two numbers does not depend on the order, so results of two ranks are equal.
+# With four ranks fsccl may add in another order than gloo.
 FSCCL_TOLERANCES = {
     **dict.fromkeys(("dp2-do-overlap", "tp2-sp", "pp2-vpp2", "tied-pp2-do", "moe-ep2"), 0.0),
     "tp2-dp2-sp-do-overlap": 1e-6,
@@ -504,9 +542,9 @@ FSCCL_CASES = tuple(
         reference=case.name,
         tolerance=FSCCL_TOLERANCES[case.name],
         backend="fsccl",
-        clusters="2,2" if case.world == 4 else "",
+        clusters="2,2" if case.world_size == 4 else "",
     )
-    for case in CASES
+    for case in HOMOGENEOUS_CASES
     if case.name in FSCCL_TOLERANCES
 )
 
@@ -516,15 +554,20 @@ FSCCL_CASES = tuple(
 # the accumulators as modified.
 GRAPH_CASES = tuple(
     replace(case, name=f"{case.name}-graphs", graphs=True)
-    for case in CASES
+    for case in HOMOGENEOUS_CASES
     if case.name
-    in ("compiled-cp2", "compiled-tp2-sp-recompute", "compiled-tp2-sp-hidden", "compiled-moe-tp2")
+    in (
+        "compiled-cp2",
+        "compiled-tp2-sp-recompute",
+        "compiled-tp2-sp-tp-overlap",
+        "compiled-moe-tp2",
+    )
 )
 
 ALWAYS_TRAINED = frozenset({
-    "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "latent-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
-    "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-in-the-last",
-    "mesh-recompute-by-stage", "shares-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
+    "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "mla-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
+    "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-on-last-stage",
+    "mesh-recompute-per-stage", "replicas-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
 })  # fmt: skip
 """Layouts of four and more ranks that are always trained. The others are slow tests, because they
 rarely find additional errors.
@@ -533,14 +576,15 @@ rarely find additional errors.
 
 RARELY_TRAINED = frozenset({
     "recompute-full", "dp2", "dp2-do", "tp2", "pp2-first", "tied-tp2", "gpt2-pp2", "gpt2-cp2",
-    "moe-cp2", "every-loss-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2",
+    "moe-cp2", "all-losses-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2",
     "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
-    "apart-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
+    "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
 })  # fmt: skip
-"""Smaller layouts whose parts are covered by other layouts: slow tests as well."""
+"""Smaller layouts whose features are covered by other layouts. They are slow tests as well."""
 
 
 def is_slow(case: LayoutCase) -> bool:
-    is_large = case.world > 3 and case.name not in ALWAYS_TRAINED
+    """Return whether the tests of a case are marked slow."""
+    is_large = case.world_size > 3 and case.name not in ALWAYS_TRAINED
     return is_large or case.name in RARELY_TRAINED or case in (*FSCCL_CASES, *GRAPH_CASES)

@@ -1,4 +1,8 @@
-"""Layouts with heterogeneous meshes and with heterogeneous replicas."""
+"""Test cases of heterogeneous layouts.
+
+A heterogeneous mesh is a number of ranks with its own parallel sizes that holds consecutive
+pipeline stages. Heterogeneous replicas are data-parallel replicas with different micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from support.layout_models import (
     DIVISIBLE_BY_SIX,
     DROPOUT,
     FAST_BACKEND,
-    FP16_1,
+    FP16_HYSTERESIS_1,
     FULL_RECOMPUTE,
     GPT2,
     LLAMA,
@@ -31,24 +35,34 @@ from support.layout_models import (
     RECOMPUTE_GRANULARITY,
     RECOMPUTE_LAYERS,
     RECOMPUTE_METHOD,
-    SP,
     TIED,
+    TP2_SP,
     VPP2,
     LayoutCase,
 )
 
 
-def mesh_options(sizes: str, split: str = "", more: str = "") -> str:
-    """Return the options of heterogeneous meshes: five sizes per mesh, and layers per stage."""
+def mesh_options(sizes: str, layer_split: str = "", extra: str = "") -> str:
+    """Return the options of heterogeneous meshes.
+
+    Args:
+        sizes: tp cp ep dp pp of each mesh.
+        layer_split: number of layers of each stage; empty for an automatic split.
+        extra: other options.
+    """
     options = f"--enable-hetero --hetero-process-meshes {sizes}"
-    return f"{options}{f' --hetero-pipeline-layer-split {split}' if split else ''} {more}"
+    return (
+        f"{options}{f' --hetero-pipeline-layer-split {layer_split}' if layer_split else ''} {extra}"
+    )
 
 
 def replica_options(sizes: str, counts: str = "", extra: str = "") -> str:
     """Return the options of heterogeneous replicas.
 
-    ``sizes``: pairs of a number of replicas and their micro-batch size.
-    ``counts``: pairs of a number of replicas and their number of micro-batches.
+    Args:
+        sizes: pairs of a number of replicas and their micro-batch size.
+        counts: pairs of a number of replicas and their number of micro-batches.
+        extra: other options.
     """
     options = f"--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes {sizes}"
     return f"{options}{f' --hetero-num-microbatches {counts}' if counts else ''} {extra}"
@@ -57,7 +71,7 @@ def replica_options(sizes: str, counts: str = "", extra: str = "") -> str:
 # Pipeline stages on meshes with different layouts: tp cp ep dp pp of each mesh.
 TP2_DP2 = "2 1 1 1 1  1 1 1 2 1"
 DP2_TP2 = "1 1 1 2 1  2 1 1 1 1"
-MESHES = (
+MESH_CASES = (
     LayoutCase("mesh-tp2+dp2", 4, LLAMA, mesh_options(TP2_DP2, "3 1", MBS2), "llama"),
     LayoutCase(
         "mesh-tp2+dp2-sp-do",
@@ -67,7 +81,7 @@ MESHES = (
         "llama",
     ),
     LayoutCase(
-        "mesh-tp2+dp2-through-hosts",
+        "mesh-tp2+dp2-via-host-memory",
         4,
         LLAMA,
         mesh_options(TP2_DP2, "3 1", f"{MBS2} --hetero-use-cpu-communication"),
@@ -105,7 +119,7 @@ MESHES = (
         "llama",
     ),
     LayoutCase(
-        "mesh-1x2+dp2-no-layers-first",
+        "mesh-1x2+dp2-empty-first-stage",
         4,
         LLAMA,
         mesh_options("1 1 1 1 2  1 1 1 2 1", "0 3 1", MBS2 + " --standalone-embedding-stage"),
@@ -152,7 +166,7 @@ MESHES = (
         5,
         DIVISIBLE_BY_SIX,
         mesh_options("2 1 1 1 1  3 1 1 1 1", "2 2", f"{DISTRIBUTED_OPTIMIZER} --sequence-parallel"),
-        "by-six",
+        "divisible-by-six",
         backend=FAST_BACKEND,
     ),
     LayoutCase(
@@ -189,29 +203,29 @@ MESHES = (
     ),
     LayoutCase("mesh-bf16", 4, BF16, mesh_options(TP2_DP2, "3 1", MBS2), "bf16", 2e-2),
     LayoutCase(
-        "mesh-fp16-overflow-in-the-last",
+        "mesh-fp16-overflow-on-last-stage",
         4,
-        FP16_1,
+        FP16_HYSTERESIS_1,
         mesh_options(TP2_DP2, "3 1", MBS2),
         "fp16-overflow",
         2e-2,
         overflow=(3, 1),
     ),
     LayoutCase(
-        "mesh-fp16-overflow-in-the-first-do",
+        "mesh-fp16-overflow-on-first-stage-do",
         4,
-        FP16_1,
+        FP16_HYSTERESIS_1,
         mesh_options(TP2_DP2, "3 1", f"{MBS2} {DISTRIBUTED_OPTIMIZER}"),
         "fp16-overflow",
         2e-2,
         overflow=(1, 1),
     ),
     LayoutCase(
-        "mesh-apart",
+        "mesh-masked",
         4,
         MASKED_DOCUMENTS,
         mesh_options(TP2_DP2, "3 1", f"{MBS2} {PER_TOKEN}"),
-        "apart-per-token",
+        "masked-per-token",
     ),
     LayoutCase(
         "mesh-compiled", 4, LLAMA, mesh_options(TP2_DP2, "3 1", f"{COMPILED} {MBS2}"), "llama"
@@ -225,7 +239,7 @@ MESHES = (
         "llama",
     ),
     LayoutCase(
-        "mesh-recompute-by-stage",
+        "mesh-recompute-per-stage",
         4,
         LLAMA,
         mesh_options(
@@ -246,7 +260,7 @@ MESHES = (
             "2 2",
             f"{FULL_RECOMPUTE} 1 {RECOMPUTE_GRANULARITY} 1,1,0,1,1 1,2,1",
         ),
-        "every-loss-mbs2",
+        "all-losses-mbs2",
     ),
     LayoutCase(
         "mesh-moe-dp2+tp2-ep2-do",
@@ -258,14 +272,14 @@ MESHES = (
             f"{DISTRIBUTED_OPTIMIZER} --sequence-parallel "
             "--expert-tensor-parallel-size-per-process-mesh 1 1",
         ),
-        "every-loss-mbs2",
+        "all-losses-mbs2",
     ),
     LayoutCase(
         "mesh-moe-cp2+dp2-uneven",
         4,
         MOE_ALL_LOSSES,
         mesh_options("1 2 1 1 1  1 1 1 2 1", "2 2", f"{MBS3} {PER_TOKEN}"),
-        "every-loss-mbs3",
+        "all-losses-mbs3",
     ),
     # Automatic choice of layers per stage and of mesh sizes, by measured costs.
     LayoutCase(
@@ -283,58 +297,58 @@ MESHES = (
         "mesh-auto-mtp-moe", 2, MTP_MOE, mesh_options("1 1 1 1 1  1 1 1 1 1", "auto"), "mtp-moe"
     ),
     LayoutCase(
-        "mesh-auto-every-loss",
+        "mesh-auto-all-losses",
         2,
         MOE_ALL_LOSSES,
         mesh_options("1 1 1 1 1  1 1 1 1 1", "auto", MBS2),
-        "every-loss-mbs2",
+        "all-losses-mbs2",
     ),
     LayoutCase(
-        "mesh-of-chosen-sizes",
+        "mesh-auto-sizes",
         4,
         LLAMA,
         mesh_options("ranks=2 ranks=2", "", DISTRIBUTED_OPTIMIZER),
         "llama",
     ),
     # Heterogeneous replicas: numbers of replicas, micro-batch sizes and micro-batches.
-    LayoutCase("shares-1x1+1x3", 2, LLAMA, replica_options("1 1 1 3"), "llama"),
+    LayoutCase("replicas-1x1+1x3", 2, LLAMA, replica_options("1 1 1 3"), "llama"),
     LayoutCase(
-        "shares-2x1+1x2-do-overlap",
+        "replicas-2x1+1x2-do-overlap",
         2,
         LLAMA,
         replica_options("1 1 1 2", "1 2 1 1", OVERLAP),
         "llama",
     ),
     LayoutCase(
-        "shares-tp2-1x3+1x1",
+        "replicas-tp2-1x3+1x1",
         4,
         TIED,
-        replica_options("1 3 1 1", "", f"{SP} {DISTRIBUTED_OPTIMIZER}"),
+        replica_options("1 3 1 1", "", f"{TP2_SP} {DISTRIBUTED_OPTIMIZER}"),
         "tied",
     ),
     LayoutCase(
-        "shares-moe-1x1+1x3", 2, MOE_SEQ_AUX_LOSS, replica_options("1 1 1 3"), "moe-by-sequence"
+        "replicas-moe-1x1+1x3", 2, MOE_SEQ_AUX_LOSS, replica_options("1 1 1 3"), "moe-seq-aux-loss"
     ),
     # Replicas are weighted by their tokens.
     LayoutCase(
-        "shares-pp2-1x1+1x3-mtp", 4, MTP, replica_options("1 1 1 3", "", PP2), "mtp-per-token"
+        "replicas-pp2-1x1+1x3-mtp", 4, MTP, replica_options("1 1 1 3", "", PP2), "mtp-per-token"
     ),
     LayoutCase(
-        "shares-three",
+        "replicas-three",
         3,
         LLAMA,
         replica_options("2 1 1 2", "1 1 1 3 1 1", "--global-batch-size 6"),
         "llama-6",
     ),
     LayoutCase(
-        "shares-pp2-1x2+2x1-do",
+        "replicas-pp2-1x2+2x1-do",
         4,
         LLAMA,
         replica_options("1 2 1 1", "1 1 1 2", f"{PP2} {DISTRIBUTED_OPTIMIZER}"),
         "llama",
     ),
     LayoutCase(
-        "shares-pp2-vpp2-1x4+1x2-tied-do-overlap",
+        "replicas-pp2-vpp2-1x4+1x2-tied-do-overlap",
         4,
         TIED,
         replica_options("2 1", "1 4 1 2", f"{VPP2} {OVERLAP} --global-batch-size 6"),
@@ -346,7 +360,7 @@ MESHES = (
 MESH_DROPOUT = LayoutCase(
     "mesh-dropout", 4, DROPOUT, mesh_options(TP2_DP2, "3 1", f"{MBS2} --sequence-parallel"), ""
 )
-MESHES += (
+MESH_CASES += (
     replace(
         MESH_DROPOUT,
         name="mesh-dropout-recompute",

@@ -16,16 +16,17 @@ LLAMA = """
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
 --lr-decay-style constant --init-method-std 0.1
 """
-# Short documents, several per sequence, with document masking.
+# File name (without extension) of short documents, several per sequence.
 SHORT_DOCUMENTS = "short_document"
+# A token attends only to its own document.
 MASKED_DOCUMENTS = (
     LLAMA.replace(
         "--mock-data", f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
     )
     + "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 )
-# Conversations; the loss counts answers only.
-CONVERSATIONS, CHAT_TOKENIZER = "talks.jsonl", "chat_tokenizer"
+# File of conversations, of which the loss includes only the answers.
+CONVERSATIONS, CHAT_TOKENIZER = "conversations.jsonl", "chat_tokenizer"
 SFT = LLAMA.replace(
     "--mock-data",
     f"--sft --data-path {CONVERSATIONS} --tokenizer-type HuggingFaceTokenizer "
@@ -34,9 +35,9 @@ SFT = LLAMA.replace(
 ).replace("--vocab-size 500", "")
 LORA = SFT + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 # Adapters for some parts of combined layers only.
-LORA_PARTS = LORA + " --lora-target-modules q_proj v_proj o_proj up_proj --weight-decay 0.1"
+LORA_SOME_LAYERS = LORA + " --lora-target-modules q_proj v_proj o_proj up_proj --weight-decay 0.1"
 TIED = LLAMA.replace("--untie-embeddings-and-output-weights", "")
-# Sizes that tensor parallel sizes 2 and 3 divide.
+# Model dimensions that are divisible by tensor parallel sizes 2 and 3.
 DIVISIBLE_BY_SIX = (
     TIED
     + """--hidden-size 96 --num-attention-heads 6 --num-query-groups 6 --ffn-hidden-size 192
@@ -90,7 +91,7 @@ MLA = (
 --original-max-position-embeddings 8
 """
 )
-# Widths that FP8 products support, also with tensor parallel size 2.
+# Widths that FP8 GEMMs support (multiples of 16), also with tensor parallel size 2.
 MLA_BF16 = (
     MLA
     + """--bf16 --q-lora-rank 32 --kv-lora-rank 48 --qk-head-dim 16 --qk-pos-emb-head-dim 16
@@ -116,26 +117,28 @@ MTP_MOE = MLA_MOE.replace(
     "load-balancing-type none",
     "load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --mtp-num-layers 1",
 )
-DOCUMENTS = f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
+SHORT_DOCUMENT_DATA = f"--data-path {SHORT_DOCUMENTS} --tokenizer-type NullTokenizer --split 4,1,0"
 GEMMA_MASKED_DOCUMENTS = GEMMA.replace(
-    "--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss"
+    "--mock-data", f"{SHORT_DOCUMENT_DATA} --reset-attention-mask --eod-mask-loss"
 )
 GEMMA_MASKED_DOCUMENTS += "--reset-position-ids"
 MLA_MASKED_DOCUMENTS = MLA.replace(
-    "--mock-data", f"{DOCUMENTS} --reset-attention-mask --eod-mask-loss"
+    "--mock-data", f"{SHORT_DOCUMENT_DATA} --reset-attention-mask --eod-mask-loss"
 )
 BF16 = LLAMA + "--bf16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 MOE_SEQ_AUX_LOSS = MOE_AUX_LOSS.replace("aux_loss --", "seq_aux_loss --")
 DROPOUT = LLAMA + "--hidden-dropout 0.1 --attention-dropout 0.1"
-FP16_1 = FP16 + " --hysteresis 1"
+FP16_HYSTERESIS_1 = FP16 + " --hysteresis 1"
 
+# Options of layouts: TP tensor, PP pipeline, VPP virtual pipeline, CP context, EP expert
+# parallelism, SP sequence parallelism, MBS micro-batch size, and the number.
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6"
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
-SP = TP2 + " --sequence-parallel"
+TP2_SP = TP2 + " --sequence-parallel"
 TP_OVERLAP = "--tp-comm-overlap"
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
@@ -144,7 +147,7 @@ AUTO_RECOMPUTE = "--recompute-granularity auto --recompute-memory-gib"
 RECOMPUTE_GRANULARITY = "--recompute-granularity-per-stage-micro-batch"
 RECOMPUTE_METHOD = "--recompute-method-per-stage-micro-batch"
 RECOMPUTE_LAYERS = "--recompute-num-layers-per-stage-micro-batch"
-GROUPED = "--moe-grouped-gemm"
+GROUPED_EXPERTS = "--moe-grouped-gemm"
 COMPILED = "--transformer-impl compiled"
 CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration --cuda-graph-warmup-steps 1"
 OVERLAP = (
@@ -158,30 +161,40 @@ FAST_BACKEND = "auto" if explain_no_compiler() else "fsccl"
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout, and the reference run whose results it must reproduce.
+    """A model in a parallel layout, and the reference run whose results it must reproduce.
 
-    The reference has one rank, or the same layout on gloo.
+    The reference has one rank, or is the same layout on gloo.
     """
 
     name: str
-    world: int
+    world_size: int
+    """Number of ranks."""
     model: str
+    """Command-line arguments of the model and the training."""
     layout: str
+    """Command-line arguments of the layout."""
     reference: str
+    """Name of the case whose results are expected; empty for a reference."""
     tolerance: float = 1e-5
+    """Maximum relative and absolute difference of results."""
     backend: str = "auto"
+    """Communication backend."""
     clusters: str = ""
+    """Sizes of the nodes into which fsccl divides the ranks (``FSCCL_CLUSTERS``)."""
     overflow: tuple[int, int] | None = None
     """Rank and step in which one of the rank's gradients is infinite."""
     graphs: bool = False
-    """Trace and compile the layers, which takes seconds."""
+    """Whether to trace and compile the layers, which takes seconds."""
 
-    def record(self, cache: Path) -> dict[str, Any]:
-        """Return the case as the worker reads it. Cases share shuffled mock data in ``cache``."""
+    def to_record(self, data_cache: Path) -> dict[str, Any]:
+        """Return the record of the case that the worker reads.
+
+        Cases share the shuffle indices of data sets in ``data_cache``.
+        """
         return {
             "id": self.name,
-            "world": self.world,
-            "argv": [*f"{self.model} {self.layout}".split(), "--data-cache-path", str(cache)],
+            "world": self.world_size,
+            "argv": [*f"{self.model} {self.layout}".split(), "--data-cache-path", str(data_cache)],
             "backend": self.backend,
             "clusters": self.clusters,
             "overflow": self.overflow,

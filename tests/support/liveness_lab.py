@@ -24,9 +24,9 @@ from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE, read_progress
-from support.launch_lab import PROJECT, free_port, light_torchrun, until
+from support.launch_lab import PROJECT, free_port, wait_for, write_light_torchrun
 
-TOY = r'''
+TOY_PROGRAM = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback
 from flagscale.status import StatusWriter
 
@@ -114,15 +114,16 @@ class AgentHost:
         assert self.process is not None
         return self.process
 
-    def exit(self) -> dict[str, Any]:
+    def exit_record(self) -> dict[str, Any]:
+        """Return the exit record that the agent has written."""
         return dict(json.loads((self.run_dir / EXIT_FILE).read_text()))
 
-    def members(self) -> list[processes.Process]:
+    def run_processes(self) -> list[processes.Process]:
         return processes.find_run_processes(self.run_id)
 
-    def rank(self) -> int:
+    def rank_pid(self) -> int:
         """Return the pid of the host's rank."""
-        for process in self.members():
+        for process in self.run_processes():
             environment = processes.read_environment(process.pid)
             parent = processes.parent_pid_of(process.pid)
             is_rank = b"RANK" in environment
@@ -140,13 +141,13 @@ class AgentHosts:
 
     root: Path
     count: int = 2
-    stations: list[AgentHost] = field(default_factory=list)
+    hosts: list[AgentHost] = field(default_factory=list)
     secret: str = field(default_factory=secret.generate_secret)
     separate_secrets: bool = False
     """Generate a separate secret for each host, so that agents reject each other."""
 
     def __getitem__(self, number: int) -> AgentHost:
-        return self.stations[number]
+        return self.hosts[number]
 
     def start(
         self,
@@ -161,10 +162,10 @@ class AgentHosts:
         ``overrides`` are options for all of them. ``light`` uses a torchrun that does not need
         torch, which starts in a fraction of the time.
         """
-        path = [str(PROJECT)] if not light else [str(light_torchrun(self.root)), str(PROJECT)]
+        path = [str(PROJECT)] if not light else [str(write_light_torchrun(self.root)), str(PROJECT)]
         self.port, rendezvous_port, toy_port = free_port(), free_port(), free_port()
         program = self.root / "toy.py"
-        program.write_text(TOY)
+        program.write_text(TOY_PROGRAM)
         rendezvous_id = secrets.token_hex(4)
         for number in range(self.count):
             run_dir = self.root / f"h{number}"
@@ -190,7 +191,9 @@ class AgentHosts:
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
                 "TOY_PORT": str(toy_port),
                 RUN_ID_VARIABLE: host.run_id,
-                secret.VARIABLE: secret.generate_secret() if self.separate_secrets else self.secret,
+                secret.SECRET_VARIABLE: secret.generate_secret()
+                if self.separate_secrets
+                else self.secret,
                 **environment,
             }
             with host.output.open("wb") as output:
@@ -203,7 +206,7 @@ class AgentHosts:
                     stderr=output,
                     start_new_session=True,
                 )
-            self.stations.append(host)
+            self.hosts.append(host)
 
     def options(self, number: int, overrides: Mapping[str, Any]) -> AgentOptions:
         """Return the options of a host's agent."""
@@ -227,47 +230,47 @@ class AgentHosts:
             **{**defaults, **overrides},
         )
 
-    def joined(self) -> None:
+    def wait_until_joined(self) -> None:
         """Wait until every rank has joined."""
-        for number, host in enumerate(self.stations):
+        for number, host in enumerate(self.hosts):
             directory = host.run_dir / "status"
-            until(lambda path=directory, rank=number: read_progress(path, rank))
+            wait_for(lambda path=directory, rank=number: read_progress(path, rank))
 
-    def codes(self, seconds: float = 90) -> list[int]:
+    def wait_for_exit_codes(self, timeout_seconds: float = 90) -> list[int]:
         """Wait for all agents, and return their exit codes."""
-        deadline = time.monotonic() + seconds
-        for host in self.stations:
+        deadline = time.monotonic() + timeout_seconds
+        for host in self.hosts:
             try:
                 host.agent.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise AssertionError(self.read_outputs()) from None
-        return [host.agent.returncode for host in self.stations]
+        return [host.agent.returncode for host in self.hosts]
 
-    def gone(self, seconds: float = 60) -> None:
+    def wait_until_ended(self, timeout_seconds: float = 60) -> None:
         """Wait until all processes of the run have ended."""
-        until(lambda: not any(host.members() for host in self.stations), seconds)
+        wait_for(lambda: not any(host.run_processes() for host in self.hosts), timeout_seconds)
 
-    def job(self) -> dict[str, Any]:
-        """Return the coordinator's summary."""
+    def job_summary(self) -> dict[str, Any]:
+        """Return the coordinator's summary of the job."""
         return dict(json.loads((self[0].run_dir / LIVENESS_FILE).read_text()))
 
     def read_outputs(self) -> str:
-        return "\n".join(f"--- {s.name}\n{s.read_output()}" for s in self.stations)
+        return "\n".join(f"--- {s.name}\n{s.read_output()}" for s in self.hosts)
 
-    def clear(self) -> None:
-        for host in self.stations:
+    def kill_processes(self) -> None:
+        for host in self.hosts:
             with contextlib.suppress(ProcessLookupError):
                 host.agent.kill()
-            for process in host.members():
+            for process in host.run_processes():
                 processes.send_signal(process, signal.SIGKILL, run_id=host.run_id)
             host.agent.wait()
 
 
 @contextlib.contextmanager
-def stations(root: Path, count: int = 2) -> Iterator[AgentHosts]:
+def agent_hosts(root: Path, count: int = 2) -> Iterator[AgentHosts]:
     """Yield hosts whose agents a test can start, and kill all their processes at the end."""
     hosts = AgentHosts(root, count)
     try:
         yield hosts
     finally:
-        hosts.clear()
+        hosts.kill_processes()

@@ -1,4 +1,8 @@
-"""Reference writer of Megatron-LM's ``torch`` format, following its documentation."""
+"""Reference writer of Megatron-LM's ``torch`` format, following its documentation.
+
+Tests compare the project's writer and reader with it. In names, ``t``, ``p`` and ``e`` are a rank's
+tensor, pipeline and expert-parallel ranks, and ``tp``, ``pp`` and ``ep`` the sizes.
+"""
 
 from __future__ import annotations
 
@@ -34,28 +38,34 @@ def write_checkpoint(
     values: Mapping[str, Any],
     *,
     sizes: tuple[int, int, int],
-    engine: bool,
-    mark: Path | None,
+    transformer_engine: bool,
+    mark_path: Path | None,
     chunks: int = 1,
 ) -> None:
-    """Shard whole ``weights`` (by the names of FlagScale's checkpoints) and write the files of all
-    ranks.
+    """Shard a model's weights and write the files of all ranks.
 
     Args:
+        root: directory of checkpoints.
+        weights: whole tensors, by the names of FlagScale's checkpoints.
+        values: arguments of the model, as Megatron-LM stores them.
         sizes: tensor, pipeline and expert-parallel size.
+        transformer_engine: use the names of Transformer Engine's layers.
+        mark_path: file that is created if the checkpoint is unpickled without restrictions; None
+            stores no such object.
         chunks: model chunks per stage.
-        engine: use the names of Transformer Engine's layers.
     """
     tp, pp, ep = sizes
-    padded = weights["embedding.word_embeddings.weight"].shape[0]
-    args = build_arguments(values, sizes, padded, mark)
+    padded_vocab_size = weights["embedding.word_embeddings.weight"].shape[0]
+    args = build_arguments(values, sizes, padded_vocab_size, mark_path)
     for t, p, e in [(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep)]:
         name = (
             f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
         )
         model_chunks = [
             dict(
-                _select_weights(weights, values, (t, c * pp + p, e), (tp, pp * chunks, ep), engine)
+                _select_weights(
+                    weights, values, (t, c * pp + p, e), (tp, pp * chunks, ep), transformer_engine
+                )
             )
             for c in range(chunks)
         ]
@@ -72,9 +82,15 @@ def write_checkpoint(
 
 
 def build_arguments(
-    values: Mapping[str, Any], sizes: tuple[int, int, int], padded: int, mark: Path | None
+    values: Mapping[str, Any],
+    sizes: tuple[int, int, int],
+    padded_vocab_size: int,
+    mark_path: Path | None,
 ) -> argparse.Namespace:
-    """Build the content of ``args``, with ``mark`` among objects that must not be unpickled."""
+    """Build the content of ``args``.
+
+    With ``mark_path``, they contain objects that must not be unpickled.
+    """
     fields = {**values, "num_experts": values["num_moe_experts"]}
     fields.pop("num_moe_experts"), fields.pop("bias_activation_fusion")
     fields["bias_gelu_fusion"] = values["bias_activation_fusion"]
@@ -82,13 +98,13 @@ def build_arguments(
         f"{name}_model_parallel_size": size
         for name, size in zip(("tensor", "pipeline", "expert"), sizes, strict=True)
     }
-    if mark is not None:
-        fields |= {"attention_backend": AttentionBackend.AUTO, "odd": CodeExecutionMark(mark)}
+    if mark_path is not None:
+        fields |= {"attention_backend": AttentionBackend.AUTO, "odd": CodeExecutionMark(mark_path)}
     return argparse.Namespace(
         **fields,
         **parallel_sizes,
         group_query_attention=True,
-        padded_vocab_size=padded,
+        padded_vocab_size=padded_vocab_size,
         params_dtype=torch.float32,
     )
 
@@ -96,51 +112,63 @@ def build_arguments(
 def _select_weights(
     weights: Mapping[str, torch.Tensor],
     values: Mapping[str, Any],
-    place: tuple[int, int, int],
+    ranks: tuple[int, int, int],
     sizes: tuple[int, int, int],
-    engine: bool,
+    transformer_engine: bool,
 ) -> Iterator[tuple[str, Any]]:
-    (t, p, e), (tp, pp, ep) = place, sizes
+    (t, p, e), (tp, pp, ep) = ranks, sizes
     layers_per_stage = values["num_layers"] // pp
-    for name, whole in weights.items():
-        local = name
+    for name, full_tensor in weights.items():
+        local_name = name
         if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
             if int(match[1]) // layers_per_stage != p:
                 continue
-            local = f"decoder.layers.{int(match[1]) % layers_per_stage}.{match[2]}"
+            local_name = f"decoder.layers.{int(match[1]) % layers_per_stage}.{match[2]}"
         elif (p != 0) if name.startswith("embedding") else (p != pp - 1):
             continue
-        if whole.dim() == 3:
-            count = whole.shape[0] // ep
+        if full_tensor.dim() == 3:
+            count = full_tensor.shape[0] // ep
             for local_expert in range(count):
-                expert_name = local.replace(
+                expert_name = local_name.replace(
                     "experts.experts.", f"experts.local_experts.{local_expert}."
                 )
-                if engine:
-                    expert_name = local.replace("experts.experts.", "experts.") + str(local_expert)
-                yield expert_name, _shard(name, whole[e * count + local_expert], values, t, tp)
+                if transformer_engine:
+                    expert_name = local_name.replace("experts.experts.", "experts.") + str(
+                        local_expert
+                    )
+                yield (
+                    expert_name,
+                    _shard(name, full_tensor[e * count + local_expert], values, t, tp),
+                )
             continue
         if f"{'.'.join(name.split('.')[:3])}.mlp.router.weight" in weights:
             # In front of experts, the norm is not fused with the layer that follows.
-            local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-        elif engine and values["multi_latent_attention"]:
-            local = local.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        if engine and values["multi_latent_attention"]:
-            local = re.sub(r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", local)
-        if not engine:
-            local = local.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-            local = local.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-        duplicated = engine and "_down_proj" in name
-        yield local, whole.clone() if duplicated else _shard(name, whole, values, t, tp)
+            local_name = local_name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        elif transformer_engine and values["multi_latent_attention"]:
+            local_name = local_name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        if transformer_engine and values["multi_latent_attention"]:
+            local_name = re.sub(
+                r"\.(q|kv)_layernorm\.", r".linear_\1_up_proj.layer_norm_", local_name
+            )
+        if not transformer_engine:
+            local_name = local_name.replace(
+                "self_attention.linear_qkv.layer_norm_", "input_layernorm."
+            )
+            local_name = local_name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        is_replicated = transformer_engine and "_down_proj" in name
+        yield (
+            local_name,
+            full_tensor.clone() if is_replicated else _shard(name, full_tensor, values, t, tp),
+        )
 
 
-def _shard(name: str, whole: torch.Tensor, values: Mapping[str, Any], t: int, tp: int) -> Any:
+def _shard(name: str, full_tensor: torch.Tensor, values: Mapping[str, Any], t: int, tp: int) -> Any:
     if "norm" in name or "router" in name or "position_embeddings" in name:
-        return whole.clone()
+        return full_tensor.clone()
     if re.search(r"(linear_proj|linear_fc2)\.weight", name):
-        return whole.chunk(tp, 1)[t].clone()
+        return full_tensor.chunk(tp, 1)[t].clone()
     if re.search(r"(linear_proj|linear_fc2)\.bias", name):
-        return whole.clone()
+        return full_tensor.clone()
     if "linear_fc1" in name and values["swiglu"]:
-        return torch.cat([half.chunk(tp)[t] for half in whole.chunk(2)])
-    return whole.chunk(tp)[t].clone()
+        return torch.cat([half.chunk(tp)[t] for half in full_tensor.chunk(2)])
+    return full_tensor.chunk(tp)[t].clone()

@@ -25,9 +25,9 @@ from bed.namespaces import search_path
 # Packages of extras. The launcher uses none of them, so a missing one is an error in its tests.
 EXTRAS = {"torch", "megatron", "numpy", "tokenizers", "transformers", "sentencepiece", "matplotlib"}
 EXTRAS |= {"peft"}
-LAUNCHING = {"config", "hosts", "launcher", "liveness", "patching", "ssh"}
+LAUNCHER_DIRECTORIES = {"config", "hosts", "launcher", "liveness", "patching", "ssh"}
 
-SYSTEM = "make system"  # in a reason, like "needs root": the command that installs it
+INSTALL_COMMAND = "make system"  # in a reason, like "needs root": the command that installs it
 
 
 def skip_or_fail(need: str, reason: str) -> NoReturn:
@@ -42,16 +42,16 @@ def require_program(need: str, name: str) -> str:
     """Return the path of program ``name``, or skip the running test if it is not installed."""
     path = shutil.which(name, path=search_path())
     if path is None:
-        skip_or_fail(need, f"no {name} on this machine ({SYSTEM})")
+        skip_or_fail(need, f"no {name} on this machine ({INSTALL_COMMAND})")
     # Not through /bin if that is a link to /usr/bin: OpenMPI would derive the prefix `/`.
     return str(Path(path).parent.resolve() / name)
 
 
 def explain_no_compiler() -> str | None:
     if shutil.which("g++") is None:
-        return f"no C++ compiler on this machine ({SYSTEM})"
+        return f"no C++ compiler on this machine ({INSTALL_COMMAND})"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return f"no headers of this Python ({SYSTEM})"
+        return f"no headers of this Python ({INSTALL_COMMAND})"
     return None
 
 
@@ -68,13 +68,19 @@ NEEDS: dict[str, Callable[[], str | None]] = {
     "root": _explain_no_root,
     "torch": _explain_no_torch,
 }
+"""Function per requirement that returns the reason if it is missing, otherwise None."""
 
 
 def _explain_missing_extra(error: BaseException | None, path: Path) -> str | None:
     """Return the reason if ``error`` is the import of an extra's package that is not installed."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     parts = path.relative_to(Path(__file__).parents[1]).parts
-    if name not in EXTRAS or LAUNCHING & set(parts) or name in sys.modules or find_spec(name):
+    if (
+        name not in EXTRAS
+        or LAUNCHER_DIRECTORIES & set(parts)
+        or name in sys.modules
+        or find_spec(name)
+    ):
         return None
     return f"no {name} in this environment"
 
@@ -139,5 +145,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{count:5}  {reason}")
     if any("needs root" in reason for reason in reasons):
         terminalreporter.line("`make test`, as root on Debian or Ubuntu, installs and runs more.")
-    elif any(SYSTEM in reason for reason in reasons):
-        terminalreporter.line(f"`{SYSTEM}`, as root on Debian or Ubuntu, installs what is missing.")
+    elif any(INSTALL_COMMAND in reason for reason in reasons):
+        terminalreporter.line(
+            f"`{INSTALL_COMMAND}`, as root on Debian or Ubuntu, installs what is missing."
+        )

@@ -16,17 +16,17 @@ from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, Layout
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
-BEGAN = 1_790_000_000.0
+START_TIME = 1_790_000_000.0
 """Start time of the runs, in Unix seconds."""
 
 
-def steps(count: int, first: int = 1, **figures: Any) -> Iterator[dict[str, Any]]:
-    """Return progress events of consecutive steps; a figure is a value or a function of a step."""
+def progress_events(count: int, first: int = 1, **metrics: Any) -> Iterator[dict[str, Any]]:
+    """Yield progress events of consecutive steps; a metric is a value or a function of the step."""
     defaults: dict[str, Any] = {"loss": lambda step: 9 - step / count, "grad_norm": 1.5}
     for step in range(first, first + count):
         values = {
-            name: figure(step) if callable(figure) else figure
-            for name, figure in {**defaults, **figures}.items()
+            name: metric(step) if callable(metric) else metric
+            for name, metric in {**defaults, **metrics}.items()
         }
         yield {"event": "progress", "step": step, "train_steps": 100, **values}
 
@@ -36,44 +36,55 @@ class StoredRun:
     """A run on disk that has ended."""
 
     state: RunState
-    moment: float = field(default=BEGAN)
+    last_event_time: float = field(default=START_TIME)
 
-    def report(self, *events: Mapping[str, Any], rank: int = 0, attempt: str = "status") -> None:
-        """Append events to a rank's file, one second apart."""
+    def append_events(
+        self, *events: Mapping[str, Any], rank: int = 0, attempt: str = "status"
+    ) -> None:
+        """Append events to a rank's file, one second apart. ``attempt`` is the name of the status
+        directory.
+        """
         host = next(host for host in self.state.hosts if rank in host.ranks)
         directory = host.run_dir / attempt
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / f"rank_{rank}.jsonl").open("a", encoding="utf-8") as file:
             for event in events:
-                self.moment += 1
-                file.write(json.dumps({"time": self.moment, **event}) + "\n")
+                self.last_event_time += 1
+                file.write(json.dumps({"time": self.last_event_time, **event}) + "\n")
 
-    def end(self, code: int = 0, **more: Any) -> None:
+    def write_exit_records(self, code: int = 0, **more: Any) -> None:
         """Write the exit record of every host."""
         for host in self.state.hosts:
             host.run_dir.mkdir(parents=True, exist_ok=True)
-            record = {"code": code, "phase": "job", "signal": None, "ended": self.moment + 1}
+            record = {
+                "code": code,
+                "phase": "job",
+                "signal": None,
+                "ended": self.last_event_time + 1,
+            }
             write_json(host.run_dir / EXIT_FILE, {**record, **more})
 
-    def change(self, **fields: Any) -> StoredRun:
+    def replace_state(self, **fields: Any) -> StoredRun:
         """Return the same run with other fields of its state."""
         self.state = replace(self.state, **fields)
         self.state.save(Layout(self.state.exp_dir).state)
         return self
 
-    def agree(self, **job: Any) -> None:
+    def write_job_summary(self, **job: Any) -> None:
         """Write the coordinator's summary of the job."""
         summary = {"phase": "over", "attempt": 1, "attempts": 1, "failure": None, "hosts": {}}
         path = self.state.hosts[0].run_dir / LIVENESS_FILE
         write_json(path, {**summary, "restarts": [], **job})
 
-    def keep(self, config: Mapping[str, Any], *words: str, run_id: str = "", **plan: Any) -> None:
+    def write_launcher_files(
+        self, config: Mapping[str, Any], *program_argv: str, run_id: str = "", **plan: Any
+    ) -> None:
         """Write the launcher's files next to the scripts: the configuration, and the plan of a
         program with these arguments.
         """
         layout = Layout(self.state.exp_dir)
         layout.scripts.mkdir(parents=True, exist_ok=True)
-        hosts = [{"name": host.name, "program": list(words)} for host in self.state.hosts]
+        hosts = [{"name": host.name, "program": list(program_argv)} for host in self.state.hosts]
         stored_plan = {"run_id": run_id or self.state.run_id, "notes": [], **plan, "hosts": hosts}
         write_json(layout.plan, stored_plan)
         layout.config.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
@@ -104,7 +115,9 @@ def store_run(
         )
     runner = RunnerHandle("local")
     world = nproc * len(hosts)
-    state = RunState(run_id, name, exp_dir, BEGAN, world, False, 1.0, runner, tuple(host_states))
+    state = RunState(
+        run_id, name, exp_dir, START_TIME, world, False, 1.0, runner, tuple(host_states)
+    )
     state.save(Layout(exp_dir).state)
     return StoredRun(state)
 
@@ -119,29 +132,29 @@ class ParsedPage(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self.scripts: list[tuple[str, str]] = []
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         if tag not in ("meta", "!doctype"):
-            self.open.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
+        if self.open_tags and self.open_tags[-1] == "script":
             self.scripts.append((self.elements[-1][1].get("type") or "", data))
-        elif self.open and self.open[-1] != "style":
+        elif self.open_tags and self.open_tags[-1] != "style":
             self.texts.append(data)
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def of(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
+    def find_elements(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
         """Return the attributes of all elements of this tag that have ``attributes``."""
         required = {name.rstrip("_"): value for name, value in attributes.items()}
         return [a for t, a in self.elements if t == tag and required.items() <= a.items()]

@@ -15,7 +15,7 @@ import pytest
 from bed import accounting
 from bed.host import HostProcess
 from bed.lab import Bed
-from bed.plugin import need_bed
+from bed.plugin import require_bed
 from bed.slurm import PROGRAMS, Slurm
 from bed.users import User, known_user
 
@@ -24,7 +24,7 @@ from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.preflight.checks import Check
 from flagscale.launcher.runners.slurm.runner import SlurmRunner
 from support.full_disk import small_disk
-from support.launch_lab import Lab, until
+from support.launch_lab import Lab, wait_for
 from support.needs import require_program
 
 # Joins, runs until SIGTERM, then saves and exits. FAIL is the exit code of rank 1. MEET is a
@@ -71,7 +71,12 @@ SETTINGS = {
     "PreemptMode": "REQUEUE",
 }
 # Variables that a job inherits if it is submitted from within another job.
-INSIDE = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_GPUS_PER_NODE": "8", "SBATCH_WAIT": "1"}
+OUTER_JOB_VARIABLES = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "9",
+    "SLURM_GPUS_PER_NODE": "8",
+    "SBATCH_WAIT": "1",
+}
 
 
 @dataclass
@@ -82,8 +87,8 @@ class Cluster:
     user: User
     shared: Path
 
-    def lab(self, name: str) -> SlurmLab:
-        """Return a directory for an experiment."""
+    def create_lab(self, name: str) -> SlurmLab:
+        """Create a directory for an experiment."""
         root = self.shared / name
         root.mkdir(mode=0o755)
         os.chown(root, self.user.uid, self.user.gid)
@@ -91,7 +96,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(
+def start_cluster(
     hosts: int = 2,
     *,
     settings: Mapping[str, str] | None = None,
@@ -142,10 +147,10 @@ class SlurmLab(Lab):
     envs: dict[str, str] = field(default_factory=dict)
 
     def command(self, *words: str) -> list[str]:
-        inside = (f"{name}={value}" for name, value in INSIDE.items())
-        return [*self.cluster.user.under, "env", *inside, *super().command(*words)]
+        inside = (f"{name}={value}" for name, value in OUTER_JOB_VARIABLES.items())
+        return [*self.cluster.user.command_prefix, "env", *inside, *super().command(*words)]
 
-    def slurm(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
+    def write_config(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
         """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm`` section."""
         runner_section = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
         if "hostfile" not in runner_section and "device_type_specific" not in section:
@@ -155,12 +160,13 @@ class SlurmLab(Lab):
         )
 
     @property
-    def job(self) -> str:
+    def job_id(self) -> str:
+        """Id of the run's Slurm job."""
         return str(self.state().runner.handle["job"])
 
     def submit(self, *words: str) -> None:
         """Submit the job without waiting for it."""
-        result = self.do("run", "experiment.runner.wait_for=none", *words)
+        result = self.run_action("run", "experiment.runner.wait_for=none", *words)
         assert result.returncode == 0, result.stdout + result.stderr
 
     def forget_job(self) -> dict[str, Any]:
@@ -180,61 +186,61 @@ class SlurmLab(Lab):
             with closing(SlurmRunner()) as runner:
                 return runner.query(self.state()).to_json()
 
-        return self.cluster.user.do(run_query)
+        return self.cluster.user.call(run_query)
 
-    def until_state(self, state: str, seconds: float = 30) -> dict[str, Any]:
+    def wait_for_state(self, state: str, timeout_seconds: float = 30) -> dict[str, Any]:
         """Return the result of ``query`` once the run is in this state."""
-        snapshot: dict[str, Any] = until(
-            lambda: now if (now := self.query())["state"] == state else None, seconds
+        snapshot: dict[str, Any] = wait_for(
+            lambda: now if (now := self.query())["state"] == state else None, timeout_seconds
         )
         return snapshot
 
-    def until_waiting(self, why: str) -> str:
-        """Return the explanation of a pending job, once the reason is this one."""
+    def wait_for_pending_reason(self, expected_reason: str) -> str:
+        """Return the explanation of a pending job, once it contains ``reason``."""
 
         def pending_reason() -> str:
             now = self.query()
             reason = str(now["hosts"][0].get("waits", ""))
-            return reason if now["state"] == "pending" and why in reason else ""
+            return reason if now["state"] == "pending" and expected_reason in reason else ""
 
-        explanation: str = until(pending_reason, 60)
+        explanation: str = wait_for(pending_reason, 60)
         return explanation
 
-    def until_warned(self) -> str:
+    def wait_for_warning(self) -> str:
         """Return the first warning of ``query``, once there is one."""
-        warnings: list[str] = until(lambda: self.query()["warnings"], 30)
+        warnings: list[str] = wait_for(lambda: self.query()["warnings"], 30)
         return warnings[0]
 
-    def checks(self) -> list[Check]:
+    def run_preflight(self) -> list[Check]:
         """Return the results of a preflight by this process."""
         experiment = load(self.root / "conf", "lab", (), "plan").experiment
         with SlurmRunner().prepare(experiment, checking=True) as ready:
             return ready.checks
 
-    def processes(self, name: str = "") -> list[HostProcess]:
+    def find_processes(self, name: str = "") -> list[HostProcess]:
         """Return the running processes of the run on the nodes, or on one."""
         hosts = (host for host in self.cluster.slurm.bed.hosts if name in ("", host.name))
         return [p for host in hosts for p in host.find(str(self.root))]
 
-    def clear(self) -> None:
-        super().clear()
+    def kill_processes(self) -> None:
+        super().kill_processes()
         slurm = self.cluster.slurm
         # Components of a heterogeneous job cannot be cancelled individually.
-        if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
+        if jobs := {job.partition("+")[0] for job in slurm.list_jobs()}:
             slurm.run("scancel", *jobs)
-        slurm.wait_empty()
+        slurm.wait_until_no_jobs()
 
 
 @contextmanager
-def needed_cluster(**options: Any) -> Iterator[Cluster]:
+def require_cluster(**options: Any) -> Iterator[Cluster]:
     """Yield a Slurm; the test is skipped, with the reason, if there is none.
 
-    ``options`` are those of :func:`cluster`.
+    ``options`` are those of :func:`start_cluster`.
     """
-    need_bed()
+    require_bed()
     for program in (*PROGRAMS, *(accounting.PROGRAMS if "accounts" in options else ())):
         require_program("slurm", program)
-    with cluster(**options) as new_cluster:
+    with start_cluster(**options) as new_cluster:
         yield new_cluster
 
 
@@ -243,7 +249,7 @@ def slurm_lab(cluster_of_test: Cluster, name: str) -> Iterator[SlurmLab]:
     """Yield an experiment in a directory whose name contains special characters of shells and
     Slurm.
     """
-    lab = cluster_of_test.lab(f"{name} 'b' %j $c")
+    lab = cluster_of_test.create_lab(f"{name} 'b' %j $c")
     yield lab
-    lab.clear()
+    lab.kill_processes()
     shutil.rmtree(lab.root)

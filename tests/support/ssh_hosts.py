@@ -36,17 +36,17 @@ class Outcome(Generic[T]):
         return self.value  # type: ignore[return-value]
 
 
-def outcomes_of(
+def run_on_all_hosts(
     hosts: Hosts, action: Callable[[int, HostConnection], T], count: int
 ) -> list[Outcome[T]]:
-    """Run ``action`` on every host, and return the outcomes in their order."""
-    values, errors = hosts.each(action)
+    """Run ``action`` on every host, and return the outcomes in the order of the hosts."""
+    values, errors = hosts.run_on_hosts(action)
     assert {*values, *errors} == set(range(count))
     return [Outcome(number, values.get(number), errors.get(number)) for number in range(count)]
 
 
-class Dialing(Closeable):
-    """Connection factory that opens a connection to a target, by its number, on each call."""
+class DialingFactory(Closeable):
+    """Connection factory that opens a connection to a target, by its index, on each call."""
 
     def __init__(self, targets: Sequence[SshTarget], options: DialOptions | None) -> None:
         self._targets = targets
@@ -75,11 +75,14 @@ def fan_out(
     targets: Sequence[SshTarget],
     action: Callable[[SshConnection], T],
     *,
-    limit: int = MAX_PARALLEL_HOSTS,
+    max_parallel_hosts: int = MAX_PARALLEL_HOSTS,
     options: DialOptions | None = None,
 ) -> list[Outcome[T]]:
     """Run ``action`` on every target over a separate connection."""
     endpoints = [Endpoint(str(number)) for number in range(len(targets))]
-    with patch("flagscale.hosts.fan_out.MAX_PARALLEL_HOSTS", limit), Hosts(endpoints, {}) as hosts:
-        hosts._factories["ssh"] = Dialing(targets, options)
-        return outcomes_of(hosts, lambda _, connection: action(connection), len(targets))
+    with (
+        patch("flagscale.hosts.fan_out.MAX_PARALLEL_HOSTS", max_parallel_hosts),
+        Hosts(endpoints, {}) as hosts,
+    ):
+        hosts._factories["ssh"] = DialingFactory(targets, options)
+        return run_on_all_hosts(hosts, lambda _, connection: action(connection), len(targets))

@@ -17,10 +17,10 @@ from bed.lab import Bed
 
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
-from support.launch_lab import PROJECT, light_torchrun, until
+from support.launch_lab import PROJECT, wait_for, write_light_torchrun
 
 # Joins and runs until SIGTERM, without torch.
-STEADY = """\
+STEADY_PROGRAM = """\
 import os, signal, sys, time
 sys.path.insert(0, {project!r})
 from flagscale.status import StatusWriter
@@ -57,7 +57,7 @@ class SshLab:
         ``envs`` are merged. ``top`` are keys next to ``experiment``.
         """
         entrypoint = self.root / "program.py"
-        text = program or STEADY
+        text = program or STEADY_PROGRAM
         entrypoint.write_text(text.replace("{project!r}", repr(str(PROJECT))), encoding="utf-8")
         lines = hostfile or "".join(f"{name} slots={self.slots}\n" for name in self.bed.names)
         (self.root / "hostfile").write_text(lines, encoding="utf-8")
@@ -77,7 +77,7 @@ class SshLab:
             "envs": {"OMP_NUM_THREADS": 1},
         }
         if light:
-            section["envs"]["PYTHONPATH"] = str(light_torchrun(self.root))
+            section["envs"]["PYTHONPATH"] = str(write_light_torchrun(self.root))
         for key, value in experiment.items():
             section[key] = {**section[key], **value} if key in section else value
         config = {"experiment": section, "action": "run", "train": {}, **top}
@@ -85,27 +85,27 @@ class SshLab:
         conf.mkdir(exist_ok=True)
         (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
-    def install(self) -> None:
+    def copy_program(self) -> None:
         """Copy the training program to hosts with a private root.
 
         They do not see this machine's files.
         """
         for host in self.bed.hosts:
             for source in (self.root / "program.py", *(self.root / "light").rglob("*.py")):
-                target = host.path(source)
+                target = host.local_path(source)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(source.read_bytes())
 
     def command(self, *words: str) -> list[str]:
-        place = ("--config-path", str(self.root / "conf"), "--config-name", "lab")
-        return [sys.executable, str(PROJECT / "run.py"), *place, *words]
+        config_options = ("--config-path", str(self.root / "conf"), "--config-name", "lab")
+        return [sys.executable, str(PROJECT / "run.py"), *config_options, *words]
 
-    def do(
-        self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 120.0
+    def run_action(
+        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run an action to its end; ``under`` is a command that wraps it."""
         return subprocess.run(
-            [*under, *self.command(f"action={action}", *words)],
+            [*wrapper, *self.command(f"action={action}", *words)],
             cwd=self.root,
             env=self.bed.environment(COLUMNS="200"),
             stdin=subprocess.DEVNULL,
@@ -129,7 +129,7 @@ class SshLab:
         return process
 
     def query(self) -> dict[str, Any]:
-        result = self.do("query", "json=true")
+        result = self.run_action("query", "json=true")
         return dict(json.loads(result.stdout))
 
     def state(self) -> RunState:
@@ -137,18 +137,22 @@ class SshLab:
         assert state is not None
         return state
 
-    def members(self, host: Host, run_id: str = "") -> list[HostProcess]:
+    def run_processes(self, host: Host, run_id: str = "") -> list[HostProcess]:
         """Return the processes of the run in the process table of a host."""
         run_id = run_id or self.state().run_id
         alive = [process for process in host.processes() if process.state != "Z"]
         return [p for p in alive if p.environment().get("FLAGSCALE_RUN_ID") == run_id]
 
-    def orphans(self) -> dict[str, list[tuple[str, ...]]]:
-        """Return the remaining processes of the run by host; empty if every host is clean."""
-        processes = {host.name: [p.argv for p in self.members(host)] for host in self.bed.hosts}
+    def remaining_processes(self) -> dict[str, list[tuple[str, ...]]]:
+        """Return the command lines of the remaining processes of the run by host; empty if every
+        host is clean.
+        """
+        processes = {
+            host.name: [p.argv for p in self.run_processes(host)] for host in self.bed.hosts
+        }
         return {name: commands for name, commands in processes.items() if commands}
 
-    def clear(self) -> None:
+    def kill_processes(self) -> None:
         for process in self.started:
             process.kill()
             process.wait()
@@ -164,13 +168,13 @@ def ssh_lab(bed: Bed, root: Path, **options: Any) -> Iterator[SshLab]:
     try:
         yield lab
     finally:
-        lab.clear()
+        lab.kill_processes()
 
 
-def bystanders(bed: Bed) -> dict[str, list[int]]:
+def start_bystanders(bed: Bed) -> dict[str, list[int]]:
     """Start processes on every host that resemble a run: a torchrun, and a rank of another run.
 
-    Returns their pids by host, as :func:`sleepers` does while they are all alive.
+    Returns their pids by host, as :func:`find_bystanders` does while they are all alive.
     """
     other_rank = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
     for host in bed.hosts:
@@ -182,11 +186,11 @@ def bystanders(bed: Bed) -> dict[str, list[int]]:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-    until(lambda: all(len(pids) == 2 for pids in sleepers(bed).values()))
-    return sleepers(bed)
+    wait_for(lambda: all(len(pids) == 2 for pids in find_bystanders(bed).values()))
+    return find_bystanders(bed)
 
 
-def sleepers(bed: Bed) -> dict[str, list[int]]:
-    """Return the running bystanders by host."""
+def find_bystanders(bed: Bed) -> dict[str, list[int]]:
+    """Return the pids of the running bystanders by host."""
     arguments = (("1000",), ("1001",))
     return {h.name: [p.pid for p in h.processes() if p.argv[1:] in arguments] for h in bed.hosts}

@@ -45,20 +45,20 @@ LOGGING = {"log_interval": 1, "save": None, "load": None, "tensorboard_dir": Non
 Step = tuple[int, float, float]
 
 
-def sections(steps: int | None = None, **system: Any) -> dict[str, Any]:
+def train_sections(steps: int | None = None, **system: Any) -> dict[str, Any]:
     """Return the ``train`` sections of a run that exits at the next multiple of ``steps``."""
     logging = {**LOGGING, **system.get("logging", {}), "exit_interval": steps}
     return {**LLAMA, "system": {**LLAMA["system"], **system, "logging": logging}}
 
 
-def losses(lab: Lab, reports: str = STATUS_DIRECTORY) -> list[Step]:
+def read_losses(lab: Lab, status_directory: str = STATUS_DIRECTORY) -> list[Step]:
     """Return step, loss and gradient norm of all reported steps of the last run.
 
     ``reports``: name of the status directory.
     """
     steps = []
     for host in lab.state().hosts:
-        for path in list_status_files(host.run_dir / reports):
+        for path in list_status_files(host.run_dir / status_directory):
             rows = read_events(path)[0]
             steps += [
                 (e.get("step"), e.get("loss"), e.get("grad_norm"))

@@ -29,7 +29,8 @@ LAYERS = {
     "accelerators": {"errors", "registry", "status"},
     "checkpoint_metadata": {"errors"},
     "checkpoints": {"checkpoint_metadata", "errors"},
-    "config": {*COMMON, "accelerators"},
+    "tokenizer_files": {"errors"},
+    "config": {*COMMON, "accelerators", "tokenizer_files"},
     "estimate": {*COMMON, "accelerators", "config"},
     "hosts": {*COMMON, "accelerators", "checkpoints", "cli_errors", "config"},
     "comm": {*COMMON, "accelerators"},
@@ -46,6 +47,7 @@ LAYERS = {
     "train": {
         *COMMON,
         "accelerators",
+        "tokenizer_files",
         "checkpoint_metadata",
         "checkpoints",
         "config",
@@ -103,15 +105,13 @@ LAUNCHER_LAYERS = {
 }
 # The same within flagscale.config.arguments: declarations, then rules, then heterogeneous jobs.
 ARGUMENT_LAYERS = {
-    "compat.aliases": set[str](),
-    "compat.unsupported": {"compat.unsupported_families"},
-    "compat.unsupported_families": set(),
-    "spec": {"compat.aliases", "compat.unsupported"},
+    "compat.unsupported_families": set[str](),
+    "compat.names": {"compat.unsupported_families"},
+    "spec": {"compat.names"},
     "compat.huggingface": {"spec"},
     "rules": {"spec", "compat.huggingface"},
     "hetero": {"spec", "rules"},
     "compat.unused": {"spec", "rules"},
-    "compat.substitutions": {"spec", "hetero"},
     "layout": {"spec", "rules", "hetero"},
 }
 SLOW_IMPORTS = {"torch", "megatron", "numpy"}
@@ -307,7 +307,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     more.parent.mkdir()
     more.write_text(f"# @package experiment.envs\n{json.dumps(envs)}\n", encoding="utf-8")
     yield lab
-    lab.clear()
+    lab.kill_processes()
 
 
 def opened_files(lab: Lab, call: str) -> dict[str, int]:
@@ -388,8 +388,8 @@ def _without_random_parts(text: str) -> dict[str, Any]:
 
 @pytest.mark.torch  # it starts the training program
 def test_dry_run_shows_the_scripts_that_a_run_starts(lab: Lab) -> None:
-    printed = lab.do("dryrun", "json=true").stdout
-    process = lab.do("test")
+    printed = lab.run_action("dryrun", "json=true").stdout
+    process = lab.run_action("test")
     assert process.returncode == 0, process.stderr
     saved = lab.layout.plan.read_text(encoding="utf-8")
     dry_run, started = _without_random_parts(printed), _without_random_parts(saved)

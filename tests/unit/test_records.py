@@ -58,11 +58,11 @@ def test_any_values_round_trip(values: dict[str, Any]) -> None:
 )
 def test_invalid_records_are_rejected(change: dict[str, Any]) -> None:
     text = json.dumps({**json.loads(encode(PLAN)), **change})
-    with pytest.raises(ConfigError, match="is no Plan"):
+    with pytest.raises(ConfigError, match="is not a valid Plan"):
         decode(Plan, text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '"x"', "[" * 100_000])
 def test_any_text_is_accepted_or_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no Plan"):
+    with pytest.raises(ConfigError, match="is not a valid Plan"):
         decode(Plan, text)

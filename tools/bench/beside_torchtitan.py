@@ -1,4 +1,4 @@
-"""Benchmark rows of :mod:`gpu` against torchtitan, on the same GPUs in the same run.
+"""Compare rows of the benchmark :mod:`gpu` with torchtitan, on the same GPUs in the same run.
 
 torchtitan trains the same model in bf16 with FSDP2 and torch.compile, without activation
 recomputation, and with as many tokens per step. Both trainers run with the row's micro-batch size
@@ -45,17 +45,25 @@ def compare_rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure each row with both trainers and yield a record with the ratio of the fastest runs."""
     for row in rows:
-        ours, theirs = [], []
+        flagscale_records, torchtitan_records = [], []
         for factor in (1, 2):
-            ours.append(
+            flagscale_records.append(
                 measure_flagscale(scale_micro_batch(row, factor), steps, scratch / f"ours-{factor}")
             )
-            theirs.append(
+            torchtitan_records.append(
                 measure_torchtitan(scale_micro_batch(row, factor), steps, checkout, scratch)
             )
-        best, reference = best_throughput(ours), best_throughput(theirs)
-        ratio = round(best / reference, 3) if reference else None
-        yield {"name": row.name, "ours": ours, "torchtitan": theirs, "ratio": ratio}
+        flagscale_speed, torchtitan_speed = (
+            best_throughput(flagscale_records),
+            best_throughput(torchtitan_records),
+        )
+        ratio = round(flagscale_speed / torchtitan_speed, 3) if torchtitan_speed else None
+        yield {
+            "name": row.name,
+            "ours": flagscale_records,
+            "torchtitan": torchtitan_records,
+            "ratio": ratio,
+        }
 
 
 def scale_micro_batch(row: gpu.GpuRow, factor: int) -> gpu.GpuRow:
@@ -97,11 +105,11 @@ def measure_torchtitan(
     logged_steps = [
         (int(s), float(m), int(t.replace(",", ""))) for s, m, t in LOG_LINE.findall(process.stdout)
     ]
-    counted = [speed for step, _, speed in logged_steps if step > gpu.WARM_UP]
+    speeds = [speed for step, _, speed in logged_steps if step > gpu.WARM_UP]
     return {
         **record,
-        "tokens_per_second_per_gpu": round(statistics.median(counted)),
-        "tokens_per_second_of_all": counted,
+        "tokens_per_second_per_gpu": round(statistics.median(speeds)),
+        "tokens_per_second_of_all": speeds,
         "memory_gib": max(memory for _, memory, _ in logged_steps),
     }
 
@@ -110,7 +118,7 @@ def run_torchtitan(
     row: gpu.GpuRow, steps: int, checkout: Path, directory: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run torchtitan's training program."""
-    batch = row.micro_batch * row.accumulated * row.replicas
+    global_batch = row.micro_batch * row.accumulated * row.replicas
     options = {
         "model.name": "llama3",
         "model.flavor": "cut",
@@ -118,7 +126,7 @@ def run_torchtitan(
         "training.dataset": "c4_test",
         "training.dataset_path": directory / "texts",
         "training.local_batch_size": row.micro_batch,
-        "training.global_batch_size": batch,
+        "training.global_batch_size": global_batch,
         "training.seq_len": row.sequence,
         "training.steps": steps,
         "training.dataloader.num_workers": 1,
@@ -130,7 +138,7 @@ def run_torchtitan(
         "job.dump_folder": directory / "outputs",
         "experimental.custom_import": "flavor_of_row",
     }
-    words = [
+    arguments = [
         word
         for name, value in options.items()
         for word in (f"--{name}", *([] if value is None else str(value).split()))
@@ -138,7 +146,7 @@ def run_torchtitan(
     paths = [str(directory), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(row.gpus))
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "torchtitan.train", *words],
+        [sys.executable, *launcher, "-m", "torchtitan.train", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
         cwd=directory, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -155,7 +163,7 @@ def write_texts(directory: Path, count: int = 256) -> None:
 
 def format_record(record: dict[str, Any]) -> str:
     """Format a record as a table line."""
-    ours, theirs = (
+    flagscale_text, torchtitan_text = (
         ", ".join(
             f"{run.get('tokens_per_second_per_gpu', run.get('failed'))} (batch "
             f"{run['micro_batch']}, {run.get('memory_gib', 0):.1f} GiB)"
@@ -163,7 +171,8 @@ def format_record(record: dict[str, Any]) -> str:
         )
         for trainer in ("ours", "torchtitan")
     )
-    return f"{record['name']:>8} | tok/s/GPU: {ours} | torchtitan {theirs} | {record['ratio']}"
+    speeds = f"tok/s/GPU: {flagscale_text} | torchtitan {torchtitan_text}"
+    return f"{record['name']:>8} | {speeds} | {record['ratio']}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,11 +198,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.append(record)
             print(format_record(record), flush=True)
             if options.output:
-                facts = {
+                machine_facts = {
                     **machine.describe_machine("torch", "triton", "megatron-core"),
                     **gpu.query_gpus(),
                 }
-                options.output.write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n")
+                options.output.write_text(
+                    json.dumps({**machine_facts, "rows": records}, indent=1) + "\n"
+                )
     return 0
 
 

@@ -35,12 +35,12 @@ import torch
 
 from flagscale.bench import machine
 from flagscale.cli_errors import run_command
+from flagscale.config.arguments.compat.huggingface.config_reader import read_config
 from flagscale.config.arguments.compat.huggingface.models import (
     arguments_of,
     effective,
     missing_arguments,
 )
-from flagscale.config.arguments.compat.huggingface.reading import read_config
 from flagscale.config.arguments.spec.command_line import words_of
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.errors import JobError
@@ -50,7 +50,7 @@ from flagscale.train.checkpoint.formats.lazy_tensors import MappedTensor, Shape
 from flagscale.train.checkpoint.formats.weight_mappings import iter_weights
 
 PROJECT = Path(__file__).resolve().parents[2]
-CONFIG = {
+LLAMA_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -66,14 +66,14 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-MEDIUM = {
+MEDIUM_SIZES = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_attention_heads": 16,
     "vocab_size": 16000,
 }
 """Sizes of a model for which the optimizer of one rank is created quickly."""
-TINY = {
+TINY_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_attention_heads": 2,
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.start:
             results["start"] = {**machine_facts, **measure_start(root)}
         else:
-            write_model(root / "tiny", 1, TINY)
+            write_model(root / "tiny", 1, TINY_SIZES)
             for size in options.gigabytes:
                 layers = max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))
                 model = write_model(root / "model", layers)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_model(path: Path, layers: int, overrides: dict[str, Any] | None = None) -> Path:
     """Write a Hugging Face model directory with random weights. Return its path."""
-    config = {**CONFIG, "num_hidden_layers": layers, **(overrides or {})}
+    config = {**LLAMA_CONFIG, "num_hidden_layers": layers, **(overrides or {})}
     values = effective(arguments_of(config))
     noise = torch.randn(1 << 23).to(torch.bfloat16)
 
@@ -176,11 +176,15 @@ def measure_conversions(model: Path, root: Path) -> dict[str, dict[str, float]]:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     rows = {}
     for verification, flags in (("compared", []), ("not compared", ["--no-verify"])):
-        ours, back = root / "ours", root / "back"
-        rows[f"Hugging Face to ours, {verification}"] = run_conversion(model, ours, flags)
-        rows[f"ours to Hugging Face, {verification}"] = run_conversion(ours, back, flags)
-        shutil.rmtree(ours)
-        shutil.rmtree(back)
+        flagscale_model, converted_back = root / "ours", root / "back"
+        rows[f"Hugging Face to ours, {verification}"] = run_conversion(
+            model, flagscale_model, flags
+        )
+        rows[f"ours to Hugging Face, {verification}"] = run_conversion(
+            flagscale_model, converted_back, flags
+        )
+        shutil.rmtree(flagscale_model)
+        shutil.rmtree(converted_back)
     for row in rows.values():
         row["bytes"] = size
     return rows
@@ -206,8 +210,8 @@ def run_conversion(source: Path, target: Path, flags: Sequence[str]) -> dict[str
     output, errors = process.communicate()
     if process.returncode:
         raise JobError(f"{source} was not converted:\n{errors}")
-    figures: dict[str, float] = json.loads(output.splitlines()[-1])
-    return figures
+    metrics: dict[str, float] = json.loads(output.splitlines()[-1])
+    return metrics
 
 
 def convert_main(tiny: Path, source: Path, target: Path, flags: Sequence[str]) -> int:
@@ -217,16 +221,19 @@ def convert_main(tiny: Path, source: Path, target: Path, flags: Sequence[str]) -
     with tempfile.TemporaryDirectory() as directory:
         for start, end in (tiny, Path(directory) / "ours"), (Path(directory) / "ours", None):
             convert.main([str(start), str(end or Path(directory) / "back")])
-    before, peak, begin = os.times(), [0], time.monotonic()
-    idle, stop = read_anonymous_memory(), threading.Event()
+    times_before, peak, begin = os.times(), [0], time.monotonic()
+    idle_memory, stop = read_anonymous_memory(), threading.Event()
     tracker = threading.Thread(target=track_peak_memory, args=(peak, stop))
     tracker.start()
     code = convert.main([str(source), str(target), *flags])
-    after, seconds = os.times(), time.monotonic() - begin
+    times_after, seconds = os.times(), time.monotonic() - begin
     stop.set()
     tracker.join()
-    cpu = {"user": after.user - before.user, "system": after.system - before.system}
-    memory = {"memory": peak[0] - idle, "idle": idle}
+    cpu = {
+        "user": times_after.user - times_before.user,
+        "system": times_after.system - times_before.system,
+    }
+    memory = {"memory": peak[0] - idle_memory, "idle": idle_memory}
     print(json.dumps({"seconds": seconds, **cpu, **memory}))
     return code
 
@@ -271,7 +278,7 @@ def measure_start(root: Path) -> dict[str, Any]:
 
     Each is measured on one core, with the file on disk and in the page cache.
     """
-    model = write_model(root / "model", 2, MEDIUM)
+    model = write_model(root / "model", 2, MEDIUM_SIZES)
     (file,) = model.glob("*.safetensors")
     config = read_config(model)
     run_arguments = {"seq_length": 32}
@@ -307,16 +314,16 @@ def set_page_cache(file: Path, *, cached: bool) -> None:
     if cached:
         measure_read(file)
         return
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with file.open("rb") as opened_file:
+        os.fsync(opened_file.fileno())
+        os.posix_fadvise(opened_file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure_read(file: Path) -> float:
     """Return the seconds of reading a file."""
     buffer, begin = bytearray(READ_BYTES), time.perf_counter()
-    with file.open("rb", buffering=0) as opened:
-        while opened.readinto(buffer):
+    with file.open("rb", buffering=0) as opened_file:
+        while opened_file.readinto(buffer):
             pass
     return time.perf_counter() - begin
 
@@ -352,7 +359,9 @@ def measure_build(arguments: Sequence[str], root: Path, core: set[int]) -> float
 
 
 def rank_main(result_file: Path, words: Sequence[str]) -> int:
-    """Run the training program until the model has its weights. Write the seconds to ``answer``."""
+    """Run the training program until the model has its weights. Write the seconds to
+    ``result_file``.
+    """
     os.environ["FLAGSCALE_DEVICE"] = "cpu"
     setup: Any = importlib.import_module("flagscale.train.setup")
     from flagscale.train.train_gpt import main as train_gpt

@@ -12,7 +12,7 @@ from typing import Any
 import gpu
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.estimate.plan import GIB, Estimate, get_device_spec
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"

@@ -6,9 +6,11 @@ the point-to-point communicator of the meshes. Messages have the model's size (S
 32 MiB per micro-batch and direction). Instead of computing, the ranks sleep as long as 16 layers
 take on one H200, because a device computes without the host.
 
-A step is timed in turn with receives posted when their data is needed, with receives posted ahead,
-in the eager schedule (hetero_eager_1f1b), and with messages of a few bytes. A single message is
-timed as well. ``hidden`` is the share of a step's message time that does not lengthen the step.
+Four kinds of steps are timed in turn: ``wanted`` posts each receive when its data is needed,
+``ahead`` posts receives before, ``eager`` uses the eager schedule (hetero_eager_1f1b), and
+``few bytes`` has messages of a few bytes, as a reference without communication time. A single
+message is timed as well. ``hidden`` is the share of a step's message time that does not lengthen
+the step.
 
     python tools/bench/exchange.py --output docs/results/mesh-exchange-cpu.json
 """
@@ -68,17 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Reuse freed memory, as a device's allocator does, instead of mapping and clearing it again.
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**33))
-    facts = machine.describe_machine("torch", "megatron-core")
+    machine_facts = machine.describe_machine("torch", "megatron-core")
     results = {}
     for backend in options.backend:
         with tempfile.TemporaryDirectory() as directory:
             spawn(rank_main, (options, backend, directory), nprocs=2)  # type: ignore[no-untyped-call]
-            results[backend] = json.loads((Path(directory) / "found.json").read_text())
+            results[backend] = json.loads((Path(directory) / "result.json").read_text())
         print(format_result(backend, results[backend]), flush=True)
     if options.output:
         sizes = {k: v for k, v in vars(options).items() if k not in ("output", "backend")}
-        computing = {"forward_seconds": FORWARD_SECONDS, "backward_seconds": BACKWARD_SECONDS}
-        result = {**facts, **sizes, **computing, "backends": results}
+        compute_times = {"forward_seconds": FORWARD_SECONDS, "backward_seconds": BACKWARD_SECONDS}
+        result = {**machine_facts, **sizes, **compute_times, "backends": results}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
@@ -97,18 +99,18 @@ def rank_main(rank: int, options: argparse.Namespace, backend: str, directory: s
             comm_backend.torch_backend("cpu"), init_method=f"file://{directory}/store", rank=rank,
             world_size=2,
         )  # fmt: skip
-    pipeline = SleepingStage(rank, options)
-    pipeline.time_step("few bytes")
-    pipeline.time_step("ahead")
-    pipeline.time_step("eager")
+    stage = SleepingStage(rank, options)
+    stage.time_step("few bytes")
+    stage.time_step("ahead")
+    stage.time_step("eager")
     steps: dict[str, list[float]] = {}
     for _ in range(options.steps):
         for kind in ("few bytes", *KINDS):
-            steps.setdefault(kind, []).append(pipeline.time_step(kind))
-    message = pipeline.time_message()
+            steps.setdefault(kind, []).append(stage.time_step(kind))
+    message = stage.time_message()
     if rank == 0:
         result = summarize_steps(steps, message, options.micro_batches)
-        Path(directory, "found.json").write_text(json.dumps(result))
+        Path(directory, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
@@ -129,7 +131,7 @@ class SleepingStage:
         two_meshes = (Mesh(layers=(16,)), Mesh(layers=(16,)))
         plain, eager = (Meshes(two_meshes, sequences=1, eager=eager) for eager in (False, True))
         mesh_groups = groups.create_mesh_groups(
-            plain, plain.stages[rank], timeout_minutes=2, through_host=False
+            plain, plain.stages[rank], timeout_minutes=2, via_host_memory=False
         )
         config = TransformerConfig(
             num_layers=32, hidden_size=options.hidden, num_attention_heads=32,
@@ -142,7 +144,7 @@ class SleepingStage:
         def create_communicator(meshes: Meshes, tokens: int) -> MeshP2PCommunicator:
             return MeshP2PCommunicator(
                 config, meshes, meshes.stages[rank], mesh_groups.stage_groups, tensor_parallel,
-                Device.from_torch(torch.device("cpu")), sequence=tokens,
+                Device.from_torch(torch.device("cpu")), sequence_length=tokens,
             )  # fmt: skip
 
         full_size = create_communicator(plain, options.tokens)
@@ -241,23 +243,34 @@ def build_sleeping_model(config: Any, rank: int, tokens: int) -> Any:
     return Stage()
 
 
-def summarize_steps(steps: dict[str, list[float]], message: float, count: int) -> dict[str, Any]:
+def summarize_steps(
+    steps: dict[str, list[float]], message_seconds: float, micro_batches: int
+) -> dict[str, Any]:
     """Summarize the step times.
 
     ``hidden`` is the share of a step's messages, timed one after another, that does not lengthen
     the step.
     """
     medians = {kind: statistics.median(seconds) for kind, seconds in steps.items()}
-    alone = 2 * count * message
-    hidden = {kind: 1 - (medians[kind] - medians["few bytes"]) / alone for kind in KINDS}
-    return {"message_seconds": message, "step_seconds": medians, "hidden": hidden, "steps": steps}
+    total_message_seconds = 2 * micro_batches * message_seconds
+    hidden = {
+        kind: 1 - (medians[kind] - medians["few bytes"]) / total_message_seconds for kind in KINDS
+    }
+    return {
+        "message_seconds": message_seconds,
+        "step_seconds": medians,
+        "hidden": hidden,
+        "steps": steps,
+    }
 
 
 def format_result(backend: str, result: dict[str, Any]) -> str:
     step, hidden = result["step_seconds"], result["hidden"]
     lines = [f"{kind:7} {step[kind]:.3f} s, {hidden[kind]:.0%} hidden" for kind in KINDS]
-    alone = f"a message takes {1e3 * result['message_seconds']:.1f} ms"
-    return "\n  ".join([f"{backend}: {alone}, a step {step['few bytes']:.3f} s without", *lines])
+    message_text = f"a message takes {1e3 * result['message_seconds']:.1f} ms"
+    return "\n  ".join(
+        [f"{backend}: {message_text}, a step {step['few bytes']:.3f} s without", *lines]
+    )
 
 
 if __name__ == "__main__":

@@ -38,13 +38,12 @@ MODEL = f"""
 --eval-iters 0 --lr 3e-4 --lr-decay-style constant --clip-grad 1.0 --log-interval 1
 --tokenizer-type HuggingFaceTokenizer --tokenizer-path {QUICKSTART / "tokenizer"}
 """
-TEXT = f"--data-path {QUICKSTART / 'stdlib_text_document'} --split 1"
-ANSWER = (5.5, 1.0)
-"""Length of an answer in characters: mean and standard deviation of its logarithm.
-
-A token has about three characters.
+PRETRAINING_ARGUMENTS = f"--data-path {QUICKSTART / 'stdlib_text_document'} --split 1"
+ANSWER_LENGTH_DISTRIBUTION = (5.5, 1.0)
+"""Log-normal distribution of the length of an answer in characters: mean and standard deviation of
+the logarithm. A token has about three characters.
 """
-WARM_UP = 3
+WARMUP_STEPS = 3
 
 
 def write_conversations(path: Path, count: int) -> Path:
@@ -62,7 +61,9 @@ def write_conversations(path: Path, count: int) -> Path:
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
-            answer_length = min(1200, max(20, round(generator.lognormvariate(*ANSWER))))
+            answer_length = min(
+                1200, max(20, round(generator.lognormvariate(*ANSWER_LENGTH_DISTRIBUTION)))
+            )
             turns = [
                 ("user", excerpt(generator.randint(20, 200))),
                 ("assistant", excerpt(answer_length)),
@@ -72,7 +73,7 @@ def write_conversations(path: Path, count: int) -> Path:
     return path
 
 
-def run_training(words: Sequence[str], device: str, directory: Path) -> tuple[list[float], str]:
+def run_training(arguments: Sequence[str], device: str, directory: Path) -> tuple[list[float], str]:
     """Run one training. Return the seconds of each counted step and the program's output.
 
     Raises:
@@ -83,29 +84,37 @@ def run_training(words: Sequence[str], device: str, directory: Path) -> tuple[li
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment[STATUS_DIR_VARIABLE] = str(directory / "status")
-    cache = ["--data-cache-path", str(directory.parent / "cache"), "--device", device]
+    common_arguments = ["--data-cache-path", str(directory.parent / "cache"), "--device", device]
     process = subprocess.run(
-        [sys.executable, str(PROGRAM), *MODEL.split(), *words, *cache], env=environment,
-        cwd=directory, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, str(PROGRAM), *MODEL.split(), *arguments, *common_arguments],
+        env=environment,
+        cwd=directory,
+        text=True,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if process.returncode:
         raise JobError(f"training ended with {process.returncode}:\n{process.stdout[-3000:]}")
     events = read_events(directory / "status" / "rank_0.jsonl")[0]
     progress = [event for event in events if event.event == "progress"]
-    return [e.get("step_seconds") for e in progress if e.get("step") > WARM_UP], process.stdout
+    return [e.get("step_seconds") for e in progress if e.get("step") > WARMUP_STEPS], process.stdout
 
 
-def compare_step_times(device: str, rounds: int, count: int, root: Path) -> dict[str, Any]:
+def compare_step_times(device: str, rounds: int, steps: int, root: Path) -> dict[str, Any]:
     """Run pretraining and fine-tuning alternately and compare their median step times."""
     conversations = write_conversations(root / "talks.jsonl", 2000)
-    tuning = ["--sft", "--data-path", str(conversations), "--chat-template", "chatml"]
-    kinds = {"pretraining": TEXT.split(), "fine-tuning": tuning}
-    step_seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    finetuning_arguments = ["--sft", "--data-path", str(conversations), "--chat-template", "chatml"]
+    arguments_by_kind = {
+        "pretraining": PRETRAINING_ARGUMENTS.split(),
+        "fine-tuning": finetuning_arguments,
+    }
+    step_seconds: dict[str, list[float]] = {kind: [] for kind in arguments_by_kind}
     packing = ""
-    for turn in range(rounds):
-        for kind, words in kinds.items():
-            arguments = [*words, "--train-iters", str(count)]
-            seconds, output = run_training(arguments, device, root / f"{kind}-{turn}")
+    for round_number in range(rounds):
+        for kind, kind_arguments in arguments_by_kind.items():
+            arguments = [*kind_arguments, "--train-iters", str(steps)]
+            seconds, output = run_training(arguments, device, root / f"{kind}-{round_number}")
             step_seconds[kind] += seconds
             if kind == "fine-tuning":
                 packing = next(
@@ -135,8 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    if options.steps <= WARM_UP:
-        raise ConfigError(f"--steps: {options.steps}: the first {WARM_UP} are not counted")
+    if options.steps <= WARMUP_STEPS:
+        raise ConfigError(f"--steps: {options.steps}: the first {WARMUP_STEPS} are not counted")
     machine_facts = machine.describe_machine("flagscale", "torch")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)

@@ -2,8 +2,8 @@
 
 Each row trains Llama-3-8B, or some of its layers with its head, on random tokens. It runs the real
 training program: data loading, micro-batches, gradient reduction, clipping and optimizer. Each row
-is compared with the limit of the GPU, measured in the same run: the throughput of the matrix
-products of these layers, sustained without a pause.
+is compared with the limit of the GPU, measured in the same run: the sustained throughput of the
+matrix multiplications (GEMMs) of these layers alone.
 
     python tools/bench/gpu.py --output docs/results/gpu-1xh200.json
 """
@@ -27,17 +27,17 @@ from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
 from flagscale.cli_errors import run_command
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError, JobError
 from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-HIDDEN, FFN, HEADS, GROUPS, VOCABULARY = 4096, 14336, 32, 8, 128256
+HIDDEN, FFN_HIDDEN, HEADS, KV_HEADS, VOCABULARY = 4096, 14336, 32, 8, 128256
 MODEL = f"""
---hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}
---num-query-groups {GROUPS} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 64
+--hidden-size {HIDDEN} --ffn-hidden-size {FFN_HIDDEN} --num-attention-heads {HEADS}
+--num-query-groups {KV_HEADS} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 64
 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
 --position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.02
@@ -59,13 +59,16 @@ WARM_UP = 4
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One benchmarked configuration. ``accumulated`` is the number of micro-batches per step."""
+    """One benchmarked configuration."""
 
     name: str
     layers: int
     sequence: int
+    """Tokens of a sequence."""
     micro_batch: int
+    """Sequences of a micro-batch."""
     accumulated: int
+    """Number of micro-batches per step and data-parallel replica."""
     gpus: int = 1
     options: str = ""
     model: str = ""
@@ -80,58 +83,69 @@ class GpuRow:
     @property
     def replicas(self) -> int:
         """Number of data-parallel replicas."""
-        words, model = self.options.split(), 1
+        arguments, ranks_per_replica = self.options.split(), 1
         for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-            model *= int(words[words.index(name) + 1]) if name in words else 1
-        return self.gpus // model
+            ranks_per_replica *= (
+                int(arguments[arguments.index(name) + 1]) if name in arguments else 1
+            )
+        return self.gpus // ranks_per_replica
 
 
-EXPERTS = "--moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
-MIXTRAL = f"--vocab-size 32000 {EXPERTS} --num-experts 8 --moe-router-topk 2"
-QWEN3 = """--hidden-size 2048 --num-attention-heads 32 --num-query-groups 4 --kv-channels 128
---vocab-size 151936 --qk-layernorm"""
+MOE_ARGUMENTS = "--moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
+MIXTRAL_ARGUMENTS = f"--vocab-size 32000 {MOE_ARGUMENTS} --num-experts 8 --moe-router-topk 2"
+QWEN3_ARGUMENTS = """--hidden-size 2048 --num-attention-heads 32 --num-query-groups 4
+--kv-channels 128 --vocab-size 151936 --qk-layernorm"""
 """Sizes of Qwen3-30B-A3B. The dense rows compared with the MoE rows do as much arithmetic per
 token.
 """
-SMALL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768 --ffn-hidden-size 2048
---vocab-size 50304"""
+SMALL_MODEL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768
+--ffn-hidden-size 2048 --vocab-size 50304"""
 """A model of 125 million weights. The GPU finishes its kernels faster than the host launches them.
 """
-FEW = (12, 1024, 2, 8, 1)
-SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel"
+SMALL_BATCH = (12, 1024, 2, 8, 1)
+LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
+--num-query-groups 8 --make-vocab-size-divisible-by 1"""
+"""Layers of Llama-3.2-1B. An odd vocabulary must not slow down the output layer."""
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
-SHORT, LONG = (8, 4096, 2, 8), (8, 8192, 1, 8)
-DOUBLE = (8, 4096, 2, 16)
-"""As many tokens per step as two replicas process.
+SEQUENCE_4K, SEQUENCE_8K = (8, 4096, 2, 8), (8, 8192, 1, 8)
+SEQUENCE_4K_DOUBLE_BATCH = (8, 4096, 2, 16)
+"""Layers, sequence length, micro-batch size, and number of micro-batches per step.
 
-Of two pipeline stages, the one with the head has fewer layers, so that both take about as long.
+``SEQUENCE_4K_DOUBLE_BATCH`` has as many tokens per step as two data-parallel replicas of
+``SEQUENCE_4K``. In the rows with two pipeline stages, the stage with the output head has fewer
+layers, so that both take about the same time.
 """
 ROWS = (
-    GpuRow("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
-    GpuRow("bf16", *SHORT),
-    GpuRow("fp8", *SHORT, options="--fp8 hybrid"),
-    GpuRow("fp8-rowwise", *SHORT, options="--fp8 hybrid --fp8-recipe rowwise"),
-    GpuRow("fp8-blockwise", *SHORT, options="--fp8 e4m3 --fp8-recipe blockwise"),
-    GpuRow("bf16-8k", *LONG),
-    GpuRow("fp8-8k", *LONG, options="--fp8 hybrid"),
-    GpuRow("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
-        "uniform --recompute-num-layers 1"),
-    GpuRow("bf16-auto", *SHORT, options="--recompute-granularity auto --recompute-memory-gib 50"),
-    GpuRow("mixtral", 2, 4096, 2, 8, model=MIXTRAL),
+    GpuRow("plain", *SEQUENCE_4K, options="--transformer-impl local --attention-backend flash"),
+    GpuRow("bf16", *SEQUENCE_4K),
+    GpuRow("fp8", *SEQUENCE_4K, options="--fp8 hybrid"),
+    GpuRow("fp8-rowwise", *SEQUENCE_4K, options="--fp8 hybrid --fp8-recipe rowwise"),
+    GpuRow("fp8-blockwise", *SEQUENCE_4K, options="--fp8 e4m3 --fp8-recipe blockwise"),
+    GpuRow("bf16-8k", *SEQUENCE_8K),
+    GpuRow("fp8-8k", *SEQUENCE_8K, options="--fp8 hybrid"),
+    GpuRow("bf16-recompute", *SEQUENCE_4K, options="--recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1"),
+    GpuRow("bf16-auto", *SEQUENCE_4K, options="--recompute-granularity auto "
+        "--recompute-memory-gib 50"),
+    GpuRow("mixtral", 2, 4096, 2, 8, model=MIXTRAL_ARGUMENTS),
     GpuRow("mixtral-dense", 2, 4096, 2, 8, model="--ffn-hidden-size 28672 --vocab-size 32000"),
-    GpuRow("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
+    GpuRow("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3_ARGUMENTS} {MOE_ARGUMENTS} --num-experts 128 "
         "--moe-router-topk 8 --moe-ffn-hidden-size 768"),
-    GpuRow("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3} --ffn-hidden-size 6144"),
-    GpuRow("small", *FEW, "", SMALL, ""),
-    GpuRow("small-captured", *FEW, CUDA_GRAPH, SMALL, ""),
-    GpuRow("small-fp8", *FEW, "--fp8 hybrid", SMALL, ""),
-    GpuRow("small-fp8-captured", *FEW, f"--fp8 hybrid {CUDA_GRAPH}", SMALL, ""),
-    GpuRow("dp2", *SHORT, gpus=2),
-    GpuRow("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
-    GpuRow("dp2-8k", *LONG, gpus=2),
-    GpuRow("tp2", *DOUBLE, gpus=2, options=f"{SHARDED} --tp-comm-overlap"),
-    GpuRow("tp2-exposed", *DOUBLE, gpus=2, options=SHARDED),
-    GpuRow("pp2", *DOUBLE, gpus=2, options="--pipeline-model-parallel-size 2 "
+    GpuRow("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3_ARGUMENTS} --ffn-hidden-size 6144"),
+    GpuRow("small", *SMALL_BATCH, "", SMALL_MODEL, ""),
+    GpuRow("small-captured", *SMALL_BATCH, CUDA_GRAPH, SMALL_MODEL, ""),
+    GpuRow("small-fp8", *SMALL_BATCH, "--fp8 hybrid", SMALL_MODEL, ""),
+    GpuRow("small-fp8-captured", *SMALL_BATCH, f"--fp8 hybrid {CUDA_GRAPH}", SMALL_MODEL, ""),
+    GpuRow("1b", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128256"),
+    GpuRow("1b-odd", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128257"),
+    GpuRow("dp2", *SEQUENCE_4K, gpus=2),
+    GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
+    GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),
+    GpuRow("tp2", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2,
+        options=f"{TENSOR_PARALLEL} --tp-comm-overlap"),
+    GpuRow("tp2-exposed", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options=TENSOR_PARALLEL),
+    GpuRow("pp2", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options="--pipeline-model-parallel-size 2 "
         "--decoder-first-pipeline-num-layers 5"),
     GpuRow("dp4", 32, 4096, 2, 2, gpus=4),
     GpuRow("dp4-fp8", 32, 4096, 2, 2, gpus=4, options="--fp8 hybrid"),
@@ -233,24 +247,24 @@ def run_training_program(arguments: Sequence[str], gpus: int, directory: Path) -
 
 
 def summarize_events(
-    row: GpuRow, events: Sequence[Event], start: float, last: int
+    row: GpuRow, events: Sequence[Event], start: float, last_step: int
 ) -> dict[str, Any]:
     """Return the median step time, throughput and memory of a row, from the warm-up to step
     ``last``.
     """
     progress = [event for event in events if event.event == "progress"]
-    counted = [e.get("step_seconds") for e in progress if WARM_UP < e.get("step") <= last]
-    seconds = statistics.median(counted)
+    step_seconds = [e.get("step_seconds") for e in progress if WARM_UP < e.get("step") <= last_step]
+    median_seconds = statistics.median(step_seconds)
     tokens = row.tokens * row.accumulated * row.replicas / row.gpus
     model = resolve_row_arguments(row)
-    flops = flops_per_token(model, model.vocab_size) * tokens / seconds
+    flops = flops_per_token(model, model.vocab_size) * tokens / median_seconds
     device = next(event.get("device") for event in events if event.event == "started")
     peak = Cuda().peak_tflops(device)
     return {
         "device": device,
-        "step_seconds": seconds,
-        "step_seconds_of_all": counted,
-        "tokens_per_second_per_gpu": round(tokens / seconds),
+        "step_seconds": median_seconds,
+        "step_seconds_of_all": step_seconds,
+        "tokens_per_second_per_gpu": round(tokens / median_seconds),
         "tflops_per_gpu": round(flops / 1e12, 1),
         "mfu": round(flops / 1e12 / peak, 4) if peak else 0.0,
         "memory_gib": max(event.get("memory_gib") for event in progress),
@@ -310,7 +324,7 @@ def measure_limit_in_subprocess(tokens: int) -> float:
 
 
 def measure_matmul_limit(tokens: int, seconds: float = 6.0) -> float:
-    """Return the TFLOP/s of the layers' matrix products, forward and backward, on ``tokens``
+    """Return the TFLOP/s of the layers' matrix multiplications, forward and backward, on ``tokens``
     tokens.
 
     They are repeated for ``seconds``, because a GPU at its power limit is slower than in a short
@@ -318,17 +332,23 @@ def measure_matmul_limit(tokens: int, seconds: float = 6.0) -> float:
     """
     import torch
 
-    shapes = ((HIDDEN, (HEADS + 2 * GROUPS) * HIDDEN // HEADS), (HIDDEN, HIDDEN),
-              (HIDDEN, 2 * FFN), (FFN, HIDDEN))  # fmt: skip
+    shapes = ((HIDDEN, (HEADS + 2 * KV_HEADS) * HIDDEN // HEADS), (HIDDEN, HIDDEN),
+              (HIDDEN, 2 * FFN_HIDDEN), (FFN_HIDDEN, HIDDEN))  # fmt: skip
     tensor_options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    sets = [(torch.randn(tokens, i, **tensor_options), torch.randn(o, i, **tensor_options) * 0.02,
-             torch.randn(tokens, o, **tensor_options)) for i, o in shapes]  # fmt: skip
+    operands = [
+        (
+            torch.randn(tokens, in_features, **tensor_options),
+            torch.randn(out_features, in_features, **tensor_options) * 0.02,
+            torch.randn(tokens, out_features, **tensor_options),
+        )
+        for in_features, out_features in shapes
+    ]
 
     def multiply_all() -> None:
-        for x, w, g in sets:
-            x @ w.t()
-            g @ w
-            g.t() @ x
+        for activations, weight, gradient in operands:
+            activations @ weight.t()
+            gradient @ weight
+            gradient.t() @ activations
 
     def time_rounds(count: int) -> float:
         torch.cuda.synchronize()
@@ -340,7 +360,7 @@ def measure_matmul_limit(tokens: int, seconds: float = 6.0) -> float:
 
     count = max(1, int(seconds / time_rounds(20)))
     time_rounds(count // 2)
-    flops = sum(6 * tokens * i * o for i, o in shapes)
+    flops = sum(6 * tokens * in_features * out_features for in_features, out_features in shapes)
     return flops / time_rounds(count // 2) / 1e12
 
 
@@ -368,11 +388,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.append(record)
             print("\n".join([format_record(record), *record.get("profile", ())]), flush=True)
             if options.output:
-                facts = {
+                machine_facts = {
                     **machine.describe_machine("torch", "triton", "megatron-core"),
                     **query_gpus(),
                 }
-                options.output.write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n")
+                options.output.write_text(
+                    json.dumps({**machine_facts, "rows": records}, indent=1) + "\n"
+                )
     return 0
 
 

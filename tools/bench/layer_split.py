@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Benchmark splits of the layers between two pipeline stages on heterogeneous devices.
 
-Two ranks of this machine, with one CPU core or GPU each, are the two stages of a model. With
-``--slowed``, layers of the second stage take twice as long, because they are computed twice.
-Every split is trained. Its measured step time is compared with the prediction of the step model
+Two ranks of this machine, with one CPU core or GPU each, are the two stages of a model. Each stage
+is a mesh of its own, a group of homogeneous ranks with its own parallel layout. With ``--slowed``,
+layers of the second stage take twice as long, because they are computed twice.
+
+Every split of the layers is trained. Its measured step time is compared with the prediction
 (docs/guides/heterogeneous.md), which uses the layer times that
-``hetero_pipeline_layer_split: auto`` has measured. The split chosen by ``auto`` is reported, too.
-Without ``--slowed``, the same splits are also trained as a plain pipeline of homogeneous ranks.
-``--tensor-parallel 2`` uses two ranks per stage.
+``hetero_pipeline_layer_split: auto`` has measured. The split chosen by ``auto`` is reported too.
+Without ``--slowed``, the same splits are also trained without meshes, in an ordinary pipeline of
+homogeneous ranks. ``--tensor-parallel 2`` uses two ranks per stage.
 
     python tools/bench/layer_split.py --slowed --output docs/results/layer-split-cpu.json
     python tools/bench/layer_split.py --slowed --device cuda --rounds 1 --output …
@@ -30,7 +32,7 @@ from typing import Any
 from flagscale.bench import machine
 from flagscale.cli_errors import run_command
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError, JobError
 from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import DENSE
@@ -39,16 +41,16 @@ from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-LAYERS, WARM_UP = 8, 2
-RANK = "--rank"
-"""First argument when this file is the program of a rank; "plain" or "slowed" follows."""
+LAYERS, WARMUP_STEPS = 8, 2
+RANK_FLAG = "--rank"
+"""First argument when this file is the program of a rank; "normal" or "slowed" follows."""
 MODEL = f"""
 --num-layers {LAYERS} --mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64
 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
 --num-workers 0 --lr 1e-5 --lr-decay-style constant --log-interval 1
 """
-SIZES = {
+MODEL_SIZES = {
     "cpu": """--hidden-size 256 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 768
 --seq-length 256 --micro-batch-size 2 --global-batch-size 8 --vocab-size 2000 --device cpu""",
     # Sizes of a layer of Llama-3-8B.
@@ -56,20 +58,22 @@ SIZES = {
 --ffn-hidden-size 14336 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8
 --vocab-size 32000 --device cuda --bf16""",
 }
-MESHES = "--enable-hetero --hetero-process-meshes {0} 1 1 1 1  {0} 1 1 1 1"
-PLAIN = "--tensor-model-parallel-size {0} --pipeline-model-parallel-size 2"
-"""Like :data:`MESHES`, takes the tensor-parallel size of a stage."""
+MESH_ARGUMENTS = "--enable-hetero --hetero-process-meshes {0} 1 1 1 1  {0} 1 1 1 1"
+PIPELINE_ARGUMENTS = "--tensor-model-parallel-size {0} --pipeline-model-parallel-size 2"
+"""Arguments of two stages as meshes, and as an ordinary pipeline. ``{0}`` is the tensor-parallel
+size of a stage.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     command_line = list(sys.argv[1:] if argv is None else argv)
-    if command_line[:1] == [RANK]:
+    if command_line[:1] == [RANK_FLAG]:
         return rank_main(command_line[2:], slowed=command_line[1] == "slowed")
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--slowed", action="store_true", help="make the second stage half as fast")
     parser.add_argument(
         "--device",
-        choices=tuple(SIZES),
+        choices=tuple(MODEL_SIZES),
         default="cpu",
         help="device of both stages (default: %(default)s)",
     )
@@ -131,61 +135,72 @@ def slow_layers() -> None:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    plain_call = TransformerLayer.__call__
+    original_call = TransformerLayer.__call__
 
     def call_twice(layer: Any, *args: Any, **options: Any) -> Any:
-        hidden, *extra_outputs = plain_call(layer, *args, **options)
-        second, *_ = plain_call(layer, *args, **options)
-        return (0.5 * (hidden + second), *extra_outputs)
+        hidden, *extra_outputs = original_call(layer, *args, **options)
+        second_hidden, *_ = original_call(layer, *args, **options)
+        return (0.5 * (hidden + second_hidden), *extra_outputs)
 
     # Patched outside the compiled function: a compiled graph would deduplicate the second pass.
     TransformerLayer.__call__ = call_twice
 
 
-def measure_splits(runner: TwoStageTraining, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure and predict the step time of every split, and of the split that auto chooses."""
-    meshes, plain = (template.format(options.tensor_parallel) for template in (MESHES, PLAIN))
-    auto = f"{meshes} --hetero-pipeline-layer-split auto"
-    runner.measure_step(auto, 1)
-    problem = runner.read_split_problem(auto)
-    chosen = find_best_split(problem)
-    splits = [(first, LAYERS - first) for first in sorted({*options.first, chosen[0]})]
-    runs: dict[str, list[float]] = {}
-    names = [f"{meshes} --hetero-pipeline-layer-split {a} {b}" for a, b in splits]
+def measure_splits(training: TwoStageTraining, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and predict the step time of every split, including the one that auto chooses."""
+    meshes, pipeline = (
+        template.format(options.tensor_parallel)
+        for template in (MESH_ARGUMENTS, PIPELINE_ARGUMENTS)
+    )
+    auto_arguments = f"{meshes} --hetero-pipeline-layer-split auto"
+    training.measure_step(auto_arguments, 1)
+    problem = training.read_split_problem(auto_arguments)
+    auto_split = find_best_split(problem)
+    splits = [(first, LAYERS - first) for first in sorted({*options.first, auto_split[0]})]
+    step_seconds: dict[str, list[float]] = {}
+    argument_lists = [f"{meshes} --hetero-pipeline-layer-split {a} {b}" for a, b in splits]
     if not options.slowed:
-        plain += " --num-layers-in-first-pipeline-stage"
-        names += [f"{plain} {a} --num-layers-in-last-pipeline-stage {b}" for a, b in splits]
-    for number in range(options.rounds):
+        pipeline += " --num-layers-in-first-pipeline-stage"
+        argument_lists += [
+            f"{pipeline} {a} --num-layers-in-last-pipeline-stage {b}" for a, b in splits
+        ]
+    for round_number in range(options.rounds):
         # In alternating order, so that drift affects all splits equally.
-        for name in names if number % 2 == 0 else reversed(names):
-            runs.setdefault(name, []).append(runner.measure_step(name, options.steps))
+        for arguments in argument_lists if round_number % 2 == 0 else reversed(argument_lists):
+            step_seconds.setdefault(arguments, []).append(
+                training.measure_step(arguments, options.steps)
+            )
     rows = [
         {
             "split": list(layers),
             # The minimum: other load on the machine can only slow a step down.
-            "measured": min(runs[name]),
+            "measured": min(step_seconds[arguments]),
             "predicted": problem.simulate_step(layers).seconds,
-            "rounds": runs[name],
+            "rounds": step_seconds[arguments],
         }
-        for layers, name in zip(splits, names, strict=False)
+        for layers, arguments in zip(splits, argument_lists, strict=False)
     ]
-    for row, name in zip(rows, names[len(splits) :], strict=False):
-        row["pipeline_of_like_ranks"] = min(runs[name])
-    return {"rows": rows, **summarize_rows(rows, chosen, problem), "command": " ".join(sys.argv)}
+    for row, arguments in zip(rows, argument_lists[len(splits) :], strict=False):
+        row["pipeline_of_like_ranks"] = min(step_seconds[arguments])
+    return {
+        "rows": rows,
+        **summarize_rows(rows, auto_split, problem),
+        "command": " ".join(sys.argv),
+    }
 
 
 def summarize_rows(
-    rows: Sequence[dict[str, Any]], chosen: LayerCounts, problem: SplitProblem
+    rows: Sequence[dict[str, Any]], auto_split: LayerCounts, problem: SplitProblem
 ) -> dict[str, Any]:
     measured = {tuple(row["split"]): row["measured"] for row in rows}
-    fastest = min(measured.values())
+    fastest_seconds = min(measured.values())
     errors = [row["predicted"] / row["measured"] - 1 for row in rows]
     return {
-        "chosen": list(chosen),
-        "chosen_over_best": measured[chosen] / fastest - 1,
-        "best_as_calculated_over_chosen": min(r["predicted"] for r in rows) / measured[chosen],
+        "chosen": list(auto_split),
+        "chosen_over_best": measured[auto_split] / fastest_seconds - 1,
+        "best_as_calculated_over_chosen": min(r["predicted"] for r in rows) / measured[auto_split],
         "error_of_prediction": {"least": min(errors), "most": max(errors)},
-        "error_of_chosen": problem.simulate_step(chosen).seconds / measured[chosen] - 1,
+        "error_of_chosen": problem.simulate_step(auto_split).seconds / measured[auto_split] - 1,
     }
 
 
@@ -194,12 +209,12 @@ class TwoStageTraining:
 
     def __init__(self, directory: Path, options: argparse.Namespace) -> None:
         self._directory = directory
-        self._model = f"{MODEL} {SIZES[options.device]}".split()
+        self._model_arguments = f"{MODEL} {MODEL_SIZES[options.device]}".split()
         ranks_per_stage = options.tensor_parallel
-        self._kinds = ["plain"] * ranks_per_stage + [
-            "slowed" if options.slowed else "plain"
+        self._rank_modes = ["normal"] * ranks_per_stage + [
+            "slowed" if options.slowed else "normal"
         ] * ranks_per_stage
-        self._pinned = options.device == "cpu" and ranks_per_stage == 1
+        self._pins_ranks = options.device == "cpu" and ranks_per_stage == 1
 
     def measure_step(self, arguments: str, steps: int) -> float:
         """Train for ``steps`` steps after the warm-up. Return the median seconds per step.
@@ -210,11 +225,16 @@ class TwoStageTraining:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         run_dir = Path(tempfile.mkdtemp(dir=self._directory))
-        program = [*self._model, *arguments.split(), "--train-iters", str(steps + WARM_UP)]
-        ranks = []
+        program = [
+            *self._model_arguments,
+            *arguments.split(),
+            "--train-iters",
+            str(steps + WARMUP_STEPS),
+        ]
+        processes = []
         cores = sorted(os.sched_getaffinity(0))
-        for rank, kind in enumerate(self._kinds):
-            command = [sys.executable, __file__, RANK, kind, *program]
+        for rank, mode in enumerate(self._rank_modes):
+            command = [sys.executable, __file__, RANK_FLAG, mode, *program]
             with (run_dir / f"output_{rank}").open("wb") as output:
                 process = subprocess.Popen(
                     command,
@@ -223,17 +243,17 @@ class TwoStageTraining:
                     stdout=output,
                     stderr=output,
                 )
-            if self._pinned:
+            if self._pins_ranks:
                 os.sched_setaffinity(process.pid, {cores[rank]})
-            ranks.append(process)
-        codes = [rank.wait() for rank in ranks]
+            processes.append(process)
+        codes = [rank.wait() for rank in processes]
         if any(codes):
-            outputs = [run_dir / f"output_{rank}" for rank in range(len(ranks))]
+            outputs = [run_dir / f"output_{rank}" for rank in range(len(processes))]
             tails = [output.read_text(errors="replace")[-2000:] for output in outputs]
             raise JobError(f"{arguments} ended with {codes}:\n" + "\n".join(tails))
         events, _ = read_events(run_dir / "rank_0.jsonl")
         step_seconds: list[float] = [e.get("step_seconds") for e in events if e.event == "progress"]
-        return statistics.median(step_seconds[WARM_UP:] or step_seconds)
+        return statistics.median(step_seconds[WARMUP_STEPS:] or step_seconds)
 
     def _build_environment(self, rank: int, port: int, run_dir: Path) -> dict[str, str]:
         inherited = [path] if (path := os.environ.get("PYTHONPATH")) else []
@@ -245,8 +265,8 @@ class TwoStageTraining:
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(len(self._kinds)),
-            "LOCAL_WORLD_SIZE": str(len(self._kinds)),
+            "WORLD_SIZE": str(len(self._rank_modes)),
+            "LOCAL_WORLD_SIZE": str(len(self._rank_modes)),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             STATUS_DIR_VARIABLE: str(run_dir),
@@ -258,8 +278,8 @@ class TwoStageTraining:
         Raises:
             JobError: The training run has stored no costs.
         """
-        words = [*self._model, "--train-iters", "1", *arguments.split()]
-        args = derive_arguments(parse_arguments(words), len(self._kinds))
+        words = [*self._model_arguments, "--train-iters", "1", *arguments.split()]
+        args = derive_arguments(parse_arguments(words), len(self._rank_modes))
         os.environ["XDG_CACHE_HOME"] = str(self._directory)
         costs = [
             cost_cache.read_costs(cost_cache.mesh_cost_path(vars(args), args.meshes, index))
@@ -277,15 +297,17 @@ def format_result(result: dict[str, Any]) -> str:
         measured, predicted = row["measured"], row["predicted"]
         line = f"{'+'.join(map(str, row['split'])):6}  {1e3 * measured:5.0f} ms  "
         line += f"{1e3 * predicted:6.0f} ms {predicted / measured - 1:+6.1%}"
-        if plain := row.get("pipeline_of_like_ranks"):
-            line += f"  {1e3 * plain:6.0f} ms, meshes {measured / plain - 1:+.1%}"
+        if pipeline_seconds := row.get("pipeline_of_like_ranks"):
+            line += (
+                f"  {1e3 * pipeline_seconds:6.0f} ms, meshes {measured / pipeline_seconds - 1:+.1%}"
+            )
         lines.append(line)
     chosen = "+".join(map(str, result["chosen"]))
     lines.append(
         f"auto chooses {chosen}: {result['chosen_over_best']:+.1%} compared with the fastest split"
     )
-    calculated = result["best_as_calculated_over_chosen"]
-    lines.append(f"{calculated:.1%} of the predicted speed of the best split reached")
+    achieved_fraction = result["best_as_calculated_over_chosen"]
+    lines.append(f"{achieved_fraction:.1%} of the predicted speed of the best split reached")
     return "\n".join(lines)
 
 

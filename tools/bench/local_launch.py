@@ -5,7 +5,7 @@
   returns alternates with the rendered script, started by hand, until the last rank has joined.
 - Training steps per second of the quickstart on 1 and 2 ranks.
 
-Each figure is a median, stored together with its samples.
+Each metric is a median, stored together with its samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flagscale.status import Event, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONFIG = ("--config-path", "./examples/llama3/conf", "--config-name", "train")
-WARM_UP_STEPS = 20
-JOIN_SECONDS = 120.0
+WARMUP_STEPS = 20
+JOIN_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,17 @@ def measure_launch_and_training(
 ) -> Iterator[SampledMetric]:
     """Yield all metrics, one after the other. ``scratch`` is an empty directory for the runs."""
     yield SampledMetric("dryrun", "CPU s", tuple(_measure_dryrun() for _ in range(repeats)))
-    by_run, by_hand = [], []
-    for turn in range(repeats):
-        exp_dir = scratch / f"launch{turn}"
-        by_run.append(_measure_run_action(exp_dir))
-        by_hand.append(_measure_script(exp_dir))
-    yield SampledMetric("action=run until it returns", "s", tuple(by_run))
-    yield SampledMetric("script by hand until every rank joined", "s", tuple(by_hand))
-    overhead = tuple(run - hand for run, hand in zip(by_run, by_hand, strict=True))
+    run_seconds, script_seconds = [], []
+    for round_number in range(repeats):
+        exp_dir = scratch / f"launch{round_number}"
+        run_seconds.append(_measure_run_action(exp_dir))
+        script_seconds.append(_measure_script(exp_dir))
+    yield SampledMetric("action=run until it returns", "s", tuple(run_seconds))
+    yield SampledMetric("script by hand until every rank joined", "s", tuple(script_seconds))
+    overhead = tuple(
+        run_time - script_time
+        for run_time, script_time in zip(run_seconds, script_seconds, strict=True)
+    )
     yield SampledMetric("launch overhead", "s", overhead)
     for ranks in (1, 2):
         seconds = _measure_step_seconds(scratch / f"train{ranks}", ranks, steps)
@@ -120,20 +123,20 @@ def _measure_script(exp_dir: Path) -> float:
         script.wait()
 
 
-def _wait_for_ranks(exp_dir: Path, begin: float, ranks: int) -> float:
+def _wait_for_ranks(exp_dir: Path, start_time: float, ranks: int) -> float:
     """Return the Unix time at which the last rank of a run started at ``begin`` joined.
 
     Raises:
-        JobError: The ranks have not joined within :data:`JOIN_SECONDS`.
+        JobError: The ranks have not joined within :data:`JOIN_TIMEOUT_SECONDS`.
     """
-    while time.time() < begin + JOIN_SECONDS:
-        joined = [
-            event.time for event in _read_rank_events(exp_dir, "joined") if event.time >= begin
+    while time.time() < start_time + JOIN_TIMEOUT_SECONDS:
+        join_times = [
+            event.time for event in _read_rank_events(exp_dir, "joined") if event.time >= start_time
         ]
-        if len(joined) == ranks:
-            return max(joined)
+        if len(join_times) == ranks:
+            return max(join_times)
         time.sleep(0.02)
-    raise JobError(f"the ranks in {exp_dir} did not join within {JOIN_SECONDS:g} s")
+    raise JobError(f"the ranks in {exp_dir} did not join within {JOIN_TIMEOUT_SECONDS:g} s")
 
 
 def _measure_step_seconds(exp_dir: Path, ranks: int, steps: int) -> tuple[float, ...]:
@@ -143,7 +146,7 @@ def _measure_step_seconds(exp_dir: Path, ranks: int, steps: int) -> tuple[float,
         _build_command("test", exp_dir, f"experiment.runner.nproc_per_node={ranks}", *limits)
     )
     events = _read_rank_events(exp_dir, "progress")
-    return tuple(event.get("step_seconds") for event in events if event.get("step") > WARM_UP_STEPS)
+    return tuple(event.get("step_seconds") for event in events if event.get("step") > WARMUP_STEPS)
 
 
 def _read_rank_events(exp_dir: Path, kind: str) -> list[Event]:
@@ -178,15 +181,15 @@ def main() -> int:
     )
     options = parser.parse_args()
     record = machine.describe_machine()
-    figures = []
+    metric_records = []
     with tempfile.TemporaryDirectory() as scratch:
-        for figure in measure_launch_and_training(
+        for metric in measure_launch_and_training(
             Path(scratch), repeats=options.repeats, steps=options.steps
         ):
-            print(f"{figure.name:42} {figure.median:9.3f} {figure.unit}", flush=True)
-            figures.append(figure.to_json())
+            print(f"{metric.name:42} {metric.median:9.3f} {metric.unit}", flush=True)
+            metric_records.append(metric.to_json())
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
+    options.output.write_text(json.dumps({**record, "figures": metric_records}, indent=2) + "\n")
     print(f"wrote {options.output}")
     return 0
 

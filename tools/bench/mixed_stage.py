@@ -34,9 +34,9 @@ from flagscale.errors import JobError
 PROJECT = Path(__file__).resolve().parents[2]
 MEGATRON = PROJECT / "third_party" / "Megatron-LM"
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
-WARM_UP = 2
-BLOCKED_SECONDS = 100e-6
-"""Seconds. A message with a shorter wait had arrived before."""
+WARMUP_STEPS = 2
+MIN_WAIT_SECONDS = 100e-6
+"""Shortest wait that is counted. With a shorter one the message had arrived before."""
 MODEL = """
 --num-layers 13 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
 --ffn-hidden-size 14336 --seq-length 2048 --micro-batch-size 1 --global-batch-size 3 --bf16
@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="arguments appended to those of the model")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--timed", type=Path, help=argparse.SUPPRESS)
-    options, training = parser.parse_known_args(argv)
+    options, training_arguments = parser.parse_known_args(argv)
     if options.timed:
-        return run_timed_stage(training, options.timed)
-    if training:
-        parser.error(f"unrecognized arguments: {' '.join(training)}")
-    facts = machine.describe_machine("torch", "megatron-core")
+        return run_timed_stage(training_arguments, options.timed)
+    if training_arguments:
+        parser.error(f"unrecognized arguments: {' '.join(training_arguments)}")
+    machine_facts = machine.describe_machine("torch", "megatron-core")
     with tempfile.TemporaryDirectory() as directory:
         result = measure_first_stage(options, Path(directory))
     print(
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{1e3 * result['exchange']:.1f} ms, {result['overhead']:.1%}"
     )
     if options.output:
-        options.output.write_text(json.dumps({**facts, **result}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**machine_facts, **result}, indent=1) + "\n")
     return 0
 
 
@@ -83,9 +83,9 @@ def measure_first_stage(options: argparse.Namespace, directory: Path) -> dict[st
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    arguments = [*MODEL.split(), "--train-iters", str(options.steps + WARM_UP)]
+    arguments = [*MODEL.split(), "--train-iters", str(options.steps + WARMUP_STEPS)]
     arguments += options.model.split()
-    result_file = directory / "found.json"
+    result_file = directory / "result.json"
     processes: list[subprocess.Popen[bytes]] = []
     for rank, device in enumerate((options.device, "cpu")):
         variables = {
@@ -117,11 +117,11 @@ def measure_first_stage(options: argparse.Namespace, directory: Path) -> dict[st
         tails = [(directory / f"output_{r}").read_text(errors="replace")[-2000:] for r in (0, 1)]
         raise JobError(f"training ended with {codes}:\n" + "\n".join(tails))
     steps = json.loads(result_file.read_text())
-    mean = {
+    mean_seconds = {
         name: statistics.fmean(step[name] for step in steps["steps"]) for name in steps["steps"][0]
     }
-    overhead = mean["exchange"] / (mean["passes"] + mean["gradients"])
-    return {"device": steps["device"], **mean, "overhead": overhead}
+    overhead = mean_seconds["exchange"] / (mean_seconds["passes"] + mean_seconds["gradients"])
+    return {"device": steps["device"], **mean_seconds, "overhead": overhead}
 
 
 class StageTimer:
@@ -178,7 +178,7 @@ class StageTimer:
                 work.wait()
             receive.works = ()  # each can be waited for only once
             arrival = time.perf_counter()
-            if arrival - begin > BLOCKED_SECONDS:
+            if arrival - begin > MIN_WAIT_SECONDS:
                 self._arrivals.append(arrival - self._begin)
             return function(receive)
 
@@ -249,7 +249,7 @@ def run_timed_stage(arguments: Sequence[str], result_file: Path) -> int:
     schedules.backward_step = timer.wrap_device_work("passes", schedules.backward_step)
     code = train_gpt.main(arguments)
     device = torch.cuda.get_device_name() if on_device else "the CPU"
-    counted = timer.steps[WARM_UP:]
+    counted = timer.steps[WARMUP_STEPS:]
     result_file.write_text(json.dumps({"device": device, "steps": counted}))
     return code
 

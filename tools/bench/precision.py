@@ -48,9 +48,9 @@ PRECISIONS = {
 }
 
 
-SMOOTHED = 10
-"""Number of recorded losses averaged into one plotted value: single steps are as noisy as their
-text.
+SMOOTHING_WINDOW = 10
+"""Number of recorded losses that are averaged into a plotted value, because the loss of a single
+step is noisy.
 """
 
 Curve = dict[str, Any]
@@ -58,11 +58,16 @@ Curve = dict[str, Any]
 
 def train_precision(name: str, seed: int, options: argparse.Namespace, scratch: Path) -> Curve:
     """Train in one precision. Return the training loss by step and the final validation loss."""
-    words = f"""{MODEL} --train-iters {options.steps} --vocab-size {options.vocabulary}
+    arguments = f"""{MODEL} --train-iters {options.steps} --vocab-size {options.vocabulary}
     --seed {seed} {PRECISIONS[name]}"""
-    files = ["--data-path", str(options.data.absolute()), "--data-cache-path", str(scratch / "c")]
+    data_arguments = [
+        "--data-path",
+        str(options.data.absolute()),
+        "--data-cache-path",
+        str(scratch / "c"),
+    ]
     directory = scratch / f"{seed}-{name}".replace(" ", "-").replace(",", "")
-    events = run_training_program([*words.split(), *files], 1, directory)
+    events = run_training_program([*arguments.split(), *data_arguments], 1, directory)
     progress = [event for event in events if event.event == "progress"]
     validation = [event for event in events if event.event == "evaluation"]
     return {
@@ -99,7 +104,10 @@ def compare_precisions(curves: Sequence[Curve]) -> list[dict[str, Any]]:
     for name in list_precisions(curves)[1:]:
         pairs = pair_with_reference(curves, name)
         if pairs:
-            losses = ([c["validation_loss"] for c in side] for side in zip(*pairs, strict=True))
+            losses = (
+                [c["validation_loss"] for c in curves_of_precision]
+                for curves_of_precision in zip(*pairs, strict=True)
+            )
             ratio = paired_ratio(*losses)
             comparisons.append(
                 {
@@ -118,17 +126,27 @@ def to_percent(ratio: float) -> float:
 
 
 def smooth_losses(losses: Sequence[float]) -> list[float]:
-    """Return the moving average over the last :data:`SMOOTHED` losses."""
-    return [statistics.fmean(losses[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(losses))]
+    """Return the moving average over the last :data:`SMOOTHING_WINDOW` losses."""
+    return [
+        statistics.fmean(losses[max(0, i - SMOOTHING_WINDOW + 1) : i + 1])
+        for i in range(len(losses))
+    ]
 
 
 def compare_at_each_step(pairs: Sequence[tuple[Curve, Curve]]) -> list[Ratio]:
     """Return the ratio to the first precision's smoothed loss at each recorded step, over the
     seeds.
     """
-    sides = [[smooth_losses(c["loss"]) for c in side] for side in zip(*pairs, strict=True)]
+    smoothed_losses = [
+        [smooth_losses(c["loss"]) for c in curves_of_precision]
+        for curves_of_precision in zip(*pairs, strict=True)
+    ]
     return [
-        paired_ratio(*at) for at in zip(*(zip(*side, strict=True) for side in sides), strict=True)
+        paired_ratio(*losses_at_step)
+        for losses_at_step in zip(
+            *(zip(*curves_of_precision, strict=True) for curves_of_precision in smoothed_losses),
+            strict=True,
+        )
     ]
 
 
@@ -141,7 +159,7 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(
+    figure, (loss_axes, ratio_axes) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), gridspec_kw={"height_ratios": [3, 2]}
     )
     for name in list_precisions(curves):
@@ -149,23 +167,25 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
         if not pairs:
             continue
         steps, losses = pairs[0][0]["steps"], [curve["loss"] for curve, _ in pairs]
-        mean = [statistics.fmean(at) for at in zip(*losses, strict=True)]
-        (line,) = top.plot(steps, mean, label=name, linewidth=1)
+        mean = [statistics.fmean(losses_at_step) for losses_at_step in zip(*losses, strict=True)]
+        (line,) = loss_axes.plot(steps, mean, label=name, linewidth=1)
         ratios = compare_at_each_step(pairs)
-        bottom.plot(
+        ratio_axes.plot(
             steps, [to_percent(r.value) for r in ratios], color=line.get_color(), linewidth=1
         )
         if len(pairs) > 1 and name != list_precisions(curves)[0]:
-            low, high = ([to_percent(end) for end in ends] for ends in
+            low, high = ([to_percent(bound) for bound in bounds] for bounds in
                          zip(*((r.low, r.high) for r in ratios), strict=True))  # fmt: skip
-            bottom.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    top.set_ylabel("training loss (nats)")
-    top.legend()
-    bottom.set_ylabel(f"% from {list_precisions(curves)[0]}\n({SMOOTHED} records)")
-    bottom.set_xlabel("step")
-    bottom.set_ylim(-2, 2)
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
+            ratio_axes.fill_between(
+                steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0
+            )
+    loss_axes.set_ylabel("training loss (nats)")
+    loss_axes.legend()
+    ratio_axes.set_ylabel(f"% from {list_precisions(curves)[0]}\n({SMOOTHING_WINDOW} records)")
+    ratio_axes.set_xlabel("step")
+    ratio_axes.set_ylim(-2, 2)
+    for axes in (loss_axes, ratio_axes):
+        axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
@@ -211,23 +231,30 @@ def read_earlier_curves(options: argparse.Namespace, setting: dict[str, Any]) ->
 
 def write_results(path: Path, setting: dict[str, Any], curves: Sequence[Curve]) -> None:
     """Write the results so far. An interrupted run leaves the file complete."""
-    facts = machine.describe_machine("torch", "triton", "megatron-core")
-    record = {**facts, **setting, "compared": compare_precisions(curves), "curves": list(curves)}
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    machine_facts = machine.describe_machine("torch", "triton", "megatron-core")
+    record = {
+        **machine_facts,
+        **setting,
+        "compared": compare_precisions(curves),
+        "curves": list(curves),
+    }
+    temporary_path = path.with_suffix(".part")
+    temporary_path.write_text(json.dumps(record, indent=1) + "\n")
+    temporary_path.replace(path)
     plot_curves(curves, path.with_suffix(".svg"))
 
 
 def describe_last_run(curves: Sequence[Curve]) -> Iterator[str]:
     """Describe the last run and the comparison of its precision."""
-    last = curves[-1]
+    last_curve = curves[-1]
     yield (
-        f"{last['precision']}, seed {last['seed']}: validation loss {last['validation_loss']:.4f}, "
-        f"last 100 steps {last['last_100_steps']:.4f}, {last['step_seconds']:.3f} s/step"
+        f"{last_curve['precision']}, seed {last_curve['seed']}: "
+        f"validation loss {last_curve['validation_loss']:.4f}, "
+        f"last 100 steps {last_curve['last_100_steps']:.4f}, "
+        f"{last_curve['step_seconds']:.3f} s/step"
     )
     for comparison in compare_precisions(curves):
-        if comparison["precision"] == last["precision"]:
+        if comparison["precision"] == last_curve["precision"]:
             interval = "one seed"
             if comparison["low"] is not None:
                 low, high, seeds = (comparison[key] for key in ("low", "high", "seeds"))

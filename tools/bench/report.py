@@ -44,17 +44,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         exp_dir = write_run(Path(scratch), options.steps)
         page = Path(scratch) / "page.html"
-        wall, cpu = zip(
+        wall_seconds, cpu_seconds = zip(
             *(_measure_report(exp_dir, page) for _ in range(options.times)), strict=True
         )
-        measured = {
+        result = {
             "steps": options.steps,
             "status_bytes": sum(path.stat().st_size for path in exp_dir.rglob("rank_0.jsonl")),
-            "seconds": {"median": statistics.median(wall), "all": wall},
-            "cpu_seconds": {"median": statistics.median(cpu), "all": cpu},
+            "seconds": {"median": statistics.median(wall_seconds), "all": wall_seconds},
+            "cpu_seconds": {"median": statistics.median(cpu_seconds), "all": cpu_seconds},
             "page_bytes": page.stat().st_size,
         }
-    print(json.dumps({**machine.describe_machine(), **measured}, indent=2))
+    print(json.dumps({**machine.describe_machine(), **result}, indent=2))
     return 0
 
 
@@ -85,27 +85,27 @@ def write_run(root: Path, steps: int) -> Path:
         for number, event in enumerate(_generate_events(steps)):
             record = {"time": round(_START_TIME + _STEP_SECONDS * number, 3), **event}
             file.write(json.dumps(record) + "\n")
-    ended = _START_TIME + _STEP_SECONDS * steps
-    write_json(run_dir / EXIT_FILE, {"code": 0, "phase": "job", "signal": None, "ended": ended})
+    end_time = _START_TIME + _STEP_SECONDS * steps
+    write_json(run_dir / EXIT_FILE, {"code": 0, "phase": "job", "signal": None, "ended": end_time})
     return exp_dir
 
 
 def _generate_events(steps: int) -> Iterator[dict[str, object]]:
     """Yield the status events of one rank, with every metric that a GPU rank reports."""
-    chance = random.Random(7)
+    generator = random.Random(7)
     for step in range(1, steps + 1):
         yield {
             "event": "progress",
             "step": step,
             "train_steps": steps,
             "samples": 512 * step,
-            "loss": round(2 + 9 * math.exp(-9 * step / steps) + chance.gauss(0, 0.05), 6),
-            "grad_norm": round(abs(chance.gauss(1, 0.2)), 6),
+            "loss": round(2 + 9 * math.exp(-9 * step / steps) + generator.gauss(0, 0.05), 6),
+            "grad_norm": round(abs(generator.gauss(1, 0.2)), 6),
             "learning_rate": 3e-4 * (1 - step / steps),
-            "step_seconds": round(abs(chance.gauss(_STEP_SECONDS, 0.01)), 4),
-            "tokens_per_second": round(chance.gauss(80_000, 900), 1),
-            "tflops_per_gpu": round(chance.gauss(400, 4), 3),
-            "mfu": round(chance.gauss(0.4, 0.01), 4),
+            "step_seconds": round(abs(generator.gauss(_STEP_SECONDS, 0.01)), 4),
+            "tokens_per_second": round(generator.gauss(80_000, 900), 1),
+            "tflops_per_gpu": round(generator.gauss(400, 4), 3),
+            "mfu": round(generator.gauss(0.4, 0.01), 4),
             "memory_gib": 71.23,
         }
         if step % 1000 == 0:

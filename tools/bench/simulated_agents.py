@@ -32,55 +32,57 @@ from flagscale.launcher.liveness.messages import (
     Order,
     RankFailed,
 )
-from flagscale.launcher.liveness.network import Client, Ready, raise_file_limit
+from flagscale.launcher.liveness.network import Client, ReadyEvents, raise_file_limit
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE
 
 _POLL_SECONDS = 0.02
-_SWEEP_SECONDS = 0.1
+_POLL_ALL_SECONDS = 0.1
 _TIMEOUT_SECONDS = 60.0
 
 
 @dataclass
 class SimulatedAgent:
-    """Simulated agent of one host.
-
-    ``orders`` are the orders received so far. A ``silent`` agent neither reads nor sends, but keeps
-    its connection open.
-    """
+    """Simulated agent of one host."""
 
     number: int
+    """Index of the host."""
     client: Client
     heartbeat_seconds: float
+    """Time between two heartbeats."""
     attempt: int = 0
+    """Number of earlier starts of the job."""
     ended: int | None = None
+    """Exit code of the host's ranks; None while they run."""
     silent: bool = False
+    """Neither read nor send, but keep the connection open."""
     orders: list[Order] = field(default_factory=list)
+    """Orders received so far."""
     _next_heartbeat: float = 0.0
 
-    def poll(self, ready: Ready, now: float) -> None:
+    def poll(self, ready: ReadyEvents, now: float) -> None:
         if self.silent:
             return
         self.orders += self.client.poll(ready, now)
-        if self.client.fresh:
-            self.client.fresh = False
-            self.client.send(Hello(*self._head(), self._position()))
+        if self.client.is_new_connection:
+            self.client.is_new_connection = False
+            self.client.send(Hello(*self._message_header(), self._host_progress()))
             # Heartbeats of real hosts do not start at the same moment.
             self._next_heartbeat = now + self.heartbeat_seconds * secrets.randbelow(1000) / 1000
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + self.heartbeat_seconds
-            self.client.send(Heartbeat(*self._head(), self._position()))
+            self.client.send(Heartbeat(*self._message_header(), self._host_progress()))
 
     def report_failure(self) -> Failure:
         """Report a failure of the host's rank."""
         failure = Failure(f"h{self.number}", self.number, 1, "failed: boom", "", Path("log"))
         report = FailureReport(failure, time.time(), Severity.FAILED)
-        self.client.send(RankFailed(*self._head(), report))
+        self.client.send(RankFailed(*self._message_header(), report))
         return failure
 
     def end_attempt(self, code: int) -> None:
         self.ended = code
-        self.client.send(AttemptEnded(*self._head(), self._position()))
+        self.client.send(AttemptEnded(*self._message_header(), self._host_progress()))
 
     def start_attempt(self, attempt: int) -> None:
         self.attempt, self.ended = attempt, None
@@ -89,10 +91,10 @@ class SimulatedAgent:
         """Return the last order of the given kind, or None."""
         return next((order for order in reversed(self.orders) if isinstance(order, kind)), None)
 
-    def _head(self) -> tuple[int, int, float]:
+    def _message_header(self) -> tuple[int, int, float]:
         return self.number, self.attempt, time.time()
 
-    def _position(self) -> HostProgress:
+    def _host_progress(self) -> HostProgress:
         status = HostStatus.RUNNING if self.ended is None else HostStatus.FAILED
         return HostProgress(status, 1, 1, 1, False, False, self.ended, None)
 
@@ -109,8 +111,8 @@ class SimulatedAgents:
             )
             for n in range(1, count + 1)
         ]
-        self._by_client = {agent.client: agent for agent in self.agents}
-        self._last_sweep = 0.0
+        self._agent_by_client = {agent.client: agent for agent in self.agents}
+        self._last_poll_all = 0.0
 
     def run_until(self, condition: Callable[[], bool], seconds: float = _TIMEOUT_SECONDS) -> bool:
         """Process messages until ``condition`` is true. Return False if it is not within
@@ -121,15 +123,15 @@ class SimulatedAgents:
             if time.monotonic() > deadline:
                 return False
             for ready in self._selector.select(_POLL_SECONDS):
-                self._by_client[ready[0].data].poll([ready], time.monotonic())
-            if time.monotonic() - self._last_sweep >= _SWEEP_SECONDS:
-                self._last_sweep = time.monotonic()
+                self._agent_by_client[ready[0].data].poll([ready], time.monotonic())
+            if time.monotonic() - self._last_poll_all >= _POLL_ALL_SECONDS:
+                self._last_poll_all = time.monotonic()
                 for agent in self.agents:
-                    agent.poll([], self._last_sweep)
+                    agent.poll([], self._last_poll_all)
         return True
 
     def all_admitted(self) -> bool:
-        return all(agent.client.ready for agent in self.agents)
+        return all(agent.client.is_connected for agent in self.agents)
 
     def close(self) -> None:
         for agent in self.agents:
@@ -172,7 +174,7 @@ def run_coordinator(
         agent_options.to_json(),
     ]
     command += ["--", "sleep", "3600"]
-    environment = {**os.environ, RUN_ID_VARIABLE: run_id, secret.VARIABLE: key}
+    environment = {**os.environ, RUN_ID_VARIABLE: run_id, secret.SECRET_VARIABLE: key}
     with (scratch / "output").open("wb") as output:
         agent = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -212,12 +214,12 @@ def measure_coordinator(scratch: Path, *, count: int, seconds: float) -> dict[st
         agents = SimulatedAgents(count, key, port, heartbeat_seconds=5.0)
         start, cpu_before = time.monotonic(), _cpu_seconds(agent.pid)
         _wait_until(agents, agents.all_admitted, "all agents are admitted")
-        figures = {"admission_seconds": time.monotonic() - start}
-        figures["admission_core_seconds"] = _cpu_seconds(agent.pid) - cpu_before
-        agents.run_until(lambda: False, 2.0)  # let work left over from the start finish
+        metrics = {"admission_seconds": time.monotonic() - start}
+        metrics["admission_core_seconds"] = _cpu_seconds(agent.pid) - cpu_before
+        agents.run_until(lambda: False, 2.0)  # wait for remaining work of the start
         start, cpu_before = time.monotonic(), _cpu_seconds(agent.pid)
         agents.run_until(lambda: False, seconds)
-        figures["rest_core_share"] = (_cpu_seconds(agent.pid) - cpu_before) / (
+        metrics["rest_core_share"] = (_cpu_seconds(agent.pid) - cpu_before) / (
             time.monotonic() - start
         )
         start = time.monotonic()
@@ -225,9 +227,9 @@ def measure_coordinator(scratch: Path, *, count: int, seconds: float) -> dict[st
         _wait_until(
             agents, lambda: _all_received(agents.agents, EndAttempt), "the failure has reached all"
         )
-        figures["failure_seconds"] = time.monotonic() - start
+        metrics["failure_seconds"] = time.monotonic() - start
         agents.close()
-    return {name: round(value, 3) for name, value in figures.items()}
+    return {name: round(value, 3) for name, value in metrics.items()}
 
 
 def _all_received(agents: Sequence[SimulatedAgent], kind: type[Order]) -> bool:

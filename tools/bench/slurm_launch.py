@@ -56,67 +56,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    from support.slurm_lab import cluster
+    from support.slurm_lab import start_cluster
 
-    facts = machine.describe_machine("flagscale")
-    with cluster() as slurm_cluster:
-        launched, by_hand = [], []
-        for number in range(options.rounds):
-            lab = slurm_cluster.lab(f"round{number}")
-            launched.append(measure_launcher(lab))
-            by_hand.append(measure_srun(lab))
+    machine_facts = machine.describe_machine("flagscale")
+    with start_cluster() as slurm_cluster:
+        launcher_seconds, srun_seconds = [], []
+        for round_number in range(options.rounds):
+            lab = slurm_cluster.create_lab(f"round{round_number}")
+            launcher_seconds.append(measure_launcher(lab))
+            srun_seconds.append(measure_srun(lab))
         version = slurm_cluster.slurm.run("sinfo", "--version").split()[-1]
-        listing = measure_listing(slurm_cluster.lab("listed"))
-    figures = {
+        listing_seconds = measure_listing(slurm_cluster.create_lab("listed"))
+    metrics = {
         "slurm": version,
-        "launcher_seconds": launched,
-        "by_hand_seconds": by_hand,
-        "more": statistics.mean(launched) - statistics.mean(by_hand),
-        "listing_100_runs": listing,
+        "launcher_seconds": launcher_seconds,
+        "by_hand_seconds": srun_seconds,
+        "more": statistics.mean(launcher_seconds) - statistics.mean(srun_seconds),
+        "listing_100_runs": listing_seconds,
     }
     print(
-        f"until every rank has joined: {statistics.mean(launched):.2f} s by the launcher, "
-        f"{statistics.mean(by_hand):.2f} s by srun; {LISTED_RUNS} runs listed in {listing:.2f} s"
+        f"until every rank has joined: {statistics.mean(launcher_seconds):.2f} s by the launcher, "
+        f"{statistics.mean(srun_seconds):.2f} s by srun; "
+        f"{LISTED_RUNS} runs listed in {listing_seconds:.2f} s"
     )
     if options.output:
-        options.output.write_text(json.dumps({**facts, **figures}, indent=1) + "\n")
-    return 4 if figures["more"] > ALLOWED_OVERHEAD or listing > LISTING_LIMIT else 0
+        options.output.write_text(json.dumps({**machine_facts, **metrics}, indent=1) + "\n")
+    return 4 if metrics["more"] > ALLOWED_OVERHEAD or listing_seconds > LISTING_LIMIT else 0
 
 
 def measure_launcher(lab: SlurmLab) -> float:
     """Return the seconds from a job's start by the launcher until the last rank has joined."""
-    lab.slurm()
-    process = lab.do("run")
+    lab.write_config()
+    process = lab.run_action("run")
     assert process.returncode == 0, process.stdout + process.stderr
     files = lab.layout.logs.rglob("rank_*.jsonl")
-    joined = [e.time for f in files for e in read_events(f)[0] if e.event == "joined"]
-    start = read_start_time(lab, lab.job)
-    lab.clear()
-    return max(joined) - start
+    join_times = [e.time for f in files for e in read_events(f)[0] if e.event == "joined"]
+    start = read_start_time(lab, lab.job_id)
+    lab.kill_processes()
+    return max(join_times) - start
 
 
 def measure_srun(lab: SlurmLab) -> float:
     """Return the seconds from a handwritten job's start until the last rank has joined."""
-    from support.launch_lab import until  # type: ignore[import-not-found]
+    from support.launch_lab import wait_for  # type: ignore[import-not-found]
 
-    out = lab.root / "by_hand"
+    output_directory = lab.root / "by_hand"
 
     def write_program() -> dict[str, str]:
-        out.mkdir()
-        (out / "rank.py").write_text(RANK_PROGRAM)
+        output_directory.mkdir()
+        (output_directory / "rank.py").write_text(RANK_PROGRAM)
         return {}
 
-    lab.cluster.user.do(write_program)
-    wrapped = f"srun {shlex.quote(sys.executable)} {shlex.quote(str(out / 'rank.py'))}"
-    options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}/log", f"--export=ALL,OUT={out}"]
-    command = [*lab.cluster.user.under, "sbatch", "--parsable", *options, f"--wrap={wrapped}"]
+    lab.cluster.user.call(write_program)
+    srun_command = (
+        f"srun {shlex.quote(sys.executable)} {shlex.quote(str(output_directory / 'rank.py'))}"
+    )
+    options = [
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--output={output_directory}/log",
+        f"--export=ALL,OUT={output_directory}",
+    ]
+    command = [
+        *lab.cluster.user.command_prefix,
+        "sbatch",
+        "--parsable",
+        *options,
+        f"--wrap={srun_command}",
+    ]
     job = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    files = [out / "0", out / "1"]
-    until(lambda: all(file.is_file() and file.read_text() for file in files))
+    files = [output_directory / "0", output_directory / "1"]
+    wait_for(lambda: all(file.is_file() and file.read_text() for file in files))
     start = read_start_time(lab, job)
-    joined = [float(file.read_text()) for file in files]
-    lab.clear()
-    return max(joined) - start
+    join_times = [float(file.read_text()) for file in files]
+    lab.kill_processes()
+    return max(join_times) - start
 
 
 def read_start_time(lab: SlurmLab, job: str) -> float:
@@ -127,11 +141,11 @@ def read_start_time(lab: SlurmLab, job: str) -> float:
 
 def measure_listing(lab: SlurmLab) -> float:
     """Return the median seconds of ``flagscale runs`` with 100 runs, each in its own directory."""
-    lab.slurm()
-    assert lab.do("run").returncode == 0
-    assert lab.do("stop").returncode == 0
-    lab.cluster.user.do(lambda: copy_runs(lab))
-    command = [*lab.cluster.user.under, sys.executable, "-m", "flagscale.cli", "runs"]
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
+    assert lab.run_action("stop").returncode == 0
+    lab.cluster.user.call(lambda: copy_runs(lab))
+    command = [*lab.cluster.user.command_prefix, sys.executable, "-m", "flagscale.cli", "runs"]
     seconds = []
     for _ in range(5):
         begin = time.perf_counter()

@@ -45,24 +45,27 @@ from typing import Any
 from flagscale.bench import machine
 
 PROJECT = Path(__file__).resolve().parents[2]
-LIMIT = 1.5
-LIMITED_HOSTS = 64
+MAX_RATIO_TO_BARE = 1.5
+MIN_CHECKED_HOSTS = 64
 BARE_THREADS = 48
-LIMITED = ("run", "query", "stop")
+LIMITED_KINDS = ("run", "query", "stop")
 COMPARED_TOOLS = ("pdsh", "ssh+scp")
 _STARTED_PREFIX = "started on "
-# Sessions exit and are accounted shortly after the command that they served.
-_SETTLING_SECONDS = 0.3
-_TICKS = os.sysconf("SC_CLK_TCK")
+# SSH sessions exit shortly after their command. Only then their CPU time is complete.
+_SESSION_EXIT_SECONDS = 0.3
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class CommandSample:
-    """One measured command: wall-clock seconds, CPU seconds of this side and of the hosts."""
+    """One measured command."""
 
     seconds: float
+    """Wall-clock time."""
     cpu: float
+    """CPU seconds of the command."""
     hosts_cpu: float
+    """CPU seconds of all processes on the hosts."""
 
 
 @dataclass
@@ -132,12 +135,12 @@ class SshLaunchBench:
         self.environment = bed.environment()
         lab.configure(cmds={"before_start": "sleep 3600"})
 
-    def measure(self, work: Callable[[], float]) -> CommandSample:
+    def measure(self, command: Callable[[], float]) -> CommandSample:
         """Measure ``work``, which returns its wall-clock seconds."""
         hosts_before, client_before = self._hosts_cpu(), _children_cpu()
-        seconds = work()
+        seconds = command()
         cpu = _children_cpu() - client_before
-        time.sleep(_SETTLING_SECONDS)
+        time.sleep(_SESSION_EXIT_SECONDS)
         return CommandSample(seconds, cpu, self._hosts_cpu() - hosts_before)
 
     def _hosts_cpu(self) -> float:
@@ -146,14 +149,14 @@ class SshLaunchBench:
         """
         ticks = 0
         for host in self.bed.hosts:
-            for entry in host.path("/proc").iterdir():
+            for entry in host.local_path("/proc").iterdir():
                 if entry.name.isdigit():
                     try:
                         fields = (entry / "stat").read_text().rpartition(")")[2].split()
                     except OSError:
                         continue
                     ticks += sum(map(int, fields[11:15]))  # proc(5): utime, stime, cutime, cstime
-        return ticks / _TICKS
+        return ticks / _TICKS_PER_SECOND
 
     def time_bare(self) -> float:
         command = [sys.executable, __file__, "--bare", str(self.bed.identity)]
@@ -163,7 +166,7 @@ class SshLaunchBench:
     def clear_preflight_caches(self) -> None:
         """Remove the hosts' caches of earlier preflights."""
         for host in self.bed.hosts:
-            for path in host.path("/root/.cache/flagscale/hosts").iterdir():
+            for path in host.local_path("/root/.cache/flagscale/hosts").iterdir():
                 path.unlink()
 
     def time_start(self, *overrides: str) -> float:
@@ -247,10 +250,13 @@ def open_bench(hosts: int) -> Iterator[SshLaunchBench]:
     from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as directory:
-        top, shared = Path(directory) / "bed", Path(directory) / "shared"
-        top.mkdir()
-        shared.mkdir()
-        with Bed.open(top, hosts, shared=[shared]) as bed, ssh_lab(bed, shared / "lab") as lab:
+        bed_directory, shared_directory = Path(directory) / "bed", Path(directory) / "shared"
+        bed_directory.mkdir()
+        shared_directory.mkdir()
+        with (
+            Bed.open(bed_directory, hosts, shared=[shared_directory]) as bed,
+            ssh_lab(bed, shared_directory / "lab") as lab,
+        ):
             yield SshLaunchBench(bed, lab)
 
 
@@ -268,14 +274,14 @@ def measure_hosts(hosts: int, rounds: int) -> dict[str, dict[str, float]]:
         }
         if shutil.which("pdsh"):
             kinds["pdsh"] = bench.time_pdsh
-        for number in range(rounds + 1):
-            for kind, work in kinds.items():
+        for round_number in range(rounds + 1):
+            for kind, command in kinds.items():
                 if kind == "run cold":
                     bench.clear_preflight_caches()
-                sample = bench.measure(work)
+                sample = bench.measure(command)
                 if kind in ("run unchecked", "run cold"):
                     bench.time_action("stop")
-                if number:
+                if round_number:
                     series_by_kind.setdefault(kind, SampleSeries()).samples.append(sample)
         series_by_kind["ssh+scp"] = SampleSeries([bench.measure(bench.time_ssh_and_scp)])
     return {kind: series.summary(series_by_kind["bare"]) for kind, series in series_by_kind.items()}
@@ -283,9 +289,9 @@ def measure_hosts(hosts: int, rounds: int) -> dict[str, dict[str, float]]:
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return the intercept and slope of the least-squares line."""
-    xs, ys = zip(*points, strict=True)
-    slope = statistics.linear_regression(xs, ys).slope if len(points) > 1 else 0.0
-    return statistics.mean(ys) - slope * statistics.mean(xs), slope
+    host_counts, values = zip(*points, strict=True)
+    slope = statistics.linear_regression(host_counts, values).slope if len(points) > 1 else 0.0
+    return statistics.mean(values) - slope * statistics.mean(host_counts), slope
 
 
 def project_medians(table: dict[int, dict[str, dict[str, float]]], hosts: int) -> dict[str, float]:
@@ -293,8 +299,8 @@ def project_medians(table: dict[int, dict[str, dict[str, float]]], hosts: int) -
     medians = {}
     for kind in table[max(table)]:
         points = [(n, row[kind]["median_s"]) for n, row in table.items() if kind in row]
-        start, slope = fit_line(points)
-        medians[kind] = round(start + slope * hosts, 1)
+        intercept, slope = fit_line(points)
+        medians[kind] = round(intercept + slope * hosts, 1)
     return medians
 
 
@@ -330,7 +336,7 @@ def main() -> int:
         record = build_record(machine_facts, table, options.rounds)
         options.output.write_text(json.dumps(record, indent=2) + "\n")
     largest = max(table)
-    exceeded = list(check_limits(table[largest])) if largest >= LIMITED_HOSTS else []
+    exceeded = list(check_limits(table[largest])) if largest >= MIN_CHECKED_HOSTS else []
     for message in exceeded:
         print(f"on {largest} hosts {message}", file=sys.stderr)
     return 4 if exceeded else 0
@@ -350,9 +356,9 @@ def format_markdown(table: dict[int, dict[str, dict[str, float]]]) -> str:
 
 def check_limits(row: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """Yield a message for each limit that a number of hosts exceeds."""
-    for kind in LIMITED:
-        if row[kind]["ratio_to_bare"] > LIMIT:
-            yield f"{kind} misses {LIMIT} times a bare fan-out"
+    for kind in LIMITED_KINDS:
+        if row[kind]["ratio_to_bare"] > MAX_RATIO_TO_BARE:
+            yield f"{kind} misses {MAX_RATIO_TO_BARE} times a bare fan-out"
     for tool in COMPARED_TOOLS:
         if tool in row and row["run"]["median_s"] >= row[tool]["median_s"]:
             yield f"run is no faster than {tool}"
@@ -367,7 +373,7 @@ def build_record(
         **machine_facts,
         "hosts_are": "namespaces of this machine, whose cores serve both sides",
         "rounds": rounds,
-        "limit": LIMIT,
+        "limit": MAX_RATIO_TO_BARE,
         "hosts": {str(hosts): row for hosts, row in table.items()},
         "seconds_a_host": {kind: fit_slopes(table, kind) for kind in table[max(table)]},
         "projection_1000": project_medians(table, 1000),
@@ -376,11 +382,11 @@ def build_record(
 
 def fit_slopes(table: dict[int, dict[str, dict[str, float]]], kind: str) -> dict[str, float]:
     """Fit how wall-clock and CPU seconds of a kind of command grow per host."""
-    figures = {}
+    slopes = {}
     for name in ("median_s", "client_cpu_s", "hosts_cpu_s"):
         points = [(hosts, row[kind][name]) for hosts, row in table.items() if kind in row]
-        figures[name] = round(fit_line(points)[1], 4)
-    return figures
+        slopes[name] = round(fit_line(points)[1], 4)
+    return slopes
 
 
 if __name__ == "__main__":

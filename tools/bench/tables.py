@@ -59,7 +59,7 @@ def _llama_table() -> str:
 
 
 def _trace_table() -> str:
-    """Shares of kernel time of the profiled runs."""
+    """Return the table of shares of kernel time in the profiled runs."""
     runs = {
         f"{row} ({name})": _parse_shares(_read_rows(name)[row]["profile"])
         for name, row in (
@@ -86,15 +86,15 @@ def _parse_shares(profile: Sequence[str]) -> dict[str, str]:
 
 def _moe_table() -> str:
     rows = _read_rows("gpu-1xh200-moe")
-    cells = []
+    table_rows = []
     for name, dense, title in (
         ("mixtral", "mixtral-dense", "Mixtral"),
         ("qwen3-moe", "qwen3-dense", "Qwen3-30B-A3B"),
     ):
         share = rows[name]["tflops_per_gpu"] / rows[dense]["tflops_per_gpu"]
-        cells.append(_format_moe_row(title, rows[name], f"{share:.0%}".replace("%", " %")))
-        cells.append(_format_moe_row("dense, as much arithmetic", rows[dense], ""))
-    return _format_table(("", "TFLOP/s", "of the dense", "tokens/s", "GiB"), cells)
+        table_rows.append(_format_moe_row(title, rows[name], f"{share:.0%}".replace("%", " %")))
+        table_rows.append(_format_moe_row("dense, as much arithmetic", rows[dense], ""))
+    return _format_table(("", "TFLOP/s", "of the dense", "tokens/s", "GiB"), table_rows)
 
 
 def _format_moe_row(title: str, row: Mapping[str, Any], share: str) -> Sequence[str]:
@@ -104,60 +104,69 @@ def _format_moe_row(title: str, row: Mapping[str, Any], share: str) -> Sequence[
 
 def _cuda_graph_table() -> str:
     rows = _read_rows("gpu-1xh200-captured")
-    cells = []
+    table_rows = []
     for name, title in (("small", "bf16, tokens/s"), ("small-fp8", "`fp8: hybrid`, tokens/s")):
         speeds = (rows[run]["tokens_per_second_per_gpu"] for run in (name, f"{name}-captured"))
-        cells.append((title, *(f"{speed:,}" for speed in speeds)))
-    return _format_table(("", "launched one by one", "captured"), cells)
+        table_rows.append((title, *(f"{speed:,}" for speed in speeds)))
+    return _format_table(("", "launched one by one", "captured"), table_rows)
 
 
 def _torchtitan_table() -> str:
-    cells = []
+    table_rows = []
     for row in _read_results("torchtitan-2xh200")["rows"]:
         sequence = row["ours"][0]["sequence"]
         sizes = {run["micro_batch"] for trainer in ("ours", "torchtitan") for run in row[trainer]}
         for size in sorted(sizes):
-            ours, theirs = (
-                [o["tokens_per_second_per_gpu"] for o in row[whose] if o["micro_batch"] == size]
-                for whose in ("ours", "torchtitan")
+            flagscale_speeds, torchtitan_speeds = (
+                [
+                    trainer_run["tokens_per_second_per_gpu"]
+                    for trainer_run in row[trainer_name]
+                    if trainer_run["micro_batch"] == size
+                ]
+                for trainer_name in ("ours", "torchtitan")
             )
-            formatted = (f"{max(speeds):,}" if speeds else "" for speeds in (ours, theirs))
-            cells.append((f"{sequence} x {size}", *formatted, ""))
-        cells.append((f"{sequence}, the fastest of each", "", "", str(row["ratio"])))
-    return _format_table(("Sequence, micro-batch", "tokens/s/GPU", "torchtitan", "ratio"), cells)
+            formatted = (
+                f"{max(speeds):,}" if speeds else ""
+                for speeds in (flagscale_speeds, torchtitan_speeds)
+            )
+            table_rows.append((f"{sequence} x {size}", *formatted, ""))
+        table_rows.append((f"{sequence}, the fastest of each", "", "", str(row["ratio"])))
+    return _format_table(
+        ("Sequence, micro-batch", "tokens/s/GPU", "torchtitan", "ratio"), table_rows
+    )
 
 
 def _layout_table() -> str:
     rows = _read_rows("gpu-2xh100")
-    base = rows["dp2"]["tokens_per_second_per_gpu"]
-    cells = []
+    dp2_speed = rows["dp2"]["tokens_per_second_per_gpu"]
+    table_rows = []
     for name, title in (
         ("dp2", "dp2"),
         ("tp2", "tp2, sequence parallel, `tp_comm_overlap: true`"),
         ("pp2", "pp2, 5 layers and 3 with the head"),
     ):
         speed, gib = rows[name]["tokens_per_second_per_gpu"], rows[name]["memory_gib"]
-        share, of_dp = f"{100 * rows[name]['mfu']:.1f} %", f"{100 * speed / base:.0f} %"
-        cells.append((title, f"{speed:,}", share, of_dp, f"{gib:.1f}"))
-    return _format_table(("Layout", "tokens/s/GPU", "MFU", "of dp2", "GiB"), cells)
+        mfu, relative_speed = f"{100 * rows[name]['mfu']:.1f} %", f"{100 * speed / dp2_speed:.0f} %"
+        table_rows.append((title, f"{speed:,}", mfu, relative_speed, f"{gib:.1f}"))
+    return _format_table(("Layout", "tokens/s/GPU", "MFU", "of dp2", "GiB"), table_rows)
 
 
 def _estimate_table() -> str:
-    cells = []
+    table_rows = []
     for run in estimates.compare_runs():
         errors = (f"{100 * error:+.1f} %" for error in run.errors)
         measured = f"{run.memory:.1f}", f"{run.seconds:.3f}"
         memory, seconds = errors
-        cells.append((run.name, measured[0], memory, measured[1], seconds))
-    return _format_table(("Run", "GiB", "estimated", "s a step", "estimated"), cells)
+        table_rows.append((run.name, measured[0], memory, measured[1], seconds))
+    return _format_table(("Run", "GiB", "estimated", "s a step", "estimated"), table_rows)
 
 
 def _multi_gpu_table() -> str:
     columns = ("gpus", "layers", "layout", "overrides", "speed", "each", "tflops", "mfu", "gib")
-    cells = []
+    table_rows = []
     for values in _read_results("h200-llama3-8b")["rows"]:
         row = dict(zip(columns, values, strict=True))
-        cells.append(
+        table_rows.append(
             (
                 str(row["gpus"]),
                 str(row["layers"]),
@@ -169,7 +178,7 @@ def _multi_gpu_table() -> str:
             )
         )
     headings = ("GPUs", "Layers", "Layout", "Overrides", "tokens/s/GPU", "MFU", "GiB/GPU")
-    return _format_table(headings, cells)
+    return _format_table(headings, table_rows)
 
 
 _LOCAL_LAUNCH_TITLES = {
@@ -188,28 +197,35 @@ def _local_launch_table() -> str:
     medians = {
         (f["name"], f["unit"]): f["median"] for f in _read_results("local-launch-cpu")["figures"]
     }
-    cells = []
+    table_rows = []
     for key, title in _LOCAL_LAUNCH_TITLES.items():
         digits = 1 if key[1] == "steps/s" else 2
         unit = "s of CPU time" if key[1] == "CPU s" else key[1]
-        cells.append((title, f"{medians[key]:.{digits}f} {unit}"))
-    return _format_table(("What", "Median"), cells)
+        table_rows.append((title, f"{medians[key]:.{digits}f} {unit}"))
+    return _format_table(("What", "Median"), table_rows)
 
 
 _SSH_KINDS = ("run", "query", "stop", "run unchecked", "run cold", "pdsh", "ssh+scp")
 
 
 def _ssh_launch_table() -> str:
-    cells = []
+    table_rows = []
     for name, suffix in (
         ("ssh_launch", ""),
         ("ssh_launch_64", ", again (`results/ssh_launch_64.json`)"),
     ):
-        for hosts, ways in _read_results(name)["hosts"].items():
-            ratios = (ways[way]["ratio_to_bare"] if way in ways else None for way in _SSH_KINDS)
+        for hosts, rows_by_kind in _read_results(name)["hosts"].items():
+            ratios = (
+                rows_by_kind[kind]["ratio_to_bare"] if kind in rows_by_kind else None
+                for kind in _SSH_KINDS
+            )
             formatted = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-            cells.append((f"{hosts}{suffix}", f"{ways['bare']['median_s']:.2f} s", *formatted))
-    return _format_table(("Hosts", "bare", *_SSH_KINDS[:-1], "ssh+scp, one after another"), cells)
+            table_rows.append(
+                (f"{hosts}{suffix}", f"{rows_by_kind['bare']['median_s']:.2f} s", *formatted)
+            )
+    return _format_table(
+        ("Hosts", "bare", *_SSH_KINDS[:-1], "ssh+scp, one after another"), table_rows
+    )
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Measure how soon every rank of fsccl detects a killed rank in the middle of an operation.
+"""Measure how fast every rank of fsccl detects that another rank was killed during an operation.
 
     tools/comm/kills.py --kills 5 --clusters 4 2,2 1,1,1,1 --json docs/results/fsccl-kills.json
 
-Four ranks on this host repeat an operation until one of them receives SIGKILL at a random
-moment, and every other has raised an error. Clusters are as in FSCCL_CLUSTERS: traffic between
-them uses TCP over the loopback. The output has, for each operation and shape, the median and
-longest time until the last rank raised, and the number of kills that not all ranks named
-correctly.
+Four ranks on this host repeat an operation until one of them receives SIGKILL at a random time, and
+every other one has raised an error. The ranks are divided into clusters, which share memory, as by
+FSCCL_CLUSTERS: ``2,2`` are two clusters of two ranks. Traffic between clusters uses TCP over the
+loopback interface. The output has, for each operation and division, the median and longest time
+until the last rank raised an error, and the number of kills in which an error did not name the
+killed rank.
 
-Exits with 4 if a rank was named wrongly, or not within ``--limit`` seconds.
+Exits with 4 if an error did not name the killed rank, or came later than ``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import children
 import torch
@@ -35,24 +37,24 @@ import torch.distributed as dist
 import flagscale.comm.fsccl
 
 RANKS = 4
-SHAPES = ("4", "2,2", "1,1,1,1")
-SLOW = 4
+CLUSTERS = ("4", "2,2", "1,1,1,1")
+EXIT_LIMIT_EXCEEDED = 4
 """Exit code if a limit was exceeded."""
-COUNT = 1 << 18
+LARGE_ELEMENTS = 1 << 18
 
 
 def _operations() -> dict[str, Callable[[], object]]:
-    """Return the operations that ranks repeat. Tensors are of 1 MiB, or of a few bytes."""
-    ranks, me = dist.get_world_size(), dist.get_rank()
-    large, small = torch.ones(COUNT), torch.ones(4)
-    whole, part = torch.ones(COUNT), torch.ones(COUNT // ranks)
-    parts = list(torch.ones(ranks, COUNT // ranks).unbind())
+    """Return the operations that ranks repeat, on tensors of 1 MiB or 16 bytes."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    large, small = torch.ones(LARGE_ELEMENTS), torch.ones(4)
+    whole_buffer, rank_buffer = torch.ones(LARGE_ELEMENTS), torch.ones(LARGE_ELEMENTS // world_size)
+    rank_buffers = list(torch.ones(world_size, LARGE_ELEMENTS // world_size).unbind())
 
-    def around() -> None:
+    def send_around_ring() -> None:
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, large, (me + 1) % ranks),
-                dist.P2POp(dist.irecv, whole, (me - 1) % ranks),
+                dist.P2POp(dist.isend, large, (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, whole_buffer, (rank - 1) % world_size),
             ]
         )
         for work in works:
@@ -63,13 +65,15 @@ def _operations() -> dict[str, Callable[[], object]]:
         "all_reduce-16B": lambda: dist.all_reduce(small, op=dist.ReduceOp.MAX),
         "reduce": lambda: dist.reduce(large, 0, op=dist.ReduceOp.MAX),
         "broadcast": lambda: dist.broadcast(large, 0),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.MAX),
-        "all_to_all": lambda: dist.all_to_all_single(whole, large),
-        "gather": lambda: dist.gather(part, parts if me == 0 else None, 0),
-        "scatter": lambda: dist.scatter(part, parts if me == 0 else None, 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole_buffer, rank_buffer),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(
+            rank_buffer, whole_buffer, op=dist.ReduceOp.MAX
+        ),
+        "all_to_all": lambda: dist.all_to_all_single(whole_buffer, large),
+        "gather": lambda: dist.gather(rank_buffer, rank_buffers if rank == 0 else None, 0),
+        "scatter": lambda: dist.scatter(rank_buffer, rank_buffers if rank == 0 else None, 0),
         "barrier": dist.barrier,
-        "messages": around,
+        "messages": send_around_ring,
     }
 
 
@@ -81,104 +85,128 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: the errors of the other ranks, and the seconds until each was raised, by rank."""
+    """One kill, and the errors of the surviving ranks."""
 
     operation: str
     clusters: str
-    killed: int
-    seconds: dict[int, float]
-    said: dict[int, str]
+    killed_rank: int
+    detection_seconds: dict[int, float]
+    """Time from the kill until the error was raised, by surviving rank."""
+    errors: dict[int, str]
+    """Error message by surviving rank."""
 
     @property
-    def last(self) -> float:
-        return max(self.seconds.values())
+    def last_detection_seconds(self) -> float:
+        return max(self.detection_seconds.values())
 
     @property
-    def named(self) -> bool:
-        """Return whether every other rank named the killed one."""
-        words = f": rank {self.killed} ["
-        return len(self.said) == RANKS - 1 and all(words in said for said in self.said.values())
+    def is_named_by_all(self) -> bool:
+        """True if the errors of all surviving ranks name the killed one."""
+        name = f": rank {self.killed_rank} ["
+        return len(self.errors) == RANKS - 1 and all(name in text for text in self.errors.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "operation": self.operation,
+            "clusters": self.clusters,
+            "killed": self.killed_rank,
+            "seconds": self.detection_seconds,
+            "said": self.errors,
+            "named": self.is_named_by_all,
+        }
 
 
-def _run_rank(operation: str, _: int, out: int) -> None:
-    """Run a rank: report its start, and its end with the error."""
-    operate = _operations()[operation]
-    error = ""
+def _run_rank(operation: str, _rank: int, output: int) -> None:
+    """Repeat an operation until it raises an error. Writes a line when the first one has finished,
+    and the time and text of the error as a line of JSON.
+    """
+    run_operation = _operations()[operation]
+    error_text = ""
     try:
-        operate()
-        os.write(out, b"begun\n")
+        run_operation()
+        os.write(output, b"begun\n")
         while True:
-            operate()
-    except RuntimeError as caught:
-        error = str(caught)
-    os.write(out, (json.dumps({"at": time.time(), "said": error}) + "\n").encode())
-    # Leaving would be awaited by nobody.
+            run_operation()
+    except RuntimeError as error:
+        error_text = str(error)
+    os.write(output, (json.dumps({"time": time.time(), "error": error_text}) + "\n").encode())
+    # Without torch's cleanup, which would wait for the killed rank.
     os._exit(0)
 
 
-def kill_one(operation: str, clusters: str, killed: int, after: float) -> Kill:
-    """Kill one rank after ``after`` seconds. The process must not have called torch before."""
-    keeper, port = children.start_store()
-    started = [keeper]
+def kill_one_rank(operation: str, clusters: str, killed_rank: int, delay_seconds: float) -> Kill:
+    """Start the ranks, and kill one ``delay_seconds`` after all have finished a first operation.
+    This process must not have called torch before.
+    """
+    store_process, port = children.start_store()
+    processes = [store_process]
     try:
         ranks = children.start_ranks(RANKS, port, clusters, partial(_run_rank, operation))
-        started += ranks
+        processes += ranks
         for rank in ranks:
             if rank.output.readline() != "begun\n":
                 raise RuntimeError(f"{operation} of {clusters}: a rank did not begin")
-        time.sleep(after)
-        at = time.time()
-        os.kill(ranks[killed].pid, signal.SIGKILL)
-        others = [rank for rank in range(RANKS) if rank != killed]
-        ends = {rank: json.loads(ranks[rank].output.readline()) for rank in others}
-        seconds = {rank: round(end["at"] - at, 4) for rank, end in ends.items()}
-        said = {rank: end["said"] for rank, end in ends.items()}
-        return Kill(operation, clusters, killed, seconds, said)
+        time.sleep(delay_seconds)
+        kill_time = time.time()
+        os.kill(ranks[killed_rank].pid, signal.SIGKILL)
+        survivors = [rank for rank in range(RANKS) if rank != killed_rank]
+        reports = {rank: json.loads(ranks[rank].output.readline()) for rank in survivors}
+        seconds = {rank: round(report["time"] - kill_time, 4) for rank, report in reports.items()}
+        errors = {rank: report["error"] for rank, report in reports.items()}
+        return Kill(operation, clusters, killed_rank, seconds, errors)
     finally:
-        children.kill_children(started)
+        children.kill_children(processes)
 
 
 def run_kills(arguments: argparse.Namespace) -> Iterator[Kill]:
     """Run all requested kills, one after the other."""
-    chance = random.Random(arguments.seed)
+    generator = random.Random(arguments.seed)
     for clusters in arguments.clusters:
         for operation in arguments.operations:
             for _ in range(arguments.kills):
-                yield kill_one(
-                    operation, clusters, chance.randrange(RANKS), chance.uniform(0.0, 0.05)
+                yield kill_one_rank(
+                    operation, clusters, generator.randrange(RANKS), generator.uniform(0.0, 0.05)
                 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=3, help="of each operation and shape")
-    parser.add_argument("--clusters", nargs="+", default=SHAPES)
+    parser.add_argument(
+        "--kills", type=int, default=3, help="kills of each operation and division into clusters"
+    )
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
-    parser.add_argument("--limit", type=float, default=0.5, help="seconds")
+    parser.add_argument(
+        "--limit", type=float, default=0.5, help="longest accepted detection time in seconds"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # names of torch.distributed
     flagscale.comm.fsccl.load_extension()  # compiled before ranks are started
-    done: list[Kill] = []
-    for one in run_kills(arguments):
-        done.append(one)
-        if not one.named:
-            print(f"{one.operation} of {one.clusters}, rank {one.killed} killed:", one.said)
-        if len(done) % arguments.kills == 0:
-            rows = done[-arguments.kills :]
-            last = [row.last for row in rows]
-            wrong = sum(not row.named for row in rows)
+    kills: list[Kill] = []
+    for kill in run_kills(arguments):
+        kills.append(kill)
+        if not kill.is_named_by_all:
             print(
-                f"{one.clusters:10} {one.operation:16} {statistics.median(last) * 1e3:8.1f} ms"
-                f" {max(last) * 1e3:8.1f} ms {wrong} wrong",
+                f"{kill.operation} of {kill.clusters}, rank {kill.killed_rank} killed:", kill.errors
+            )
+        if len(kills) % arguments.kills == 0:
+            same_kills = kills[-arguments.kills :]
+            seconds = [same_kill.last_detection_seconds for same_kill in same_kills]
+            wrong = sum(not same_kill.is_named_by_all for same_kill in same_kills)
+            print(
+                f"{kill.clusters:10} {kill.operation:16} {statistics.median(seconds) * 1e3:8.1f} ms"
+                f" {max(seconds) * 1e3:8.1f} ms {wrong} wrong",
                 flush=True,
             )
     if arguments.json:
-        told = [{**asdict(row), "named": row.named} for row in done]
-        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
-    good = all(row.named and row.last <= arguments.limit for row in done)
-    return 0 if good else SLOW
+        records = [kill.to_json() for kill in kills]
+        arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+    passed = all(
+        kill.is_named_by_all and kill.last_detection_seconds <= arguments.limit for kill in kills
+    )
+    return 0 if passed else EXIT_LIMIT_EXCEEDED
 
 
 if __name__ == "__main__":

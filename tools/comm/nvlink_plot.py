@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what fsccl's nvlink_check has measured; see `tools/comm/nvlink_plot.py --help`."""
+"""Plot a JSON report of fsccl's nvlink_check; see `tools/comm/nvlink_plot.py --help`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flagscale.comm.fsccl.tune import KernelTiming, pair_with_baseline
 from flagscale.report.figure import PanelLine, require_image, write_panels
 
 _DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
-_LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
+_MEMORY_STYLES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
 
 
 def write_figure(report: Mapping[str, Any], path: Path) -> None:
@@ -25,21 +25,23 @@ def write_figure(report: Mapping[str, Any], path: Path) -> None:
     timings = [KernelTiming(**row) for row in report.get("timings", [])]
     panels = {}
     for collective in dict.fromkeys(t.collective for t in timings):
-        own = [t for t in timings if t.collective == collective]
-        nccl = {
-            size: other.microseconds
-            for (_, size), (_, other) in pair_with_baseline(own, "ordinary").items()
+        collective_timings = [t for t in timings if t.collective == collective]
+        nccl_times = {
+            size: baseline.microseconds
+            for (_, size), (_, baseline) in pair_with_baseline(
+                collective_timings, "ordinary"
+            ).items()
         }
-        lines = [PanelLine("NCCL", nccl, "gray")]
-        for memory, label, style in _LINES:
-            ours = {
+        lines = [PanelLine("NCCL", nccl_times, "gray")]
+        for memory, label, style in _MEMORY_STYLES:
+            fsccl = {
                 size: t.microseconds
-                for (_, size), (t, _) in pair_with_baseline(own, memory).items()
+                for (_, size), (t, _) in pair_with_baseline(collective_timings, memory).items()
             }
-            lines += [PanelLine(label, ours, "C0", style)] if ours else []
+            lines += [PanelLine(label, fsccl, "C0", style)] if fsccl else []
         panels[collective] = lines
-    about = f"{report.get('gpu')}, NCCL {report.get('nccl')}, CUDA graphs"
-    title = f"{report.get('ranks')} ranks, {about}"
+    conditions = f"{report.get('gpu')}, NCCL {report.get('nccl')}, CUDA graphs"
+    title = f"{report.get('ranks')} ranks, {conditions}"
     write_panels(path, title, "microseconds", panels, columns=len(panels))
 
 
@@ -48,15 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="nvlink_plot.py", description=_DESCRIPTION)
     parser.add_argument("report", type=Path, help="what nvlink_check or comm tune wrote by --json")
     parser.add_argument("figure", type=Path, help="an .svg or .png")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
 
-    def drawn() -> int:
-        require_image(given.figure)
-        kept = "what nvlink_check keeps by --json"
-        write_figure(read_object(given.report, str(given.report), kept), given.figure)
+    def draw_figure() -> int:
+        require_image(options.figure)
+        expected_content = "what nvlink_check keeps by --json"
+        write_figure(
+            read_object(options.report, str(options.report), expected_content), options.figure
+        )
         return 0
 
-    return run_command(drawn)
+    return run_command(draw_figure)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure the overhead of the benchmark's loop over a bare loop, by turns.
+"""Measure the overhead of the timing loop of `flagscale bench collectives`.
 
   tools/comm/overhead.py [--ranks 2] [--bytes 1024] [--rounds 400] [--iters 50]
 
-Two loops of `dist.all_reduce` over gloo, one timed by the benchmark and one without anything
-else, run by turns on the same tensor and group. Prints the ratio of their times per iteration
-with its 95 % interval, and exits with 1 if the whole interval lies above the limit of 3 %.
+Two loops of `dist.all_reduce` over gloo run by turns on the same tensor and group: the benchmark's
+loop, and a loop without any other code. Prints the ratio of their times per iteration with its
+95 % interval. Exits with 1 if the whole interval is above 1.03.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.timing import measure
 from flagscale.bench.statistics import median_ratio
 
-LIMIT = 1.03
+MAX_RATIO = 1.03
 
 
-def _baseline(tensor: torch.Tensor, iterations: int) -> float:
-    """Return the microseconds per iteration of a bare loop."""
+def _time_plain_loop(tensor: torch.Tensor, iterations: int) -> float:
+    """Return the microseconds per iteration of a loop without any other code."""
     dist.barrier()
     begin = time.perf_counter_ns()
     for _ in range(iterations):
@@ -43,15 +43,15 @@ def _baseline(tensor: torch.Tensor, iterations: int) -> float:
     return (time.perf_counter_ns() - begin) / 1e3 / iterations
 
 
-def _added(device: Device, spec: BenchSpec) -> float:
-    """Return the microseconds per iteration of the benchmark's loop around an empty function."""
+def _measure_loop_overhead(device: Device, spec: BenchSpec) -> float:
+    """Return the microseconds per iteration of the benchmark's loop with an empty function."""
     steps = [lambda: None] * 10_000
     spec = replace(spec, iterations=replace(spec.iterations, measured=len(steps)))
     turns = [measure(steps, [], device, spec, [], lambda: None) for _ in range(20)]
     return min(turn.average for turn in turns)
 
 
-def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
+def _run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks
@@ -66,27 +66,30 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     elements = options.bytes // 4
     part = build_part(case, Shape(elements, elements, elements), group, device)
     steps = [build_body((part,), device, group, "all_reduce").step] * options.iters
-    ours: list[float] = []
-    baseline: list[float] = []
-    _baseline(part.output, options.iters)
-    # As the benchmark does, so that the collections before its loops look at little.
+    benchmark_times: list[float] = []
+    plain_times: list[float] = []
+    _time_plain_loop(part.output, options.iters)
+    # As in the benchmark: exclude all existing objects from the garbage collection before its
+    # loops.
     gc.collect()
     gc.freeze()
-    for number in range(options.rounds):
-        for which in ("ours", "baseline") if number % 2 else ("baseline", "ours"):
-            if which == "ours":
-                ours.append(measure(steps, [], device, spec, [], dist.barrier).average)
+    for round_number in range(options.rounds):
+        for loop in ("benchmark", "plain") if round_number % 2 else ("plain", "benchmark"):
+            if loop == "benchmark":
+                benchmark_times.append(measure(steps, [], device, spec, [], dist.barrier).average)
             else:
-                baseline.append(_baseline(part.output, options.iters))
+                plain_times.append(_time_plain_loop(part.output, options.iters))
     if rank == 0:
-        found = median_ratio(ours, baseline)
-        print(f"added by the loop itself: {_added(device, spec):.3f} us an iteration")
+        ratio = median_ratio(benchmark_times, plain_times)
+        print(
+            f"added by the loop itself: {_measure_loop_overhead(device, spec):.3f} us an iteration"
+        )
         print(
             f"all_reduce of {options.bytes} bytes over gloo, {options.ranks} ranks: "
-            f"{median(baseline):.1f} us bare; ratio {found.value:.4f}, 95 % interval "
-            f"{found.low:.4f} to {found.high:.4f} ({options.rounds} pairs of {options.iters})"
+            f"{median(plain_times):.1f} us bare; ratio {ratio.value:.4f}, 95 % interval "
+            f"{ratio.low:.4f} to {ratio.high:.4f} ({options.rounds} pairs of {options.iters})"
         )
-        Path(f"{store}.verdict").write_text("1" if found.low > LIMIT else "0")
+        Path(f"{store}.verdict").write_text("1" if ratio.low > MAX_RATIO else "0")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
-        spawn(_rank, args=(options, store), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        spawn(_run_rank, args=(options, store), nprocs=options.ranks)  # type: ignore[no-untyped-call]
         return int(Path(f"{store}.verdict").read_text())
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Soak test of fsccl: groups created and destroyed, random operations, killed ranks.
 
-    tools/comm/soak.py --seconds 3600 --json soak.json tools/comm/soak.py --seed 7 --first 12
-    --rounds 1      # repeat one round
+    tools/comm/soak.py --seconds 3600 --json soak.json
+    tools/comm/soak.py --seed 7 --first 12 --rounds 1      # repeat one round
 
-In each round four forked ranks of this host join in clusters of a random shape; traffic between
-clusters uses TCP over the loopback. All ranks draw the same operations, types, sizes, roots and
-groups from one seed, with several in progress at a time, and check every result. In some rounds
-one rank receives SIGKILL at a random moment, and every other must name it.
+In each round four forked ranks of this host are divided at random into clusters, which share
+memory; traffic between clusters uses TCP over the loopback interface. All ranks draw the same
+operations, types, sizes, roots and groups from one seed, have several operations in progress at a
+time, and check every result. In some rounds one rank receives SIGKILL at a random time, and the
+errors of the others must name it.
 
-A rank's threads, descriptors and memory after its groups are destroyed must not grow with their
-number.
+After its groups are destroyed, a rank must not have more threads, descriptors or memory than at
+the beginning, except for a fixed amount.
 
-Exits with 1 if anything was wrong; the line has the seed and the round.
+Exits with 1 if anything was wrong; the printed line has the seed and the round.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ import children
 import psutil
 import torch
 import torch.distributed as dist
-from soak_steps import DTYPES, KINDS, Check, Step
+from soak_steps import DTYPES, START_FUNCTIONS, Check, Step
 
 import flagscale.comm.fsccl
 from flagscale.bench.machine import describe_machine
 
 RANKS = 4
-SHAPES = ("4", "2,2", "1,1,1,1", "3,1")
-LIVE = 6
-"""Largest number of groups that a rank keeps in addition to the world."""
-MOST = 18
-"""Largest number of elements of an operation, as a power of two."""
-SPARE = {"threads": LIVE + 2, "descriptors": 16, "MiB": 256.0}
-"""Accepted growth of a rank after its groups are destroyed: idle workers, connections of the
-world that were not needed before, and memory that malloc keeps.
+CLUSTERS = ("4", "2,2", "1,1,1,1", "3,1")
+MAX_GROUPS = 6
+"""Maximum number of groups at a time, in addition to the world."""
+MAX_ELEMENTS_LOG2 = 18
+"""Binary logarithm of the maximum number of elements of an operation."""
+ACCEPTED_GROWTH = {"threads": MAX_GROUPS + 2, "descriptors": 16, "MiB": 256.0}
+"""Accepted growth of a rank's resources after its groups are destroyed: idle worker threads, late
+connections of the world, and memory that malloc keeps.
 """
 
 
-# -- what ranks do ---------------------------------------------------------------------------------
+# -- a rank ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -61,56 +62,68 @@ class RankActivity:
     """Operations of a rank in groups that are created and destroyed."""
 
     rank: int
-    chance: random.Random
-    everyone: bool
-    """Every group has all ranks, so that who dies is missed in all of them."""
+    generator: random.Random
+    """Generator with the same seed on all ranks."""
+    uses_all_ranks: bool
+    """Every group has all ranks, so that a killed rank is a member of all groups."""
     makes_groups: bool = True
+    """Groups are created and destroyed."""
     groups: list[tuple[Any, list[int]]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    under_way: list[Check] = field(default_factory=list)
+    pending_checks: list[Check] = field(default_factory=list)
 
     def step(self) -> None:
-        """Run the next action, which all ranks of the world draw alike."""
-        what = self.chance.random()
-        if what < 0.1 and len(self.groups) < LIVE and self.makes_groups:
+        """Run the next action: an operation, or the creation or end of a group. All ranks draw the
+        same one.
+        """
+        choice = self.generator.random()
+        if choice < 0.1 and len(self.groups) < MAX_GROUPS and self.makes_groups:
             return self.make_group()
-        if what < 0.17 and self.groups and self.makes_groups:
-            return self.destroy(self.chance.randrange(len(self.groups)))
+        if choice < 0.17 and self.groups and self.makes_groups:
+            return self.destroy(self.generator.randrange(len(self.groups)))
         world = [(dist.group.WORLD, list(range(dist.get_world_size())))]
-        group, members = self.chance.choice([*world, *self.groups])
-        kind, dtype = self.chance.choice(KINDS), self.chance.choice(DTYPES)
-        count = int(2 ** self.chance.uniform(0, MOST))
-        together, own = self.chance.random() < 0.4, random.Random(self.chance.random())
+        group, members = self.generator.choice([*world, *self.groups])
+        start_operation, dtype = (
+            self.generator.choice(START_FUNCTIONS),
+            self.generator.choice(DTYPES),
+        )
+        count = int(2 ** self.generator.uniform(0, MAX_ELEMENTS_LOG2))
+        runs_concurrently, step_generator = (
+            self.generator.random() < 0.4,
+            random.Random(self.generator.random()),
+        )
         self.counts["operations"] += 1
         if self.rank not in members:
             return None
-        me, number = members.index(self.rank), self.counts["operations"]
-        self.under_way.append(kind(Step(group, members, me, number, own), count, dtype))
-        if not together or len(self.under_way) > 8:
+        index, number = members.index(self.rank), self.counts["operations"]
+        self.pending_checks.append(
+            start_operation(Step(group, members, index, number, step_generator), count, dtype)
+        )
+        if not runs_concurrently or len(self.pending_checks) > 8:
             self.finish_operations()
         return None
 
     def finish_operations(self) -> None:
-        for check in self.under_way:
+        for check in self.pending_checks:
             check()
-        self.under_way.clear()
+        self.pending_checks.clear()
 
     def make_group(self) -> None:
         world = dist.get_world_size()
-        size = world if self.everyone else self.chance.randint(2, world)
-        members = sorted(self.chance.sample(range(world), size))
+        size = world if self.uses_all_ranks else self.generator.randint(2, world)
+        members = sorted(self.generator.sample(range(world), size))
         self.finish_operations()
-        made = dist.new_group(members, backend="fsccl", timeout=children.TIMEOUT)
-        self.groups.append((made, members))
+        group = dist.new_group(members, backend="fsccl", timeout=children.TIMEOUT)
+        self.groups.append((group, members))
         self.counts["groups"] += 1
 
-    def destroy(self, which: int) -> None:
-        group, members = self.groups.pop(which)
+    def destroy(self, index: int) -> None:
+        group, members = self.groups.pop(index)
         self.finish_operations()
         if self.rank in members:
             dist.destroy_process_group(group)
 
-    def leave(self) -> None:
+    def destroy_all(self) -> None:
         while self.groups:
             self.destroy(0)
         self.finish_operations()
@@ -118,43 +131,51 @@ class RankActivity:
 
 def measure_resources() -> dict[str, float]:
     """Return threads, descriptors and MiB of memory of this process."""
-    me = psutil.Process()
-    memory = me.memory_info().rss / 2**20
-    return {"threads": me.num_threads(), "descriptors": me.num_fds(), "MiB": memory}
+    process = psutil.Process()
+    memory = process.memory_info().rss / 2**20
+    return {"threads": process.num_threads(), "descriptors": process.num_fds(), "MiB": memory}
 
 
-def run_rank(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> None:
-    """Run a rank's round, and write its result as a line of JSON."""
-    life = RankActivity(rank, random.Random(seed), everyone)
-    said, wrong, before = "", "", {}
+def run_rank(seed: str, seconds: float, uses_all_ranks: bool, rank: int, output: int) -> None:
+    """Run a rank's round, and write its result to the descriptor ``output`` as a line of JSON."""
+    activity = RankActivity(rank, random.Random(seed), uses_all_ranks)
+    error_text, wrong_result, resources_before = "", "", {}
     try:
-        for _ in range(40):  # whatever is made once
-            life.step()
-        life.finish_operations()
-        if everyone:
-            life.makes_groups = False  # torch waits for all in a store, and cannot know who is dead
+        for _ in range(40):  # allocate resources that are created only once
+            activity.step()
+        activity.finish_operations()
+        if uses_all_ranks:
+            # torch creates groups through a store, where it would wait for a killed rank.
+            activity.makes_groups = False
         else:
-            life.leave()
-        before = measure_resources()
-        os.write(out, b"begun\n")
-        end = time.monotonic() + seconds
-        over = torch.zeros(1)
-        while not over.item():
+            activity.destroy_all()
+        resources_before = measure_resources()
+        os.write(output, b"begun\n")
+        end_time = time.monotonic() + seconds
+        is_over = torch.zeros(1)
+        while not is_over.item():
             for _ in range(25):
-                life.step()
-            life.finish_operations()
-            over.fill_(float(time.monotonic() > end))
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-        life.leave()
+                activity.step()
+            activity.finish_operations()
+            is_over.fill_(float(time.monotonic() > end_time))
+            dist.all_reduce(is_over, op=dist.ReduceOp.MAX)
+        activity.destroy_all()
         dist.barrier()
     except AssertionError as error:
-        wrong = f"operation {life.counts['operations']}: {error}"
+        wrong_result = f"operation {activity.counts['operations']}: {error}"
     except RuntimeError as error:
-        said = str(error)
-    told = {"at": time.time(), "said": said, "wrong": wrong, "counts": life.counts}
-    told |= {"before": before, "after": measure_resources()}
-    os.write(out, (json.dumps(told) + "\n").encode())
-    signal.pause()  # leaving would be told to those who have yet to learn of a death
+        error_text = str(error)
+    report = {
+        "time": time.time(),
+        "error": error_text,
+        "wrong": wrong_result,
+        "counts": activity.counts,
+        "before": resources_before,
+        "after": measure_resources(),
+    }
+    os.write(output, (json.dumps(report) + "\n").encode())
+    # An exit would be reported to ranks that have not detected the killed rank yet.
+    signal.pause()
 
 
 # -- rounds ----------------------------------------------------------------------------------------
@@ -162,7 +183,7 @@ def run_rank(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> 
 
 @dataclass(frozen=True)
 class SoakRound:
-    """Parameters and outcome of a round."""
+    """Parameters and outcome of a round. Written to the JSON file."""
 
     number: int
     clusters: str
@@ -170,77 +191,84 @@ class SoakRound:
     operations: int
     groups: int
     named_after: float | None
-    """Seconds from the kill until the last rank had raised."""
+    """Seconds from the kill until the last rank had raised an error."""
     grown_mib: float
+    """Growth of a rank's memory in the round, of the rank with the largest."""
     wrong: list[str]
 
 
 def run_round(number: int, options: argparse.Namespace) -> SoakRound:
     """Run one round, determined by the seed and its number."""
     seed = f"{options.seed}-{number}"
-    chance = random.Random(seed)
-    clusters = chance.choice(SHAPES)
-    killed = chance.randrange(RANKS) if chance.random() < options.kills else None
-    after = chance.uniform(0.0, options.round)
-    keeper, port = children.start_store()
-    started = [keeper]
+    generator = random.Random(seed)
+    clusters = generator.choice(CLUSTERS)
+    killed_rank = generator.randrange(RANKS) if generator.random() < options.kills else None
+    kill_delay_seconds = generator.uniform(0.0, options.round)
+    store_process, port = children.start_store()
+    processes = [store_process]
     try:
-        life = partial(run_rank, seed, options.round, killed is not None)
-        ranks = children.start_ranks(RANKS, port, clusters, life)
-        started += ranks
-        begun = [rank.output.readline() == "begun\n" for rank in ranks]
-        at = 0.0
-        if killed is not None and all(begun):
-            time.sleep(after)
-            at = time.time()
-            os.kill(ranks[killed].pid, signal.SIGKILL)
-        lines = {r: rank.output.readline() for r, rank in enumerate(ranks) if r != killed}
+        run_rank_of_round = partial(run_rank, seed, options.round, killed_rank is not None)
+        ranks = children.start_ranks(RANKS, port, clusters, run_rank_of_round)
+        processes += ranks
+        has_begun = [rank.output.readline() == "begun\n" for rank in ranks]
+        kill_time = 0.0
+        if killed_rank is not None and all(has_begun):
+            time.sleep(kill_delay_seconds)
+            kill_time = time.time()
+            os.kill(ranks[killed_rank].pid, signal.SIGKILL)
+        lines = {r: rank.output.readline() for r, rank in enumerate(ranks) if r != killed_rank}
     finally:
-        children.kill_children(started)
-    told = {rank: json.loads(line) for rank, line in lines.items() if line}
-    wrong = [f"rank {rank} ended without a word" for rank in lines if rank not in told]
-    wrong += list(list_problems(told, killed))
-    last = max((one["at"] - at for one in told.values() if one["said"]), default=None)
-    counts: dict[str, int] = next(iter(told.values()))["counts"] if told else {}
-    grown = [one["after"]["MiB"] - one["before"]["MiB"] for one in told.values() if one["before"]]
+        children.kill_children(processes)
+    reports = {rank: json.loads(line) for rank, line in lines.items() if line}
+    problems = [f"rank {rank} ended without a report" for rank in lines if rank not in reports]
+    problems += list(list_problems(reports, killed_rank))
+    detection_seconds = max(
+        (report["time"] - kill_time for report in reports.values() if report["error"]), default=None
+    )
+    counts: dict[str, int] = next(iter(reports.values()))["counts"] if reports else {}
+    growth = [
+        report["after"]["MiB"] - report["before"]["MiB"]
+        for report in reports.values()
+        if report["before"]
+    ]
     return SoakRound(
         number,
         clusters,
-        killed,
+        killed_rank,
         counts.get("operations", 0),
         counts.get("groups", 0),
-        None if killed is None or last is None else round(last, 3),
-        round(max(grown, default=0.0), 1),
-        wrong,
+        None if killed_rank is None or detection_seconds is None else round(detection_seconds, 3),
+        round(max(growth, default=0.0), 1),
+        problems,
     )
 
 
-def list_problems(told: dict[int, dict[str, Any]], killed: int | None) -> Iterator[str]:
-    """Return what was wrong."""
-    for rank, one in told.items():
-        if one["wrong"]:
-            yield f"rank {rank}, {one['wrong']}"
-        if killed is not None:
-            # A rank whose round was over before it missed anybody says nothing.
-            if one["said"] and f": rank {killed} [" not in one["said"]:
-                yield f"rank {rank} does not name rank {killed}: {one['said']}"
+def list_problems(reports: dict[int, dict[str, Any]], killed_rank: int | None) -> Iterator[str]:
+    """Yield a description of each problem in the ranks' reports."""
+    for rank, report in reports.items():
+        if report["wrong"]:
+            yield f"rank {rank}, {report['wrong']}"
+        if killed_rank is not None:
+            # A rank may have no error, if its round was over before it detected the kill.
+            if report["error"] and f": rank {killed_rank} [" not in report["error"]:
+                yield f"rank {rank} does not name rank {killed_rank}: {report['error']}"
             continue
-        if one["said"]:
-            yield f"rank {rank}: {one['said']}"
-        if not one["before"] or one["said"] or one["wrong"]:
+        if report["error"]:
+            yield f"rank {rank}: {report['error']}"
+        if not report["before"] or report["error"] or report["wrong"]:
             continue
-        for name, spare in SPARE.items():
-            had, has = one["before"][name], one["after"][name]
-            if has > had + spare:
-                yield f"rank {rank} has {has:.0f} {name}, had {had:.0f}"
+        for name, accepted_growth in ACCEPTED_GROWTH.items():
+            before, after = report["before"][name], report["after"][name]
+            if after > before + accepted_growth:
+                yield f"rank {rank} has {after:.0f} {name}, had {before:.0f}"
 
 
 def run_rounds(options: argparse.Namespace) -> Iterator[SoakRound]:
     """Yield rounds until the time is over, or their number is reached."""
-    end = time.monotonic() + options.seconds
+    end_time = time.monotonic() + options.seconds
     number = options.first
-    most = options.first + options.rounds if options.rounds else sys.maxsize
-    while time.monotonic() < end and number < most:
+    end_number = options.first + options.rounds if options.rounds else sys.maxsize
+    while time.monotonic() < end_time and number < end_number:
         yield run_round(number, options)
         number += 1
 
@@ -259,30 +287,43 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # names of torch.distributed
     flagscale.comm.fsccl.load_extension()  # compiled before ranks are started
-    about = describe_machine("flagscale", "torch")
-    done: list[SoakRound] = []
-    for one in run_rounds(options):
-        done.append(one)
-        end = f", rank {one.killed} killed" if one.killed is not None else ""
-        took = f", named after {one.named_after:.2f} s" if one.named_after is not None else ""
+    machine = describe_machine("flagscale", "torch")
+    rounds: list[SoakRound] = []
+    for soak_round in run_rounds(options):
+        rounds.append(soak_round)
+        kill_text = f", rank {soak_round.killed} killed" if soak_round.killed is not None else ""
+        detection_text = (
+            f", named after {soak_round.named_after:.2f} s"
+            if soak_round.named_after is not None
+            else ""
+        )
         print(
-            f"round {one.number}: clusters {one.clusters}{end}: {one.operations} operations, "
-            f"{one.groups} groups{took}, {one.grown_mib:+.1f} MiB",
+            f"round {soak_round.number}: clusters {soak_round.clusters}{kill_text}: "
+            f"{soak_round.operations} operations, {soak_round.groups} groups{detection_text}, "
+            f"{soak_round.grown_mib:+.1f} MiB",
             flush=True,
         )
-        for words in one.wrong:
-            print(f"    WRONG (--seed {options.seed} --first {one.number} --rounds 1): {words}")
+        for problem in soak_round.wrong:
+            command = f"--seed {options.seed} --first {soak_round.number} --rounds 1"
+            print(f"    WRONG ({command}): {problem}")
         if options.json:
-            told = {**about, "seconds": options.seconds, "rounds": [asdict(row) for row in done]}
-            options.json.write_text(json.dumps(told, indent=1) + "\n")
-    bad = sum(bool(one.wrong) for one in done)
-    kills = [one.named_after for one in done if one.named_after is not None]
+            record = {
+                **machine,
+                "seconds": options.seconds,
+                "rounds": [asdict(completed) for completed in rounds],
+            }
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    wrong_rounds = sum(bool(soak_round.wrong) for soak_round in rounds)
+    detection_seconds = [
+        soak_round.named_after for soak_round in rounds if soak_round.named_after is not None
+    ]
     print(
-        f"{len(done)} rounds, {sum(one.operations for one in done)} operations, "
-        f"{sum(one.groups for one in done)} groups, {len(kills)} kills, all named after "
-        f"{max(kills, default=0.0):.2f} s at most; {bad} rounds wrong"
+        f"{len(rounds)} rounds, {sum(soak_round.operations for soak_round in rounds)} operations, "
+        f"{sum(soak_round.groups for soak_round in rounds)} groups, {len(detection_seconds)} "
+        f"kills, all named after {max(detection_seconds, default=0.0):.2f} s at most; "
+        f"{wrong_rounds} rounds wrong"
     )
-    return 1 if bad else 0
+    return 1 if wrong_rounds else 0
 
 
 if __name__ == "__main__":

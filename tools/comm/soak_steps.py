@@ -1,4 +1,8 @@
-"""Random operations with known results, for ``soak.py``."""
+"""Random operations with known results, for ``soak.py``.
+
+Each function starts an operation with parameters drawn by a :class:`Step`, and returns a function
+that waits for it and checks the result.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,25 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @dataclass
 class Step:
-    """An operation of a group, the same on all its ranks; ``chance`` draws its remaining
+    """Parameters of an operation, the same on all ranks of its group. ``generator`` draws further
     parameters.
     """
 
     group: Any
     members: list[int]
-    me: int
+    """Global ranks of the group."""
+    index: int
+    """Index of this rank in ``members``."""
     number: int
-    chance: random.Random
+    """Number of the operation in the round, on which the data depend."""
+    generator: random.Random
 
     @property
     def size(self) -> int:
         return len(self.members)
 
     def data(self, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a member's input: small integers, whose sums every type represents."""
+        """Return a member's input: small integers, whose sums every type represents exactly."""
         return ((torch.arange(count) * 3 + rank * 7 + self.number) % 16).to(dtype)
 
     def all_data(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,120 +48,140 @@ Check = Callable[[], None]
 """Function that waits for an operation, and checks its result."""
 
 
-def require_equal(found: torch.Tensor, meant: torch.Tensor) -> None:
-    if not torch.equal(found, meant):
-        raise AssertionError(f"wrong in {int((found != meant).sum())} of {meant.numel()} elements")
+def require_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(actual, expected):
+        raise AssertionError(
+            f"wrong in {int((actual != expected).sum())} of {expected.numel()} elements"
+        )
 
 
-def total(of_all: torch.Tensor) -> torch.Tensor:
-    return of_all.sum(0).to(of_all.dtype)
+def reduce_sum(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.sum(0).to(inputs.dtype)
 
 
-def largest(of_all: torch.Tensor) -> torch.Tensor:
-    return of_all.amax(0)
+def reduce_max(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.amax(0)
 
 
-def least(of_all: torch.Tensor) -> torch.Tensor:
-    return of_all.amin(0)
+def reduce_min(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs.amin(0)
 
 
-OPS = ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, largest), (dist.ReduceOp.MIN, least))
+OPS = (
+    (dist.ReduceOp.SUM, reduce_sum),
+    (dist.ReduceOp.MAX, reduce_max),
+    (dist.ReduceOp.MIN, reduce_min),
+)
 
 
-def reductions(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """Run all_reduce, reduce or reduce_scatter, of a sum or an extreme."""
-    kind = step.chance.choice(("all_reduce", "reduce", "reduce_scatter"))
-    op, combine = step.chance.choice(OPS)
-    root = step.chance.randrange(step.size)
+def start_reduction(step: Step, count: int, dtype: torch.dtype) -> Check:
+    """Start all_reduce, reduce or reduce_scatter, of sums, maxima or minima."""
+    kind = step.generator.choice(("all_reduce", "reduce", "reduce_scatter"))
+    op, combine = step.generator.choice(OPS)
+    root = step.generator.randrange(step.size)
     if kind == "reduce_scatter":
-        given, out = step.data(step.me, count * step.size, dtype), torch.empty(count, dtype=dtype)
-        work = dist.reduce_scatter_tensor(out, given, op=op, group=step.group, async_op=True)
-        own = slice(step.me * count, (step.me + 1) * count)
-        return check_after(work, out, lambda: combine(step.all_data(count * step.size, dtype))[own])
-    out = step.data(step.me, count, dtype)
+        source, out = (
+            step.data(step.index, count * step.size, dtype),
+            torch.empty(count, dtype=dtype),
+        )
+        work = dist.reduce_scatter_tensor(out, source, op=op, group=step.group, async_op=True)
+        own_slice = slice(step.index * count, (step.index + 1) * count)
+        return check_after(
+            work, out, lambda: combine(step.all_data(count * step.size, dtype))[own_slice]
+        )
+    out = step.data(step.index, count, dtype)
     if kind == "all_reduce":
         work = dist.all_reduce(out, op=op, group=step.group, async_op=True)
         return check_after(work, out, lambda: combine(step.all_data(count, dtype)))
     work = dist.reduce(out, step.members[root], op=op, group=step.group, async_op=True)
-    known = step.me == root
-    return check_after(work, out if known else None, lambda: combine(step.all_data(count, dtype)))
+    is_defined = step.index == root
+    return check_after(
+        work, out if is_defined else None, lambda: combine(step.all_data(count, dtype))
+    )
 
 
-def copies(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """Run broadcast, all_gather, gather or scatter."""
-    kind = step.chance.choice(("broadcast", "all_gather", "gather", "scatter"))
-    root = step.chance.randrange(step.size)
-    mine, at_root = step.data(step.me, count, dtype), step.me == root
+def start_copy(step: Step, count: int, dtype: torch.dtype) -> Check:
+    """Start broadcast, all_gather, gather or scatter."""
+    kind = step.generator.choice(("broadcast", "all_gather", "gather", "scatter"))
+    root = step.generator.randrange(step.size)
+    own_data, is_root = step.data(step.index, count, dtype), step.index == root
     if kind == "broadcast":
-        work = dist.broadcast(mine, step.members[root], group=step.group, async_op=True)
-        return check_after(work, mine, lambda: step.data(root, count, dtype))
+        work = dist.broadcast(own_data, step.members[root], group=step.group, async_op=True)
+        return check_after(work, own_data, lambda: step.data(root, count, dtype))
     if kind == "all_gather":
         out = torch.empty(step.size * count, dtype=dtype)
-        work = dist.all_gather_into_tensor(out, mine, group=step.group, async_op=True)
+        work = dist.all_gather_into_tensor(out, own_data, group=step.group, async_op=True)
         return check_after(work, out, lambda: step.all_data(count, dtype).view(-1))
     if kind == "gather":
-        parts = [torch.empty(count, dtype=dtype) for _ in step.members] if at_root else None
-        work = dist.gather(mine, parts, step.members[root], group=step.group, async_op=True)
+        parts = [torch.empty(count, dtype=dtype) for _ in step.members] if is_root else None
+        work = dist.gather(own_data, parts, step.members[root], group=step.group, async_op=True)
 
-        def gathered() -> None:
+        def check_gathered() -> None:
             work.wait()
             if parts is not None:
                 require_equal(torch.stack(parts), step.all_data(count, dtype))
 
-        return gathered
-    shares = list(step.data(root, count * step.size, dtype).view(step.size, count).unbind())
+        return check_gathered
+    shards = list(step.data(root, count * step.size, dtype).view(step.size, count).unbind())
     out = torch.empty(count, dtype=dtype)
-    given = shares if at_root else None
-    work = dist.scatter(out, given, step.members[root], group=step.group, async_op=True)
-    return check_after(work, out, lambda: shares[step.me])
+    source = shards if is_root else None
+    work = dist.scatter(out, source, step.members[root], group=step.group, async_op=True)
+    return check_after(work, out, lambda: shards[step.index])
 
 
-def exchanges(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """Run all_to_all with unequal parts, or messages around a ring."""
-    if step.chance.random() < 0.5:
-        # To member j of i: a part of a length that both know.
+def start_exchange(step: Step, count: int, dtype: torch.dtype) -> Check:
+    """Start all_to_all with unequal counts, or send messages around a ring."""
+    if step.generator.random() < 0.5:
+        # lengths[i][j]: number of elements from member i to member j.
         lengths = [[(i * 5 + j * 3 + step.number) % 4 * count for j in range(step.size)]
                    for i in range(step.size)]  # fmt: skip
-        sent, got = lengths[step.me], [row[step.me] for row in lengths]
-        given, out = step.data(step.me, sum(sent), dtype), torch.empty(sum(got), dtype=dtype)
-        work = dist.all_to_all_single(out, given, got, sent, group=step.group, async_op=True)
+        sent_counts, received_counts = lengths[step.index], [row[step.index] for row in lengths]
+        source, out = (
+            step.data(step.index, sum(sent_counts), dtype),
+            torch.empty(sum(received_counts), dtype=dtype),
+        )
+        work = dist.all_to_all_single(
+            out, source, received_counts, sent_counts, group=step.group, async_op=True
+        )
 
-        def meant() -> torch.Tensor:
+        def compute_expected() -> torch.Tensor:
             parts = []
             for i, row in enumerate(lengths):
-                begin = sum(row[: step.me])
-                parts.append(step.data(i, sum(row), dtype)[begin : begin + row[step.me]])
+                begin = sum(row[: step.index])
+                parts.append(step.data(i, sum(row), dtype)[begin : begin + row[step.index]])
             return torch.cat(parts)
 
-        return check_after(work, out, meant)
-    back, ahead = (step.me - 1) % step.size, (step.me + 1) % step.size
-    given, out = step.data(step.me, count, dtype), torch.empty(count, dtype=dtype)
+        return check_after(work, out, compute_expected)
+    previous_index, next_index = (step.index - 1) % step.size, (step.index + 1) % step.size
+    source, out = step.data(step.index, count, dtype), torch.empty(count, dtype=dtype)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, given, step.members[ahead], group=step.group),
-            dist.P2POp(dist.irecv, out, step.members[back], group=step.group),
+            dist.P2POp(dist.isend, source, step.members[next_index], group=step.group),
+            dist.P2POp(dist.irecv, out, step.members[previous_index], group=step.group),
         ]
     )
 
-    def came() -> None:
+    def check_received() -> None:
         for work in works:
             work.wait()
-        require_equal(out, step.data(back, count, dtype))
+        require_equal(out, step.data(previous_index, count, dtype))
 
-    return came
+    return check_received
 
 
-def check_after(work: Any, out: torch.Tensor | None, meant: Callable[[], torch.Tensor]) -> Check:
-    """Return a check of ``out`` once the work is done; None: the result is undefined on this
-    rank.
+def check_after(
+    work: Any, out: torch.Tensor | None, compute_expected: Callable[[], torch.Tensor]
+) -> Check:
+    """Return a function that waits for ``work`` and compares ``out`` with the expected result. With
+    ``out`` None the result is undefined on this rank, and only the wait remains.
     """
 
     def check() -> None:
         work.wait()
         if out is not None:
-            require_equal(out, meant())
+            require_equal(out, compute_expected())
 
     return check
 
 
-KINDS = (reductions, copies, exchanges)
+START_FUNCTIONS = (start_reduction, start_copy, start_exchange)

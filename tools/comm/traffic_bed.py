@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Calibrate traffic on hosts with slow cables, hold it, and check the tail.
+"""Calibrate background traffic on hosts with slow links, hold it, and check its tail ratio.
 
     tools/comm/traffic_bed.py --rate 250mbit --queue 1mb --tails 1.5,3 --hold 600 --output FILE
 
-The hosts are namespaces of this machine (tests/bed: needs root). A token bucket with a queue of
---queue bytes stands before each, in place of a switch's port. `flagscale bench traffic` is run
-on them over SSH, as a user would run it: once per tail to calibrate, then for --hold seconds
-with measurements.
+The hosts are network namespaces of this machine (tests/bed: needs root). A token bucket with a
+queue of --queue bytes before each host simulates a switch's port. `flagscale bench traffic` is run
+on them over SSH, as by a user. For each tail (the requested p99/p50 of its probe) it calibrates its
+bursts, and then holds them for --hold seconds with measurements.
 
-Exits with 4 if a tail was not reached in time, or if all measurements while it was held deviate
-by more than a 15th.
+Exits with 4 if a tail was not reached in time, or if the ratio of all measurements together differs
+from it by more than a 15th.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-SHARE = 1 / 15
-"""Tolerance of `flagscale bench traffic`: 0.1 at 1.5, 0.2 at 3."""
+TOLERANCE = 1 / 15
+"""Accepted relative deviation, as by `flagscale bench traffic`: 0.1 at 1.5, 0.2 at 3."""
 sys.path.insert(0, str(PROJECT / "tests"))
 
 
-def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the command's results for each tail."""
+def run_on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the command for each tail, and return its JSON results."""
     from bed.lab import Bed  # type: ignore[import-not-found]
 
     with (
@@ -39,18 +39,18 @@ def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
         Bed.open(Path(directory) / "bed", options.hosts) as bed,
     ):
         for host in bed.hosts:
-            host.bottleneck(options.rate, options.queue)
+            host.limit_switch_rate(options.rate, options.queue)
         results = []
         for tail in options.tails:
             result = Path(directory) / f"{tail:g}.json"
-            line = ["--hosts", *bed.names, "--rate", options.rate]
-            line += ["--load", options.load] if options.load else []
-            line += ["--tail", f"{tail:g}", "--within", f"{options.within:g}"]
-            line += ["--seconds", f"{options.hold:g}", "--probe", options.probe]
-            line += ["--probe-every", f"{options.every:g}", "--json", str(result)]
-            line += ["--probe-samples", f"{options.samples}"]
+            arguments = ["--hosts", *bed.names, "--rate", options.rate]
+            arguments += ["--load", options.load] if options.load else []
+            arguments += ["--tail", f"{tail:g}", "--within", f"{options.within:g}"]
+            arguments += ["--seconds", f"{options.hold:g}", "--probe", options.probe]
+            arguments += ["--probe-every", f"{options.every:g}", "--json", str(result)]
+            arguments += ["--probe-samples", f"{options.samples}"]
             subprocess.run(
-                [sys.executable, "-m", "flagscale.cli", "bench", "traffic", *line],
+                [sys.executable, "-m", "flagscale.cli", "bench", "traffic", *arguments],
                 env={**os.environ, **bed.environment(PYTHONPATH=str(PROJECT))},
                 check=False,
             )
@@ -58,23 +58,23 @@ def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
         return results
 
 
-def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return machine and method, and the calibration and hold of each tail."""
+def make_record(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record for the JSON file: machine, method, and the results of each tail."""
     from flagscale.bench.machine import describe_machine
 
     tails = []
     for result in results:
         calibration, pattern = result["calibration"], result["environment"]["pattern"]
-        checks = [round(one["ratio"], 3) for one in result["checks"]]
-        late = result["late_seconds"]
+        ratios = [round(check["ratio"], 3) for check in result["checks"]]
+        late_seconds = result["late_seconds"]
         tails.append(
             {
                 **calibration,
                 "idle": result["environment"]["idle"],
                 "held_seconds": options.hold,
-                "held_ratios": checks,
+                "held_ratios": ratios,
                 "held": result["held"],
-                "late_seconds": late,
+                "late_seconds": late_seconds,
                 "corrections": result["corrections"],
                 "load": pattern["load"],
                 "congestion": result["environment"]["congestion"],
@@ -90,35 +90,39 @@ def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> di
     }
 
 
-def misses(tail: dict[str, Any]) -> bool:
+def is_missed(tail: dict[str, Any]) -> bool:
     """Return whether a tail was not reached, or not held."""
     held = tail["held"]
-    return not tail["reached"] or abs(held["ratio"] / tail["target"] - 1) > SHARE
+    return not tail["reached"] or abs(held["ratio"] / tail["target"] - 1) > TOLERANCE
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/comm/traffic_bed.py")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="250mbit", help="of each cable, as tc spells it")
-    parser.add_argument("--queue", default="1mb", help="before each host, as tc spells it")
-    parser.add_argument("--load", help="of each flow (what the command takes by itself)")
+    parser.add_argument("--rate", default="250mbit", help="rate of each link, in tc's notation")
+    parser.add_argument(
+        "--queue", default="1mb", help="size of the queue before each host, in tc's notation"
+    )
+    parser.add_argument("--load", help="load of each flow (the command's default)")
     parser.add_argument("--probe", default="ring:256K")
-    parser.add_argument("--samples", type=int, default=600, help="of a look")
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between two looks")
+    parser.add_argument("--samples", type=int, default=600, help="samples of a measurement")
+    parser.add_argument(
+        "--every", type=float, default=30.0, help="seconds between two measurements"
+    )
     parser.add_argument("--within", type=float, default=300.0, help="seconds to calibrate")
     parser.add_argument("--hold", type=float, default=600.0, help="seconds to hold a tail")
-    tails = lambda text: [float(word) for word in text.split(",")]  # noqa: E731
-    parser.add_argument("--tails", type=tails, default="1.5,3")
+    parse_tails = lambda text: [float(word) for word in text.split(",")]  # noqa: E731
+    parser.add_argument("--tails", type=parse_tails, default="1.5,3")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    results = report(on_bed(options), options)
+    options = parse_options(argv)
+    results = make_record(run_on_bed(options), options)
     if options.output:
         options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 4 if any(misses(tail) for tail in results["tails"]) else 0
+    return 4 if any(is_missed(tail) for tail in results["tails"]) else 0
 
 
 if __name__ == "__main__":

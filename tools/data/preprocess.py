@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from flagscale.errors import FlagscaleError
 from flagscale.train.data import corpus
@@ -31,7 +32,9 @@ def _build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="input files, directories or globs",
+        help="input files, directories or globs; - is standard input. Compressed files (.gz, .zst, "
+        ".xz, .bz2) are read as they are. Directories and globs leave out hidden files, leftovers "
+        "of editors, and descriptions such as README",
     )
     add(
         "--output-prefix",
@@ -43,15 +46,16 @@ def _build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="JSON keys to tokenize, each into its own data set (default: text)",
+        help="JSON keys or Parquet columns to tokenize, each into its own data set (default: text)",
     )
     add(
         "--format",
-        choices=("auto", "jsonl", "text", "lines"),
+        choices=("auto", "jsonl", "text", "lines", "parquet"),
         default="auto",
         help="input format. jsonl: one object per line; text: one document per file (at most "
-        "64 MiB); lines: one document per line; auto: jsonl for .jsonl, .ndjson and .json, text "
-        "otherwise (default: %(default)s)",
+        "64 MiB); lines: one document per line; parquet: one document per row; auto: by the "
+        "suffix (.jsonl, .ndjson, .json, .jl; .txt, .text, .md, .rst; .parquet), and jsonl for "
+        "standard input (default: %(default)s)",
     )
     add(
         "--tokenizer-type",
@@ -82,6 +86,15 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _describe_skipped(skipped: Mapping[Path, str]) -> str:
+    """Return the number of files that were left out by reason, with an example of each."""
+    names: dict[str, list[str]] = {}
+    for path, reason in skipped.items():
+        names.setdefault(reason, []).append(str(path))
+    counts = (f"{len(paths)} {reason} ({paths[0]})" for reason, paths in names.items())
+    return f"left out {len(skipped)} file(s): {', '.join(counts)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     args = parser.parse_args(argv)
@@ -89,14 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--workers must be at least 1, got {args.workers}")
     files = (args.merge_file, args.special_tokens_file)
     try:
+        corpus_files = corpus.find_inputs(args.input)
+        if corpus_files.skipped:
+            print(f"note: {_describe_skipped(corpus_files.skipped)}", file=sys.stderr)
         job = PreprocessJob(
-            inputs=tuple(corpus.find_inputs(args.input)),
+            inputs=corpus_files.files,
+            skipped=corpus_files.skipped,
             output_prefix=args.output_prefix,
             tokenizer=TokenizerSpec(
                 args.tokenizer_type, args.tokenizer_path, args.vocab_size, *files
             ),
             keys=tuple(dict.fromkeys(args.json_keys)),
-            format=None if args.format == "auto" else args.format,
+            file_format=None if args.format == "auto" else args.format,
             append_eod=args.append_eod,
             prepend_bos=args.prepend_bos,
             workers=args.workers,
@@ -107,10 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    skipped = f", {summary.empty} empty documents skipped" if summary.empty else ""
-    print(f"{summary.documents} documents, {summary.tokens} tokens{skipped}")
+    skipped = f", {summary.empty_texts} empty documents skipped" if summary.empty_texts else ""
+    sources = f"{len(job.inputs)} file{'s' * (len(job.inputs) != 1)}"
+    print(
+        f"{summary.document_count} documents, {summary.token_count} tokens from {sources}{skipped}"
+    )
     for prefix in summary.prefixes:
         print(f"wrote {prefix}.bin and .idx")
+    print(f"wrote {args.output_prefix}.summary.json")
     return 0
 
 

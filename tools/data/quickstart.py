@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    size = f"{result.documents} documents, {result.tokens} tokens"
-    if not result.fresh:
+    size = f"{result.document_count} documents, {result.token_count} tokens"
+    if not result.is_new:
         print(f"{args.output}: already exists ({size})")
         return 0
     print(f"{args.output}: {size}, created in {time.monotonic() - start:.0f} s")

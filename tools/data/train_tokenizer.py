@@ -16,16 +16,16 @@ from flagscale.train.data.corpus import BadRecordError, CorpusFormat
 
 
 def _iter_documents(
-    inputs: Sequence[str], kind: CorpusFormat | None, key: str, limit: int
+    inputs: Sequence[str], file_format: CorpusFormat | None, key: str, max_bytes: int
 ) -> Iterator[str]:
-    """Yield the documents of the inputs in order, from the first ``limit`` bytes (0: all)."""
-    remaining_bytes = limit
-    for path in corpus.find_inputs(inputs):
-        for piece in corpus.split_file(path, kind or corpus.guess_format(path)):
-            if limit and remaining_bytes <= 0:
+    """Yield the documents of the inputs in order, from the first ``max_bytes`` (0: all)."""
+    remaining_bytes = max_bytes
+    for path in corpus.find_inputs(inputs).files:
+        for chunk in corpus.split_file(path, file_format or corpus.guess_format(path)):
+            if max_bytes and remaining_bytes <= 0:
                 return
-            remaining_bytes -= piece.end - piece.begin
-            for texts in corpus.read_documents(piece, [key]):
+            remaining_bytes -= chunk.end - chunk.begin
+            for texts in corpus.read_documents(chunk, [key]):
                 yield texts[0]
 
 
@@ -53,7 +53,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add(
         "--special-tokens",
         nargs="+",
-        default=[train_bpe.BEGIN, train_bpe.END],
+        default=[train_bpe.BEGIN_TOKEN, train_bpe.END_TOKEN],
         metavar="TOKEN",
         help="special tokens; the first one begins a document, the second one ends it",
     )
@@ -65,10 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathlib import Path
 
     args = _build_parser().parse_args(argv)
-    kind = None if args.format == "auto" else args.format
+    file_format = None if args.format == "auto" else args.format
     settings = train_bpe.BpeSettings(args.vocab_size, tuple(args.special_tokens))
     try:
-        texts = _iter_documents(args.input, kind, args.json_key, args.max_megabytes * 1_000_000)
+        texts = _iter_documents(
+            args.input, file_format, args.json_key, args.max_megabytes * 1_000_000
+        )
         tokenizer = train_bpe.train_tokenizer(texts, settings)
         train_bpe.write_directory(tokenizer, Path(args.output), settings.special_tokens)
     except BadRecordError as error:

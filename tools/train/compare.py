@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare loss and gradient norm of several runs.
 
-    tools/train/compare.py outputs_one outputs_other
+    tools/train/compare.py REFERENCE_EXPERIMENT EXPERIMENT...
 
 Each argument is the directory of an experiment, whose newest run is used. The other runs are
 compared with the first one, step by step.
@@ -20,21 +20,21 @@ from rich.table import Table
 from flagscale.errors import ConfigError, FlagscaleError
 from flagscale.status import read_events
 
-Steps = dict[int, tuple[float, float]]
+MetricsByStep = dict[int, tuple[float, float]]
 """Loss in nats and gradient norm, by step."""
 
 
-def read_steps(experiment: Path) -> Steps:
-    """Return the steps that rank 0 of the newest run in ``experiment`` has reported.
+def read_steps(experiment: Path) -> MetricsByStep:
+    """Return the metrics of all steps that rank 0 of the newest run in ``experiment`` has logged.
 
     Raises:
         ConfigError: there is no run with status events of rank 0.
     """
     files = experiment.glob("logs/details/host_0_*/*/status/rank_0.jsonl")
-    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None:
+    newest_file = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    if newest_file is None:
         raise ConfigError(f"{experiment} has no run with status events of rank 0")
-    events, _ = read_events(newest)
+    events, _ = read_events(newest_file)
     return {
         event.get("step"): (event.get("loss"), event.get("grad_norm"))
         for event in events
@@ -42,27 +42,30 @@ def read_steps(experiment: Path) -> Steps:
     }
 
 
-def build_table(names: Sequence[str], runs: Sequence[Steps]) -> Table:
+def build_table(names: Sequence[str], runs: Sequence[MetricsByStep]) -> Table:
     """Return a table with one row per step that all runs have."""
     table = Table("step")
     for name in names:
         table.add_column(f"{name}\nloss", justify="right")
         table.add_column("grad norm", justify="right")
-    for step in common_steps(runs):
+    for step in find_common_steps(runs):
         cells = [f"{value:.6f}" for run in runs for value in run[step]]
         table.add_row(str(step), *cells)
     return table
 
 
-def common_steps(runs: Sequence[Steps]) -> list[int]:
+def find_common_steps(runs: Sequence[MetricsByStep]) -> list[int]:
+    """Return the steps that all runs have logged, in order."""
     return sorted(set.intersection(*(set(run) for run in runs)))
 
 
-def largest_loss_difference(first: Steps, compared: Steps) -> tuple[float, int]:
-    """Return the largest relative difference of a loss, and its step."""
+def find_largest_loss_difference(
+    reference: MetricsByStep, compared: MetricsByStep
+) -> tuple[float, int]:
+    """Return the largest relative difference between the losses of a step, and that step."""
     return max(
-        (abs(compared[step][0] - first[step][0]) / abs(first[step][0]), step)
-        for step in common_steps([first, compared])
+        (abs(compared[step][0] - reference[step][0]) / abs(reference[step][0]), step)
+        for step in find_common_steps([reference, compared])
     )
 
 
@@ -71,11 +74,11 @@ def main() -> int:
     parser.add_argument("experiment", nargs="+", type=Path, help="directory of an experiment")
     directories: list[Path] = parser.parse_args().experiment
     runs = [read_steps(directory) for directory in directories]
-    if not common_steps(runs):
+    if not find_common_steps(runs):
         raise ConfigError("the runs have no step in common")
     Console().print(build_table([directory.name for directory in directories], runs))
     for directory, run in zip(directories[1:], runs[1:], strict=True):
-        difference, step = largest_loss_difference(runs[0], run)
+        difference, step = find_largest_loss_difference(runs[0], run)
         print(f"{directory.name}: the loss differs by {difference:.1e} at most, at step {step}")
     return 0
 

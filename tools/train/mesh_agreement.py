@@ -3,14 +3,16 @@
 
     tools/train/mesh_agreement.py --output docs/results/mesh-agreement-cpu.json
 
-Trains every heterogeneous layout of the test suite (meshes and replicas) on this host's CPU, fp32
-cases also in bf16. Each is compared with a run of one rank with the same batches. Some homogeneous
-layouts are trained for comparison. Reported are the largest relative differences of loss and
-gradient norm over all steps, except steps that both runs skip.
+A heterogeneous layout has groups of ranks (meshes) with different parallel sizes, or data-parallel
+replicas with different numbers of micro-batches. The program trains every heterogeneous layout of
+the test suite on this host's CPU, fp32 cases also in bf16. Each is compared with a run of one rank
+with the same batches. Some homogeneous layouts are trained for comparison. The report has the
+largest relative differences of loss and gradient norm over all steps, except steps that both runs
+skip.
 
-Exits with 4 if a loss or a gradient norm of a heterogeneous layout differs by more than 1e-5, in 16
-bits by more than 1e-2. These differences are listed with the largest difference of homogeneous
-layouts, which are not checked.
+The exit code is 4 if a loss or a gradient norm of a heterogeneous layout differs by more than 1e-5,
+in 16 bits by more than 1e-2. These differences are listed with the largest difference of
+homogeneous layouts, which are not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +39,15 @@ HOMOGENEOUS_LAYOUTS = ("dp2-do", "tp2-sp", "pp2", "moe-ep2")
 class AgreementRow:
     """Largest relative differences between the steps of a layout and of its reference.
 
-    ``like``: whether the layout is homogeneous.
+    Attributes:
+        layout: name of the test case.
+        ranks: number of ranks.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        reference: name of the test case of one rank.
+        loss: relative difference of the loss.
+        grad_norm: relative difference of the gradient norm.
+        experts: whether the model has experts.
+        like: whether the layout is homogeneous.
     """
 
     layout: str
@@ -58,8 +68,13 @@ class AgreementRow:
 class ToleranceMiss:
     """Difference above its tolerance.
 
-    ``like_ranks``: largest difference of homogeneous layouts in the same precision, and with
-    experts if this layout has them.
+    Attributes:
+        layout: name of the test case.
+        quantity: ``loss`` or ``grad_norm``.
+        difference: relative difference.
+        bar: tolerance.
+        like_ranks: largest difference of homogeneous layouts in the same precision, and with
+            experts if this layout has them.
     """
 
     layout: str
@@ -73,54 +88,63 @@ def find_misses(rows: Sequence[AgreementRow]) -> Iterator[ToleranceMiss]:
     """Yield the differences of heterogeneous layouts that exceed their tolerance."""
     for row in rows:
         homogeneous_rows = [
-            r for r in rows if r.like and (r.precision, r.experts) == (row.precision, row.experts)
+            other_row
+            for other_row in rows
+            if other_row.like
+            and (other_row.precision, other_row.experts) == (row.precision, row.experts)
         ]
         for quantity in QUANTITIES:
             difference = getattr(row, quantity)
             if row.like or difference <= row.tolerance:
                 continue
             largest_homogeneous = max(
-                (getattr(other, quantity) for other in homogeneous_rows), default=float("nan")
+                (getattr(homogeneous_row, quantity) for homogeneous_row in homogeneous_rows),
+                default=float("nan"),
             )
             yield ToleranceMiss(
                 row.layout, quantity, difference, row.tolerance, largest_homogeneous
             )
 
 
-def measure_agreement(steps: int, rate: float, pattern: str) -> list[AgreementRow]:
+def measure_agreement(steps: int, learning_rate: float, pattern: str) -> list[AgreementRow]:
     """Train the layouts whose names contain ``pattern`` and their references."""
     from support import layout_cases as layouts  # type: ignore[import-not-found]
     from support import layout_lab, layout_meshes
 
     single_rank_cases = {
-        case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1
+        case.name: case
+        for case in (*layouts.REFERENCE_CASES, *layouts.HOMOGENEOUS_CASES)
+        if case.world_size == 1
     }
-    layout_cases = [case for case in layouts.CASES if case.name in HOMOGENEOUS_LAYOUTS]
+    layout_cases = [case for case in layouts.HOMOGENEOUS_CASES if case.name in HOMOGENEOUS_LAYOUTS]
     layout_cases += [
         case
-        for case in (*layout_meshes.MESHES, *layouts.FAMILY_CASES)
+        for case in (*layout_meshes.MESH_CASES, *layouts.FAMILY_CASES)
         if "--enable-hetero" in case.layout
     ]
-    chosen = [
+    selected_cases = [
         case
         for case in layout_cases
         if pattern in case.name and case.reference in single_rank_cases
     ]
-    reference_names = sorted({case.reference for case in chosen})
+    reference_names = sorted({case.reference for case in selected_cases})
     references = [replace(single_rank_cases[name], reference="") for name in reference_names]
-    length = f"--train-iters {steps} --lr {rate}"
-    cases = [replace(c, layout=f"{c.layout} {length}") for c in (*references, *chosen)]
-    cases += [with_bf16(case) for case in cases if precision_of(case) == "fp32"]
+    training_arguments = f"--train-iters {steps} --lr {learning_rate}"
+    cases = [
+        replace(case, layout=f"{case.layout} {training_arguments}")
+        for case in (*references, *selected_cases)
+    ]
+    cases += [with_bf16(case) for case in cases if get_precision(case) == "fp32"]
     with tempfile.TemporaryDirectory() as directory:
-        results = layout_lab.train_cases(cases, Path(directory), timeout_s=3600)
+        results = layout_lab.train_cases(cases, Path(directory), timeout_seconds=3600)
     return [
         AgreementRow(
             case.name,
-            case.world,
-            precision_of(case),
+            case.world_size,
+            get_precision(case),
             case.reference,
-            largest_difference(results[case.name], results[case.reference], "loss"),
-            largest_difference(results[case.name], results[case.reference], "norm"),
+            find_largest_difference(results[case.name], results[case.reference], "loss"),
+            find_largest_difference(results[case.name], results[case.reference], "norm"),
             "--num-experts" in case.model,
             "--enable-hetero" not in case.layout,
         )
@@ -129,7 +153,7 @@ def measure_agreement(steps: int, rate: float, pattern: str) -> list[AgreementRo
     ]
 
 
-def precision_of(case: Any) -> str:
+def get_precision(case: Any) -> str:
     return next((name for name in ("bf16", "fp16") if f"--{name}" in case.model), "fp32")
 
 
@@ -140,12 +164,18 @@ def with_bf16(case: Any) -> Any:
     return replace(case, name=f"{case.name}, bf16", model=model, reference=reference)
 
 
-def largest_difference(steps: dict[str, Any], reference: dict[str, Any], quantity: str) -> float:
+def find_largest_difference(
+    steps: dict[str, Any], reference: dict[str, Any], quantity: str
+) -> float:
     """Return the largest relative difference; infinite if the runs skip different steps."""
     if steps["skipped"] != reference["skipped"]:
         return float("inf")
     pairs = zip(steps[quantity], reference[quantity], steps["skipped"], strict=True)
-    return max(float(abs(a - b) / abs(b)) for a, b, skipped in pairs if not skipped)
+    return max(
+        float(abs(value - expected) / abs(expected))
+        for value, expected, skipped in pairs
+        if not skipped
+    )
 
 
 def build_report(rows: Sequence[AgreementRow], options: argparse.Namespace) -> dict[str, Any]:
@@ -177,11 +207,15 @@ def round_for_json(difference: float) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools/train/mesh_agreement.py")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--only", default="", help="layouts whose names hold this text")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
+    parser = argparse.ArgumentParser(
+        prog="tools/train/mesh_agreement.py", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--steps", type=int, default=20, help="training steps")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument(
+        "--only", default="", help="train only layouts whose names contain this text"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write the report to")
     options = parser.parse_args(argv)
     rows = measure_agreement(options.steps, options.lr, options.only)
     print(f"{'layout':40} {'ranks':>5} {'loss':>8} {'grad norm':>9}")

@@ -1,4 +1,7 @@
-"""Command line of ``flagscale bench agreement``."""
+"""Command line of ``flagscale bench agreement``: the benchmark's times compared with a baseline's.
+
+The baseline (:mod:`.baseline`) measures as nccl-tests does.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from flagscale.report.figure import require_image
 
 _DESCRIPTION = """\
 Measure collectives by the benchmark and by a baseline that does what nccl-tests does, by turns in
-the same processes, and say where they differ by more than the limit.
+the same processes, and report where they differ by more than the limit.
 
 The baseline calls NCCL itself (ctypes, the library torch has loaded) on a communicator of its
-own: warm up, meet, issue all iterations, wait, divide; the mean over ranks; algbw and busbw by
-nccl-tests' formulas. Both sides run as CUDA graphs (nccl-tests' -G) unless --eager: issued one by
-one, calls through torch cost tens of microseconds of the host's time, which nccl-tests, written
-in C++, does not pay. On a CPU the baseline calls gloo's own object.
+own: warm up, barrier, issue all iterations, synchronize, divide; the mean over ranks; algbw and
+busbw by nccl-tests' formulas. Both sides run as CUDA graphs (nccl-tests' -G) unless --eager. Issued
+one by one, calls through torch take tens of microseconds of the host's time, which nccl-tests,
+written in C++, does not need. On a CPU the baseline calls gloo's own object.
 """
 _EPILOG = """\
 examples
@@ -57,18 +60,18 @@ class AgreementPlan:
 
     def check(self, ranks: int) -> None:
         if ranks < 2:
-            raise ConfigError("one rank moves nothing that could agree; expected at least -r 2")
+            raise ConfigError("a single rank sends nothing to measure; expected at least -r 2")
 
 
 class AgreementCommand(BenchCommand[AgreementPlan]):
     """Command that compares the benchmark's measurements with a baseline's."""
 
     prog = "flagscale bench agreement"
-    run = "flagscale.bench.agreement.worker:run_rank"
+    rank_entry_point = "flagscale.bench.agreement.worker:run_rank"
 
     def run_line(self, words: list[str], prog: str) -> int:
         options = _parser(prog).parse(words)
-        result_path, figure = options.kept, options.plot
+        result_path, figure = options.stored_result, options.plot
         if result_path is None:
             return super().run_line(words, prog)
         if figure is None:
@@ -80,11 +83,11 @@ class AgreementCommand(BenchCommand[AgreementPlan]):
         verdict.write_figure(result, figure)
         return 0
 
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> AgreementPlan:
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> AgreementPlan:
         options = _parser(prog).parse(words)
-        if keeps and options.plot is not None:
+        if writes_results and options.plot is not None:
             require_image(options.plot, "--plot")
-        if keeps and options.json is not None:
+        if writes_results and options.json is not None:
             require_writable(options.json, "--json")
         if options.rounds < 2 or not 0 < options.limit < math.inf:
             raise ConfigError("--rounds must be at least 2, --limit above 0 per cent")
@@ -118,7 +121,7 @@ def _parser(prog: str) -> BenchParser:
     add("--plot", type=Path, metavar="FILE", help="write a figure, .svg or .png")
     add(
         "--import",
-        dest="kept",
+        dest="stored_result",
         type=Path,
         metavar="FILE",
         help="draw a stored result; measure nothing",
@@ -130,11 +133,11 @@ def _make_spec(options: argparse.Namespace) -> BenchSpec:
     """Return the specification that an equivalent command line of the benchmark describes."""
     supported = definitions.OPERATIONS
     names = options.operations.split(",") if options.operations else supported
-    chosen = [find_operation(name).name for name in names]
-    for name in chosen:
+    operations = [find_operation(name).name for name in names]
+    for name in operations:
         if name not in supported:
             raise ConfigError(f"--operations {name}: nccl-tests has {', '.join(supported)}")
-    line = [",".join(chosen), "-d", options.datatype, "-n", options.iters]
+    line = [",".join(operations), "-d", options.datatype, "-n", options.iters]
     line += ["-b", options.minbytes, "-e", options.maxbytes, "-f", options.stepfactor]
     line += ["-w", options.warmup_iters, "--device", options.device]
     line += [] if options.eager else ["-I", options.replays]

@@ -1,4 +1,4 @@
-"""nccl-tests' definitions, written independently of the benchmark, which must agree with them.
+"""nccl-tests' definitions of sizes and bandwidths, written independently of the benchmark's own.
 
 Sources: each test's ``*GetCollByteCount`` and ``*GetBw``, and PERFORMANCE.md. A size is that of
 the larger of a rank's two buffers. ``count`` is the argument of one call: for all-gather,
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flagscale.errors import ConfigError
 
-_DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_SHARDED_OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -23,39 +23,39 @@ class ElementCounts:
     receive: int
 
 
-def count_elements(operation: str, ranks: int, size: int, element: int) -> ElementCounts:
-    """Return a rank's counts for ``size`` bytes, in elements of ``element`` bytes.
+def count_elements(operation: str, ranks: int, size: int, element_bytes: int) -> ElementCounts:
+    """Return a rank's counts for ``size`` bytes, in elements of ``element_bytes`` bytes.
 
     Raises:
         ConfigError: nccl-tests has no such test.
     """
     _require_test(operation)
-    whole = size // element
-    part = whole // ranks
+    total = size // element_bytes
+    shard = total // ranks
     if operation in ("all_gather", "gather"):
-        return ElementCounts(part, part, part * ranks)
+        return ElementCounts(shard, shard, shard * ranks)
     if operation in ("reduce_scatter", "scatter"):
-        return ElementCounts(part, part * ranks, part)
+        return ElementCounts(shard, shard * ranks, shard)
     if operation == "all_to_all":
-        return ElementCounts(part, part * ranks, part * ranks)
-    return ElementCounts(whole, whole, whole)
+        return ElementCounts(shard, shard * ranks, shard * ranks)
+    return ElementCounts(total, total, total)
 
 
 def compute_bandwidths(
-    operation: str, ranks: int, count: int, element: int, seconds: float
+    operation: str, ranks: int, count: int, element_bytes: int, seconds: float
 ) -> tuple[float, float]:
     """Return algbw and busbw in 1e9 bytes per second for calls with ``count`` that took
     ``seconds``.
     """
     _require_test(operation)
-    parts = ranks if operation in _DIVIDED else 1
-    algbw = count * parts * element / 1e9 / seconds
+    shards = ranks if operation in _SHARDED_OPERATIONS else 1
+    algbw = count * shards * element_bytes / 1e9 / seconds
     if operation == "all_reduce":
         return algbw, algbw * (2 * (ranks - 1)) / ranks
-    return algbw, algbw * (ranks - 1) / ranks if operation in _DIVIDED else algbw
+    return algbw, algbw * (ranks - 1) / ranks if operation in _SHARDED_OPERATIONS else algbw
 
 
-OPERATIONS = ("all_reduce", *_DIVIDED, "broadcast", "reduce", "sendrecv")
+OPERATIONS = ("all_reduce", *_SHARDED_OPERATIONS, "broadcast", "reduce", "sendrecv")
 """Operations that nccl-tests has a test for, by this project's names."""
 
 

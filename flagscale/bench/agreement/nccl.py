@@ -1,6 +1,6 @@
-"""NCCL without torch: the few calls that nccl-tests uses, by ctypes.
+"""NCCL without torch: ctypes bindings of the calls that nccl-tests uses.
 
-The library is the one that torch has loaded, so that both sides run the same code.
+The library is the one that torch has loaded, so that baseline and benchmark run the same code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUM = 0
 UNIQUE_ID_BYTES = 128
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    # Buffers, count, type, then what the operation needs, communicator and stream.
+    # Buffers, count, data type, further arguments of the operation, communicator and stream.
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
     "ncclReduceScatter": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
@@ -60,7 +60,7 @@ class NcclLibrary:
     """
 
     def __init__(self) -> None:
-        self._library = _load()
+        self._library = _load_library()
         self._library.ncclGetErrorString.restype = c_char_p
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
@@ -85,20 +85,22 @@ class NcclLibrary:
         return f"{major}.{remainder // 100}.{remainder % 100}"
 
     def create_unique_id(self) -> bytes:
-        """Return an identity for a new communicator, which rank 0 sends to the others."""
-        identity = UniqueId()
-        self.checked_function("ncclGetUniqueId")(ctypes.byref(identity))
-        return bytes(identity)
+        """Return the id of a new communicator, which rank 0 sends to the other ranks."""
+        unique_id = UniqueId()
+        self.checked_function("ncclGetUniqueId")(ctypes.byref(unique_id))
+        return bytes(unique_id)
 
-    def init_communicator(self, identity: bytes, ranks: int, rank: int) -> c_void_p:
+    def init_communicator(self, unique_id: bytes, ranks: int, rank: int) -> c_void_p:
         """Return the communicator of ``identity`` when all ranks have called this."""
         handle = c_void_p()
-        shared = UniqueId.from_buffer_copy(identity)
-        self.checked_function("ncclCommInitRank")(ctypes.byref(handle), ranks, shared, rank)
+        unique_id_struct = UniqueId.from_buffer_copy(unique_id)
+        self.checked_function("ncclCommInitRank")(
+            ctypes.byref(handle), ranks, unique_id_struct, rank
+        )
         return handle
 
 
-def _load() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     for name in LIBRARIES:
         with suppress(OSError):
             return ctypes.CDLL(name)

@@ -1,4 +1,4 @@
-"""Comparison of two series of times: a row of the table, the verdict, and a figure."""
+"""Comparison of the benchmark's times with the baseline's: table rows, verdicts, and a figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flagscale.bench.statistics import Ratio
 from flagscale.report.figure import PanelLine, write_panels
 
 AgreementVerdict = Literal["agrees", "differs", "unsure"]
-_EXACT = 1e-9
+_DEFINITION_TOLERANCE = 1e-9
 _SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "baseline", "black", ":"))
 
 
@@ -40,7 +40,7 @@ class TimePair:
         """Compare both sides. Beyond ``limit``, a fraction, they differ if the whole interval is
         beyond it; otherwise the measurement is inconclusive.
         """
-        if abs(self.definition - 1) > _EXACT:
+        if abs(self.definition - 1) > _DEFINITION_TOLERANCE:
             return "differs"
         low, high = 1 - limit, 1 + limit
         if low <= self.ratio.value <= high:
@@ -71,13 +71,13 @@ def make_table(pairs: Sequence[TimePair], limit: float) -> list[str]:
 def conclude(pairs: Sequence[TimePair], limit: float) -> tuple[str, bool]:
     """Return the overall verdict in words, and whether nothing differs."""
     verdicts = [pair.verdict(limit) for pair in pairs]
-    worst = max(pairs, key=lambda pair: abs(pair.ratio.value - 1))
+    largest_difference = max(pairs, key=lambda pair: abs(pair.ratio.value - 1))
     text = f"{verdicts.count('agrees')} of {len(verdicts)} agree within {limit:.1%}"
-    for kind in ("differs", "unsure"):
-        if verdicts.count(kind):
-            text += f", {verdicts.count(kind)} {kind}"
-    furthest = f"{worst.operation} of {worst.size} B"
-    text += f"; the furthest is {furthest}, {worst.ratio.value - 1:+.1%} in time"
+    for verdict in ("differs", "unsure"):
+        if verdicts.count(verdict):
+            text += f", {verdicts.count(verdict)} {verdict}"
+    size_text = f"{largest_difference.operation} of {largest_difference.size} B"
+    text += f"; the furthest is {size_text}, {largest_difference.ratio.value - 1:+.1%} in time"
     return text, "differs" not in verdicts
 
 
@@ -95,6 +95,6 @@ def write_figure(result: Mapping[str, Any], path: Path) -> None:
         ]
         for operation, rows in rows_by_operation.items()
     }
-    about = [result.get(name) for name in ("device", "library", "way", "type")]
-    title = f"{result.get('ranks')} ranks, {', '.join(map(str, about))}"
+    conditions = [result.get(name) for name in ("device", "library", "way", "type")]
+    title = f"{result.get('ranks')} ranks, {', '.join(map(str, conditions))}"
     write_panels(path, title, "busbw (GB/s)", panels)

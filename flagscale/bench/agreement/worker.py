@@ -1,5 +1,5 @@
-"""Rank of the comparison: measures by the benchmark and by the baseline in turns, for each
-operation and size.
+"""Rank of ``flagscale bench agreement``: measures each operation and size by the benchmark and by
+the baseline in turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flagscale.bench.statistics import median_ratio
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
-_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 @rank_function
@@ -41,28 +41,34 @@ def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
     """Measure as one of the ranks, and return the exit code. Rank 0 prints and writes the
     result.
     """
-    spec, limit, prints = plan.spec, plan.limit, world.rank == 0
-    sides = ComparedSides(spec, world, plan.rounds)
+    spec, limit, is_printing = plan.spec, plan.limit, world.rank == 0
+    comparison = ComparedSides(spec, world, plan.rounds)
     method = (
-        "graphs" if spec.iterations.replays and not sides.device.is_host else "calls one by one"
+        "graphs"
+        if spec.iterations.replays and not comparison.device.is_host
+        else "calls one by one"
     )
-    about = describe_machine("flagscale", "torch") | {
-        **{"library": sides.version, "device": sides.device.product, "ranks": world.size},
+    conditions = describe_machine("flagscale", "torch") | {
+        **{"library": comparison.version, "device": comparison.device.product, "ranks": world.size},
         **{"type": spec.types[0].name, "way": method, "rounds": plan.rounds, "limit": limit},
     }
     pairs = []
-    if prints:
-        print(f"# {world.size} ranks, {sides.device.product}, {sides.version}, {method}")
+    if is_printing:
+        print(f"# {world.size} ranks, {comparison.device.product}, {comparison.version}, {method}")
         print(make_table([], limit)[0], flush=True)
-    for pair in sides.run():
+    for pair in comparison.run():
         pairs.append(pair)
-        if prints:
+        if is_printing:
             print(make_table([pair], limit)[1], flush=True)
-    sides.close()
+    comparison.close()
     text, none_differs = conclude(pairs, limit)
-    if prints:
+    if is_printing:
         print(f"# {text}")
-        record = {**about, "text": text, "rows": [pair.to_json_record(limit) for pair in pairs]}
+        record = {
+            **conditions,
+            "text": text,
+            "rows": [pair.to_json_record(limit) for pair in pairs],
+        }
         if plan.json is not None:
             plan.json.write_text(json.dumps(record, indent=1) + "\n")
         if plan.plot is not None:
@@ -75,15 +81,17 @@ class ComparedSides:
 
     def __init__(self, spec: BenchSpec, world: BenchWorld, rounds: int) -> None:
         self._spec, self._world, self._rounds = spec, world, rounds
-        store = rendezvous.rendezvous(world, _SECONDS)
+        store = rendezvous.rendezvous(world, _TIMEOUT_SECONDS)
         self.device = devices.select_rank_device(spec.placement.device, world.local_rank)
-        timeout = timedelta(seconds=_SECONDS)
+        timeout = timedelta(seconds=_TIMEOUT_SECONDS)
         rendezvous.init_default_group(PrefixStore("control", store), world, "gloo", timeout=timeout)
-        # What nccl-tests measures, or what stands for it on a CPU: it is about NVIDIA's library.
+        # nccl-tests measures NCCL. On a CPU gloo takes its place.
         name = "nccl" if self.device.kind == "cuda" else "gloo"
-        everyone = (tuple(range(world.size)),)
-        adapter = registry.get_usable_backend(name, self.device.kind)
-        self._group = create_group(adapter, everyone, world.rank, self.device, _SECONDS, {})
+        all_ranks = (tuple(range(world.size)),)
+        backend = registry.get_usable_backend(name, self.device.kind)
+        self._group = create_group(
+            backend, all_ranks, world.rank, self.device, _TIMEOUT_SECONDS, {}
+        )
         self.baseline: GlooBaseline | NcclBaseline
         if name == "gloo":
             self.baseline, self.version = GlooBaseline(self._group.process_group), "gloo"
@@ -103,63 +111,69 @@ class ComparedSides:
 
     def _compare_size(self, case: Case, size: int) -> TimePair:
         shapes, _ = collective_calls.make_shapes(case, size, self._group, self._spec)
-        ready = prepare_buffers(case, shapes, self._group, self.device, self._spec)
-        name, element, ranks = case.operation.name, case.type.bytes, self._world.size
-        actual = sum(shape.elements for shape in shapes) * element
-        calls = self.baseline.create_calls(name, actual, case.type)
-        loop = self._spec.iterations
-        ours: list[float] = []
-        theirs: list[float] = []
-        for number in range(self._rounds):
+        prepared_buffers = prepare_buffers(case, shapes, self._group, self.device, self._spec)
+        name, element_bytes, ranks = case.operation.name, case.type.bytes, self._world.size
+        actual_size = sum(shape.elements for shape in shapes) * element_bytes
+        calls = self.baseline.create_calls(name, actual_size, case.type)
+        iterations = self._spec.iterations
+        our_times: list[float] = []
+        baseline_times: list[float] = []
+        for round_number in range(self._rounds):
             # Alternating order: a drift of the machine affects both sides alike.
-            for side in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-                if side == "ours":
-                    ours.append(self._time_benchmark(ready))
+            for measured_side in ("ours", "theirs") if round_number % 2 else ("theirs", "ours"):
+                if measured_side == "ours":
+                    our_times.append(self._time_benchmark(prepared_buffers))
                     continue
                 seconds = time_calls(
                     calls,
                     self.device,
-                    iterations=loop.measured,
-                    warmup=loop.warmup,
-                    launches=None if self.device.is_host else loop.replays,
+                    iterations=iterations.measured,
+                    warmup=iterations.warmup,
+                    launches=None if self.device.is_host else iterations.replays,
                     barrier=self._barrier,
                 )
-                theirs.append(seconds * 1e6)
-        release_buffers(ready, self.device)
-        our_turns, their_turns = self._mean_over_ranks(ours), self._mean_over_ranks(theirs)
-        time, baseline_time = statistics.median(our_turns), statistics.median(their_turns)
-        count = definitions.count_elements(name, ranks, actual, element).count
+                baseline_times.append(seconds * 1e6)
+        release_buffers(prepared_buffers, self.device)
+        our_means, baseline_means = (
+            self._mean_over_ranks(our_times),
+            self._mean_over_ranks(baseline_times),
+        )
+        time, baseline_time = statistics.median(our_means), statistics.median(baseline_means)
+        count = definitions.count_elements(name, ranks, actual_size, element_bytes).count
         _, baseline_busbw = definitions.compute_bandwidths(
-            name, ranks, count, element, baseline_time / 1e6
+            name, ranks, count, element_bytes, baseline_time / 1e6
         )
         return TimePair(
             operation=name,
-            size=actual,
+            size=actual_size,
             ours=time,
             baseline=baseline_time,
-            our_busbw=actual / time / 1e3 * case.operation.bus_factor(ranks),
+            our_busbw=actual_size / time / 1e3 * case.operation.bus_factor(ranks),
             baseline_busbw=baseline_busbw,
-            ratio=median_ratio(our_turns, their_turns),
+            ratio=median_ratio(our_means, baseline_means),
         )
 
-    def _time_benchmark(self, ready: PreparedBuffers) -> float:
+    def _time_benchmark(self, prepared_buffers: PreparedBuffers) -> float:
         """Return the microseconds of an operation on this rank as the benchmark reports them."""
-        loop = self._spec.iterations
-        steps, warmup = ready.steps(loop.measured), ready.steps(loop.warmup)
+        iterations = self._spec.iterations
+        steps, warmup = (
+            prepared_buffers.steps(iterations.measured),
+            prepared_buffers.steps(iterations.warmup),
+        )
         return measure(steps, warmup, self.device, self._spec, [], self._barrier).average
 
     def _mean_over_ranks(self, times: list[float]) -> list[float]:
         """Return the mean over the ranks for each turn, which both sides report."""
         by_rank: list[list[float]] = [[] for _ in range(self._world.size)]
         dist.all_gather_object(by_rank, times)
-        return [statistics.fmean(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+        return [statistics.fmean(rank_times) for rank_times in zip(*by_rank, strict=True)]
 
     def _barrier(self) -> None:
         self.device.synchronize()
         dist.barrier()
 
     def close(self) -> None:
-        """Leave, all ranks at the same time."""
+        """Destroy the groups, on all ranks at the same time."""
         self._barrier()
         if isinstance(self.baseline, NcclBaseline):
             self.baseline.close()

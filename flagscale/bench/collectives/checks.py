@@ -1,8 +1,9 @@
 """Verification of results: one run on reproducible inputs, compared with a golden result.
 
-Every input element is a function of seed, rank and position. Each rank can therefore compute
-what any other rank sent, piece by piece, without a message and without storing all inputs. The
-golden result is computed on the CPU in 64 bits.
+Every input element is a function of seed, rank and position. Each rank can therefore compute the
+input of any other rank, chunk by chunk, without communication and without storing all inputs. The
+golden result is computed on the CPU in 64 bits. Called by :mod:`.session` before and after the
+timing of each size.
 
 Tolerance of a floating-point sum: each addition rounds once, in whatever order, so the error is
 at most ``g(k) * sum |x_i|`` with ``g(k) = k*u / (1 - k*u)``, unit roundoff ``u`` and number of
@@ -24,23 +25,25 @@ from flagscale.bench.collectives.collective_calls import OperationPart, Prepared
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
-CHUNK = 2**20
-"""Elements that are computed at a time."""
+CHUNK_ELEMENTS = 2**20
+"""Number of elements that are computed at a time."""
 
-_ALL = -1
-_SHOWN = 4
-_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants
+_ALL_RANKS = -1
+_SAMPLE_VALUES = 4
+_SPLITMIX64 = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""Constants of the random generator splitmix64, as signed 64-bit integers."""
 
 
 @dataclass(frozen=True)
 class OutputPiece:
-    """Consecutive output elements and the source of their values."""
+    """Range of output elements, and the input elements that they come from."""
 
     start: int
     length: int
     source: int
-    """Index of a rank in the group, or ``_ALL``."""
+    """Index of a rank in the group, or ``_ALL_RANKS`` for a reduction."""
     source_start: int
+    """First element of the range in the inputs of the source."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,16 @@ class OutputCheck:
 
 def output_pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[OutputPiece]:
     """Yield the required contents of this rank's output; nothing if it is undefined."""
-    name, n, index = case.operation.name, group.size, group.index
-    shard = shape.shard(n)
+    name, ranks, index = case.operation.name, group.size, group.index
+    shard = shape.shard(ranks)
     if case.operation.rooted and name in ("reduce", "gather") and index != case.root:
         return
     if name in ("all_reduce", "reduce", "reduce_scatter"):
         start = index * shard if name == "reduce_scatter" else 0
-        yield OutputPiece(0, shape.outputs, _ALL, start)
+        yield OutputPiece(0, shape.outputs, _ALL_RANKS, start)
     elif name in ("all_gather", "gather", "all_to_all"):
         start = index * shard if name == "all_to_all" else 0
-        for source in range(n):
+        for source in range(ranks):
             yield OutputPiece(source * shard, shard, source, start)
     elif name == "all_to_all_v":
         own_exchange = shape.exchanges[index]
@@ -97,7 +100,7 @@ class Golden:
     mode: CheckMode
     seed: int
 
-    def fill(self, part: OperationPart) -> None:
+    def fill_buffers(self, part: OperationPart) -> None:
         """Write this rank's input, and overwrite the output, so that elements left unwritten are
         detected.
         """
@@ -105,89 +108,91 @@ class Golden:
             part.output.copy_(torch.full((1,), 77, dtype=torch.int64).to(part.output.dtype))
         elif self.case.in_place and self.case.operation.name == "all_gather":
             part.output.zero_()
-        for start in range(0, part.input.numel(), CHUNK):
-            length = min(CHUNK, part.input.numel() - start)
+        for start in range(0, part.input.numel(), CHUNK_ELEMENTS):
+            length = min(CHUNK_ELEMENTS, part.input.numel() - start)
             values = self.inputs(self.group.index, start, length)
             part.input[start : start + length] = values.to(part.input.device)
 
-    def inputs(self, place: int, start: int, length: int) -> torch.Tensor:
-        """Return elements of the input of the ``place``-th rank of the group, in the operation's
-        type.
+    def inputs(self, index: int, start: int, length: int) -> torch.Tensor:
+        """Return elements of the input of a rank, in the operation's type. ``index``: index of the
+        rank in the group.
         """
         dtype = getattr(torch, self.case.type.torch)
         if self.mode == "all_ones":
             return torch.ones(length, dtype=torch.int64).to(dtype)
-        bits = _random_bits(self.seed, self.group.ranks[place], start, length)
+        bits = _random_bits(self.seed, self.group.ranks[index], start, length)
         if self.case.type.kind == "integer":
             return bits.to(dtype)
         unit = (bits & 0xFFFFFF).to(torch.float64) / 2**24
         if self.case.reduction == "prod":
-            # Near one in size, so that a product over many ranks stays in range.
+            # Magnitudes near 1, so that a product over many ranks neither overflows nor vanishes.
             sign = ((bits >> 32) & 1) * 2 - 1
             return ((0.75 + unit / 2) * sign).to(dtype)
         return (unit * 2 - 1).to(dtype)
 
-    def expect(
+    def expected_values(
         self, piece: OutputPiece, start: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a piece's elements in 64 bits, and their tolerances."""
-        wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
-        place = piece.source_start + start
-        if piece.source != _ALL:
-            value = self.inputs(piece.source, place, length).to(wide)
+        wide_dtype = torch.int64 if self.case.type.kind == "integer" else torch.float64
+        source_start = piece.source_start + start
+        if piece.source != _ALL_RANKS:
+            value = self.inputs(piece.source, source_start, length).to(wide_dtype)
             return value, torch.zeros(length, dtype=torch.float64)
-        value = self.inputs(0, place, length).to(wide)
-        size = value.abs().to(torch.float64)
+        value = self.inputs(0, source_start, length).to(wide_dtype)
+        magnitude = value.abs().to(torch.float64)
         calls = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
         combine = calls.get(self.case.reduction, torch.add)
         for source in range(1, self.group.size):
-            operand = self.inputs(source, place, length).to(wide)
+            operand = self.inputs(source, source_start, length).to(wide_dtype)
             value = combine(value, operand)
-            size += operand.abs().to(torch.float64)
+            magnitude += operand.abs().to(torch.float64)
         if self.case.reduction == "avg":
             value = value / self.group.size
-            size = size / self.group.size
-        return value, self._tolerance(value, size)
+            magnitude = magnitude / self.group.size
+        return value, self._tolerance(value, magnitude)
 
-    def _tolerance(self, value: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        type_, ranks = self.case.type, self.group.size
-        if type_.kind == "integer" or self.case.reduction in ("min", "max"):
-            return torch.zeros_like(size)
+    def _tolerance(self, value: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+        data_type, ranks = self.case.type, self.group.size
+        if data_type.kind == "integer" or self.case.reduction in ("min", "max"):
+            return torch.zeros_like(magnitude)
         # An average may scale every input before adding; the result is rounded once more.
         roundings = ranks + 1 if self.case.reduction == "avg" else ranks
-        error = roundings * type_.roundoff
+        error = roundings * data_type.roundoff
         bound = error / (1 - error) if error < 0.5 else 1.0
-        scale = value.abs() if self.case.reduction == "prod" else size
-        return bound * scale + roundings * type_.tiny
+        scale = value.abs() if self.case.reduction == "prod" else magnitude
+        return bound * scale + roundings * data_type.tiny
 
-    def _expected(self, part: OperationPart) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def _expected_chunks(
+        self, part: OperationPart
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield the elements where this rank's output is defined, with values and tolerances."""
         for piece in output_pieces(self.case, part.shape, self.group):
-            for start in range(0, piece.length, CHUNK):
-                length = min(CHUNK, piece.length - start)
+            for start in range(0, piece.length, CHUNK_ELEMENTS):
+                length = min(CHUNK_ELEMENTS, piece.length - start)
                 begin = piece.start + start
-                yield slice(begin, begin + length), *self.expect(piece, start, length)
+                yield slice(begin, begin + length), *self.expected_values(piece, start, length)
 
     def verify(self, part: OperationPart) -> OutputCheck:
         """Compare this rank's output with the golden result."""
         wrong, first, expected, first_actual = 0, -1, 0.0, 0.0
-        for place, value, tolerance in self._expected(part):
-            actual = part.output[place].cpu()
-            bad = _find_differences(actual, value, tolerance)
-            count = int(bad.sum())
+        for output_range, value, tolerance in self._expected_chunks(part):
+            actual = part.output[output_range].cpu()
+            is_wrong = _find_differences(actual, value, tolerance)
+            count = int(is_wrong.sum())
             if count and not wrong:
-                offset = int(bad.nonzero()[0])
-                first, expected = place.start + offset, float(value[offset])
+                offset = int(is_wrong.nonzero()[0])
+                first, expected = output_range.start + offset, float(value[offset])
                 first_actual = float(actual[offset].to(torch.float64))
             wrong += count
         return OutputCheck(wrong, first, expected, first_actual)
 
-    def whole(self, part: OperationPart) -> torch.Tensor:
+    def golden_output(self, part: OperationPart) -> torch.Tensor:
         """Return the golden output in 64 bits, with zeros where it is undefined. For dumps."""
-        wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
-        result = torch.zeros(part.output.numel(), dtype=wide)
-        for place, value, _ in self._expected(part):
-            result[place] = value
+        wide_dtype = torch.int64 if self.case.type.kind == "integer" else torch.float64
+        result = torch.zeros(part.output.numel(), dtype=wide_dtype)
+        for output_range, value, _ in self._expected_chunks(part):
+            result[output_range] = value
         return result
 
 
@@ -195,32 +200,33 @@ def _find_differences(
     actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor
 ) -> torch.Tensor:
     if value.dtype == torch.int64:
-        # The golden sum wraps around as the type does.
+        # The golden sum is converted to the type, which wraps around on overflow as the sum does.
         return actual.to(torch.int64) != value.to(actual.dtype).to(torch.int64)
     distance = (actual.to(torch.float64) - value).abs()
-    # Rounding of the golden value itself may overflow; NaN must count as different.
-    same = (distance <= tolerance) | (actual == value.to(actual.dtype))
-    return ~same
+    # The golden value itself may overflow when it is rounded to the type, hence the second
+    # comparison. NaN must count as different.
+    is_equal = (distance <= tolerance) | (actual == value.to(actual.dtype))
+    return ~is_equal
 
 
-def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(bits: torch.Tensor, bit_count: int) -> torch.Tensor:
     """Shift right logically; torch's shift is arithmetic."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+    return (bits >> bit_count) & ((1 << (64 - bit_count)) - 1)
 
 
 def _random_bits(seed: int, rank: int, start: int, length: int) -> torch.Tensor:
     """Return 64 random bits per element by splitmix64, as a function of the position."""
     key = (seed * 1_000_003 + rank * 7919 + 1) % 2**62
-    bits = (torch.arange(start, start + length, dtype=torch.int64) + key) * _MIX[0]
-    bits = (bits ^ _shift(bits, 30)) * _MIX[1]
-    bits = (bits ^ _shift(bits, 27)) * _MIX[2]
-    return bits ^ _shift(bits, 31)
+    bits = (torch.arange(start, start + length, dtype=torch.int64) + key) * _SPLITMIX64[0]
+    bits = (bits ^ _shift_right(bits, 30)) * _SPLITMIX64[1]
+    bits = (bits ^ _shift_right(bits, 27)) * _SPLITMIX64[2]
+    return bits ^ _shift_right(bits, 31)
 
 
 def fingerprint_bytes(output: torch.Tensor) -> bytes:
     """Return a fingerprint of a tensor's bytes, to compare ranks without sending the data."""
     result = hashlib.blake2b(digest_size=16)
-    step = CHUNK * 8
+    step = CHUNK_ELEMENTS * 8
     raw = output.contiguous().view(torch.uint8)
     for start in range(0, raw.numel(), step):
         result.update(raw[start : start + step].cpu().numpy().tobytes())
@@ -244,24 +250,24 @@ def check_output(
     case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec
 ) -> CheckResult:
     """Fill the buffers, run once, and verify. The buffers must be cleared before the timing."""
-    if spec.check.mode is None or not prepared.group.member or case.operation.name == "barrier":
+    if spec.check.mode is None or not prepared.group.is_member or case.operation.name == "barrier":
         return CheckResult()
-    verdicts: list[OutputCheck] = []
+    output_checks: list[OutputCheck] = []
     fingerprints: list[bytes] = []
     for body in prepared.bodies:
         goldens = _golden_parts(case, prepared, spec, body.parts)
         for part, golden in goldens:
-            golden.fill(part)
+            golden.fill_buffers(part)
         body.step()
         device.synchronize()
         for part, golden in goldens:
-            verdicts.append(golden.verify(part))
+            output_checks.append(golden.verify(part))
             if case.operation.same_output:
                 fingerprints.append(fingerprint_bytes(part.output))
-    wrong_parts = [i for i, verdict in enumerate(verdicts) if verdict.wrong]
+    wrong_parts = [i for i, output_check in enumerate(output_checks) if output_check.wrong]
     return CheckResult(
-        wrong=sum(verdict.wrong for verdict in verdicts),
-        first=str(verdicts[wrong_parts[0]]) if wrong_parts else "",
+        wrong=sum(output_check.wrong for output_check in output_checks),
+        first=str(output_checks[wrong_parts[0]]) if wrong_parts else "",
         fingerprint=b"".join(fingerprints),
         part=wrong_parts[0] if wrong_parts else -1,
     )
@@ -275,7 +281,7 @@ def format_sample(case: Case, prepared: PreparedBuffers, device: Device, spec: B
         return "in no group"
     body = prepared.bodies[0]
     for part, golden in _golden_parts(case, prepared, spec, body.parts):
-        golden.fill(part)
+        golden.fill_buffers(part)
     part = body.parts[0]
     before = _format_values(part.input)
     body.step()
@@ -284,8 +290,8 @@ def format_sample(case: Case, prepared: PreparedBuffers, device: Device, spec: B
 
 
 def _format_values(values: torch.Tensor) -> str:
-    text = ", ".join(f"{value:.5g}" for value in values[:_SHOWN].tolist())
-    return f"[{text}{', ...' if values.numel() > _SHOWN else ''}]"
+    text = ", ".join(f"{value:.5g}" for value in values[:_SAMPLE_VALUES].tolist())
+    return f"[{text}{', ...' if values.numel() > _SAMPLE_VALUES else ''}]"
 
 
 def clear_buffers(prepared: PreparedBuffers) -> None:
@@ -314,8 +320,10 @@ def dump_buffers(
     Raises:
         OSError: the file cannot be written.
     """
-    every = [g for body in prepared.bodies for g in _golden_parts(case, prepared, spec, body.parts)]
-    part, golden = every[max(part_number, 0)]
+    part_goldens = [
+        g for body in prepared.bodies for g in _golden_parts(case, prepared, spec, body.parts)
+    ]
+    part, golden = part_goldens[max(part_number, 0)]
     name = f"{case.operation.name}_{case.type.name}_{case.reduction}_{size}"
     directory = spec.check.dump / f"{name}_seed{spec.check.seed}"
     directory.mkdir(parents=True, exist_ok=True)
@@ -323,7 +331,7 @@ def dump_buffers(
     content = {
         "input": part.input.cpu().clone(),
         "output": part.output.cpu().clone(),
-        "golden": golden.whole(part),
+        "golden": golden.golden_output(part),
         "case": case.label,
         "seed": spec.check.seed,
     }

@@ -1,5 +1,8 @@
 """Command line of ``flagscale bench collectives``, and conversion of its flags to a
-:class:`BenchSpec`. Every value is checked before any rank starts.
+:class:`BenchSpec`.
+
+Flags are defined in :mod:`.options`. Every value is checked before any rank starts. ``--batch``
+runs several command lines on the same ranks, one per line of a file.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from flagscale.bench.collectives.spec import (
 from flagscale.bench.command import BenchCommand
 from flagscale.bench.files import read_text, require_writable
 from flagscale.bench.options import COMM, from_options, parse_backend_options, require_at_least
-from flagscale.bench.placement import DEFAULT_SETUP, parse_placement
+from flagscale.bench.placement import NO_SETUP_SCRIPT, parse_placement
 from flagscale.bench.statistics import parse_statistics
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
@@ -52,7 +55,7 @@ class CollectivesCommand(BenchCommand[Batch]):
     """Command that measures collectives."""
 
     prog = "flagscale bench collectives"
-    run = "flagscale.bench.collectives.worker:run_rank"
+    rank_entry_point = "flagscale.bench.collectives.worker:run_rank"
 
     def run_line(self, words: list[str], prog: str) -> int:
         if words:
@@ -60,18 +63,18 @@ class CollectivesCommand(BenchCommand[Batch]):
         build_parser(prog).print_help()
         return 2
 
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> Batch:
-        return Batch(tuple(read_specs(words, prog, keeps=keeps)))
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> Batch:
+        return Batch(tuple(read_specs(words, prog, writes_results=writes_results)))
 
-    def header(self, plan: Batch) -> bool:
+    def prints_header(self, plan: Batch) -> bool:
         return plan.specs[0].output.header
 
-    def debug(self, plan: Batch) -> bool:
+    def prints_debug(self, plan: Batch) -> bool:
         return plan.specs[0].output.debug
 
 
 def read_specs(
-    words: Sequence[str], prog: str = CollectivesCommand.prog, *, keeps: bool = True
+    words: Sequence[str], prog: str = CollectivesCommand.prog, *, writes_results: bool = True
 ) -> list[BenchSpec]:
     """Return the specification of a command line, or one per line of ``--batch``, all for the
     same ranks.
@@ -79,16 +82,16 @@ def read_specs(
     Args:
         words: arguments.
         prog: name of the command in messages.
-        keeps: this process writes and compares result files, so they are checked.
+        keeps: this process writes and compares result files, so their paths are checked.
 
     Raises:
-        ConfigError: a flag or value is wrong, or a file cannot be read or used; for a batch the
-            message has the line.
+        ConfigError: a flag or value is wrong, or a file cannot be read or used. In a batch the
+            message begins with the file and line.
     """
     parser = build_parser(prog)
     options = parser.parse(normalize_arguments(words))
     if options.batch is None:
-        return [_make_spec(options, words, prog=prog, keeps=keeps)]
+        return [_make_spec(options, words, prog=prog, writes_results=writes_results)]
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
@@ -97,7 +100,7 @@ def read_specs(
             line = parser.parse(normalize_arguments([*words, *line_words]))
             if line.batch != options.batch:
                 raise ConfigError(f"--batch {line.batch}: a line of a batch has none of its own")
-            spec = _make_spec(line, [*words, *line_words], prog=prog, keeps=keeps)
+            spec = _make_spec(line, [*words, *line_words], prog=prog, writes_results=writes_results)
         except ConfigError as error:
             raise type(error)(f"{location}: {error.message}", hint=error.hint) from error
         _require_same_ranks(spec, specs, location)
@@ -107,16 +110,18 @@ def read_specs(
     return specs
 
 
-def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], location: str) -> None:
-    """Refuse a line of a batch that would require other processes."""
-    for earlier in before:
-        place = replace(earlier.placement, backend=spec.placement.backend)
-        names = [field.name for field in fields(place)]
-        differing = [n for n in names if getattr(place, n) != getattr(spec.placement, n)]
-        if differing:
+def _require_same_ranks(spec: BenchSpec, earlier_specs: Sequence[BenchSpec], location: str) -> None:
+    """Refuse a line of a batch whose ranks or backend options differ from the earlier lines'."""
+    for earlier in earlier_specs:
+        earlier_placement = replace(earlier.placement, backend=spec.placement.backend)
+        names = [field.name for field in fields(earlier_placement)]
+        differing_names = [
+            n for n in names if getattr(earlier_placement, n) != getattr(spec.placement, n)
+        ]
+        if differing_names:
             raise ConfigError(
                 f"{location}: all lines run in the same ranks, and this one asks for others "
-                f"({', '.join(differing)})",
+                f"({', '.join(differing_names)})",
                 hint="give such flags once, beside --batch",
             )
         for name in {*earlier.backends} & {*spec.backends}:
@@ -129,7 +134,7 @@ def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], location: 
 
 
 def _read_batch(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the location and the words of each line of a batch."""
+    """Yield the location (flag, file and line number) and the words of each line of a batch."""
     for number, line in enumerate(read_text(path, f"--batch {path}").splitlines(), start=1):
         location = f"--batch {path}:{number}"
         try:
@@ -141,19 +146,19 @@ def _read_batch(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 _AVERAGES: dict[str, Average] = dict(zip("0123", get_args(Average), strict=True))
-_WITHOUT_FILES: Any = {"plots": [], "imports": []}
-_WITHOUT_FILES |= dict.fromkeys(("json", "csv", "report", "baseline"))
+_NO_FILES: Any = {"plots": [], "imports": []}
+_NO_FILES |= dict.fromkeys(("json", "csv", "report", "baseline"))
 _DEFAULT_SIZE = 32 * 2**20
 
 
 def _make_spec(
-    options: argparse.Namespace, arguments: Sequence[str], *, prog: str, keeps: bool
+    options: argparse.Namespace, arguments: Sequence[str], *, prog: str, writes_results: bool
 ) -> BenchSpec:
     """Return the specification that parsed flags describe. If this process does not keep
-    results, its host need not have their files.
+    results, flags for result files are ignored: their paths may not exist on its host.
     """
-    if not keeps:
-        options = argparse.Namespace(**{**vars(options), **_WITHOUT_FILES})
+    if not writes_results:
+        options = argparse.Namespace(**{**vars(options), **_NO_FILES})
     operations = _parse_operations(options.operation)
     check, comparison = _make_check(options), _make_comparison(options)
     notes = tuple(_list_notes(options, operations))
@@ -161,8 +166,10 @@ def _make_spec(
         raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
     if options.average not in _AVERAGES:
         raise ConfigError(f"-a/--average {options.average!r}; expected 0, 1, 2 or 3")
-    place = parse_placement(options)
-    judged = parse_backend_options(comparison.backends or (place.backend,), options.comm)
+    placement = parse_placement(options)
+    backend_options = parse_backend_options(
+        comparison.backends or (placement.backend,), options.comm
+    )
     return BenchSpec(
         operations=operations,
         types=_parse_types(options.datatype),
@@ -176,8 +183,8 @@ def _make_spec(
         groups=_make_groups(options),
         output=_make_output(options),
         comparison=comparison,
-        placement=place,
-        options={name: values for name, values in judged.items() if values},
+        placement=placement,
+        options={name: values for name, values in backend_options.items() if values},
         timing=options.timing,
         average=_AVERAGES[options.average],
         blocking=_parse_switch("-z/--blocking", options.blocking),
@@ -227,16 +234,18 @@ def _parse_roots(text: str) -> tuple[int, ...]:
 
 def _parse_sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
     minimum = sizes.parse_size(options.minbytes)
-    moving = any(op.name != "barrier" for op in operations)
-    if minimum < 1 and moving:
+    moves_data = any(op.name != "barrier" for op in operations)
+    if minimum < 1 and moves_data:
         raise ConfigError("-b/--minbytes 0: nothing would be moved; expected at least 1")
     # A first size above the default last size is the only size.
     maximum = max(minimum, _DEFAULT_SIZE)
     if options.maxbytes is not None:
         maximum = sizes.parse_size(options.maxbytes)
     step = sizes.parse_size(options.stepbytes) if options.stepbytes else None
-    swept = sizes.sweep_sizes(minimum, maximum, step=step, factor=_parse_factor(options.stepfactor))
-    return swept if moving else (0,)
+    swept_sizes = sizes.sweep_sizes(
+        minimum, maximum, step=step, factor=_parse_factor(options.stepfactor)
+    )
+    return swept_sizes if moves_data else (0,)
 
 
 def _parse_factor(text: str | None) -> float | None:
@@ -301,8 +310,8 @@ def _make_check(options: argparse.Namespace) -> Check:
     seed = int(time.time()) if options.seed is None else options.seed
     if not 0 <= seed < 2**62:
         raise ConfigError(f"--seed {seed}; expected 0 to 2**62 - 1")
-    dump = options.dump_dir.absolute()
-    return Check(mode=mode, seed=seed, dump=dump, dump_shown=dump)
+    dump_directory = options.dump_dir.absolute()
+    return Check(mode=mode, seed=seed, dump=dump_directory, dump_shown=dump_directory)
 
 
 def _make_groups(options: argparse.Namespace) -> GroupsSpec:
@@ -381,7 +390,7 @@ def _list_notes(options: argparse.Namespace, operations: Sequence[Operation]) ->
         yield "--sb2sb: no such memory here; buffers are registered instead"
     if options.root != "0" and not any(op.rooted for op in operations):
         yield "--root: of no effect without an operation that has one"
-    if options.slurm_setup_script == DEFAULT_SETUP:
+    if options.slurm_setup_script == NO_SETUP_SCRIPT:
         yield "--slurm-setup-script default: there is nothing to install"
     for name in ("kernel_num", "input_shape", "output_shape", "cc_dim"):
         if getattr(options, name) is not None:
@@ -393,12 +402,12 @@ def _list_notes(options: argparse.Namespace, operations: Sequence[Operation]) ->
         yield "--custom-src-target-pairs: of no effect without permute"
     if options.alltoallv_metadata is not None and "all_to_all_v" not in names:
         yield "--alltoallv-metadata: of no effect without all_to_all_v"
-    reducing = any(op.reduces for op in operations)
-    if reducing and "all" not in (options.operation, options.datatype, options.redop):
+    has_reduction = any(op.reduces for op in operations)
+    if has_reduction and "all" not in (options.operation, options.datatype, options.redop):
         types, reductions = _parse_types(options.datatype), _parse_reductions(options.redop)
-        absent = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
-        if absent:
-            yield f"left out: torch has no {', '.join(absent)}"
+        unsupported = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
+        if unsupported:
+            yield f"left out: torch has no {', '.join(unsupported)}"
 
 
 main = CollectivesCommand().main

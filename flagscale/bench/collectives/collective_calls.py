@@ -1,5 +1,8 @@
-"""Calls that are timed: one operation on prepared buffers, as a function without arguments. The
-buffers of one size are allocated, and registered with the backend if requested.
+"""Calls that are timed: one operation on prepared buffers, as a function without arguments.
+
+:mod:`.session` prepares the buffers of one size, which are registered with the backend if
+requested, and :mod:`.timing` runs the calls. A call may consist of several *parts*, operations that
+are issued together (``--coalesced-cc-size-ratio`` or ``-m``).
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for,
 from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
 # torch 2.13 has renamed these functions, and warns about the old names.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -32,12 +35,14 @@ REDUCE_OPS = {
     "avg": dist.ReduceOp.AVG,
 }
 # torch's backends do not support these types. Without a reduction their bytes are sent.
-_AS_BYTES = (torch.uint16, torch.int16, torch.uint32, torch.uint64)
+_SENT_AS_BYTES = (torch.uint16, torch.int16, torch.uint32, torch.uint64)
 # Sums and products of two's complement are the same bits, signed or not; see DataType.reduces.
-_AS_SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
+_REDUCED_AS_SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 Works = list[Any]
+"""Handles (torch's ``Work``) of started operations."""
 Issue = Callable[[bool], Works]
+"""Function that starts an operation; ``True`` requests handles to wait on."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +52,18 @@ class Shape:
     """
 
     elements: int
-    """Elements of the whole logical buffer."""
+    """Elements of the whole logical buffer; see :mod:`.operations`."""
     inputs: int
+    """Elements of a rank's input."""
     outputs: int
+    """Elements of a rank's output."""
     exchanges: tuple[Exchange, ...] = ()
+    """Counts and displacements of an all-to-all-v, by rank in the group."""
     pairs: Pairs = ()
+    """Source and target ranks in the group, of a send-receive or permutation."""
 
     def shard(self, ranks: int) -> int:
-        """Return the elements of one rank's part."""
+        """Return the number of elements in one rank's shard of the logical buffer."""
         return self.elements // ranks
 
 
@@ -79,21 +88,22 @@ class IterationBody:
 
     parts: tuple[OperationPart, ...]
     step: Callable[[], None]
+    """Run the iteration. On a GPU it may return before the operations have finished."""
 
 
 def make_shapes(
     case: Case, size: int, group: RankGroup, spec: BenchSpec
 ) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """Return the shapes of the parts of about ``size`` bytes, by the coalescing ratio, and
-    notes.
+    """Return the shapes of the parts of an operation on about ``size`` bytes, and notes for the
+    user. The size is divided by ``--coalesced-cc-size-ratio``.
 
     Raises:
         ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
     ratios = spec.buffers.ratio
-    parts = [round(size * ratio / sum(ratios)) for ratio in ratios]
+    part_sizes = [round(size * ratio / sum(ratios)) for ratio in ratios]
     shapes, notes_by_part = zip(
-        *(_make_shape(case, part, group, spec.groups) for part in parts), strict=True
+        *(_make_shape(case, part_size, group, spec.groups) for part_size in part_sizes), strict=True
     )
     return shapes, tuple(dict.fromkeys(note for notes in notes_by_part for note in notes))
 
@@ -101,20 +111,22 @@ def make_shapes(
 def _make_shape(
     case: Case, size: int, group: RankGroup, groups: GroupsSpec
 ) -> tuple[Shape, tuple[str, ...]]:
-    op, n, element = case.operation, group.size, case.type.bytes
+    op, ranks, element_bytes = case.operation, group.size, case.type.bytes
     if op.name == "barrier":
         return Shape(0, 0, 0), ()
     if op.name == "all_to_all_v":
-        exchanges, notes = exchanges_for(n, groups.exchange, size, element)
-        largest = max(sum(e.send_counts) for e in exchanges)
+        exchanges, notes = exchanges_for(ranks, groups.exchange, size, element_bytes)
+        max_elements = max(sum(e.send_counts) for e in exchanges)
         inputs, outputs = exchanges[max(group.index, 0)].extents
-        return Shape(largest, inputs, outputs, exchanges), notes
-    elements = sizes.round_to_parts(size, element, n if op.parts else 1) // element
-    inputs = elements // n if op.input == "part" else elements
-    outputs = elements // n if op.output == "part" else elements
+        return Shape(max_elements, inputs, outputs, exchanges), notes
+    elements = (
+        sizes.round_to_parts(size, element_bytes, ranks if op.has_shards else 1) // element_bytes
+    )
+    inputs = elements // ranks if op.input == "part" else elements
+    outputs = elements // ranks if op.output == "part" else elements
     pairs: Pairs = ()
     if op.name in ("sendrecv", "permute"):
-        pairs = pairs_for(n, groups.pairs if op.name == "permute" else None)
+        pairs = pairs_for(ranks, groups.pairs if op.name == "permute" else None)
     return Shape(elements, inputs, outputs, pairs=pairs), ()
 
 
@@ -136,18 +148,22 @@ def build_part(
         source = output if case.in_place else zeros(shape.inputs)
         if case.in_place and name == "all_gather":
             source = output.narrow(0, group.index * shard, shard)
-    ends = _OperationBuffers(
+    buffers = _OperationBuffers(
         case, shape, group, _transport_view(case, source), _transport_view(case, output)
     )
-    return OperationPart(shape, source, output, _ISSUES[name](ends))
+    return OperationPart(shape, source, output, _ISSUE_FACTORIES[name](buffers))
 
 
 def _transport_view(case: Case, tensor: Tensor) -> Tensor:
     """Return a view of a buffer in a type that torch.distributed supports, with the same bytes."""
     if not case.operation.reduces:
-        # The buffer may be odd in bytes only for one-byte types, which need no view.
-        return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
-    return tensor.view(_AS_SIGNED[tensor.dtype]) if tensor.dtype in _AS_SIGNED else tensor
+        # These types have two bytes or more.
+        return tensor.view(torch.uint8) if tensor.dtype in _SENT_AS_BYTES else tensor
+    return (
+        tensor.view(_REDUCED_AS_SIGNED[tensor.dtype])
+        if tensor.dtype in _REDUCED_AS_SIGNED
+        else tensor
+    )
 
 
 def build_body(
@@ -157,11 +173,11 @@ def build_body(
     if len(parts) == 1:
         return IterationBody(parts, parts[0].run)
     process_group = group.process_group
-    # gloo moves GPU memory, too, and has no such launch.
+    # gloo supports GPU memory too, but has no grouped launch.
     supports_coalescing = not device.is_host and group.backend_for(device).supports_coalescing
 
     def issue_grouped() -> None:
-        # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
+        # One launch for all parts, between ncclGroupStart and ncclGroupEnd.
         with _coalescing_manager(process_group, device.torch_device):
             for part in parts:
                 part.issue(False)
@@ -182,7 +198,7 @@ class _OperationBuffers:
     shape: Shape
     group: RankGroup
     source: Tensor
-    out: Tensor
+    output_view: Tensor
 
     @property
     def op(self) -> Any:
@@ -193,7 +209,7 @@ class _OperationBuffers:
         """Global rank of the root."""
         return self.group.ranks[self.case.root]
 
-    def pieces_of_root(self, buffer: Tensor) -> list[Tensor] | None:
+    def split_on_root(self, buffer: Tensor) -> list[Tensor] | None:
         """Return a part for each rank, on the root alone."""
         at_root = self.group.index == self.case.root
         return list(buffer.chunk(self.group.size)) if at_root else None
@@ -209,43 +225,46 @@ def _make_issue(call: Callable[..., Any], *arguments: Any) -> Issue:
     return issue
 
 
-def _all_to_all_v(ends: _OperationBuffers) -> Issue:
-    exchanges, source, out = ends.shape.exchanges, ends.source, ends.out
-    own_exchange = exchanges[ends.group.index]
-    unit = ends.case.type.bytes // source.element_size()
-    if all(e.packed for e in exchanges):
-        received = [count * unit for count in own_exchange.recv_counts]
-        sent = [count * unit for count in own_exchange.send_counts]
-        group = ends.group.process_group
-        return _make_issue(dist.all_to_all_single, out, source, received, sent, group)
-    # torch's list form wants equal pieces on some backends, so gaps go message by message.
-    send = _views_by_rank(source, own_exchange.send_displs, own_exchange.send_counts, unit)
-    return _issue_messages(
-        ends.group,
+def _make_all_to_all_v_issue(buffers: _OperationBuffers) -> Issue:
+    exchanges, source, output = buffers.shape.exchanges, buffers.source, buffers.output_view
+    own_exchange = exchanges[buffers.group.index]
+    torch_elements = buffers.case.type.bytes // source.element_size()
+    if all(e.is_packed for e in exchanges):
+        received = [count * torch_elements for count in own_exchange.recv_counts]
+        sent = [count * torch_elements for count in own_exchange.send_counts]
+        group = buffers.group.process_group
+        return _make_issue(dist.all_to_all_single, output, source, received, sent, group)
+    # Some backends require equal sizes for torch's all_to_all of lists. Therefore buffers with gaps
+    # are sent by point-to-point messages.
+    send = _views_by_rank(
+        source, own_exchange.send_displs, own_exchange.send_counts, torch_elements
+    )
+    return _make_message_issue(
+        buffers.group,
         send,
-        _views_by_rank(out, own_exchange.recv_displs, own_exchange.recv_counts, unit),
+        _views_by_rank(output, own_exchange.recv_displs, own_exchange.recv_counts, torch_elements),
     )
 
 
 def _views_by_rank(
-    buffer: Tensor, displs: tuple[int, ...], counts: tuple[int, ...], unit: int
+    buffer: Tensor, displs: tuple[int, ...], counts: tuple[int, ...], torch_elements: int
 ) -> list[Tensor | None]:
     """Return a view for each rank; None if there is nothing to move."""
     return [
-        buffer.narrow(0, displ * unit, count * unit) if count else None
+        buffer.narrow(0, displ * torch_elements, count * torch_elements) if count else None
         for displ, count in zip(displs, counts, strict=True)
     ]
 
 
-def _issue_messages(
+def _make_message_issue(
     group: RankGroup, send: Sequence[Tensor | None], receive: Sequence[Tensor | None]
 ) -> Issue:
     """Return point-to-point messages for the tensor of each rank; None for no message."""
     own_index, operations = group.index, []
-    for place, rank in enumerate(group.ranks):
-        # A message to oneself is a copy; not every backend takes it.
-        for call, tensor in ((dist.isend, send[place]), (dist.irecv, receive[place])):
-            if tensor is not None and place != own_index:
+    for index, rank in enumerate(group.ranks):
+        # A message to the own rank is a copy, because not every backend supports it.
+        for call, tensor in ((dist.isend, send[index]), (dist.irecv, receive[index])):
+            if tensor is not None and index != own_index:
                 operations.append(dist.P2POp(call, tensor, rank, group.process_group))
     sent_to_self, received_from_self = send[own_index], receive[own_index]
 
@@ -257,40 +276,48 @@ def _issue_messages(
     return issue
 
 
-def _issue_pairs(ends: _OperationBuffers) -> Issue:
-    me, places, pairs = ends.group.index, range(ends.group.size), ends.shape.pairs
-    send = [ends.source if (me, place) in pairs else None for place in places]
-    receive = [ends.out if (place, me) in pairs else None for place in places]
-    return _issue_messages(ends.group, send, receive)
+def _make_pair_issue(buffers: _OperationBuffers) -> Issue:
+    own_index, indices, pairs = buffers.group.index, range(buffers.group.size), buffers.shape.pairs
+    send = [buffers.source if (own_index, index) in pairs else None for index in indices]
+    receive = [buffers.output_view if (index, own_index) in pairs else None for index in indices]
+    return _make_message_issue(buffers.group, send, receive)
 
 
-def _barrier(ends: _OperationBuffers) -> Issue:
-    index = ends.source.device.index  # None on the host
-    devices = None if index is None else [index]
-    group = ends.group.process_group
+def _make_barrier_issue(buffers: _OperationBuffers) -> Issue:
+    device_index = buffers.source.device.index  # None on the host
+    devices = None if device_index is None else [device_index]
+    group = buffers.group.process_group
     return _make_issue(lambda handle: dist.barrier(group, handle, devices))
 
 
-def _group_issue(
+def _make_group_issue(
     call: Callable[..., Any], arguments: Callable[[_OperationBuffers], tuple[Any, ...]]
 ) -> Any:
     """Return a function that issues ``call`` with its arguments before the process group."""
     return lambda e: _make_issue(call, *arguments(e), e.group.process_group)
 
 
-_ISSUES: dict[str, Callable[[_OperationBuffers], Issue]] = {
-    "all_reduce": _group_issue(dist.all_reduce, lambda e: (e.out, e.op)),
-    "all_gather": _group_issue(_GATHER, lambda e: (e.out, e.source)),
-    "reduce_scatter": _group_issue(_REDUCE_SCATTER, lambda e: (e.out, e.source, e.op)),
-    "all_to_all": _group_issue(dist.all_to_all_single, lambda e: (e.out, e.source, None, None)),
-    "all_to_all_v": _all_to_all_v,
-    "broadcast": _group_issue(dist.broadcast, lambda e: (e.out, e.root)),
-    "reduce": _group_issue(dist.reduce, lambda e: (e.out, e.root, e.op)),
-    "gather": _group_issue(dist.gather, lambda e: (e.source, e.pieces_of_root(e.out), e.root)),
-    "scatter": _group_issue(dist.scatter, lambda e: (e.out, e.pieces_of_root(e.source), e.root)),
-    "sendrecv": _issue_pairs,
-    "permute": _issue_pairs,
-    "barrier": _barrier,
+_ISSUE_FACTORIES: dict[str, Callable[[_OperationBuffers], Issue]] = {
+    "all_reduce": _make_group_issue(dist.all_reduce, lambda e: (e.output_view, e.op)),
+    "all_gather": _make_group_issue(_all_gather_single, lambda e: (e.output_view, e.source)),
+    "reduce_scatter": _make_group_issue(
+        _reduce_scatter_single, lambda e: (e.output_view, e.source, e.op)
+    ),
+    "all_to_all": _make_group_issue(
+        dist.all_to_all_single, lambda e: (e.output_view, e.source, None, None)
+    ),
+    "all_to_all_v": _make_all_to_all_v_issue,
+    "broadcast": _make_group_issue(dist.broadcast, lambda e: (e.output_view, e.root)),
+    "reduce": _make_group_issue(dist.reduce, lambda e: (e.output_view, e.root, e.op)),
+    "gather": _make_group_issue(
+        dist.gather, lambda e: (e.source, e.split_on_root(e.output_view), e.root)
+    ),
+    "scatter": _make_group_issue(
+        dist.scatter, lambda e: (e.output_view, e.split_on_root(e.source), e.root)
+    ),
+    "sendrecv": _make_pair_issue,
+    "permute": _make_pair_issue,
+    "barrier": _make_barrier_issue,
 }
 
 
@@ -310,49 +337,55 @@ class PreparedBuffers:
     group: RankGroup
     bodies: tuple[IterationBody, ...]
     """One body, or one per iteration with unique buffers."""
-    keep: Any = None
+    registered_pool: Any = None
     """Object that must live as long as the buffers."""
 
-    def steps(self, count: int, first: int = 0) -> list[Callable[[], None]]:
-        """Return ``count`` steps that cycle through the buffers from number ``first`` on."""
-        many = len(self.bodies)
-        return [self.bodies[(first + i) % many].step for i in range(count)]
+    def steps(self, count: int, first_body: int = 0) -> list[Callable[[], None]]:
+        """Return ``count`` steps that cycle through the bodies, beginning with number
+        ``first_body``.
+        """
+        body_count = len(self.bodies)
+        return [self.bodies[(first_body + i) % body_count].step for i in range(count)]
 
 
 def prepare_buffers(
-    case: Case, make_shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
+    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
 ) -> PreparedBuffers:
     """Allocate all buffers of a size.
 
     Raises:
         RuntimeError: there is not enough memory, or the backend cannot register it.
     """
-    if not group.member:
+    if not group.is_member:
         return PreparedBuffers(group, ())
     iterations = spec.iterations
-    count = iterations.measured + iterations.warmup if spec.buffers.unique else 1
+    body_count = iterations.measured + iterations.warmup if spec.buffers.unique else 1
     bodies: list[IterationBody] = []
-    with _registered_pool(group, device, spec.buffers.registered) as keep:
-        for _ in range(count):
-            shared = bodies[0].parts if bodies and spec.buffers.shared_output else ()
+    with _registered_pool(group, device, spec.buffers.registered) as registered_pool:
+        for _ in range(body_count):
+            shared_parts = bodies[0].parts if bodies and spec.buffers.shared_output else ()
             parts = []
-            for index, shape in enumerate(make_shapes * iterations.aggregated):
-                reuse = shared[index].output if shared and not case.in_place else None
-                parts.append(build_part(case, shape, group, device, reuse))
+            for index, shape in enumerate(shapes * iterations.aggregated):
+                shared_output = (
+                    shared_parts[index].output if shared_parts and not case.in_place else None
+                )
+                parts.append(build_part(case, shape, group, device, shared_output))
             bodies.append(build_body(tuple(parts), device, group, case.operation.name))
-    return PreparedBuffers(group, tuple(bodies), keep)
+    return PreparedBuffers(group, tuple(bodies), registered_pool)
 
 
 @contextmanager
 def _registered_pool(group: RankGroup, device: Device, registered: int) -> Iterator[Any]:
-    """Register allocations in this context with the backend of ``group``, at its end."""
+    """Yield a memory pool for the allocations in this context. At its end they are registered with
+    the backend of ``group``. Yields None if nothing is to be registered.
+    """
     if not registered or device.is_host:
         yield None
         return
     backend: Any = group.backend_for(device)
     if not hasattr(backend, "register_mem_pool"):
         raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
-    # NCCL's alone, and so CUDA's.
+    # Only NCCL has register_mem_pool, so the device is a CUDA device.
     pool = _memory_pool(backend, registered)
     with torch.cuda.use_mem_pool(pool):
         yield pool
@@ -360,8 +393,11 @@ def _registered_pool(group: RankGroup, device: Device, registered: int) -> Itera
 
 
 def _memory_pool(backend: Any, registered: int) -> Any:
-    """Return a pool of NCCL's own memory, or of CUDA's, which it can register, but not as
-    windows.
+    """Return a pool of memory from NCCL's allocator. If that is not supported, return a pool of
+    CUDA's, whose memory NCCL can register, but not as symmetric windows (``registered`` 2).
+
+    Raises:
+        RuntimeError: symmetric windows are requested and not supported.
     """
     try:
         return torch.cuda.MemPool(backend.mem_allocator)
@@ -376,7 +412,7 @@ def _memory_pool(backend: Any, registered: int) -> Any:
 
 def release_buffers(prepared: PreparedBuffers, device: Device) -> None:
     """Deregister a size's buffers before they are freed."""
-    if prepared.keep is not None:
+    if prepared.registered_pool is not None:
         device.synchronize()
         backend: Any = prepared.group.backend_for(device)
-        backend.deregister_mem_pool(prepared.keep)
+        backend.deregister_mem_pool(prepared.registered_pool)

@@ -1,5 +1,7 @@
-"""Curves of time and bandwidth over size, from result rows and other tools' outputs; as SVG or
-PNG.
+"""Curves of time and bus bandwidth over size, from result rows and from other tools' output files.
+
+Used for ``--plot`` (SVG or PNG, :func:`write_plot`), ``--report`` and ``--import``
+(:func:`read_results`).
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Point:
     def busbw_spread(self) -> tuple[float, float] | None:
         if self.time_spread is None:
             return None
-        quick, slow = self.time_spread
-        return self.busbw * self.time / slow, self.busbw * self.time / quick
+        fast_time, slow_time = self.time_spread
+        return self.busbw * self.time / slow_time, self.busbw * self.time / fast_time
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def read_results(path: Path) -> list[Curve]:
 
 _NamedPoints = Iterator[tuple[str, Point]]
 
-_NCCL = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+(?P<rest>\S.*)")
+_NCCL = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+(?P<cells>\S.*)")
 _FLAGCX = re.compile(
     r"Comm size: (?P<size>\d+) bytes; Elapsed time: (?P<time>[\d.]+) sec; "
     r"Algo bandwidth: [\d.]+ GB/s; Bus bandwidth: (?P<busbw>[\d.]+) GB/s"
@@ -125,30 +127,30 @@ def _parse_text(text: str) -> _NamedPoints:
             time = float(match["time"]) * 1e6
             yield "FlagCX", Point(int(match["size"]), time, float(match["busbw"]))
         elif match := _NCCL.fullmatch(line):
-            yield from _parse_nccl_cells(int(line.split()[0]), match["rest"].split())
+            yield from _parse_nccl_cells(int(line.split()[0]), match["cells"].split())
         elif heading and (nccom := _parse_nccom_cells(heading, line.split())):
             yield "nccom-test", nccom
 
 
 def _parse_nccl_cells(size: int, cells: Sequence[str]) -> _NamedPoints:
     """Yield points for time, algbw, busbw and #wrong, out of place and then in place."""
-    for name, four in (("out of place", cells[:4]), ("in place", cells[4:8])):
-        if len(four) == 4 and four[0] != "N/A":
-            yield name, Point(size, float(four[0]), float(four[2]))
+    for name, row_cells in (("out of place", cells[:4]), ("in place", cells[4:8])):
+        if len(row_cells) == 4 and row_cells[0] != "N/A":
+            yield name, Point(size, float(row_cells[0]), float(row_cells[2]))
 
 
 def _parse_nccom_cells(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
     # Under time(us) nccom-test's GB are 2**30 bytes, under time:avg(us) they are 1e9.
-    old = "time(us)" in heading
-    time = "time(us)" if old else "time:avg(us)"
-    bandwidth = next((name for name in heading if name.startswith("busbw(")), None)
-    if len(cells) != len(heading) or time not in heading or bandwidth is None:
+    is_old_format = "time(us)" in heading
+    time_column = "time(us)" if is_old_format else "time:avg(us)"
+    bandwidth_column = next((name for name in heading if name.startswith("busbw(")), None)
+    if len(cells) != len(heading) or time_column not in heading or bandwidth_column is None:
         return None
     row = dict(zip(heading, cells, strict=True))
-    is_binary = old or bandwidth == "busbw(GiB/s)"
+    is_binary = is_old_format or bandwidth_column == "busbw(GiB/s)"
     try:
-        busbw = float(row[bandwidth]) * (GIB / GB if is_binary else 1)
-        return Point(int(row["size(B)"]), float(row[time]), busbw)
+        busbw = float(row[bandwidth_column]) * (GIB / GB if is_binary else 1)
+        return Point(int(row["size(B)"]), float(row[time_column]), busbw)
     except ValueError:
         return None
 
@@ -205,7 +207,7 @@ def write_plot(
             *levels,
         ],
     }
-    write_panels(path, "", "", panels, legend=-1)
+    write_panels(path, "", "", panels, legend_index=-1)
 
 
 def _to_line(index: int, curve: Curve, attribute: str) -> PanelLine:

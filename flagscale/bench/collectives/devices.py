@@ -18,7 +18,7 @@ from flagscale.comm.options import OptionValues
 
 
 def select_rank_device(kind: str, local_rank: int) -> Device:
-    """Return the device of the rank with this local rank, and make it current.
+    """Return the device of a local rank, and make it torch's current device.
 
     Raises:
         ConfigError: the kind is unknown, or the host has no such devices or fewer than ranks.
@@ -37,15 +37,16 @@ def pin_to_cpu(local_rank: int) -> None:
 
 
 _PROBE_BYTES = {"host": 32 * 2**20, "device": 256 * 2**20}
-_COPIES = 10
+_COPY_COUNT = 10
 
 
 def probe_copies(device: Device) -> float:
-    """Measure plain copies by all ranks at the same time, each to the next GPU of its host.
-    Returns 1e9 bytes per second.
+    """Measure the bandwidth of plain copies from this rank's GPU to the next GPU of its host, and
+    return it in 1e9 bytes per second. All ranks call this at the same time.
 
-    On a single GPU the copy stays on it. On a CPU it is a copy within memory, which every
-    message between ranks of a host requires. The faster half of the copies counts.
+    With a single GPU, source and target are on the same one. On a CPU it is a copy within memory,
+    which every message between ranks of a host requires. The result is the mean of the faster half
+    of the copies.
     """
     size = _PROBE_BYTES["host" if device.is_host else "device"]
     neighbour = device.accelerator.next_device(device.torch_device)
@@ -54,18 +55,18 @@ def probe_copies(device: Device) -> float:
     target.copy_(source)
     device.synchronize()
     times = []
-    for _ in range(_COPIES):
+    for _ in range(_COPY_COUNT):
         begin = time.perf_counter()
         target.copy_(source)
         device.synchronize()
         times.append(time.perf_counter() - begin)
-    better = sorted(times)[: _COPIES // 2]
-    return size / (sum(better) / len(better)) / 1e9
+    fastest_times = sorted(times)[: _COPY_COUNT // 2]
+    return size / (sum(fastest_times) / len(fastest_times)) / 1e9
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of one collective, from the view of this rank."""
+    """Process group on one backend, with this rank's index in it."""
 
     backend: str
     ranks: tuple[int, ...]
@@ -83,7 +84,7 @@ class RankGroup:
         return len(self.ranks)
 
     @property
-    def member(self) -> bool:
+    def is_member(self) -> bool:
         return self.index >= 0
 
 
@@ -92,7 +93,7 @@ def create_group(
     groups: tuple[tuple[int, ...], ...],
     rank: int,
     device: Device,
-    seconds: float,
+    timeout_seconds: float,
     options: OptionValues,
 ) -> RankGroup:
     """Create process groups, and return the one of ``rank``. Every rank calls this with the same
@@ -105,7 +106,7 @@ def create_group(
         with backend.creation_context():
             process_group: dist.ProcessGroup = dist.new_group(
                 list(ranks),
-                timeout=timedelta(seconds=seconds),
+                timeout=timedelta(seconds=timeout_seconds),
                 backend=backend.torch_backend(device.kind),
                 pg_options=init_options.get("pg_options"),
             )

@@ -1,9 +1,12 @@
-"""Operations: the data they move, their buffers, and the factor from algorithm to bus bandwidth;
-and element types with their names in other tools, sizes and precision.
+"""Operations and element types that ``flagscale bench collectives`` measures.
 
-A size is that of the whole logical buffer: what an all-gather collects, what a reduce-scatter
-reduces, what one rank sends in a send-receive. The factors make bandwidths comparable between
-rank counts; they are those of nccl-tests (PERFORMANCE.md) and nccom-test.
+The size of an operation is that of its *logical buffer*: the output of an all-gather, the input of
+a reduce-scatter, the data that one rank sends in a send-receive. A rank's own buffer is either the
+whole logical buffer or its n-th part.
+
+Algorithm bandwidth is size over time. Bus bandwidth is algorithm bandwidth times a factor that
+makes it comparable between numbers of ranks. The factors are those of nccl-tests (PERFORMANCE.md)
+and nccom-test.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ class Operation:
         share = (ranks - 1) / ranks
         if self.name == "all_reduce":
             return 2 * share
-        return share if self.parts else 1.0
+        return share if self.has_shards else 1.0
 
     @property
-    def parts(self) -> bool:
-        """True if the buffer is divided into one part per rank."""
+    def has_shards(self) -> bool:
+        """True if the logical buffer is divided into one part per rank."""
         return "part" in (self.input, self.output) or self.name.startswith("all_to_all")
 
 
@@ -124,12 +127,12 @@ OPERATIONS: dict[str, Operation] = {
         Operation("barrier", "every rank waits for all ranks; no data", ("barr",)),
     )
 }
-_NAMES = {name: o for o in OPERATIONS.values() for name in (o.name, *o.aliases)}
+_OPERATIONS_BY_NAME = {name: o for o in OPERATIONS.values() for name in (o.name, *o.aliases)}
 
 
 def is_operation(words: str) -> bool:
     """Return whether a word of a command line names operations, separated by commas."""
-    return all(word in _NAMES or word == "all" for word in words.split(","))
+    return all(word in _OPERATIONS_BY_NAME or word == "all" for word in words.split(","))
 
 
 def find_operation(name: str) -> Operation:
@@ -138,10 +141,10 @@ def find_operation(name: str) -> Operation:
     Raises:
         ConfigError: there is none; the message has the nearest name.
     """
-    match = _NAMES.get(name.lower().replace("-", "_"))
+    match = _OPERATIONS_BY_NAME.get(name.lower().replace("-", "_"))
     if match is not None:
         return match
-    suggestion = suggest_name(name.lower(), _NAMES)
+    suggestion = suggest_name(name.lower(), _OPERATIONS_BY_NAME)
     raise ConfigError(
         f"operation {name!r} is not known{suggestion} (known: {', '.join(OPERATIONS)})"
     )
@@ -174,8 +177,10 @@ class DataType:
         return self.bytes > 2 and reduction in ("sum", "prod")
 
 
-def _float(name: str, torch: str, nccl: str, size: int, *, mantissa: int, least: int) -> DataType:
-    return DataType(name, torch, nccl, size, "float", 2.0 ** -(mantissa + 1), 2.0**least)
+def _float_type(
+    name: str, torch: str, nccl: str, size: int, *, mantissa: int, min_exponent: int
+) -> DataType:
+    return DataType(name, torch, nccl, size, "float", 2.0 ** -(mantissa + 1), 2.0**min_exponent)
 
 
 DATA_TYPES: dict[str, DataType] = {
@@ -185,14 +190,14 @@ DATA_TYPES: dict[str, DataType] = {
         DataType("int8", "int8", "int8", 1, "integer"),
         DataType("uint16", "uint16", "uint16", 2, "integer"),
         DataType("int16", "int16", "int16", 2, "integer"),
-        _float("fp16", "float16", "half", 2, mantissa=10, least=-24),
-        _float("bf16", "bfloat16", "bfloat16", 2, mantissa=7, least=-133),
+        _float_type("fp16", "float16", "half", 2, mantissa=10, min_exponent=-24),
+        _float_type("bf16", "bfloat16", "bfloat16", 2, mantissa=7, min_exponent=-133),
         DataType("uint32", "uint32", "uint32", 4, "integer"),
         DataType("int32", "int32", "int32", 4, "integer"),
-        _float("fp32", "float32", "float", 4, mantissa=23, least=-149),
+        _float_type("fp32", "float32", "float", 4, mantissa=23, min_exponent=-149),
         DataType("int64", "int64", "int64", 8, "integer"),
         DataType("uint64", "uint64", "uint64", 8, "integer"),
-        _float("fp64", "float64", "double", 8, mantissa=52, least=-1074),
+        _float_type("fp64", "float64", "double", 8, mantissa=52, min_exponent=-1074),
     )
 }
 _ALIASES = {

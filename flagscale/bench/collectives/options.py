@@ -1,4 +1,8 @@
-"""Flags of ``flagscale bench collectives``: nccom-test's, and nccl-tests' short ones."""
+"""Flags of ``flagscale bench collectives``.
+
+The flags are those of nccom-test, a benchmark of AWS Neuron, and the short ones of nccl-tests.
+Their values become a :class:`.spec.BenchSpec` in :mod:`.cli`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
                 names.append(words.pop(0))
             result.append(f"--stats={','.join(names)}")
         elif word == COMM:
-            # ``=`` binds a value to its flag: the operation behind it is none.
+            # ``=`` binds each value to its flag, so that the operation after it is not a value.
             result += [f"{word}={words.pop(0)}" for _ in range(count_comm_values(words))] or [word]
         elif word in ("-s", "--hosts", "-hosts"):
             count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
@@ -104,7 +108,7 @@ def build_parser(prog: str) -> BenchParser:
         _add_benchmark_flags,
         _add_iteration_flags,
         _add_data_flags,
-        _add_placement,
+        _add_rank_flags,
         _add_group_flags,
         _add_output_flags,
         _add_comparison_flags,
@@ -135,35 +139,42 @@ def _add_benchmark_flags(parser: BenchParser) -> None:
         metavar="RANK",
         help="root of rooted operations; -1: each rank in turn (0)",
     )
-    place = group.add_mutually_exclusive_group()
-    place.add_argument(
+    place_group = group.add_mutually_exclusive_group()
+    place_group.add_argument(
         "--in-place", action="store_true", help="use one buffer for input and output"
     )
-    place.add_argument("--out-of-place", action="store_true", help="use two buffers")
-    place.add_argument("--both-places", action="store_true", help="measure both")
+    place_group.add_argument("--out-of-place", action="store_true", help="use two buffers")
+    place_group.add_argument("--both-places", action="store_true", help="measure both")
 
 
 def _add_iteration_flags(parser: BenchParser) -> None:
     add = parser.add_argument_group("iterations").add_argument
-    count: dict[str, Any] = {"type": int, "metavar": "N"}
-    add("-n", "--iters", dest="measured", default=20, **count, help="measured iterations (20)")
-    warmup = ("-w", "--warmup_iters", "--warmup-iters")
-    add(*warmup, dest="warmup", default=5, **count, help="warm-up iterations (5)")
-    replays = ("-I", "--neff_iters", "--replays", "-G", "--cudagraph")
+    count_options: dict[str, Any] = {"type": int, "metavar": "N"}
     add(
-        *replays,
+        "-n",
+        "--iters",
+        dest="measured",
+        default=20,
+        **count_options,
+        help="measured iterations (20)",
+    )
+    warmup_flags = ("-w", "--warmup_iters", "--warmup-iters")
+    add(*warmup_flags, dest="warmup", default=5, **count_options, help="warm-up iterations (5)")
+    replay_flags = ("-I", "--neff_iters", "--replays", "-G", "--cudagraph")
+    add(
+        *replay_flags,
         dest="replays",
-        **count,
+        **count_options,
         help=(
-            "capture the iterations in a CUDA graph and replay it so often; on a CPU: repeat them"
+            "capture the iterations in a CUDA graph and replay it N times; on a CPU: repeat them"
         ),
     )
-    before = ("-W", "--neff_warmup_iters", "--warmup-replays")
+    replay_warmup_flags = ("-W", "--neff_warmup_iters", "--warmup-replays")
     add(
-        *before,
+        *replay_warmup_flags,
         dest="replay_warmup",
         default=0,
-        **count,
+        **count_options,
         help="warm-up replays (0)",
     )
     add(
@@ -171,11 +182,15 @@ def _add_iteration_flags(parser: BenchParser) -> None:
         "--agg-iters",
         dest="aggregated",
         default=1,
-        **count,
+        **count_options,
         help="operations issued together in one iteration (1)",
     )
     add(
-        "--run-cycles", dest="cycles", default=1, **count, help="repetitions of the whole sweep (1)"
+        "--run-cycles",
+        dest="cycles",
+        default=1,
+        **count_options,
+        help="repetitions of the whole sweep (1)",
     )
     add("-z", "--blocking", nargs="?", const="1", default="0", help="1: wait for each operation")
     add(
@@ -237,7 +252,7 @@ def _add_data_flags(parser: BenchParser) -> None:
     )
 
 
-def _add_placement(parser: BenchParser) -> None:
+def _add_rank_flags(parser: BenchParser) -> None:
     add = add_placement_flags(parser)
     add(
         "-T",
@@ -318,10 +333,17 @@ def _add_output_flags(parser: BenchParser) -> None:
         default="0",
         help="1: print some of rank 0's data",
     )
-    keep = ("-J", "--report-to-json-file", "--json")
-    add(*keep, dest="json", type=Path, metavar="FILE", help="write the results as JSON")
-    files: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "FILE"}
-    add("--plot", dest="plots", **files, help="write a figure, .svg or .png; may be repeated")
+    json_flags = ("-J", "--report-to-json-file", "--json")
+    add(*json_flags, dest="json", type=Path, metavar="FILE", help="write the results as JSON")
+    file_options: dict[str, Any] = {
+        "type": Path,
+        "action": "append",
+        "default": [],
+        "metavar": "FILE",
+    }
+    add(
+        "--plot", dest="plots", **file_options, help="write a figure, .svg or .png; may be repeated"
+    )
     add(
         "--report", type=Path, metavar="FILE.html", help="write an HTML page with tables and curves"
     )
@@ -330,7 +352,7 @@ def _add_output_flags(parser: BenchParser) -> None:
         "--import",
         "--import-results",
         dest="imports",
-        **files,
+        **file_options,
         help="output of nccl-tests, nccom-test or this command to include in plots",
     )
 

@@ -1,7 +1,7 @@
 """Communication patterns: replica groups, permutation pairs, all-to-all-v counts.
 
-Each comes from a JSON file in nccom-test's format. Its form is checked when the command line is
-read; what depends on the number of ranks is checked once that is known.
+Each is read from a JSON file in nccom-test's format (``read_…``), and checked against the number of
+ranks once that is known (``…_for``).
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from flagscale.errors import ConfigError
 Groups = tuple[tuple[int, ...], ...]
 Pairs = tuple[tuple[int, int], ...]
 
-_GROUPS = "--custom-replica-group"
-_PAIRS = "--custom-src-target-pairs"
-_COUNTS = "--alltoallv-metadata"
-ALIGNMENT = 32
+_GROUPS_FLAG = "--custom-replica-group"
+_PAIRS_FLAG = "--custom-src-target-pairs"
+_COUNTS_FLAG = "--alltoallv-metadata"
+ALIGNMENT_BYTES = 32
 """All-to-all-v counts are rounded up to this many bytes, as in nccom-test."""
 
 
 def _read_list(path: Path, flag: str, key: str) -> tuple[str, Any]:
-    """Return a JSON file's name for messages, and its value under ``key``, or the whole file if
-    it is a list.
+    """Read a list from a JSON file: the value of ``key``, or the whole file if it is a list.
+
+    Returns:
+        The flag and path for error messages, and the list.
 
     Raises:
         ConfigError: the file cannot be read, is no JSON, or has no such key.
     """
-    where = f"{flag}: {path}"
-    text = read_text(path, where)
+    location = f"{flag}: {path}"
+    text = read_text(path, location)
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}:{error.lineno}: not JSON: {error.msg}") from error
+        raise ConfigError(f"{location}:{error.lineno}: not JSON: {error.msg}") from error
     if isinstance(data, list):
-        return where, data
+        return location, data
     if isinstance(data, dict) and key in data:
-        return where, data[key]
-    raise ConfigError(f'{where}: expected {{"{key}": [...]}}')
+        return location, data[key]
+    raise ConfigError(f'{location}: expected {{"{key}": [...]}}')
 
 
 def _is_list_of_naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
-def _refuse_duplicates(ranks: Sequence[int], where: str, problem: str) -> None:
+def _refuse_duplicates(ranks: Sequence[int], location: str, problem: str) -> None:
     duplicates = [rank for rank in ranks if ranks.count(rank) > 1]
     if duplicates:
-        raise ConfigError(f"{where}: rank {min(duplicates)} {problem}")
+        raise ConfigError(f"{location}: rank {min(duplicates)} {problem}")
 
 
-def _refuse_absent(ranks: Iterable[int], world: int, flag: str) -> None:
+def _refuse_unknown_ranks(ranks: Iterable[int], world: int, flag: str) -> None:
     absent = next((rank for rank in ranks if rank >= world), None)
     if absent is not None:
         raise ConfigError(f"{flag}: rank {absent} does not exist among {world} ranks")
@@ -67,16 +69,16 @@ def read_groups(path: Path) -> Groups:
     Raises:
         ConfigError: the form is wrong, a rank is in two groups, or sizes differ.
     """
-    where, data = _read_list(path, _GROUPS, "replica_groups")
+    location, data = _read_list(path, _GROUPS_FLAG, "replica_groups")
     if not data or not all(_is_list_of_naturals(group) and group for group in data):
-        raise ConfigError(f"{where}: expected lists of ranks, such as [[0, 1], [2, 3]]")
+        raise ConfigError(f"{location}: expected lists of ranks, such as [[0, 1], [2, 3]]")
     _refuse_duplicates(
-        [rank for group in data for rank in group], where, "is in more than one place"
+        [rank for group in data for rank in group], location, "is in more than one place"
     )
     if len({len(group) for group in data}) > 1:
         sizes = ", ".join(str(len(group)) for group in data)
-        raise ConfigError(f"{where}: the groups must be equally large, found {sizes}")
-    # torch numbers the ranks of a group in rising order, whatever order they are given in.
+        raise ConfigError(f"{location}: the groups must be equally large, found {sizes}")
+    # torch numbers the ranks of a group in ascending order, regardless of the order in the file.
     return tuple(tuple(sorted(group)) for group in data)
 
 
@@ -90,7 +92,7 @@ def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Grou
         ConfigError: a rank does not exist, or the dimension does not divide the world.
     """
     if custom is not None:
-        _refuse_absent((rank for group in custom for rank in group), world, _GROUPS)
+        _refuse_unknown_ranks((rank for group in custom for rank in group), world, _GROUPS_FLAG)
         return custom
     if dimension is None:
         return (tuple(range(world)),)
@@ -107,15 +109,15 @@ def read_pairs(path: Path) -> Pairs:
     Raises:
         ConfigError: the form is wrong, or a rank sends or receives twice.
     """
-    where, data = _read_list(path, _PAIRS, "src_target_pairs")
+    location, data = _read_list(path, _PAIRS_FLAG, "src_target_pairs")
     if data and isinstance(data[0], list) and data[0] and isinstance(data[0][0], list):
         if len(data) > 1:
-            raise ConfigError(f"{where}: one list of pairs is run, found {len(data)}")
+            raise ConfigError(f"{location}: one list of pairs is run, found {len(data)}")
         data = data[0]
     if not data or not all(_is_list_of_naturals(pair) and len(pair) == 2 for pair in data):
-        raise ConfigError(f"{where}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
-    for index, does in ((0, "sends"), (1, "receives")):
-        _refuse_duplicates([pair[index] for pair in data], where, f"{does} more than once")
+        raise ConfigError(f"{location}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
+    for index, verb in ((0, "sends"), (1, "receives")):
+        _refuse_duplicates([pair[index] for pair in data], location, f"{verb} more than once")
     return tuple((pair[0], pair[1]) for pair in data)
 
 
@@ -127,7 +129,7 @@ def pairs_for(ranks: int, custom: Pairs | None) -> Pairs:
     """
     if custom is None:
         return tuple((rank, (rank + 1) % ranks) for rank in range(ranks))
-    _refuse_absent((rank for pair in custom for rank in pair), ranks, _PAIRS)
+    _refuse_unknown_ranks((rank for pair in custom for rank in pair), ranks, _PAIRS_FLAG)
     return custom
 
 
@@ -146,12 +148,12 @@ class Exchange:
 
     @property
     def extents(self) -> list[int]:
-        """Elements of the send and of the receive buffer, up to the end of the last piece."""
+        """Elements of the send buffer and of the receive buffer, up to their last blocks' ends."""
         return [max(map(sum, zip(*side, strict=True)), default=0) for side in self._sides]
 
     @property
-    def packed(self) -> bool:
-        """True if the pieces are contiguous and in the order of the ranks."""
+    def is_packed(self) -> bool:
+        """True if the blocks of all ranks are contiguous and in the order of the ranks."""
         return all(displs == _contiguous_displacements(counts) for counts, displs in self._sides)
 
 
@@ -159,7 +161,7 @@ def _contiguous_displacements(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-_KEYS = ("send_counts", "send_displs", "recv_counts", "recv_displs")
+_EXCHANGE_KEYS = ("send_counts", "send_displs", "recv_counts", "recv_displs")
 
 
 def read_exchange(path: Path) -> tuple[Exchange, ...]:
@@ -168,27 +170,26 @@ def read_exchange(path: Path) -> tuple[Exchange, ...]:
     Raises:
         ConfigError: a key is missing, a count is no whole number, or lengths differ.
     """
-    where, data = _read_list(path, _COUNTS, "alltoallv_metadata")
+    location, data = _read_list(path, _COUNTS_FLAG, "alltoallv_metadata")
     if not data or not all(isinstance(entry, dict) for entry in data):
-        raise ConfigError(f"{where}: expected one object, or one a rank")
+        raise ConfigError(f"{location}: expected one object, or one a rank")
     for number, entry in enumerate(data):
-        for key in _KEYS:
+        for key in _EXCHANGE_KEYS:
             if not _is_list_of_naturals(entry.get(key)) or not entry[key]:
                 raise ConfigError(
-                    f"{where}: entry {number}: {key} must be a list of whole numbers "
+                    f"{location}: entry {number}: {key} must be a list of whole numbers "
                     f"from 0 on, found {json.dumps(entry.get(key))[:60]}"
                 )
-        if len({len(entry[key]) for key in _KEYS}) > 1:
-            lengths = ", ".join(f"{key} {len(entry[key])}" for key in _KEYS)
-            raise ConfigError(f"{where}: entry {number}: lengths differ: {lengths}")
-    return tuple(Exchange(*(tuple(entry[key]) for key in _KEYS)) for entry in data)
+        if len({len(entry[key]) for key in _EXCHANGE_KEYS}) > 1:
+            lengths = ", ".join(f"{key} {len(entry[key])}" for key in _EXCHANGE_KEYS)
+            raise ConfigError(f"{location}: entry {number}: lengths differ: {lengths}")
+    return tuple(Exchange(*(tuple(entry[key]) for key in _EXCHANGE_KEYS)) for entry in data)
 
 
 def exchanges_for(
-    ranks: int, custom: tuple[Exchange, ...] | None, size: int, element: int
+    ranks: int, custom: tuple[Exchange, ...] | None, size: int, element_bytes: int
 ) -> tuple[tuple[Exchange, ...], tuple[str, ...]]:
-    """Return each rank's exchange for about ``size`` bytes of elements of ``element`` bytes, and
-    notes.
+    """Return each rank's exchange for about ``size`` bytes, and notes for the user.
 
     The counts of the file are proportions: they are scaled so that the rank that sends most
     sends ``size`` bytes, with each count rounded up to 32 bytes. Displacements keep their order
@@ -197,35 +198,38 @@ def exchanges_for(
 
     Raises:
         ConfigError: the number of entries or their length does not fit ``ranks``; two ranks have
-            different counts; pieces of a receive buffer overlap.
+            different counts; blocks of a buffer overlap.
     """
     entries = (_default_exchange(ranks),) if custom is None else custom
     for entry in entries:
         if len(entry.send_counts) != ranks:
-            raise ConfigError(f"{_COUNTS}: {len(entry.send_counts)} counts for {ranks} ranks")
+            raise ConfigError(f"{_COUNTS_FLAG}: {len(entry.send_counts)} counts for {ranks} ranks")
     if len(entries) not in (1, ranks):
-        amount = f"{len(entries)} entries for {ranks} ranks"
-        raise ConfigError(f"{_COUNTS}: {amount}; expected 1 or {ranks}")
+        mismatch = f"{len(entries)} entries for {ranks} ranks"
+        raise ConfigError(f"{_COUNTS_FLAG}: {mismatch}; expected 1 or {ranks}")
     notes: tuple[str, ...] = ()
     if len(entries) != ranks:
-        given, entries = entries[0], _expand_entry(entries[0], ranks)
-        if custom is not None and any(e.recv_counts != given.recv_counts for e in entries):
+        first_entry, entries = entries[0], _expand_entry(entries[0], ranks)
+        if custom is not None and any(e.recv_counts != first_entry.recv_counts for e in entries):
             notes = ("all_to_all_v: receive counts follow from one entry's send counts",)
     _check_counts_match(entries)
-    largest = max(sum(entry.send_counts) for entry in entries)
-    if largest == 0:
-        raise ConfigError(f"{_COUNTS}: every count is 0")
-    unit = max(1, ALIGNMENT // element)
+    max_sent = max(sum(entry.send_counts) for entry in entries)
+    if max_sent == 0:
+        raise ConfigError(f"{_COUNTS_FLAG}: every count is 0")
+    unit_elements = max(1, ALIGNMENT_BYTES // element_bytes)
 
     def scale(count: int) -> int:
-        # Ceiling of the exact share, in whole units: rounding must agree on both sides.
-        return -(-count * size // (largest * element * unit)) * unit
+        # Rounded up in whole units of ALIGNMENT_BYTES. Sender and receiver of a block have the same
+        # count, so that both round it in the same way.
+        return -(-count * size // (max_sent * element_bytes * unit_elements)) * unit_elements
 
     return tuple(_scale_exchange(entry, scale) for entry in entries), notes
 
 
 def _default_exchange(ranks: int) -> Exchange:
-    """Return the default pattern: rank j receives j + 1 shares, so that no two counts are equal."""
+    """Return the default pattern: rank j receives in proportion to j + 1, so that no two counts are
+    equal.
+    """
     counts = tuple(range(1, ranks + 1))
     return Exchange(
         counts, _contiguous_displacements(counts), counts, _contiguous_displacements(counts)
@@ -251,16 +255,16 @@ def _check_counts_match(entries: Sequence[Exchange]) -> None:
             sent, received = sender.send_counts[target], receiver.recv_counts[source]
             if sent != received:
                 text = f"rank {source} sends {sent} elements to rank {target}, which expects"
-                raise ConfigError(f"{_COUNTS}: {text} {received}")
+                raise ConfigError(f"{_COUNTS_FLAG}: {text} {received}")
 
 
 def _scale_exchange(entry: Exchange, scale: Callable[[int], int]) -> Exchange:
-    def place(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, ...]:
+    def scale_displacements(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, ...]:
         displacements = [0] * len(counts)
-        end = old_end = 0
+        end = old_end = 0  # of the previous block, scaled and as in the file
         for i in sorted(range(len(counts)), key=lambda i: (displs[i], counts[i])):
             if displs[i] < old_end and counts[i]:
-                raise ConfigError(f"{_COUNTS}: pieces overlap at displacement {displs[i]}")
+                raise ConfigError(f"{_COUNTS_FLAG}: pieces overlap at displacement {displs[i]}")
             displacements[i] = end + scale(max(displs[i] - old_end, 0))
             end = displacements[i] + scale(counts[i])
             old_end = max(old_end, displs[i] + counts[i])
@@ -268,7 +272,7 @@ def _scale_exchange(entry: Exchange, scale: Callable[[int], int]) -> Exchange:
 
     return Exchange(
         send_counts=tuple(scale(c) for c in entry.send_counts),
-        send_displs=place(entry.send_counts, entry.send_displs),
+        send_displs=scale_displacements(entry.send_counts, entry.send_displs),
         recv_counts=tuple(scale(c) for c in entry.recv_counts),
-        recv_displs=place(entry.recv_counts, entry.recv_displs),
+        recv_displs=scale_displacements(entry.recv_counts, entry.recv_displs),
     )

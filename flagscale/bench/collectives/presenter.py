@@ -1,4 +1,7 @@
-"""Output of rank 0: header, tables, progress, and files."""
+"""Output of rank 0 for ``flagscale bench collectives``: header, tables, progress, and result files.
+
+:class:`Presenter` is the listener of :class:`.session.Session` on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,12 @@ class RankDescription:
     host: str
     pid: int
     device: str
-    place: str
-    """torch's name of the device."""
+    torch_device: str
+    """torch's name of the device, such as ``cuda:0``."""
     error: str | None = None
+    """Reason why this rank cannot take part."""
     exit_code: int = 0
+    """Exit code for this reason."""
 
 
 def package_versions() -> dict[str, str]:
@@ -58,24 +63,27 @@ def package_versions() -> dict[str, str]:
     return {**versions, "python": platform.python_version(), **cuda}
 
 
-def describe_topology(facts: Sequence[RankDescription]) -> str:
+def describe_topology(descriptions: Sequence[RankDescription]) -> str:
     """Return a description such as ``8 ranks on 2 hosts: a [0-3] 4 x NVIDIA H200, b [4-7] 4 x
     NVIDIA H200``.
     """
     hosts: dict[str, list[RankDescription]] = {}
-    for fact in facts:
-        hosts.setdefault(fact.host, []).append(fact)
-    places = []
+    for description in descriptions:
+        hosts.setdefault(description.host, []).append(description)
+    host_texts = []
     for host, ranks in hosts.items():
-        names = {f.device for f in ranks}
-        devices = ", ".join(f"{sum(f.device == n for f in ranks)} x {n}" for n in sorted(names))
-        places.append(f"{host} [{format_ranges([f.rank for f in ranks])}] {devices}")
-    count, many = len(facts), len(hosts)
-    world = f"{count} rank{'s' if count > 1 else ''} on {many} host{'s' if many > 1 else ''}"
-    return f"{world}: {'; '.join(places)}"
+        names = {rank.device for rank in ranks}
+        devices = ", ".join(
+            f"{sum(rank.device == name for rank in ranks)} x {name}" for name in sorted(names)
+        )
+        host_texts.append(f"{host} [{format_ranges([rank.rank for rank in ranks])}] {devices}")
+    rank_count, host_count = len(descriptions), len(hosts)
+    rank_text = f"{rank_count} rank{'s' if rank_count > 1 else ''}"
+    host_text = f"{host_count} host{'s' if host_count > 1 else ''}"
+    return f"{rank_text} on {host_text}: {'; '.join(host_texts)}"
 
 
-_AVERAGES: dict[Average, str] = {
+_AVERAGE_TEXTS: dict[Average, str] = {
     "rank0": "of rank 0",
     "mean": "mean over ranks",
     "min": "least of ranks",
@@ -86,28 +94,29 @@ _AVERAGES: dict[Average, str] = {
 def describe_conditions(
     spec: BenchSpec,
     world: BenchWorld,
-    facts: Sequence[RankDescription],
+    descriptions: Sequence[RankDescription],
     backends: Sequence[str],
     groups: Groups,
 ) -> list[str]:
     """Return the lines on the conditions of a run, without comment signs."""
-    size = "1e9" if spec.output.unit == "GB" else "2**30"
+    unit_bytes = "1e9" if spec.output.unit == "GB" else "2**30"
     clock = "time to issue" if spec.cpu_time else "wall clock / iterations"
-    loop = spec.iterations
+    iterations = spec.iterations
     versions = _backend_versions(backends)
-    measured = []
+    backend_texts = []
     for name, backend in zip(spec.backends, backends, strict=True):
         options = ", ".join(f"{option}={value}" for option, value in spec.options_of(name).items())
         words = (backend, versions.get(backend), options and f"({options})")
-        measured.append(" ".join(filter(None, words)))
+        backend_texts.append(" ".join(filter(None, words)))
     lines = [
         " ".join(f"{name} {version}" for name, version in package_versions().items()),
-        f"backend {', '.join(measured)}; {describe_topology(facts)}; started by {world.launcher}",
-        f"unit {spec.output.unit}/s = {size} bytes a second; time: {clock}, "
-        f"{_AVERAGES[spec.average]}; percentiles: of each iteration's slowest rank",
-        f"{loop.measured} iterations after {loop.warmup}"
-        + (f", {loop.replays} times" if loop.replays else "")
-        + (f", {loop.aggregated} operations each" if loop.aggregated > 1 else "")
+        f"backend {', '.join(backend_texts)}; {describe_topology(descriptions)}; "
+        f"started by {world.launcher}",
+        f"unit {spec.output.unit}/s = {unit_bytes} bytes a second; time: {clock}, "
+        f"{_AVERAGE_TEXTS[spec.average]}; percentiles: of each iteration's slowest rank",
+        f"{iterations.measured} iterations after {iterations.warmup}"
+        + (f", {iterations.replays} times" if iterations.replays else "")
+        + (f", {iterations.aggregated} operations each" if iterations.aggregated > 1 else "")
         + (f"; checked: {spec.check.mode}, seed {spec.check.seed}" if spec.check.mode else ""),
     ]
     if len(groups) > 1 or len(groups[0]) != world.size:
@@ -124,16 +133,17 @@ def _backend_versions(backends: Sequence[str]) -> dict[str, str]:
     return {name: version for name, version in versions.items() if version}
 
 
-def list_rank_devices(facts: Sequence[RankDescription]) -> list[str]:
+def list_rank_devices(descriptions: Sequence[RankDescription]) -> list[str]:
     """Return nccl-tests' list of devices."""
     return [
-        f"Rank {f.rank:>2} Group  0 Pid {f.pid:>6} on {f.host:>10} device {f.place} {f.device}"
-        for f in facts
+        f"Rank {d.rank:>2} Group  0 Pid {d.pid:>6} on {d.host:>10} device "
+        f"{d.torch_device} {d.device}"
+        for d in descriptions
     ]
 
 
 def make_record(
-    spec: BenchSpec, facts: Sequence[RankDescription], backends: Sequence[str]
+    spec: BenchSpec, descriptions: Sequence[RankDescription], backends: Sequence[str]
 ) -> dict[str, Any]:
     """Return the record of the conditions for a JSON file."""
     return {
@@ -142,10 +152,10 @@ def make_record(
             "command": list(spec.command),
             "backends": list(backends),
             "options": dict(spec.options),
-            "ranks": len(facts),
+            "ranks": len(descriptions),
             "iterations": asdict(spec.iterations),
             "average": spec.average,
-            "timing": "cpu" if facts[0].place == "cpu" else spec.timing,
+            "timing": "cpu" if descriptions[0].torch_device == "cpu" else spec.timing,
             "check": spec.check.mode,
             "seed": spec.check.seed,
             "bandwidth_unit": "1e9 bytes per second",
@@ -154,8 +164,8 @@ def make_record(
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "versions": {**package_versions(), **_backend_versions(backends)},
             **describe_hardware(),
-            "topology": describe_topology(facts),
-            "devices": sorted({f.device for f in facts}),
+            "topology": describe_topology(descriptions),
+            "devices": sorted({f.device for f in descriptions}),
             "variables": select_variables(os.environ),
         },
     }
@@ -166,28 +176,32 @@ RowsByFile = defaultdict[Path, list[ResultRow]]
 
 
 class Presenter(ResultListener):
-    """Prints every size when it has been measured. As a context manager it writes the files and
-    restores the terminal however the run ends.
+    """Prints the rows of every size when it has been measured. As a context manager it writes the
+    JSON file and restores the terminal also if the run fails.
+
+    Args:
+        spec: specification of the run.
+        rows_by_file: rows of each result file, including those of earlier lines of a batch.
+        header: lines on the conditions of the run.
+        conditions: record of the conditions for the result files.
     """
 
     def __init__(
         self,
         spec: BenchSpec,
-        kept: RowsByFile,
-        describe_conditions: Sequence[str],
-        make_record: Mapping[str, Any],
+        rows_by_file: RowsByFile,
+        header: Sequence[str],
+        conditions: Mapping[str, Any],
     ) -> None:
         self._all_rows: list[ResultRow] = []
-        self._spec, self._kept, self._header, self._about = (
-            spec,
-            kept,
-            describe_conditions,
-            make_record,
-        )
-        self._table: Table = make_table(spec, (), parts=False)
+        self._spec = spec
+        self._rows_by_file = rows_by_file
+        self._header = header
+        self._conditions = conditions
+        self._table: Table = make_table(spec, (), has_shards=False)
         self._rows: list[ResultRow] = []
-        # stdout is for the table, so progress goes to stderr. It is never refreshed by a thread,
-        # which would disturb the timing.
+        # stdout is for the table, so progress goes to stderr. Refreshing by a thread would disturb
+        # the timing.
         self._progress = Progress(
             *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
             console=Console(stderr=True),
@@ -209,7 +223,7 @@ class Presenter(ResultListener):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
-        self._save(complete=kind is None)
+        self._write_json(complete=kind is None)
         sys.stdout.flush()
 
     def on_note(self, text: str) -> None:
@@ -218,68 +232,72 @@ class Presenter(ResultListener):
     def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
         spec = self._spec
         types = [t.name for t in spec.types]
-        self._table = make_table(spec, types, parts=cases[0].operation.parts, backends=backends)
+        has_shards = cases[0].operation.has_shards
+        self._table = make_table(spec, types, has_shards=has_shards, backends=backends)
         self._rows = []
         # One operation needs no title: nccom-test prints none.
         counts = (spec.operations, spec.types, spec.reductions, spec.roots)
-        several = any(len(c) > 1 for c in counts) or -1 in spec.roots
-        title = [f"# {cases[0].label.removesuffix(' in place')}"] if several else []
+        has_title = any(len(c) > 1 for c in counts) or -1 in spec.roots
+        title = [f"# {cases[0].label.removesuffix(' in place')}"] if has_title else []
         self._print([*title, *self._table.head()])
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         self._task = self._progress.add_task(cases[0].label, total=sizes)
         self._progress.refresh()
 
-    def rows(self, rows: Sequence[ResultRow]) -> None:
+    def on_rows(self, rows: Sequence[ResultRow]) -> None:
         files = {path.absolute() for path in self._spec.output.files}
-        for kept in (self._rows, self._all_rows, *(self._kept[path] for path in files)):
-            kept.extend(rows)
+        for row_list in (self._rows, self._all_rows, *(self._rows_by_file[path] for path in files)):
+            row_list.extend(rows)
         self._print(self._table.lines(rows))
         self._progress.advance(self._task)
         self._progress.refresh()
-        # An interrupted run leaves all results so far.
-        self._save(complete=False)
+        # The file has all results so far if the run is interrupted.
+        self._write_json(complete=False)
 
-    def end_series(self) -> None:
+    def on_series_end(self) -> None:
         self._print(self._table.foot(self._rows))
 
     def finish(self) -> int:
-        """Write the requested files, and return 0, 1 (a row failed) or 4 (worse than the
-        baseline).
+        """Write the plots, the CSV file and the report, and return the exit code.
+
+        Returns:
+            0, 1 (a row failed), 2 (the baseline has none of the rows) or 4 (slower than the
+            baseline).
 
         Raises:
             OSError: a file cannot be written.
         """
         output = self._spec.output
         for path in output.plots:
-            rows = self._kept[path.absolute()]
+            rows = self._rows_by_file[path.absolute()]
             write_plot(path, [*make_curves(rows), *output.imports], find_limits(rows))
         if output.csv is not None:
-            write_csv(output.csv, self._kept[output.csv.absolute()])
+            write_csv(output.csv, self._rows_by_file[output.csv.absolute()])
         if output.report is not None:
-            rows = self._kept[output.report.absolute()]
+            rows = self._rows_by_file[output.report.absolute()]
             curves = [*make_curves(rows), *output.imports]
-            page = render(rows, curves, self._header, self._about)
+            page = render(rows, curves, self._header, self._conditions)
             output.report.write_text(page, encoding="utf-8")
         if any(not row.ok for row in self._all_rows):
             return 1
-        return self._against_baseline()
+        return self._compare_with_baseline()
 
-    def _against_baseline(self) -> int:
+    def _compare_with_baseline(self) -> int:
         baseline = self._spec.comparison.baseline
         if baseline is None:
             return 0
-        compared, worse = compare_with_baseline(
+        compared, slower = compare_with_baseline(
             self._all_rows, baseline, self._spec.comparison.tolerance
         )
         if not compared:
             text = f"error: --baseline {baseline.path}: none of its rows is one of these"
             print(text, file=sys.stderr)
             return 2
-        for line in worse:
+        for line in slower:
             print(f"worse: {line}", file=sys.stderr)
-        print(f"# baseline: {compared} compared, {len(worse)} worse", flush=True)
-        return 4 if worse else 0
+        print(f"# baseline: {compared} compared, {len(slower)} worse", flush=True)
+        return 4 if slower else 0
 
     def _print(self, lines: Sequence[str]) -> None:
         self._progress.stop()
@@ -288,7 +306,9 @@ class Presenter(ResultListener):
         sys.stdout.flush()
         self._progress.start()
 
-    def _save(self, *, complete: bool) -> None:
+    def _write_json(self, *, complete: bool) -> None:
         path = self._spec.output.json
         if path is not None:
-            write_json(path, self._kept[path.absolute()], self._about, complete=complete)
+            write_json(
+                path, self._rows_by_file[path.absolute()], self._conditions, complete=complete
+            )

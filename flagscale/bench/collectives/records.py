@@ -24,8 +24,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ResultRow:
-    """Result of one size on one backend. Times in microseconds, bandwidths in 1e9 bytes per
-    second.
+    """Result of one size on one backend, written to JSON and CSV files by its field names.
+
+    Times are in microseconds, bandwidths in 1e9 bytes per second, and ``size`` in bytes of the
+    logical buffer (:mod:`.operations`).
     """
 
     operation: str
@@ -53,37 +55,41 @@ class ResultRow:
     ratio: Ratio | None = None
     """Ratio of its time to the first backend's."""
     peak_share: float | None = None
+    """Bus bandwidth as a fraction of the device's nominal limit."""
     probe_share: float | None = None
+    """Bus bandwidth as a fraction of the measured bandwidth of plain copies."""
 
     @property
     def algbw(self) -> float:
-        """Size over time, in 1e9 bytes per second; 0 for an operation without data."""
+        """Algorithm bandwidth, size over time, in 1e9 bytes per second; 0 without data."""
         return self.size / self.time / 1e3 if self.time > 0 else 0.0
 
     @property
     def busbw(self) -> float:
+        """Bus bandwidth in 1e9 bytes per second; see :mod:`.operations`."""
         return self.algbw * self.bus_factor
 
     @property
     def ok(self) -> bool:
+        """True if it was measured, and no element was wrong."""
         return self.failure is None and not self.wrong
 
 
 def find_limits(rows: Sequence[ResultRow]) -> dict[str, float]:
-    """Return the limits of the bus bandwidth that the rows' shares refer to, in 1e9 bytes per
-    second.
+    """Return the limits of the bus bandwidth that ``peak_share`` and ``probe_share`` of the rows
+    refer to, in 1e9 bytes per second.
     """
     limits = {}
-    for name, share in (("peak", "peak_share"), ("probe", "probe_share")):
-        values = [row.busbw / part for row in rows if (part := getattr(row, share))]
+    for name, field_name in (("peak", "peak_share"), ("probe", "probe_share")):
+        values = [row.busbw / fraction for row in rows if (fraction := getattr(row, field_name))]
         if values:
             limits[name] = values[0]
     return limits
 
 
-_KEY = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks", "size")
+_KEY_FIELDS = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks", "size")
 """Fields that identify comparable rows of different runs."""
-_SAME_NAME_FIELDS = (
+_FIELDS_WITH_SAME_KEY = (
     "algorithm",
     "operation",
     "reduction",
@@ -98,30 +104,32 @@ _SAME_NAME_FIELDS = (
 
 
 def to_json_record(row: ResultRow) -> dict[str, Any]:
-    """Return a row as a record with nccom-test's keys first, then others."""
+    """Return a row as a JSON record, with the keys of nccom-test's records first."""
     data: dict[str, Any] = {
         "size(B)": row.size,
         "count(elems)": row.count,
         "type": row.type,
         "algbw(GB/s)": row.algbw,
         "busbw(GB/s)": row.busbw,
-        "time:avg(us)": _finite(row.time),
-        **{name: _finite(value) for name, value in row.statistics.items()},
+        "time:avg(us)": _none_if_not_finite(row.time),
+        **{name: _none_if_not_finite(value) for name, value in row.statistics.items()},
         "total_input_size(B)": row.input_bytes,
         "total_output_size(B)": row.output_bytes,
-        **{name: getattr(row, name) for name in _SAME_NAME_FIELDS},
+        **{name: getattr(row, name) for name in _FIELDS_WITH_SAME_KEY},
     }
     if row.spread is not None:
         data["time:p25(us)"], data["time:p75(us)"] = row.spread
     if row.ratio is not None:
-        data["time_ratio"] = {name: _finite(value) for name, value in asdict(row.ratio).items()}
+        data["time_ratio"] = {
+            name: _none_if_not_finite(value) for name, value in asdict(row.ratio).items()
+        }
     for name in ("peak_share", "probe_share"):
         if getattr(row, name) is not None:
             data[name] = getattr(row, name)
     return data
 
 
-def _finite(value: float) -> float | None:
+def _none_if_not_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -145,7 +153,7 @@ def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_json(
-    path: Path, rows: Sequence[ResultRow], about: Mapping[str, Any], *, complete: bool
+    path: Path, rows: Sequence[ResultRow], conditions: Mapping[str, Any], *, complete: bool
 ) -> None:
     """Write the results so far. The file is replaced atomically, so that readers never see a
     part of it.
@@ -154,7 +162,7 @@ def write_json(
         OSError: the file cannot be written.
     """
     results = [to_json_record(row) for row in rows]
-    data = {"results": results, "format": 1, "complete": complete, **about}
+    data = {"results": results, "format": 1, "complete": complete, **conditions}
     write_atomic(path, json.dumps(data, indent=1) + "\n", 0o644, durable=False)
 
 
@@ -166,7 +174,7 @@ def write_csv(path: Path, rows: Sequence[ResultRow]) -> None:
     """
     lines = [to_json_record(row) for row in rows]
     for line in lines:
-        # A ratio is three numbers.
+        # A ratio has three columns: its value and the bounds of its interval.
         line |= {f"time_ratio:{name}": value for name, value in line.pop("time_ratio", {}).items()}
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for line in lines for key in line)))
@@ -177,7 +185,7 @@ def write_csv(path: Path, rows: Sequence[ResultRow]) -> None:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Times of an earlier run in microseconds, by the values of :data:`_KEY`."""
+    """Times of an earlier run in microseconds, by the values of :data:`_KEY_FIELDS`."""
 
     path: Path
     times: tuple[tuple[tuple[str, str, str, int, bool, str, int, int], float], ...]
@@ -193,7 +201,10 @@ def read_baseline(path: Path) -> Baseline:
     try:
         data = json.loads(text)
         times = tuple(
-            ((*(row[name] for name in _KEY[:-1]), row["size(B)"]), float(row["time:avg(us)"]))
+            (
+                (*(row[name] for name in _KEY_FIELDS[:-1]), row["size(B)"]),
+                float(row["time:avg(us)"]),
+            )
             for row in data["results"]
             if row["time:avg(us)"] is not None and row["failure"] is None
         )
@@ -207,20 +218,28 @@ def read_baseline(path: Path) -> Baseline:
 def compare_with_baseline(
     rows: Sequence[ResultRow], baseline: Baseline, tolerance: float
 ) -> tuple[int, list[str]]:
-    """Compare rows with a baseline. Returns how many rows it contains, and a line for each row
-    that is slower by more than ``tolerance``, a fraction of the baseline's time.
+    """Compare rows with a baseline.
+
+    Args:
+        rows: results of this run.
+        baseline: times of an earlier run.
+        tolerance: accepted slowdown, as a fraction of the baseline's time.
+
+    Returns:
+        The number of rows that the baseline contains, and a message for each row that is slower by
+        more than ``tolerance``.
     """
-    worse, compared = [], 0
+    slower, compared = [], 0
     times = dict(baseline.times)
     for row in rows:
-        before = times.get(attrgetter(*_KEY)(row))
-        if before is None or not row.ok:
+        baseline_time = times.get(attrgetter(*_KEY_FIELDS)(row))
+        if baseline_time is None or not row.ok:
             continue
         compared += 1
-        if row.time > before * (1 + tolerance):
-            change = row.time / before - 1
-            worse.append(
+        if row.time > baseline_time * (1 + tolerance):
+            change = row.time / baseline_time - 1
+            slower.append(
                 f"{row.operation} {row.type} {row.size} B on {row.backend}: {row.time:.2f} us, "
-                f"{before:.2f} us before ({change:+.1%}, tolerance {tolerance:.1%})"
+                f"{baseline_time:.2f} us before ({change:+.1%}, tolerance {tolerance:.1%})"
             )
-    return compared, worse
+    return compared, slower

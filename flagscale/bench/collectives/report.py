@@ -1,4 +1,7 @@
-"""HTML page with the conditions of a run, its diagrams and its tables. It loads no other file."""
+"""HTML page of ``flagscale bench collectives --report``: conditions, diagrams and tables of a run.
+
+The page is a single file without references to others.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from flagscale.bench.collectives.curves import Curve
 from flagscale.bench.collectives.records import ResultRow, find_limits
 from flagscale.report.frame import render_page
 from flagscale.report.html import Cell, Html, details, element, section, table
-from flagscale.report.plot import COLOURS, Line, Plot
-from flagscale.report.plot import render_plot as plotted
+from flagscale.report.plot import COLOURS, Line, Plot, render_plot
 from flagscale.report.scale import format_size
 
 
@@ -20,10 +22,12 @@ def render(
     rows: Sequence[ResultRow],
     curves: Sequence[Curve],
     header: Sequence[str],
-    about: Mapping[str, Any],
+    conditions: Mapping[str, Any],
 ) -> str:
-    """Return the page. Each operation has its diagrams, including imported curves that may be of
-    it, and its table.
+    """Return the HTML page.
+
+    Each operation has a section with its diagrams and its table. Imported curves of the same or an
+    unknown operation are in its diagrams.
 
     Args:
         rows: results.
@@ -32,10 +36,10 @@ def render(
         about: the JSON file's record of the conditions.
     """
     names = list(dict.fromkeys(row.operation for row in rows))
-    config = about.get("config", {})
+    config = conditions.get("config", {})
     prog = config.get("prog", "flagscale bench collectives")
     command = f"{prog} {shlex.join(config.get('command', ()))}"
-    top = [f"$ {command}", str(about.get("environment", {}).get("date", "")), *header]
+    top = [f"$ {command}", str(conditions.get("environment", {}).get("date", "")), *header]
     parts = []
     for name in names:
         rows_of_operation = [row for row in rows if row.operation == name]
@@ -47,21 +51,23 @@ def render(
             curve.operation == name for curve in shown_curves
         )
         plots = (
-            map(plotted, _plots(shown_curves, find_limits(rows_of_operation))) if has_curves else ()
+            map(render_plot, _plots(shown_curves, find_limits(rows_of_operation)))
+            if has_curves
+            else ()
         )
         parts.append(
             section(name, element("div", *plots, class_="plots"), _table(rows_of_operation))
         )
-    conditions = details("how it was measured", element("pre", json.dumps(about, indent=1)))
+    method = details("how it was measured", element("pre", json.dumps(conditions, indent=1)))
     header_text = element("pre", "\n".join(filter(None, top)))
-    return render_page(f"Collectives: {', '.join(names)}", header_text, *parts, conditions)
+    return render_page(f"Collectives: {', '.join(names)}", header_text, *parts, method)
 
 
 def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plot]:
     """Yield diagrams of time and bus bandwidth over size, with logarithmic axes."""
     sizes = sorted({max(point.size, 1) for curve in curves for point in curve.points})
     ticks = sizes[:: max(1, -(-len(sizes) // 7))]
-    shared: dict[str, Any] = {
+    plot_options: dict[str, Any] = {
         "axis": "bytes",
         "x_log": True,
         "x_ticks": [(size, format_size(size)) for size in ticks],
@@ -69,18 +75,18 @@ def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plo
         "y_log": True,
     }
 
-    def lines(what: str) -> list[Line]:
-        return [_line(curve, what, index) for index, curve in enumerate(curves)]
+    def lines(attribute: str) -> list[Line]:
+        return [_line(curve, attribute, index) for index, curve in enumerate(curves)]
 
-    yield Plot("time", "microseconds", lines("time"), **shared)
+    yield Plot("time", "microseconds", lines("time"), **plot_options)
     unit, levels = "1e9 bytes a second", [*limits.items()]
-    yield Plot("bus bandwidth", unit, lines("busbw"), levels=levels, **shared)
+    yield Plot("bus bandwidth", unit, lines("busbw"), levels=levels, **plot_options)
 
 
-def _line(curve: Curve, what: str, index: int) -> Line:
+def _line(curve: Curve, attribute: str, index: int) -> Line:
     sizes = [max(point.size, 1) for point in curve.points]
-    values = [getattr(point, what) for point in curve.points]
-    spread = [getattr(point, f"{what}_spread") for point in curve.points]
+    values = [getattr(point, attribute) for point in curve.points]
+    spread = [getattr(point, f"{attribute}_spread") for point in curve.points]
     return Line(
         curve.label,
         sizes,
@@ -106,7 +112,7 @@ def _columns(rows: Sequence[ResultRow]) -> list[Column]:
         ("time (us)", lambda row: f"{row.time:.2f}"),
     ]
     names = dict.fromkeys(name for row in rows for name in row.statistics)
-    columns += [(name, _statistic(name)) for name in names]
+    columns += [(name, _format_statistic(name)) for name in names]
     columns += [
         ("algbw (GB/s)", lambda row: f"{row.algbw:.2f}"),
         ("busbw (GB/s)", lambda row: f"{row.busbw:.2f}"),
@@ -121,17 +127,17 @@ def _columns(rows: Sequence[ResultRow]) -> list[Column]:
     return columns + [c for c in optional if {c[1](row) for row in rows} - {"-", "n/a"}]
 
 
-def _statistic(name: str) -> Callable[[ResultRow], str]:
+def _format_statistic(name: str) -> Callable[[ResultRow], str]:
     return lambda row: f"{row.statistics[name]:.2f}" if name in row.statistics else "-"
 
 
-_BEFORE_TIME = 6
-"""Number of columns that a row without a measurement has."""
+_FAILED_ROW_COLUMNS = 6
+"""Number of columns in the row of a failed size, before the error message."""
 
 
 def _table(rows: Sequence[ResultRow]) -> Html:
     columns = _columns(rows)
-    return table([heading for heading, _ in columns], _cells(rows, columns), numbers=True)
+    return table([heading for heading, _ in columns], _cells(rows, columns), align_numbers=True)
 
 
 def _cells(rows: Sequence[ResultRow], columns: Sequence[Column]) -> Iterator[list[object]]:
@@ -139,5 +145,5 @@ def _cells(rows: Sequence[ResultRow], columns: Sequence[Column]) -> Iterator[lis
         if row.failure is None:
             yield [text(row) for _, text in columns]
         else:
-            cells = [text(row) for _, text in columns[:_BEFORE_TIME]]
-            yield [*cells, Cell(row.failure, "bad", len(columns) - _BEFORE_TIME)]
+            cells = [text(row) for _, text in columns[:_FAILED_ROW_COLUMNS]]
+            yield [*cells, Cell(row.failure, "bad", len(columns) - _FAILED_ROW_COLUMNS)]

@@ -1,5 +1,10 @@
-"""Measurement of a specification on all ranks, and combination of their reports into result
-rows. Rank 0 receives the rows; the other ranks take part.
+"""Measurement of a :class:`.BenchSpec` on all ranks, and combination of their reports into result
+rows.
+
+Called by :mod:`.worker` on every rank. Rank 0's listener receives the rows; the other ranks take
+part. A *case* is an operation with its type, reduction and root; a *series* is all sizes of the
+cases that share a table. Several backends are compared by turns: in each round every backend is
+timed once.
 """
 
 from __future__ import annotations
@@ -29,20 +34,20 @@ from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 
 Limits = tuple[float | None, float | None]
-"""Nominal and measured limit of the bus bandwidth, in 1e9 bytes per second."""
+"""Nominal and measured limit of the bus bandwidth, in 1e9 bytes per second; None if unknown."""
 
 
 class ResultListener:
     """Receiver of the results. This base class, for all ranks except 0, ignores them."""
 
     def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
-        """Called when a table begins."""
+        """Called before a series, with the numbers of its sizes and backends."""
 
-    def rows(self, rows: Sequence[ResultRow]) -> None:
-        """Called when a size has been measured."""
+    def on_rows(self, rows: Sequence[ResultRow]) -> None:
+        """Called when a size has been measured, with a row per case and backend."""
 
-    def end_series(self) -> None:
-        """Called when the table is complete."""
+    def on_series_end(self) -> None:
+        """Called after a series."""
 
     def on_note(self, text: str) -> None:
         """Called with a note for the reader."""
@@ -67,10 +72,10 @@ class Session:
         cases = list(spec.cases(groups[0].size))
         # Errors in the counts are raised before the first measurement.
         notes = [
-            n
-            for c in cases
-            for s in spec.sizes
-            for n in collective_calls.make_shapes(c, s, groups[0], spec)[1]
+            note
+            for case in cases
+            for size in spec.sizes
+            for note in collective_calls.make_shapes(case, size, groups[0], spec)[1]
         ]
         for note in dict.fromkeys(notes):
             listener.on_note(f"note: {note}")
@@ -82,20 +87,19 @@ class Session:
         for case in cases:
             tables.setdefault(replace(case, in_place=False), []).append(case)
         for _ in range(spec.iterations.cycles):
-            for on_series in tables.values():
-                self._run_series(on_series, groups, spec, limits, listener)
+            for series in tables.values():
+                self._run_series(series, groups, spec, limits, listener)
 
     def _create_groups(self, spec: BenchSpec, ranks: patterns.Groups) -> list[RankGroup]:
-        seconds = spec.placement.timeout * 2 + 60
+        """Return this rank's group on each backend. ``ranks``: the ranks of each group."""
+        timeout_seconds = spec.placement.timeout * 2 + 60
         groups = []
         for name in spec.backends:
             self.watch.enter_stage(f"the creation of {len(ranks)} group(s) on {name}")
-            adapter, values = (
-                registry.get_usable_backend(name, self.device.kind),
-                spec.options_of(name),
-            )
+            backend = registry.get_usable_backend(name, self.device.kind)
+            options = spec.options_of(name)
             groups.append(
-                create_group(adapter, ranks, self.world.rank, self.device, seconds, values)
+                create_group(backend, ranks, self.world.rank, self.device, timeout_seconds, options)
             )
         return _number_duplicates(groups)
 
@@ -125,10 +129,11 @@ class Session:
             rows: list[ResultRow] = []
             for case in cases:
                 shapes = collective_calls.make_shapes(case, size, groups[0], spec)[0]
-                blank = _blank_row(case, shapes, groups[0])
-                rows += _SizeMeasurement(self, spec, case, blank, groups, listener).rows(shapes)
-            listener.rows([_add_limit_shares(row, limits) for row in rows])
-        listener.end_series()
+                empty_row = _make_empty_row(case, shapes, groups[0])
+                measurement = _SizeMeasurement(self, spec, case, empty_row, groups, listener)
+                rows += measurement.measure(shapes)
+            listener.on_rows([_add_limit_fractions(row, limits) for row in rows])
+        listener.on_series_end()
 
     def barrier(self) -> None:
         """Wait for every rank and its device."""
@@ -147,8 +152,11 @@ class RankReport:
     """Results of one rank for one size on one backend."""
 
     member: bool
+    """The rank is in a group. Others have no times and no checks."""
     group: tuple[int, ...]
+    """Global ranks of its group."""
     turns: tuple[TurnTimes, ...] = ()
+    """Times of each round."""
     checks: tuple[checks.CheckResult, ...] = ()
     last_algorithm: str = "n/a"
 
@@ -160,124 +168,156 @@ class _SizeMeasurement:
     session: Session
     spec: BenchSpec
     case: Case
-    blank: ResultRow
+    empty_row: ResultRow
+    """Row without results, which the rows of all backends are made from."""
     groups: Sequence[RankGroup]
     listener: ResultListener
-    ready: list[PreparedBuffers] = field(default_factory=list)
-    """Buffers of each backend; the following list has the same order."""
-    checked: list[checks.CheckResult] = field(default_factory=list)
+    prepared_buffers: list[PreparedBuffers] = field(default_factory=list)
+    """Buffers of each backend, in the order of ``groups``."""
+    first_checks: list[checks.CheckResult] = field(default_factory=list)
+    """Result of the check before the timing, in the order of ``groups``."""
 
-    def rows(self, shapes: tuple[Shape, ...]) -> list[ResultRow]:
-        """Return a row per backend, on every rank; only rank 0's are shown."""
-        self.session.watch.enter_stage(f"{self.case.label} {self.blank.size} B, preparation")
-        failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(self._first_run)
+    def measure(self, shapes: tuple[Shape, ...]) -> list[ResultRow]:
+        """Return a row per backend. All ranks return rows, of which only rank 0's are displayed."""
+        self.session.watch.enter_stage(f"{self.case.label} {self.empty_row.size} B, preparation")
+        failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(
+            self._run_first_check
+        )
         if failure:
-            rows = [replace(self.blank, backend=g.backend, failure=failure) for g in self.groups]
+            rows = [
+                replace(self.empty_row, backend=group.backend, failure=failure)
+                for group in self.groups
+            ]
         else:
             rows = self._make_rows(self._gather_reports(self._time_turns()))
-        for prepared in self.ready:
+        for prepared in self.prepared_buffers:
             release_buffers(prepared, self.session.device)
         return rows
 
     def _prepare(self, shapes: tuple[Shape, ...]) -> None:
         device = self.session.device
         for group in self.groups:
-            self.ready.append(prepare_buffers(self.case, shapes, group, device, self.spec))
+            self.prepared_buffers.append(
+                prepare_buffers(self.case, shapes, group, device, self.spec)
+            )
         device.synchronize()
 
-    def _first_run(self) -> None:
-        """Run the first check, and the first call, which allocates and connects."""
+    def _run_first_check(self) -> None:
+        """Run the check before the timing, and the first call, which allocates and connects."""
         case, device, spec = self.case, self.session.device, self.spec
-        for prepared in self.ready:
+        for prepared in self.prepared_buffers:
             if spec.output.print_buffers and case.operation.name != "barrier":
                 values = checks.format_sample(case, prepared, device, spec)
                 rank_name = f"{prepared.group.backend}, rank {self.session.world.rank}"
-                self.listener.on_note(f"{self.blank.size} B, {rank_name}: {values}")
-            self.checked.append(checks.check_output(case, prepared, device, spec))
+                self.listener.on_note(f"{self.empty_row.size} B, {rank_name}: {values}")
+            self.first_checks.append(checks.check_output(case, prepared, device, spec))
             for step in prepared.steps(min(1, len(prepared.bodies))):
                 step()
         device.synchronize()
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
         """Call ``work`` on every rank, and return the error of the first rank that has one."""
-        problem = None
+        error_text = None
         try:
             work()
         except (RuntimeError, MemoryError, ValueError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            problem = lines[0][:200]
-        problems = self.session.gather(problem)
-        failed = [rank for rank, text in enumerate(problems) if text]
-        return f"Failure on rank {failed[0]}: {problems[failed[0]]}" if failed else None
+            error_text = lines[0][:200]
+        error_texts = self.session.gather(error_text)
+        failed_ranks = [rank for rank, text in enumerate(error_texts) if text]
+        return (
+            f"Failure on rank {failed_ranks[0]}: {error_texts[failed_ranks[0]]}"
+            if failed_ranks
+            else None
+        )
 
     def _time_turns(self) -> list[list[TurnTimes]]:
         """Return this rank's times of each backend, one entry per turn."""
         session, spec = self.session, self.spec
-        turns: list[list[TurnTimes]] = [[] for _ in self.ready]
-        warmups = spec.iterations.warmup
-        rounds = spec.comparison.rounds if len(self.ready) > 1 else 1
-        count = -(-spec.iterations.measured // rounds)
-        session.watch.enter_stage(f"{self.case.label} {self.blank.size} B")
-        for prepared in self.ready:
+        turns: list[list[TurnTimes]] = [[] for _ in self.prepared_buffers]
+        warmup_count = spec.iterations.warmup
+        rounds = spec.comparison.rounds if len(self.prepared_buffers) > 1 else 1
+        steps_per_round = -(-spec.iterations.measured // rounds)
+        session.watch.enter_stage(f"{self.case.label} {self.empty_row.size} B")
+        for prepared in self.prepared_buffers:
             checks.clear_buffers(prepared)
-        for number in range(rounds):
+        for round_number in range(rounds):
             # Alternating order: a drift of the machine affects all backends alike.
-            order = range(len(self.ready)) if number % 2 == 0 else reversed(range(len(self.ready)))
+            order = (
+                range(len(self.prepared_buffers))
+                if round_number % 2 == 0
+                else reversed(range(len(self.prepared_buffers)))
+            )
             for index in order:
-                prepared = self.ready[index]
+                prepared = self.prepared_buffers[index]
                 if not prepared.bodies:
                     # A rank outside of all groups takes part in the same barriers.
                     for _ in range(count_barriers(session.device, spec)):
                         session.barrier()
                     continue
-                steps, warmup = prepared.steps(count, warmups), prepared.steps(warmups)
-                marks, start = session.watch.marks, session.barrier
-                turns[index].append(measure(steps, warmup, session.device, spec, marks, start))
+                steps, warmup_steps = (
+                    prepared.steps(steps_per_round, warmup_count),
+                    prepared.steps(warmup_count),
+                )
+                marks, barrier = session.watch.marks, session.barrier
+                turns[index].append(
+                    measure(steps, warmup_steps, session.device, spec, marks, barrier)
+                )
         return turns
 
     def _gather_reports(self, turns: Sequence[Sequence[TurnTimes]]) -> list[list[RankReport]]:
         """Check again after the timing, and return all ranks' reports."""
         session = self.session
-        session.watch.enter_stage(f"{self.case.label} {self.blank.size} B, check")
+        session.watch.enter_stage(f"{self.case.label} {self.empty_row.size} B, check")
         reports = []
-        for prepared, first, times in zip(self.ready, self.checked, turns, strict=True):
-            second = checks.check_output(self.case, prepared, session.device, self.spec)
+        for prepared, first_check, times in zip(
+            self.prepared_buffers, self.first_checks, turns, strict=True
+        ):
+            second_check = checks.check_output(self.case, prepared, session.device, self.spec)
             group, show_algorithm = prepared.group, self.spec.output.show_algorithm
             last_algorithm = (
                 collective_calls.last_algorithm(group, session.device) if show_algorithm else "n/a"
             )
             report = RankReport(
-                group.member, group.ranks, tuple(times), (first, second), last_algorithm
+                group.is_member,
+                group.ranks,
+                tuple(times),
+                (first_check, second_check),
+                last_algorithm,
             )
             reports.append(session.gather(report))
         return reports
 
     def _make_rows(self, reports: Sequence[Sequence[RankReport]]) -> list[ResultRow]:
         rows: list[ResultRow] = []
-        base = _turn_times(reports[0], self.spec)
-        for prepared, of_ranks in zip(self.ready, reports, strict=True):
-            blank = replace(self.blank, backend=prepared.group.backend)
-            row = _make_row(blank, of_ranks, self.spec)
+        base_times = _turn_times(reports[0], self.spec)
+        for prepared, backend_reports in zip(self.prepared_buffers, reports, strict=True):
+            empty_row = replace(self.empty_row, backend=prepared.group.backend)
+            row = _make_row(empty_row, backend_reports, self.spec)
             if rows:
-                row = replace(row, ratio=paired_ratio(_turn_times(of_ranks, self.spec), base))
+                row = replace(
+                    row, ratio=paired_ratio(_turn_times(backend_reports, self.spec), base_times)
+                )
             if row.failure is not None:
-                self._dump_wrong(prepared, of_ranks)
+                self._dump_wrong(prepared, backend_reports)
             rows.append(row)
         return rows
 
     def _dump_wrong(self, prepared: PreparedBuffers, reports: Sequence[RankReport]) -> None:
         """Save the buffers on ranks of a group with wrong results."""
-        checks_of_group = [reports[rank].checks for rank in prepared.group.ranks]
-        if prepared.group.member and any(
-            c.wrong for checks_of_rank in checks_of_group for c in checks_of_rank
+        checks_by_rank = [reports[rank].checks for rank in prepared.group.ranks]
+        if prepared.group.is_member and any(
+            c.wrong for checks_of_rank in checks_by_rank for c in checks_of_rank
         ):
             rank = self.session.world.rank
             part = reports[rank].checks[-1].part
-            checks.dump_buffers(self.case, prepared, self.spec, self.blank.size, rank, part)
+            checks.dump_buffers(self.case, prepared, self.spec, self.empty_row.size, rank, part)
 
 
 def _number_duplicates(groups: Sequence[RankGroup]) -> list[RankGroup]:
-    """Number the names of a backend that is compared with itself, which measures the noise."""
+    """Return the groups with numbered backend names where a backend is compared with itself. Such a
+    comparison measures the noise.
+    """
     names = [group.backend for group in groups]
     return [
         replace(group, backend=f"{group.backend}#{names[: i + 1].count(group.backend)}")
@@ -298,8 +338,8 @@ def _describe_limits(limits: Limits, spec: BenchSpec) -> str:
     return "; ".join(words)
 
 
-def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> ResultRow:
-    element = case.type.bytes
+def _make_empty_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> ResultRow:
+    element_bytes = case.type.bytes
     count = sum(shape.elements for shape in shapes)
     return ResultRow(
         operation=case.operation.name,
@@ -310,15 +350,15 @@ def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> ResultR
         in_place=case.in_place,
         backend=group.backend,
         ranks=group.size,
-        size=count * element,
+        size=count * element_bytes,
         count=count,
-        input_bytes=sum(shape.inputs for shape in shapes) * element,
-        output_bytes=sum(shape.outputs for shape in shapes) * element,
+        input_bytes=sum(shape.inputs for shape in shapes) * element_bytes,
+        output_bytes=sum(shape.outputs for shape in shapes) * element_bytes,
         bus_factor=case.operation.bus_factor(group.size),
     )
 
 
-_OVER_RANKS: dict[Average, Callable[[Sequence[float]], float]] = {
+_AVERAGE_FUNCTIONS: dict[Average, Callable[[Sequence[float]], float]] = {
     "rank0": lambda times: times[0],
     "mean": fmean,
     "min": min,
@@ -327,60 +367,61 @@ _OVER_RANKS: dict[Average, Callable[[Sequence[float]], float]] = {
 
 
 def _turn_times(reports: Sequence[RankReport], spec: BenchSpec) -> list[float]:
-    """Return the time of each turn, combined over the ranks as ``-a`` selects."""
-    over_ranks = _OVER_RANKS[spec.average]
+    """Return the time of each turn in microseconds, combined over the ranks as ``-a`` selects."""
+    combine = _AVERAGE_FUNCTIONS[spec.average]
     turns = zip(*(report.turns for report in reports if report.member), strict=True)
-    return [over_ranks([turn.average for turn in of_ranks]) for of_ranks in turns]
+    return [combine([turn.average for turn in rank_turns]) for rank_turns in turns]
 
 
-def _make_row(blank: ResultRow, reports: Sequence[RankReport], spec: BenchSpec) -> ResultRow:
-    members = [report for report in reports if report.member]
+def _make_row(empty_row: ResultRow, reports: Sequence[RankReport], spec: BenchSpec) -> ResultRow:
+    member_reports = [report for report in reports if report.member]
     average = fmean(_turn_times(reports, spec))
-    # An iteration takes as long as on its slowest rank, for which all wait.
+    # The time of an iteration is that of its slowest rank, because all ranks wait for it.
     samples = [
-        max(of_ranks)
-        for turn in zip(*(report.turns for report in members), strict=True)
-        for of_ranks in zip(*(measured.samples for measured in turn), strict=True)
+        max(rank_times)
+        for rank_turns in zip(*(report.turns for report in member_reports), strict=True)
+        for rank_times in zip(*(turn_times.samples for turn_times in rank_turns), strict=True)
     ]
     statistics = {
         s.heading: s.value(average, samples) for s in spec.output.statistics if s.name != "avg"
     }
-    wrong, failure = _combine_checks(members, spec, blank)
+    wrong, failure = _combine_checks(member_reports, spec, empty_row)
     return replace(
-        blank,
+        empty_row,
         time=average,
         statistics=statistics,
         samples=len(samples),
         spread=(percentile(samples, 25), percentile(samples, 75)) if len(samples) > 1 else None,
-        algorithm=members[0].last_algorithm,
+        algorithm=member_reports[0].last_algorithm,
         wrong=wrong,
         failure=failure,
     )
 
 
 def _combine_checks(
-    members: Sequence[RankReport], spec: BenchSpec, blank: ResultRow
+    member_reports: Sequence[RankReport], spec: BenchSpec, empty_row: ResultRow
 ) -> tuple[int | None, str | None]:
-    if spec.check.mode is None or blank.operation == "barrier":
+    if spec.check.mode is None or empty_row.operation == "barrier":
         return None, None
-    wrong = sum(check.wrong for report in members for check in report.checks)
+    wrong = sum(check.wrong for report in member_reports for check in report.checks)
     if wrong:
-        first = next(c.first for report in members for c in report.checks if c.wrong)
-        ranks = sum(any(c.wrong for c in report.checks) for report in members)
-        summary = f"{wrong} wrong in all; {first}"
+        first_wrong = next(c.first for report in member_reports for c in report.checks if c.wrong)
+        failed_ranks = sum(any(c.wrong for c in report.checks) for report in member_reports)
+        summary = f"{wrong} wrong in all; {first_wrong}"
         location = f"data in {spec.check.dump_shown}"
-        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {summary} - {location}"
+        rank_text = f"{failed_ranks} of {len(member_reports)} ranks"
+        return wrong, f"Check failed on {rank_text}: {summary} - {location}"
     fingerprints: dict[tuple[int, ...], set[tuple[bytes, ...]]] = {}
-    for report in members:
+    for report in member_reports:
         fingerprint = tuple(check.fingerprint for check in report.checks)
         fingerprints.setdefault(report.group, set()).add(fingerprint)
-    for group, different in fingerprints.items():
-        if len(different) > 1:
+    for group, distinct_fingerprints in fingerprints.items():
+        if len(distinct_fingerprints) > 1:
             return 0, f"Check failed: ranks {group} ended with different bytes"
     return 0, None
 
 
-def _add_limit_shares(row: ResultRow, limits: Limits) -> ResultRow:
+def _add_limit_fractions(row: ResultRow, limits: Limits) -> ResultRow:
     nominal, measured = limits
     return replace(
         row,

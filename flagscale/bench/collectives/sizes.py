@@ -7,9 +7,11 @@ import re
 from flagscale.errors import ConfigError
 from flagscale.report.scale import format_size
 
-_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?)(?:i?b)?", re.IGNORECASE)
+_SIZE_PATTERN = re.compile(
+    r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kmgt]?)(?:i?b)?", re.IGNORECASE
+)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_MOST_SIZES = 10_000
+_MAX_SIZES = 10_000
 
 
 def parse_size(text: str) -> int:
@@ -19,7 +21,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: the text is no size, or no whole number of bytes.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise ConfigError(f"{text!r} is not a size; expected such as 1024, 128K, 32MB or 4G")
     size = float(match["number"]) * _UNITS[match["unit"].lower()]
@@ -54,10 +56,10 @@ def sweep_sizes(
         return _sweep_by_factor(minimum, maximum, factor)
     if step is None:
         step = max(1, (maximum - minimum) // 10)
-    if (maximum - minimum) // step > _MOST_SIZES:
+    if (maximum - minimum) // step > _MAX_SIZES:
         raise ConfigError(
             f"-i/--stepbytes {step} makes {(maximum - minimum) // step + 1} sizes; "
-            f"at most {_MOST_SIZES} are run",
+            f"at most {_MAX_SIZES} are run",
             hint="a factor covers a wide range: -f 2",
         )
     return tuple(range(minimum, maximum + 1, step))
@@ -69,13 +71,13 @@ def _sweep_by_factor(minimum: int, maximum: int, factor: float) -> tuple[int, ..
     sizes = [minimum]
     while True:
         # A small size times a small factor may round to itself.
-        following = max(round(sizes[-1] * factor), sizes[-1] + 1)
-        if following > maximum:
+        next_size = max(round(sizes[-1] * factor), sizes[-1] + 1)
+        if next_size > maximum:
             return tuple(sizes)
-        sizes.append(following)
+        sizes.append(next_size)
 
 
-def round_to_parts(size: int, element: int, parts: int) -> int:
+def round_to_parts(size: int, element_bytes: int, parts: int) -> int:
     """Round ``size`` down to whole elements in ``parts`` equal parts, with at least one element
     per part.
 
@@ -84,5 +86,5 @@ def round_to_parts(size: int, element: int, parts: int) -> int:
         element: size of an element in bytes.
         parts: number of parts.
     """
-    whole = element * parts
-    return max(size // whole, 1) * whole
+    unit = element_bytes * parts
+    return max(size // unit, 1) * unit

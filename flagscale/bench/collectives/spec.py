@@ -1,4 +1,8 @@
-"""Specification of a benchmark run, as frozen dataclasses. Nothing here uses a device."""
+"""Specification of a run of ``flagscale bench collectives``, as frozen dataclasses.
+
+:mod:`.cli` makes a :class:`BenchSpec` from the command line. It is sent to every rank, where
+:mod:`.session` measures it. Nothing here uses a device.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ CheckMode = Literal["random", "all_ones"]
 
 @dataclass(frozen=True)
 class Iterations:
-    """Numbers of iterations."""
+    """Numbers of iterations (``-n``, ``-w``, ``-I``, ``-W``, ``-m`` and ``--run-cycles``)."""
 
     measured: int = 20
     warmup: int = 5
@@ -50,7 +54,7 @@ class Buffers:
     registered: int = 0
     """0: not registered; 1: registered with the backend; 2: registered symmetrically."""
     ratio: tuple[float, ...] = (1.0,)
-    """Shares of the parts that are issued together."""
+    """Relative sizes of the parts that are issued together."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,18 @@ class GroupsSpec:
     """Groups of ranks that communicate."""
 
     custom: patterns.Groups | None = None
+    """Replica groups from a file; None: one group, or by ``dimension``."""
     dimension: int | None = None
+    """Ranks per group (``--data-parallel-dimension``)."""
     pairs: patterns.Pairs | None = None
+    """Pairs of ``permute``; None: a ring."""
     exchange: tuple[patterns.Exchange, ...] | None = None
+    """Counts of ``all_to_all_v``; None: different counts for every rank."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Output and files."""
+    """Output on the terminal, and result files."""
 
     format: Literal["nccom", "nccl-tests", "flagcx"] = "nccom"
     statistics: tuple[Statistic, ...] = (Statistic("avg"),)
@@ -108,7 +116,7 @@ class Comparison:
     rounds: int = 10
     baseline: Baseline | None = None
     tolerance: float = 0.05
-    """A time above the baseline's by more than this share is worse."""
+    """A time above the baseline's by more than this fraction is worse."""
     peak: float | None = None
     """Nominal limit of the bus bandwidth in 1e9 bytes per second."""
     probe: bool = False
@@ -117,7 +125,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table, without its size."""
+    """Operation with its element type, reduction, root, and number of buffers: a row of a table
+    without its size.
+    """
 
     operation: Operation
     type: DataType
@@ -139,11 +149,12 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """One run of the benchmark."""
+    """One run of the benchmark: each operation with each type, reduction, root and size."""
 
     operations: tuple[Operation, ...]
     types: tuple[DataType, ...]
     sizes: tuple[int, ...]
+    """Sizes of the logical buffer in bytes; see :mod:`.operations`."""
     reductions: tuple[str, ...] = ("sum",)
     roots: tuple[int, ...] = (0,)
     """-1 stands for every rank in turn."""
@@ -176,7 +187,7 @@ class BenchSpec:
 
     @property
     def backends_flag(self) -> str:
-        """Flag with these names."""
+        """Flag that names the measured backends."""
         return "--compare" if self.comparison.backends else "--backend"
 
     def options_of(self, name: str) -> OptionValues:
@@ -192,36 +203,36 @@ class BenchSpec:
         cases = [
             case
             for op in self.operations
-            for type_ in (self.types[:1] if op.name == "barrier" else self.types)
-            for case in self._cases_of(op, type_, ranks)
+            for data_type in (self.types[:1] if op.name == "barrier" else self.types)
+            for case in self._yield_cases(op, data_type, ranks)
         ]
         if not cases:
             names = ", ".join(op.name for op in self.operations)
-            words = {"in": "in place", "out": "out of place"}
-            requested = " and ".join(words[place] for place in self.places or ())
+            place_names = {"in": "in place", "out": "out of place"}
+            requested = " and ".join(place_names[place] for place in self.places or ())
             text = f"{names} {requested}: torch.distributed does not offer it for these types"
             raise ConfigError(text)
         yield from cases
 
-    def _cases_of(self, op: Operation, type_: DataType, ranks: int) -> Iterator[Case]:
+    def _yield_cases(self, op: Operation, data_type: DataType, ranks: int) -> Iterator[Case]:
         reductions = self.reductions if op.reduces else ("none",)
         for reduction in reductions:
-            if op.reduces and not type_.reduces(reduction):
+            if op.reduces and not data_type.reduces(reduction):
                 # With several types or reductions, unsupported combinations are left out.
                 if len(self.types) == len(reductions) == len(self.operations) == 1:
-                    raise ConfigError(f"{op.name}: torch has no {reduction} of {type_.name}")
+                    raise ConfigError(f"{op.name}: torch has no {reduction} of {data_type.name}")
                 continue
-            for root in self._roots_of(ranks) if op.rooted else (-1,):
-                for in_place in self._places_of(op):
-                    yield Case(op, type_, reduction, root, in_place)
+            for root in self._list_roots(ranks) if op.rooted else (-1,):
+                for in_place in self._list_in_place(op):
+                    yield Case(op, data_type, reduction, root, in_place)
 
-    def _roots_of(self, ranks: int) -> tuple[int, ...]:
+    def _list_roots(self, ranks: int) -> tuple[int, ...]:
         for root in self.roots:
             if root >= ranks:
                 raise ConfigError(f"--root {root} does not exist among {ranks} ranks of a group")
         return tuple(range(ranks)) if -1 in self.roots else self.roots
 
-    def _places_of(self, op: Operation) -> tuple[bool, ...]:
+    def _list_in_place(self, op: Operation) -> tuple[bool, ...]:
         if self.places is None:
             return (not op.out_of_place,)
         supported = {"out": op.out_of_place, "in": op.in_place}
@@ -240,6 +251,11 @@ class Batch:
         return self.specs[0].placement
 
     def check(self, ranks: int) -> None:
+        """Check all runs against the number of ranks.
+
+        Raises:
+            ConfigError: options, groups, roots or pairs do not fit ``ranks`` ranks.
+        """
         for spec in self.specs:
             for name in spec.backends:
                 if text := registry.get_backend(name).explain_mismatch(

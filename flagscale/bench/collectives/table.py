@@ -1,5 +1,7 @@
-"""Tables in the formats of nccom-test, nccl-tests and FlagCX. A line is printed once it is
-measured.
+"""Text tables in the formats of nccom-test, nccl-tests and FlagCX.
+
+:class:`.presenter.Presenter` prints them line by line, so that the lines of a size can be formatted
+before the following sizes are measured.
 """
 
 from __future__ import annotations
@@ -43,15 +45,15 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, the function that formats a row's cell, and the largest width known in advance."""
+    """Heading of a column, function that formats a row's cell, and expected width of the cells."""
 
     heading: str
     text: Callable[[ResultRow], str]
-    widest: int = 0
+    max_text_width: int = 0
 
     @property
     def width(self) -> int:
-        return max(len(self.heading), self.widest)
+        return max(len(self.heading), self.max_text_width)
 
 
 class NccomTable:
@@ -59,44 +61,49 @@ class NccomTable:
 
     def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
         self._unit = spec.output.unit
-        self._several = backends > 1
-        self._make_columns = _make_columns(spec, types, backends)
+        self._has_several_backends = backends > 1
+        self._columns = _make_columns(spec, types, backends)
 
     def head(self) -> list[str]:
-        return [_GAP.join(c.heading.rjust(c.width) for c in self._make_columns)]
+        return [_GAP.join(c.heading.rjust(c.width) for c in self._columns)]
 
     def lines(self, rows: Sequence[ResultRow]) -> list[str]:
         return [self._line(row) for row in rows]
 
     def _line(self, row: ResultRow) -> str:
         if row.failure is not None:
-            whose = f"{row.backend}: " if self._several else ""
-            return f"{str(row.size).rjust(self._make_columns[0].width)}{_GAP}{whose}{row.failure}"
-        return _GAP.join(c.text(row).rjust(c.width) for c in self._make_columns)
+            backend_prefix = f"{row.backend}: " if self._has_several_backends else ""
+            return (
+                f"{str(row.size).rjust(self._columns[0].width)}{_GAP}{backend_prefix}{row.failure}"
+            )
+        return _GAP.join(c.text(row).rjust(c.width) for c in self._columns)
 
     def foot(self, rows: Sequence[ResultRow]) -> list[str]:
         lines = []
-        # Of several backends together it would be the bandwidth of none.
-        for name in dict.fromkeys(row.backend for row in rows if self._several) or ("",):
-            selected = [row for row in rows if name in ("", row.backend)]
-            whose = f" {name}" if name else ""
-            if ratios := [math.log(row.ratio.value) for row in selected if row.ratio is not None]:
+        # The mean over several backends would have no meaning.
+        for name in dict.fromkeys(row.backend for row in rows if self._has_several_backends) or (
+            "",
+        ):
+            backend_rows = [row for row in rows if name in ("", row.backend)]
+            backend_label = f" {name}" if name else ""
+            if ratios := [
+                math.log(row.ratio.value) for row in backend_rows if row.ratio is not None
+            ]:
                 mean = math.exp(sum(ratios) / len(ratios))
                 words = Ratio(mean, mean, mean).description.partition(" (")[0]
                 lines.append(f"{name}: {words} as {rows[0].backend}, on average over the sizes")
-            lines.append(
-                f"Avg bus bandwidth{whose}:\t{mean_busbw(selected, self._unit):.4f}{self._unit}/s"
-            )
+            busbw = mean_busbw(backend_rows, self._unit)
+            lines.append(f"Avg bus bandwidth{backend_label}:\t{busbw:.4f}{self._unit}/s")
         failed = sum(not row.ok for row in rows)
         return [*lines, f"{failed} errors found - test failed"] if failed else lines
 
 
 def _make_columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Column]:
     output, scale = spec.output, 1.0 if spec.output.unit == "GB" else GB / GIB
-    most = len(str(max(spec.sizes)))
+    max_width = len(str(max(spec.sizes)))
     columns = [
-        Column("size(B)", lambda r: str(r.size), most),
-        Column("count(elems)", lambda r: str(r.count), most),
+        Column("size(B)", lambda r: str(r.size), max_width),
+        Column("count(elems)", lambda r: str(r.count), max_width),
     ]
     if output.show_sizes:
         columns += [
@@ -131,9 +138,9 @@ def _optional_columns(spec: BenchSpec, backends: int) -> list[Column]:
     if spec.comparison.probe:
         columns.append(Column("probe(%)", lambda r: _format_share(r.probe_share)))
     if backends > 1:
-        widest = max(map(len, spec.comparison.backends))
+        max_name_width = max(map(len, spec.comparison.backends))
         columns += [
-            Column("backend", lambda r: r.backend, widest + 2),
+            Column("backend", lambda r: r.backend, max_name_width + 2),
             Column("time ratio", lambda r: "1" if r.ratio is None else f"{r.ratio.value:.3f}"),
             Column("95% interval", _format_interval, len("0.000 to 0.000")),
         ]
@@ -155,8 +162,8 @@ class NcclTable:
     part if the operation divides its buffer.
     """
 
-    def __init__(self, parts: bool) -> None:
-        self._parts = parts
+    def __init__(self, has_shards: bool) -> None:
+        self._has_shards = has_shards
 
     def head(self) -> list[str]:
         prefix = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
@@ -174,7 +181,7 @@ class NcclTable:
 
     def lines(self, rows: Sequence[ResultRow]) -> list[str]:
         first = rows[0]
-        count = first.count // first.ranks if self._parts else first.count
+        count = first.count // first.ranks if self._has_shards else first.count
         line = f"{first.size:>12}  {count:>12}  {first.nccl_type:>8}  {first.reduction:>6}"
         line += f"  {first.root:>6}"
         for in_place in (False, True):
@@ -222,10 +229,19 @@ class FlagcxTable:
         return [f"{failed} errors found - test failed"] if failed else []
 
 
-def make_table(spec: BenchSpec, types: Sequence[str], *, parts: bool, backends: int = 1) -> Table:
-    """Return the table in the format of ``spec``. ``parts``: the operation divides its buffer."""
+def make_table(
+    spec: BenchSpec, types: Sequence[str], *, has_shards: bool, backends: int = 1
+) -> Table:
+    """Return the table in the format of ``spec``.
+
+    Args:
+        spec: specification of the run.
+        types: names of the element types.
+        has_shards: the operation divides its logical buffer among the ranks.
+        backends: number of backends that are compared.
+    """
     if spec.output.format == "nccl-tests":
-        return NcclTable(parts)
+        return NcclTable(has_shards)
     if spec.output.format == "flagcx":
         return FlagcxTable()
     return NccomTable(spec, types, backends=backends)

@@ -1,9 +1,10 @@
-"""Timed loops. Between two clock readings nothing runs except the operation.
+"""Timed loops of ``flagscale bench collectives``. Only the operation runs between two clock
+readings.
 
-On a CPU every iteration ends with a clock reading (about 60 ns), and the total is the last
-reading minus the first. On a GPU, as in nccl-tests, all iterations are issued, the device is
-synchronized and the wall clock is read. Single iterations are timed in a second pass by events,
-and only if a selected statistic requires them.
+A *step* is one iteration: a function from :mod:`.collective_calls`. On a CPU every step ends with a
+clock reading (about 60 ns), and the total is the last reading minus the first. On a GPU, as in
+nccl-tests, all steps are issued, the device is synchronized, and the wall clock is read. The time
+of each step is measured by events in a second loop, if a selected statistic requires it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """One rank's times of one size, in microseconds."""
+    """One rank's times of one size in one round of the comparison, in microseconds."""
 
     average: float
     """Mean time of an operation."""
     samples: tuple[float, ...]
-    """Time of every iteration, or of every replay of many; empty if not required."""
+    """Time of an operation in every iteration, or in every graph replay; empty if not required."""
 
 
 Marks = list[int]
@@ -55,16 +56,25 @@ def measure(
     device: Device,
     spec: BenchSpec,
     marks: Marks,
-    start: Callable[[], None],
+    barrier: Callable[[], None],
 ) -> TurnTimes:
-    """Time ``steps`` after ``warmup``. ``start`` is a barrier that is called before."""
+    """Time ``steps`` after ``warmup``.
+
+    Args:
+        steps: measured iterations.
+        warmup: iterations before them that are not timed.
+        device: this rank's device.
+        spec: numbers of replays, and kind of time.
+        marks: list for the clock readings; see :data:`Marks`.
+        barrier: called before each timed loop; :func:`count_barriers` times in all.
+    """
     operations = len(steps) * spec.iterations.aggregated
-    loops = _TimedLoops(device, spec, marks, start)
+    loops = _TimedLoops(device, spec, marks, barrier)
     with _without_garbage_collection():
         if device.is_host or spec.blocking:
             total, issued, samples = loops.time_on_host(steps, warmup)
         elif spec.iterations.replays:
-            total, issued, samples = loops.replays(steps, warmup)
+            total, issued, samples = loops.time_replays(steps, warmup)
         else:
             run_with_marks(warmup, marks)
             total, issued, samples = loops.time_on_device(steps)
@@ -100,33 +110,35 @@ def run_with_marks(steps: Sequence[Step], marks: Marks) -> None:
         read(clock())
 
 
-Times = tuple[float, float, list[float]]
-"""Nanoseconds of one pass over the steps: until finished, until issued; and of each sample."""
+LoopTimes = tuple[float, float, list[float]]
+"""Times of one loop over the steps in nanoseconds: until all steps have finished, until all are
+issued, and of each sample.
+"""
 
 
 @dataclass(frozen=True)
 class _TimedLoops:
-    """The ways to time steps."""
+    """Timed loops on a host, on a device, and with a captured graph."""
 
     device: Device
     spec: BenchSpec
     marks: Marks
-    start: Callable[[], None]
+    barrier: Callable[[], None]
 
-    def time_on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
+    def time_on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> LoopTimes:
         """Time steps that have finished when they return, or are synchronized here."""
         if not self.device.is_host:
             steps, warmup = (
-                [self._synchronized(step) for step in some] for some in (steps, warmup)
+                [self._synchronized(step) for step in sequence] for sequence in (steps, warmup)
             )
         loop, marks = self.spec.iterations, self.marks
         totals: list[int] = []
         samples: list[float] = []
         for number in range((loop.replays or 1) + loop.replay_warmup):
             run_with_marks(warmup, marks)
-            self.start()
-            # Ranks that share cores leave a barrier up to a millisecond apart. An operation
-            # synchronizes them better, and few measured iterations must not include the difference.
+            self.barrier()
+            # Ranks that share cores leave a barrier up to a millisecond apart, which would distort
+            # a few iterations. One more operation synchronizes them better.
             run_with_marks(warmup[:1], marks)
             run_with_marks(steps, marks)
             if number >= loop.replay_warmup:
@@ -142,16 +154,16 @@ class _TimedLoops:
 
         return run
 
-    def time_on_device(self, steps: Sequence[Step]) -> Times:
-        """Time all steps by issuing them and synchronizing the device; single steps in a second
-        pass, by events.
+    def time_on_device(self, steps: Sequence[Step]) -> LoopTimes:
+        """Time all steps by issuing them and synchronizing the device. Each step is timed by events
+        in a second loop, if a statistic requires it.
         """
-        total, issued = self._time_pass(steps)
+        total, issued = self._time_loop(steps)
         return total, issued, self._time_samples(steps) if _needs_samples(self.spec) else []
 
-    def replays(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
-        """Time the steps captured in a graph. A sample is a replay's time over its number of
-        steps.
+    def time_replays(self, steps: Sequence[Step], warmup: Sequence[Step]) -> LoopTimes:
+        """Time replays of a graph of all steps. A sample is a replay's time divided by its number
+        of steps.
         """
         # A first call allocates and connects, which must not happen during the capture.
         run_with_marks(warmup or steps, self.marks)
@@ -168,12 +180,12 @@ class _TimedLoops:
         total, issued, samples = self.time_on_device([replay] * count)
         return total / count, issued / count, [s / len(steps) for s in samples]
 
-    def _time_pass(self, steps: Sequence[Step]) -> tuple[float, float]:
+    def _time_loop(self, steps: Sequence[Step]) -> tuple[float, float]:
         """Return the time until all steps have finished, and until they are issued."""
         # Events only if required: recording one takes some microseconds.
-        events = self._events(2) if self.spec.timing == "events" else []
+        events = self._create_events(2) if self.spec.timing == "events" else []
         self.device.synchronize()
-        self.start()
+        self.barrier()
         begin = time.perf_counter_ns()
         for event in events[:1]:
             event.record()
@@ -188,9 +200,9 @@ class _TimedLoops:
         return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
 
     def _time_samples(self, steps: Sequence[Step]) -> list[float]:
-        events = self._events(len(steps) + 1)
+        events = self._create_events(len(steps) + 1)
         self.device.synchronize()
-        self.start()
+        self.barrier()
         events[0].record()
         for step, event in zip(steps, events[1:], strict=True):
             step()
@@ -199,5 +211,5 @@ class _TimedLoops:
         self.marks[:] = [0] * (len(steps) + 2)
         return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
-    def _events(self, count: int) -> list[Any]:
+    def _create_events(self, count: int) -> list[Any]:
         return [self.device.create_event(timed=True) for _ in range(count)]

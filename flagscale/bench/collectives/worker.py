@@ -36,7 +36,7 @@ from flagscale.comm.base import CommBackend, DeviceType
 from flagscale.errors import ConfigError, FlagscaleError, JobError
 from flagscale.records import decode, encode
 
-_START_SECONDS = 300.0
+_STARTUP_SECONDS = 300.0
 
 
 @rank_function
@@ -62,10 +62,10 @@ def run_rank(plan: Batch, world: BenchWorld) -> int:
 def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     placement = specs[0].placement
     # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
-    patience = placement.timeout + _START_SECONDS
-    store = rendezvous.rendezvous(world, patience, placement.address, placement.port)
+    startup_timeout_seconds = placement.timeout + _STARTUP_SECONDS
+    store = rendezvous.rendezvous(world, startup_timeout_seconds, placement.address, placement.port)
     description = _describe_rank(specs, world)
-    descriptions = _exchange_descriptions(store, description, world, patience)
+    descriptions = _exchange_descriptions(store, description, world, startup_timeout_seconds)
     rendezvous.remove_files(world)
     if code := _report_refusals(descriptions, world):
         rendezvous.leave_store(store, world, placement.timeout)
@@ -84,7 +84,8 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
         # before this group's timeout, with more details.
         timeout = timedelta(seconds=placement.timeout * 2 + 60)
         rendezvous.init_default_group(PrefixStore("control", store), world, "gloo", timeout=timeout)
-        # Freeze all objects so far, so that garbage collections before each loop are short.
+        # Exclude all existing objects from garbage collection, so that collecting before each loop
+        # is fast.
         gc.collect()
         gc.freeze()
         rows_by_file: RowsByFile = defaultdict(list)
@@ -119,7 +120,7 @@ def _describe_rank(specs: Sequence[BenchSpec], world: BenchWorld) -> RankDescrip
                 backend = registry.get_usable_backend(name, device.kind, source=spec.backends_flag)
                 backend.export_options(spec.options_of(name))
                 _load_backend(backend)
-            _drop_unsupported(spec, device.kind)
+            _without_unsupported(spec, device.kind)
         if placement.pin:
             devices.pin_to_cpu(world.local_rank)
         return RankDescription(*identity, device.product, str(device.torch_device))
@@ -141,8 +142,9 @@ def _load_backend(backend: CommBackend) -> None:
         raise ConfigError(f"{backend.name} cannot be loaded: {error}") from error
 
 
-def _drop_unsupported(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
-    """Return the run without operations that a backend does not support on this kind of device.
+def _without_unsupported(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
+    """Return the specification without operations that a backend does not support on this kind of
+    device.
 
     Raises:
         ConfigError: no operation remains.
@@ -162,7 +164,7 @@ def _drop_unsupported(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
 
 
 def _exchange_descriptions(
-    store: Store, description: RankDescription, world: BenchWorld, seconds: float
+    store: Store, description: RankDescription, world: BenchWorld, timeout_seconds: float
 ) -> list[RankDescription]:
     """Return the descriptions of all ranks. They are exchanged through the store, so that errors
     can be reported without a process group.
@@ -170,30 +172,34 @@ def _exchange_descriptions(
     store.set(f"facts/{description.rank}", encode(description))
     keys = [f"facts/{rank}" for rank in range(world.size)]
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(keys, timedelta(seconds=timeout_seconds))
     except dist.DistError as error:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        text = f"ranks {absent} of {world.size} did not come within {seconds:g} s"
+        absent_ranks = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        text = f"ranks {absent_ranks} of {world.size} did not come within {timeout_seconds:g} s"
         raise JobError(text) from error
     descriptions = [decode(RankDescription, value) for value in store.multi_get(keys)]
     # Rank 0's store must exist until the slowest rank has read it.
-    rendezvous.barrier(store, world, "facts", timedelta(seconds=seconds))
+    rendezvous.barrier(store, world, "facts", timedelta(seconds=timeout_seconds))
     return descriptions
 
 
-def _report_refusals(facts: Sequence[RankDescription], world: BenchWorld) -> int:
+def _report_refusals(descriptions: Sequence[RankDescription], world: BenchWorld) -> int:
     """Report on rank 0 which ranks cannot take part. Returns the exit code, 0 if all can."""
-    refused = [fact for fact in facts if fact.error is not None]
-    if not refused:
+    refusals = [description for description in descriptions if description.error is not None]
+    if not refusals:
         return 0
     if world.rank == 0:
-        for text in dict.fromkeys(fact.error for fact in refused):
-            ranks = [fact for fact in refused if fact.error == text]
+        for error in dict.fromkeys(description.error for description in refusals):
+            refusals_with_error = [
+                description for description in refusals if description.error == error
+            ]
             prefix = (
-                "" if len(ranks) == len(facts) else f"rank {ranks[0].rank} on {ranks[0].host}: "
+                ""
+                if len(refusals_with_error) == len(descriptions)
+                else f"rank {refusals_with_error[0].rank} on {refusals_with_error[0].host}: "
             )
-            print(f"error: {prefix}{text}", file=sys.stderr)
-    return refused[0].exit_code
+            print(f"error: {prefix}{error}", file=sys.stderr)
+    return refusals[0].exit_code
 
 
 def _run_spec(
@@ -203,13 +209,13 @@ def _run_spec(
     rows_by_file: RowsByFile,
 ) -> int:
     world = session.world
-    spec = _drop_unsupported(spec, session.device.kind)
-    # Without --seed every rank has taken its own clock.
-    spec = replace(spec, check=replace(spec.check, seed=_broadcast_from_first(spec.check.seed)))
+    spec = _without_unsupported(spec, session.device.kind)
+    # Without --seed the seed is the time, which differs between ranks: rank 0's is used.
+    spec = replace(spec, check=replace(spec.check, seed=_broadcast_from_rank_0(spec.check.seed)))
     if world.rank:
         session.run(spec, ResultListener())
         # Launchers report a rank whose code differs as a failure of their own.
-        return _broadcast_from_first(0)
+        return _broadcast_from_rank_0(0)
     device = session.device
     spec = replace(spec, notes=(*spec.notes, *_list_notes(spec, device)))
     names = [registry.get_backend(name).resolve_for(device.kind).name for name in spec.backends]
@@ -220,7 +226,7 @@ def _run_spec(
     record = make_record(spec, descriptions, names)
     with Presenter(spec, rows_by_file, lines, record) as presenter:
         session.run(spec, presenter)
-    return _broadcast_from_first(presenter.finish())
+    return _broadcast_from_rank_0(presenter.finish())
 
 
 def _list_notes(spec: BenchSpec, device: Device) -> Iterator[str]:
@@ -233,13 +239,13 @@ def _list_notes(spec: BenchSpec, device: Device) -> Iterator[str]:
         and device.nominal_bus_gb_per_second is None
     ):
         yield "peak: the nominal limit of this device is not known; give it with --peak"
-    without_effect = {
+    ineffective_flags = {
         "-R": (spec.buffers.registered > 0, "host memory is not registered"),
         "--timing events": (spec.timing == "events", "there are none on a CPU"),
         "-z": (spec.blocking, "every operation is awaited on a CPU"),
         "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
     }
-    for flag, (is_set, reason) in without_effect.items():
+    for flag, (is_set, reason) in ineffective_flags.items():
         if is_set and device.is_host:
             yield f"{flag}: {reason}"
     samples = spec.iterations.measured * (spec.iterations.replays or 1)
@@ -247,7 +253,7 @@ def _list_notes(spec: BenchSpec, device: Device) -> Iterator[str]:
         yield text
 
 
-def _broadcast_from_first(value: int) -> int:
+def _broadcast_from_rank_0(value: int) -> int:
     """Broadcast rank 0's value."""
     values = [value]
     dist.broadcast_object_list(values, src=0)

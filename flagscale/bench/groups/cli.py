@@ -1,4 +1,9 @@
-"""Command line of ``flagscale bench groups``."""
+"""Command line of ``flagscale bench groups``: time to create process groups, and their memory.
+
+A *variant* is a way to create groups, such as by splitting an existing communicator; see
+``--help``. Each measurement, or *trial*, runs in fresh processes, because a process creates its
+first communicator only once.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +24,8 @@ from flagscale.records import WRITTEN_BY_RANK
 
 Variant = Literal["bound", "cold", "warm", "split"]
 VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
-ON_ACCELERATORS: tuple[Variant, ...] = ("bound", "split")
-"""Variants for accelerators alone: only a group on accelerators can be bound to its device."""
+ACCELERATOR_VARIANTS: tuple[Variant, ...] = ("bound", "split")
+"""Variants for accelerators only: on a CPU a group cannot be bound to a device."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,11 @@ class GroupsPlan:
 
     variants: tuple[Variant, ...]
     counts: tuple[int, ...]
+    """Numbers of groups to create."""
     repeats: int
+    """Trials of each variant and number of groups."""
     members: int | None
+    """Number of ranks in a group; None: all but one."""
     placement: Placement
     ranks: tuple[int, ...] = ()
     """Ranks of every group; empty: all but one, in rotation."""
@@ -51,19 +59,19 @@ class GroupsPlan:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """One measurement in fresh processes."""
+    """One trial: a measurement in fresh processes."""
 
     variant: Variant
     count: int
     """Number of groups."""
-    of: GroupsPlan
+    plan_of_all: GroupsPlan
     result: Path
     """File for rank 0's sample."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: seconds, each the maximum over the ranks."""
+    """Result of one trial: seconds, each the maximum over the ranks."""
 
     world: float
     """Creation of the default group."""
@@ -89,12 +97,13 @@ class Sample:
         return self.create + self.first
 
 
-STUCK_SECONDS = 600.0
-"""Timeout of a measurement without all ranks, in seconds."""
+TRIAL_TIMEOUT_SECONDS = 600.0
+"""Time within which all ranks of a trial must join."""
 
 _DESCRIPTION = """\
 Measure how long process groups take to create and to become usable, and the device memory they
-hold. Every measurement starts fresh processes; variants take turns, so that a drift hits all alike.
+hold. Every measurement starts fresh processes. Variants take turns, so that a drift of the machine
+affects all of them alike.
 
 variants
   bound  the default group is bound to its device: new_group may split its communicator
@@ -118,11 +127,11 @@ class GroupsCommand(BenchCommand[GroupsPlan]):
     """Command that measures the creation of process groups."""
 
     prog = "flagscale bench groups"
-    run = "flagscale.bench.groups.worker:run_rank"
+    rank_entry_point = "flagscale.bench.groups.worker:run_rank"
 
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> GroupsPlan:
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> GroupsPlan:
         options = _parser(prog).parse(words)
-        if keeps and options.json is not None:
+        if writes_results and options.json is not None:
             require_writable(options.json, "--json")
         return _make_plan(options)
 
@@ -134,8 +143,8 @@ class GroupsCommand(BenchCommand[GroupsPlan]):
 def _parser(prog: str) -> BenchParser:
     parser = BenchParser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add_placement_flags(parser)
-    # Of the placement of other commands; here ranks are processes that last a second.
-    parser.set_defaults(timeout=STUCK_SECONDS)
+    # The default of other commands is too short here: it includes the start of the processes.
+    parser.set_defaults(timeout=TRIAL_TIMEOUT_SECONDS)
     add = parser.add_argument_group("measurement").add_argument
     add(
         "--arms",
@@ -144,14 +153,14 @@ def _parser(prog: str) -> BenchParser:
         help="variants, separated by commas (all)",
     )
     add("--groups", default="1,8,33", help="numbers of groups, separated by commas (1,8,33)")
-    which = parser.add_mutually_exclusive_group().add_argument
-    which(
+    add_exclusive = parser.add_mutually_exclusive_group().add_argument
+    add_exclusive(
         "--ranks",
         metavar="LIST",
         help="ranks of each group, such as 0-6 (all but one, in rotation)",
     )
     add("--bytes", default="4K", metavar="SIZE", help="size of an operation on a group (4K)")
-    which(
+    add_exclusive(
         "--members",
         type=int,
         metavar="M",
@@ -187,8 +196,8 @@ def _make_plan(options: argparse.Namespace) -> GroupsPlan:
     repeats = options.repeats
     if options.simple:
         variants, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
-    place = parse_placement(options)
-    parse_backend_options([place.backend], options.comm)
+    placement = parse_placement(options)
+    parse_backend_options([placement.backend], options.comm)
     return GroupsPlan(
         variants=cast(tuple[Variant, ...], variants),
         counts=counts,
@@ -196,7 +205,7 @@ def _make_plan(options: argparse.Namespace) -> GroupsPlan:
         members=options.members,
         ranks=_parse_ranks(options.ranks),
         bytes=max(4, parse_size(options.bytes)),
-        placement=place,
+        placement=placement,
         comm=tuple(options.comm),
         json=options.json,
     )

@@ -1,10 +1,10 @@
-"""Rank of the benchmark: starts fresh processes for each measurement, or is one of them. Also
-the table and the findings of all measurements.
+"""Ranks of ``flagscale bench groups``, and the table and findings of all measurements.
 
-A fresh process creates the default group and other groups, and runs the first two operations on
-these; ``--help`` lists the variants. ``warm`` is the control: without it the process's first
-communicator is counted as the cost of the subgroup. With a ``device_id``, as in ``bound``,
-``new_group`` may split the default group's communicator (ncclCommSplit).
+A rank (:func:`run_rank`) starts a fresh process for each trial (:func:`run_trial`). That process
+creates the default group and other groups, and runs the first two operations on these; ``--help``
+lists the variants. ``warm`` is the control: without it the process's first communicator is counted
+as the cost of the subgroup. With a ``device_id``, as in ``bound``, ``new_group`` may split the
+default group's communicator (ncclCommSplit).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flagscale.accelerators.device import Device
 from flagscale.accelerators.registry import choose_accelerator
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices
-from flagscale.bench.groups.cli import ON_ACCELERATORS, GroupsPlan, Sample, TrialPlan, Variant
+from flagscale.bench.groups.cli import ACCELERATOR_VARIANTS, GroupsPlan, Sample, TrialPlan, Variant
 from flagscale.bench.machine import describe_machine
 from flagscale.bench.rank import rank_function
 from flagscale.bench.rendezvous import barrier
@@ -51,18 +51,18 @@ _MIB = 2**20
 @rank_function
 def run_trial(plan: TrialPlan, world: BenchWorld) -> int:
     """Run one measurement as one of its ranks; rank 0 writes the result."""
-    place = plan.of.placement
-    store = rendezvous.rendezvous(world, place.timeout)
+    placement = plan.plan_of_all.placement
+    store = rendezvous.rendezvous(world, placement.timeout)
     # All but one rank, as in a subgroup of a node; at least two, because one has no peer.
-    members = plan.of.members or max(min(2, world.size), world.size - 1)
-    groups = [list(plan.of.ranks)] * plan.count if plan.of.ranks else []
+    members = plan.plan_of_all.members or max(min(2, world.size), world.size - 1)
+    groups = [list(plan.plan_of_all.ranks)] * plan.count if plan.plan_of_all.ranks else []
     groups = groups or rotate_members(plan.count, members, world.size)
     sample = _measure_variant(plan, groups, world, store)
     if world.rank == 0:
         plan.result.write_text(encode(sample))
     dist.destroy_process_group()
     rendezvous.remove_files(world)
-    rendezvous.leave_store(store, world, place.timeout)
+    rendezvous.leave_store(store, world, placement.timeout)
     return 0
 
 
@@ -77,25 +77,27 @@ def _measure_variant(
     plan: TrialPlan, groups: list[list[int]], world: BenchWorld, store: Store
 ) -> Sample:
     """Measure one variant in this fresh process; every rank of ``world`` calls it."""
-    place, variant = plan.of.placement, plan.variant
-    device = devices.select_rank_device(place.device, world.local_rank)
-    values = registry.parse_backend_options(place.backend, plan.of.comm)
-    backend = registry.get_usable_backend(place.backend, device.kind, source="--backend")
-    backend.export_options(values)
-    before = _used_bytes(device)
+    placement, variant = plan.plan_of_all.placement, plan.variant
+    device = devices.select_rank_device(placement.device, world.local_rank)
+    backend_options = registry.parse_backend_options(placement.backend, plan.plan_of_all.comm)
+    backend = registry.get_usable_backend(placement.backend, device.kind, source="--backend")
+    backend.export_options(backend_options)
+    initial_bytes = _used_bytes(device)
     barrier(store, world, "start", _TIMEOUT)
     begin = time.perf_counter()
     with backend.creation_context():
-        pg_options = backend.init_options(device.torch_device, values).get("pg_options")
+        pg_options = backend.init_options(device.torch_device, backend_options).get("pg_options")
         options: dict[str, Any] = {"timeout": _TIMEOUT, "pg_options": pg_options}
         group_options: dict[str, Any] = {"backend": backend.torch_backend(device.kind), **options}
-        bound: dict[str, Any] = (
-            {"device_id": device.torch_device} if variant in ON_ACCELERATORS else {}
+        device_arguments: dict[str, Any] = (
+            {"device_id": device.torch_device} if variant in ACCELERATOR_VARIANTS else {}
         )
-        rendezvous.init_default_group(PrefixStore("world", store), world, **group_options, **bound)
-        created_world = time.perf_counter() - begin
+        rendezvous.init_default_group(
+            PrefixStore("world", store), world, **group_options, **device_arguments
+        )
+        world_seconds = time.perf_counter() - begin
         if variant == "warm":
-            _all_reduce(None, device, plan.of.bytes)
+            _all_reduce(None, device, plan.plan_of_all.bytes)
         barrier(store, world, "create", _TIMEOUT)
         begin = time.perf_counter()
         if variant == "split":
@@ -103,14 +105,21 @@ def _measure_variant(
         else:
             handles = [dist.new_group(ranks, **group_options) for ranks in groups]
     device.synchronize()
-    create = time.perf_counter() - begin
+    create_seconds = time.perf_counter() - begin
     own_groups = [h for h, ranks in zip(handles, groups, strict=True) if world.rank in ranks]
-    first, second = (
+    first_seconds, second_seconds = (
         _time_operations(name, own_groups, store, world, device, plan)
         for name in ("first", "second")
     )
-    memory = (_used_bytes(device) - before) / _MIB
-    sample = Sample(created_world, create, first, second, memory, splits=_count_splits(device))
+    memory = (_used_bytes(device) - initial_bytes) / _MIB
+    sample = Sample(
+        world_seconds,
+        create_seconds,
+        first_seconds,
+        second_seconds,
+        memory,
+        splits=_count_splits(device),
+    )
     return _max_over_ranks(sample, world, store)
 
 
@@ -121,7 +130,7 @@ def _time_operations(
     barrier(store, world, name, _TIMEOUT)
     begin = time.perf_counter()
     for handle in handles:
-        _all_reduce(handle, device, plan.of.bytes)
+        _all_reduce(handle, device, plan.plan_of_all.bytes)
     return time.perf_counter() - begin
 
 
@@ -131,7 +140,7 @@ def _all_reduce(group: dist.ProcessGroup | None, device: Device, size: int) -> N
 
 
 def _used_bytes(device: Device) -> float:
-    """Return the used bytes of the device by all processes: NCCL's memory is not torch's."""
+    """Return the device memory in use by all processes, because NCCL's is not counted by torch."""
     return float(device.accelerator.used_memory(device.torch_device))
 
 
@@ -154,7 +163,7 @@ Results = Mapping[tuple[Variant, int], Sequence[Sample]]
 """Samples of each variant and number of groups, in the order of measurement."""
 
 _COLUMNS = ("world", "create", "first", "second", "total")
-_ENOUGH = 10
+_MIN_TRIALS = 10
 
 
 def make_table(results: Results) -> list[str]:
@@ -179,8 +188,8 @@ def make_table(results: Results) -> list[str]:
 
 
 def list_findings(results: Results) -> list[str]:
-    """Return what is proved, what is only the cost of a first communicator, and what is not
-    shown.
+    """Return sentences on the measurements: whether communicators were split, and the ratios of
+    times between variants.
     """
     lines = []
     for count in dict.fromkeys(count for _, count in results):
@@ -188,11 +197,11 @@ def list_findings(results: Results) -> list[str]:
             variant: results[variant, count] for variant, c in results if c == count
         }
         lines += _findings_for_count(samples_by_variant, count)
-    fewest = min(len(samples) for samples in results.values())
-    if fewest < _ENOUGH:
-        runs = f"{fewest} run{'s' if fewest > 1 else ''} a variant"
-        lines.append(f"{runs}: take at least {_ENOUGH} before a ratio is relied on.")
-    if any(variant in ON_ACCELERATORS for variant, _ in results):
+    min_trials = min(len(samples) for samples in results.values())
+    if min_trials < _MIN_TRIALS:
+        trials_text = f"{min_trials} run{'s' if min_trials > 1 else ''} a variant"
+        lines.append(f"{trials_text}: take at least {_MIN_TRIALS} before a ratio is relied on.")
+    if any(variant in ACCELERATOR_VARIANTS for variant, _ in results):
         lines.append(
             "A bound default group runs unbatched sends and receives one after the other on one "
             "communicator: weigh that against the gain."
@@ -206,7 +215,7 @@ def _findings_for_count(
     groups = f"{count} group{'s' if count > 1 else ''}"
     lines = []
     control, cold = samples_by_variant.get("warm"), samples_by_variant.get("cold")
-    for variant in (variant for variant in ON_ACCELERATORS if variant in samples_by_variant):
+    for variant in (variant for variant in ACCELERATOR_VARIANTS if variant in samples_by_variant):
         samples = samples_by_variant[variant]
         lines.append(f"{variant}: {_describe_splits(samples, count)}")
         if control is not None:
@@ -225,22 +234,26 @@ def _findings_for_count(
 
 
 def _describe_splits(samples: Sequence[Sample], count: int) -> str:
-    splits = {s.splits for s in samples}
-    if splits == {-1}:
+    split_counts = {s.splits for s in samples}
+    if split_counts == {-1}:
         return "the backend does not tell whether it split"
-    if all(s >= count for s in splits):
-        return f"proved: the backend counts {max(splits)} splits"
-    return f"NOT split: the backend counts {max(splits)} splits of {count}"
+    if all(s >= count for s in split_counts):
+        return f"proved: the backend counts {max(split_counts)} splits"
+    return f"NOT split: the backend counts {max(split_counts)} splits of {count}"
 
 
 def _compare_usable(slow: Sequence[Sample], fast: Sequence[Sample]) -> str:
     if min(len(slow), len(fast)) < 2:
         return "a single run each, which shows no difference"
     ratio = median_ratio([s.usable for s in slow], [s.usable for s in fast])
-    saved = statistics.median(s.usable for s in slow) - statistics.median(s.usable for s in fast)
+    saved_seconds = statistics.median(s.usable for s in slow) - statistics.median(
+        s.usable for s in fast
+    )
     verdict = "" if ratio.is_significant else " (no difference shown)"
     interval = f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}{verdict}"
-    return f"usable {ratio.value:.2f} times as fast, {interval}; {saved * 1e3:+.1f} ms saved"
+    return (
+        f"usable {ratio.value:.2f} times as fast, {interval}; {saved_seconds * 1e3:+.1f} ms saved"
+    )
 
 
 @rank_function
@@ -253,16 +266,20 @@ def run_rank(plan: GroupsPlan, world: BenchWorld) -> int:
 def measure_groups(plan: GroupsPlan, world: BenchWorld | None) -> int:
     """Run all measurements and return the exit code. Without a world this process starts the ranks
     of every measurement on this host."""
-    kind = choose_accelerator(plan.placement.device)
-    backend = registry.get_usable_backend(plan.placement.backend, kind.name, source="--backend")
-    variants = [v for v in plan.variants if not kind.is_host or v not in ON_ACCELERATORS]
+    accelerator = choose_accelerator(plan.placement.device)
+    backend = registry.get_usable_backend(
+        plan.placement.backend, accelerator.name, source="--backend"
+    )
+    variants = [
+        v for v in plan.variants if not accelerator.is_host or v not in ACCELERATOR_VARIANTS
+    ]
     unsupported = [v for v in plan.variants if v not in variants]
     if not variants:
         raise ConfigError(f"{', '.join(unsupported)}: only accelerators can be bound")
-    prints = world is None or world.rank == 0
+    is_printing = world is None or world.rank == 0
     starter = _TrialStarter(plan, world)
     hosts = starter.hosts()
-    if prints:
+    if is_printing:
         comm_options = f" ({', '.join(plan.comm)})" if plan.comm else ""
         version = f"torch {torch.__version__}, backend {backend.name} {backend.version() or ''}"
         print(f"# {starter.size} ranks, {version.rstrip()}{comm_options}")
@@ -270,9 +287,9 @@ def measure_groups(plan: GroupsPlan, world: BenchWorld | None) -> int:
         for variant in unsupported:
             print(f"# {variant}: left out, only accelerators can be bound")
         sys.stdout.flush()
-    about = describe_machine("flagscale", "torch") if plan.json is not None else {}
+    conditions = describe_machine("flagscale", "torch") if plan.json is not None else {}
     results = starter.run(variants)
-    if not prints:
+    if not is_printing:
         return 0
     for line in (*make_table(results), "", *list_findings(results)):
         print(line)
@@ -281,9 +298,9 @@ def measure_groups(plan: GroupsPlan, world: BenchWorld | None) -> int:
             {"arm": variant, "groups": count, "samples": [asdict(s) for s in samples]}
             for (variant, count), samples in results.items()
         ]
-        about |= {"ranks": starter.size, "hosts": hosts.count(" ["), "backend": backend.name}
-        about |= {"options": list(plan.comm)} if plan.comm else {}
-        plan.json.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+        conditions |= {"ranks": starter.size, "hosts": hosts.count(" ["), "backend": backend.name}
+        conditions |= {"options": list(plan.comm)} if plan.comm else {}
+        plan.json.write_text(json.dumps({**conditions, "results": rows}, indent=1) + "\n")
     return 0
 
 
@@ -294,12 +311,14 @@ class _TrialStarter:
 
     def __init__(self, plan: GroupsPlan, world: BenchWorld | None) -> None:
         self._plan, self._world = plan, world
-        self._number = 0
+        self._trial_number = 0
         self._store: Store | None = None
         self.size = plan.placement.workers or 1
         if world is not None:
-            place, self.size = plan.placement, world.size
-            self._store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
+            placement, self.size = plan.placement, world.size
+            self._store = rendezvous.rendezvous(
+                world, placement.timeout, placement.address, placement.port
+            )
 
     def hosts(self) -> str:
         """Return the ranks of each host in words."""
@@ -310,7 +329,9 @@ class _TrialStarter:
         for rank in range(self.size):
             host = self._store.get(f"host/{rank}").decode()
             ranks.setdefault(host, []).append(rank)
-        return ", ".join(f"{host} [{format_ranges(some)}]" for host, some in ranks.items())
+        return ", ".join(
+            f"{host} [{format_ranges(host_ranks)}]" for host, host_ranks in ranks.items()
+        )
 
     def run(self, variants: Sequence[Variant]) -> Results:
         """Run all measurements with the variants by turns. Under a launcher every rank returns
@@ -331,7 +352,7 @@ class _TrialStarter:
         with tempfile.TemporaryDirectory(prefix="flagscale-groups-") as directory:
             result = Path(directory) / "result.json"
             plan = TrialPlan(variant, count, self._plan, result)
-            task = WorkerTask.of("flagscale.bench.groups.worker:run_trial", plan)
+            task = WorkerTask.create("flagscale.bench.groups.worker:run_trial", plan)
             if self._world is None or self._store is None:
                 code = run_local_task(task, self.size)
             else:
@@ -343,25 +364,25 @@ class _TrialStarter:
 
     def _run_own_process(self, task: WorkerTask, world: BenchWorld, store: Store) -> int:
         """Run this rank's process of one measurement under a launcher."""
-        key = f"place/{self._number}"
+        key = f"place/{self._trial_number}"
         if world.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
+            with socket.socket() as sock:
+                sock.bind(("", 0))
                 host_name = self._plan.placement.address or world.address or socket.gethostname()
-                store.set(key, f"{host_name} {probe.getsockname()[1]}")
+                store.set(key, f"{host_name} {sock.getsockname()[1]}")
         host, port = store.get(key).decode().split()
         variables = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
-        launchers = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
-        environment = {k: v for k, v in variables.items() if not k.startswith(launchers)}
+        launcher_prefixes = ("TORCHELASTIC_", "PMI", RENDEZVOUS_VARIABLE)
+        environment = {k: v for k, v in variables.items() if not k.startswith(launcher_prefixes)}
         environment |= {"MASTER_ADDR": "127.0.0.1" if world.one_host else host, "MASTER_PORT": port}
         with ChildProcesses() as children:
             return children.start(task.command, environment, stdin=task.to_stdin()).wait()
 
     def _share_sample(self, text: str | None) -> Sample:
         """Return the sample that rank 0's process has written, on every rank."""
-        self._number += 1
+        self._trial_number += 1
         if self._store is not None:
-            key = f"sample/{self._number}"
+            key = f"sample/{self._trial_number}"
             if text is not None:
                 self._store.set(key, text)
             self._store.wait([key], timedelta(seconds=self._plan.placement.timeout))

@@ -1,4 +1,8 @@
-"""The command that measures fsccl's pipelined schedules over k and nelem_per_send."""
+"""Command ``flagscale bench pipeline``: measures fsccl's pipelined schedules.
+
+A pipelined schedule cuts the block of a rank into ``k`` chunks. Chunk c travels around ring c, from
+rank to rank, in sends of ``nelem_per_send`` elements. Both parameters can be varied.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,10 @@ DEFAULTS: Mapping[str, tuple[int, int]] = {
 """Default ``k`` and ``nelem_per_send`` of each operation."""
 UNITS: Mapping[str, int] = {"GB": 10**9, "GiB": 2**30}
 
-MAX_CHUNKS, MAX_ELEMENTS = 64, 1 << 26
+MAX_CHUNKS, MAX_SEND_ELEMENTS = 64, 1 << 26
 """fsccl's limits (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
-SLOTS = 2
-"""Sends that a rank's ring buffers: the depth of a channel in fsccl."""
+RING_SLOTS = 2
+"""Number of sends that a rank's ring holds: the depth of a channel in fsccl."""
 
 _WIDTH = 99
 
@@ -113,16 +117,18 @@ class PipelineRow:
 def format_heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
     """Return the lines above a schedule's rows."""
     title = f" {TITLES[schedule.operation]} "
-    how = "fsccl's own choice of algorithm"
+    parameters = "fsccl's own choice of algorithm"
     if schedule.k > 0:
-        scratch = schedule.k * SLOTS * schedule.nelem * plan.type.bytes
-        how = f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch}"
+        scratch_bytes = schedule.k * RING_SLOTS * schedule.nelem * plan.type.bytes
+        parameters = (
+            f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch_bytes}"
+        )
     bandwidths = (f"{which}_algbw({plan.unit}/s)" for which in ("avg", "max"))
     columns = ("size(B)", "avg_time(us)", "min_time(us)", *bandwidths)
     return [
         title.center(_WIDTH, "#"),
         f"nranks={ranks}",
-        f"{how}, dtype={plan.type.name}",
+        f"{parameters}, dtype={plan.type.name}",
         f"check_iters={plan.check_iters}, warmup_iters={plan.warmup_iters}, iters={plan.iters}",
         "",
         "".join(f"{column:>20}" for column in columns),
@@ -153,11 +159,11 @@ examples
       between nodes, by messages
 
 size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
-the average and of the best iteration. scratch_size is what a rank's sends need, in bytes. Every
-check compares the whole result with what it must be.
+the average and of the best iteration. scratch_size is the memory for a rank's sends, in bytes.
+Every check compares the whole result with the expected one.
 exit codes: 0 ok, 1 a result is wrong or the run failed, 2 usage, 3 ranks did not meet
 """
-_ONE_SHOT = 32768
+_DEFAULT_ONE_SHOT_BYTES = 32768
 """fsccl's default for FSCCL_ONE_SHOT_BYTES."""
 T = TypeVar("T")
 
@@ -166,13 +172,13 @@ class PipelineCommand(BenchCommand[PipelinePlan]):
     """Command that measures pipelined schedules."""
 
     prog = "flagscale bench pipeline"
-    run = "flagscale.bench.pipeline.worker:run_rank"
+    rank_entry_point = "flagscale.bench.pipeline.worker:run_rank"
 
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> PipelinePlan:
         options = _parser(prog).parse(words)
-        if keeps and options.plot is not None:
+        if writes_results and options.plot is not None:
             require_image(options.plot, "--plot")
-        if keeps and options.json is not None:
+        if writes_results and options.json is not None:
             require_writable(options.json, "--json")
         return _make_plan(options)
 
@@ -240,34 +246,35 @@ def _make_plan(options: argparse.Namespace) -> PipelinePlan:
         )
     operations = _parse_list("--ops", options.ops, _parse_operation)
     ks = _parse_numbers("-k", options.k, 0, MAX_CHUNKS)
-    nelems = _parse_numbers("--nelem-per-send", options.nelem_per_send, 1, MAX_ELEMENTS)
+    nelems = _parse_numbers("--nelem-per-send", options.nelem_per_send, 1, MAX_SEND_ELEMENTS)
     schedules = tuple(
         Schedule(op, k, nelem)
         for op in operations
         for k in ks or DEFAULTS[op][:1]
-        for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
+        # With k=0 the number of elements has no effect, so one is enough.
+        for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]
     )
     sizes = _parse_list("--sizes", options.sizes, parse_size)
-    if first := options.minbytes:
-        ends = parse_size(first), parse_size(options.maxbytes or first)
-        sizes = sweep_sizes(*ends, factor=options.stepfactor)
-    one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
-    limit = _parse_number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
-    if min(sizes) <= limit and any(schedule.k for schedule in schedules):
+    if min_text := options.minbytes:
+        bounds = parse_size(min_text), parse_size(options.maxbytes or min_text)
+        sizes = sweep_sizes(*bounds, factor=options.stepfactor)
+    one_shot_text = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_DEFAULT_ONE_SHOT_BYTES)
+    one_shot_bytes = _parse_number("FSCCL_ONE_SHOT_BYTES", one_shot_text, 0, 1 << 30)
+    if min(sizes) <= one_shot_bytes and any(schedule.k for schedule in schedules):
         raise ConfigError(
-            f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
-            "and not by a pipeline",
+            f"--sizes {format_size(min(sizes))}: buffers up to {format_size(one_shot_bytes)} go in "
+            "one step and not by a pipeline",
             hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
         )
-    type_ = find_data_type(options.datatype)
-    return from_options(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
+    data_type = find_data_type(options.datatype)
+    return from_options(PipelinePlan, options, schedules=schedules, sizes=sizes, type=data_type)
 
 
-def _parse_list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+def _parse_list(flag: str, text: str, parse: Callable[[str], T]) -> tuple[T, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise ConfigError(f"{flag} {text!r}; expected values with commas between them")
-    return tuple(dict.fromkeys(read(word) for word in words))
+    return tuple(dict.fromkeys(parse(word) for word in words))
 
 
 def _parse_operation(word: str) -> str:
@@ -276,17 +283,19 @@ def _parse_operation(word: str) -> str:
     raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{suggest_name(word, TITLES)}")
 
 
-def _parse_numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
-    """Those of a list; none where the flag is not given."""
+def _parse_numbers(flag: str, text: str | None, minimum: int, maximum: int) -> tuple[int, ...]:
+    """Parse a list of whole numbers from ``minimum`` to ``maximum``; empty without the flag."""
     return (
-        _parse_list(flag, text, lambda word: _parse_number(flag, word, least, most)) if text else ()
+        _parse_list(flag, text, lambda word: _parse_number(flag, word, minimum, maximum))
+        if text
+        else ()
     )
 
 
-def _parse_number(flag: str, word: str, least: int, most: int) -> int:
-    if word.isdecimal() and least <= int(word) <= most:
+def _parse_number(flag: str, word: str, minimum: int, maximum: int) -> int:
+    if word.isdecimal() and minimum <= int(word) <= maximum:
         return int(word)
-    raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
+    raise ConfigError(f"{flag} {word!r}; expected a whole number from {minimum} to {maximum}")
 
 
 main = PipelineCommand().main

@@ -1,4 +1,4 @@
-"""Rank of the benchmark of pipelined schedules."""
+"""Rank of ``flagscale bench pipeline``: checks and times fsccl's pipelined schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
 
-_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 class CheckedCall:
@@ -53,12 +53,12 @@ class CheckedCall:
     def check(self, number: int) -> bool:
         """Run once on fresh data, and return whether the whole result is right."""
         golden = Golden(self._case, self._group, "random", number)
-        golden.fill(self.part)
+        golden.fill_buffers(self.part)
         self.run()
         return not golden.verify(self.part).wrong
 
     def clear(self) -> None:
-        """Fill the buffers with zeros, which stay the same however often they are summed."""
+        """Fill the buffers with zeros, so that repeated sums in place do not overflow."""
         self.part.input.zero_()
         self.part.output.zero_()
 
@@ -69,21 +69,25 @@ def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
     result.
     """
     json_path, plot = (plan.json, plan.plot) if world.rank == 0 else (None, None)
-    store = rendezvous.rendezvous(world, _SECONDS)
+    store = rendezvous.rendezvous(world, _TIMEOUT_SECONDS)
     device = select_rank_device(plan.device, world.local_rank)
     backend = registry.get_usable_backend("fsccl", device.kind)
     backend.init_options(device.torch_device)
     with backend.creation_context():
-        rendezvous.init_default_group(store, world, "fsccl", timeout=timedelta(seconds=_SECONDS))
+        rendezvous.init_default_group(
+            store, world, "fsccl", timeout=timedelta(seconds=_TIMEOUT_SECONDS)
+        )
     dist.barrier()
     rendezvous.remove_files(world)
-    about = describe_machine("flagscale", "torch") if json_path is not None else {}
+    conditions = describe_machine("flagscale", "torch") if json_path is not None else {}
     rows = [row for s in plan.schedules for row in _measure_schedule(s, plan, device, world)]
     if json_path is not None:
-        about |= {"ranks": world.size, "device": device.kind, "type": plan.type.name}
-        about |= {name: getattr(plan, name) for name in ("check_iters", "warmup_iters", "iters")}
+        conditions |= {"ranks": world.size, "device": device.kind, "type": plan.type.name}
+        conditions |= {
+            name: getattr(plan, name) for name in ("check_iters", "warmup_iters", "iters")
+        }
         records = [asdict(row) | {"busbw": round(row.busbw(world.size), 3)} for row in rows]
-        json_path.write_text(json.dumps({**about, "results": records}, indent=1) + "\n")
+        json_path.write_text(json.dumps({**conditions, "results": records}, indent=1) + "\n")
     if plot is not None:
         write_plot(plot, _make_curves(rows, world.size))
     dist.destroy_process_group()
@@ -91,26 +95,33 @@ def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
 
 
 def _measure_schedule(
-    s: Schedule, plan: PipelinePlan, device: Device, world: BenchWorld
+    schedule: Schedule, plan: PipelinePlan, device: Device, world: BenchWorld
 ) -> list[PipelineRow]:
     from flagscale.comm.fsccl import load_extension
 
-    options = load_extension().Options(pipeline_k=s.k, pipeline_nelem=s.nelem)
+    options = load_extension().Options(pipeline_k=schedule.k, pipeline_nelem=schedule.nelem)
     process_group = dist.new_group(backend="fsccl", pg_options=options)
     group = RankGroup("fsccl", tuple(range(world.size)), world.rank, process_group)
-    prints = world.rank == 0
-    if prints:
-        print("\n".join(format_heading(s, plan, world.size)), flush=True)
+    is_printing = world.rank == 0
+    if is_printing:
+        print("\n".join(format_heading(schedule, plan, world.size)), flush=True)
     rows = []
     for requested_size in plan.sizes:
         size = round_to_parts(requested_size, plan.type.bytes, world.size)
-        call = CheckedCall(s.operation, plan.type, size, group, device)
+        call = CheckedCall(schedule.operation, plan.type, size, group, device)
         times = _time_call(call, plan, device, process_group)
-        row = PipelineRow(s.operation, s.k, s.nelem, size, sum(times) / len(times), min(times))
+        row = PipelineRow(
+            schedule.operation,
+            schedule.k,
+            schedule.nelem,
+            size,
+            sum(times) / len(times),
+            min(times),
+        )
         rows.append(row)
-        if prints:
+        if is_printing:
             print(format_row(row, plan.unit), flush=True)
-    if prints:
+    if is_printing:
         print(flush=True)
     dist.destroy_process_group(process_group)
     return rows
@@ -124,11 +135,13 @@ def _time_call(
     Raises:
         JobError: a result is wrong on some rank.
     """
-    checks = [call.check(number) for number in range(plan.check_iters)]  # all: others take part
-    wrong = torch.tensor([int(not all(checks))], device=device.torch_device)
-    dist.all_reduce(wrong)
-    if wrong.item():
-        raise JobError(f"wrong results on {int(wrong.item())} of {group.size()} ranks")
+    checks = [
+        call.check(number) for number in range(plan.check_iters)
+    ]  # every rank runs all of them
+    wrong_ranks = torch.tensor([int(not all(checks))], device=device.torch_device)
+    dist.all_reduce(wrong_ranks)
+    if wrong_ranks.item():
+        raise JobError(f"wrong results on {int(wrong_ranks.item())} of {group.size()} ranks")
     call.clear()
     times = []
     for number in range(plan.warmup_iters + plan.iters):
@@ -139,9 +152,9 @@ def _time_call(
         device.synchronize()
         if number >= plan.warmup_iters:
             times.append((time.perf_counter() - begin) * 1e6)
-    slowest = torch.tensor(times, dtype=torch.float64, device=device.torch_device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return list(slowest.tolist())
+    slowest_times = torch.tensor(times, dtype=torch.float64, device=device.torch_device)
+    dist.all_reduce(slowest_times, op=dist.ReduceOp.MAX)
+    return list(slowest_times.tolist())
 
 
 def _make_curves(rows: list[PipelineRow], ranks: int) -> list[Curve]:

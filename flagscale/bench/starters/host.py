@@ -26,35 +26,35 @@ from flagscale.records import encode
 
 LOGS = "logs"
 """Subdirectory for the ranks' output."""
-# A host may notice some time after the others that the command has gone away.
-_NOTICE_SECONDS = 3.0
+# A host may detect later than the others that the command has ended.
+_ABANDON_CHECK_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses that a host is asked to resolve: candidates for the rendezvous."""
+    """Argument of :func:`prepare`: candidate addresses for the rendezvous, to be resolved."""
 
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """Answer of :func:`prepare`."""
+    """Result of :func:`prepare`."""
 
     port: int
-    """Free at this moment."""
+    """A port that is free at this moment."""
     scratch: str
     """New directory for the files of this run, readable by its owner alone."""
     machine: str = ""
-    """Host name as the host itself has it."""
+    """The host's own host name."""
     cores: int = 1
-    known: dict[str, bool] = field(default_factory=dict)
-    """Addresses the host can resolve; False: to itself (loopback) alone."""
+    resolvable: dict[str, bool] = field(default_factory=dict)
+    """Addresses that the host can resolve; False if it resolves them to loopback alone."""
 
 
 @dataclass(frozen=True)
 class HostTask:
-    """The ranks of one host."""
+    """Argument of :func:`run_ranks`: the ranks of one host."""
 
     task: WorkerTask
     count: int
@@ -70,17 +70,17 @@ class HostTask:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The directory of a run on a host."""
+    """Argument of :func:`send_files`: the directory of a run on a host."""
 
     path: str
 
 
-def prepare(asked: Addresses) -> int:
+def prepare(candidates: Addresses) -> int:
     """Print a :class:`PreparedHost` as JSON."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
-    resolved = resolve_addresses(asked.addresses)
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port = int(sock.getsockname()[1])
+    resolved = resolve_addresses(candidates.addresses)
     scratch = tempfile.mkdtemp(prefix="flagscale-bench-")
     print(encode(PreparedHost(port, scratch, socket.gethostname(), usable_cores(), resolved)))
     return 0
@@ -94,37 +94,40 @@ def resolve_addresses(addresses: Sequence[str]) -> dict[str, bool]:
             resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             continue
-        numbers = [str(entry[4][0]).partition("%")[0] for entry in resolved]
+        ip_addresses = [str(entry[4][0]).partition("%")[0] for entry in resolved]
         resolvable[address] = not all(
-            ipaddress.ip_address(number).is_loopback for number in numbers
+            ipaddress.ip_address(ip_address).is_loopback for ip_address in ip_addresses
         )
     return resolvable
 
 
-def run_ranks(order: HostTask) -> int:
+def run_ranks(host_task: HostTask) -> int:
     """Run the ranks of this host and return their exit code."""
-    os.environ.update(order.environment)
-    scratch = Path(order.scratch)
-    os.chdir(order.directory if Path(order.directory).is_dir() else scratch)
-    for name in order.files:
+    os.environ.update(host_task.environment)
+    scratch = Path(host_task.scratch)
+    os.chdir(host_task.directory if Path(host_task.directory).is_dir() else scratch)
+    for name in host_task.files:
         (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-    code, log_dir = 1, scratch / LOGS if order.logs else None
+    code, log_dir = 1, scratch / LOGS if host_task.logs else None
     try:
-        code = run_local_task(order.task, order.count, log_dir=log_dir, ranks=order.ranks)
+        code = run_local_task(
+            host_task.task, host_task.count, log_dir=log_dir, ranks=host_task.ranks
+        )
     finally:
-        # Also if a line of a rank could not be forwarded: nobody reads any more.
+        # Also after an exception because a line of a rank could not be forwarded.
         if _is_abandoned(code):
             shutil.rmtree(scratch, ignore_errors=True)
     return code
 
 
 def _is_abandoned(code: int) -> bool:
-    """Return whether nobody is left to fetch the files and clean up.
+    """Return whether the command that would fetch the files and clean up has ended.
 
-    Ranks may have failed because those of another host were ended first, by a command that has
-    just gone away: after a failure the check is repeated for a while.
+    If the command is killed, its hosts detect that at different times, and ranks may fail because
+    those of another host were ended first. Therefore the check is repeated for some seconds after a
+    failure (``code``).
     """
-    deadline = time.monotonic() + (_NOTICE_SECONDS if code else 0.0)
+    deadline = time.monotonic() + (_ABANDON_CHECK_SECONDS if code else 0.0)
     while not has_no_reader(sys.stdout):
         if time.monotonic() >= deadline:
             return False

@@ -16,7 +16,7 @@ def run_launcher(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a launcher and return its exit code. An interrupt of this process terminates it; it
     forwards the signal to the ranks."""
     sys.stdout.flush()
-    with ChildProcesses(grace=_GRACE_SECONDS) as children:
+    with ChildProcesses(grace_seconds=_GRACE_SECONDS) as children:
         return children.start(argv, environment, dies_with_parent=False).wait()
 
 

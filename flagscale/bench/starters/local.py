@@ -1,4 +1,8 @@
-"""Ranks on this host: started as child processes, and all ended when one fails."""
+"""Starter of ranks on this host: child processes, all of which are ended when one fails.
+
+Used by the benchmark commands for ranks on this machine, and by the SSH starter on each host
+(:mod:`.host`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ from flagscale.hosts.workers.task import WorkerTask
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 4.0
-"""Time for the other ranks, once one has failed, to find out why and to save their results."""
+"""Time for the other ranks, after one has failed, to report the cause and to save results."""
 _STOPPED_CHECK_SECONDS = 1.0
-_LARGEST_CODE = 4
+_MAX_OWN_CODE = 4
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,19 @@ class RankRange:
 def overall_exit_code(code: int) -> int:
     """Return the exit code of a command for a code that a starter or host reports.
 
-    A measurement's own codes are kept. A rank that a signal ended, and whatever a starter makes of
-    that, is 1.
+    Codes from 0 to 4 are a measurement's own, and stay. Any other code, as of a rank that a signal
+    ended, becomes 1.
     """
-    return code if 0 <= code <= _LARGEST_CODE else 1
+    return code if 0 <= code <= _MAX_OWN_CODE else 1
 
 
 def log_path(directory: Path, rank: int | str) -> Path:
-    """Return the file of a rank's output; starters put a pattern in place of the number."""
+    """Return the file of a rank's output. Starters pass a pattern such as ``%t`` as ``rank``."""
     return directory / f"rank_{rank}.log"
 
 
 def run_local_task(task: WorkerTask, count: int, **options: Any) -> int:
-    """Run a task as ``count`` ranks; ``options`` as :func:`run_local_ranks` takes them."""
+    """Run a task as ``count`` ranks; ``options`` are passed to :func:`run_local_ranks`."""
     return run_local_ranks(task.command, count, stdin=task.to_stdin(), **options)
 
 
@@ -64,7 +68,7 @@ def run_local_ranks(
     log_dir: Path | None = None,
     ranks: RankRange | None = None,
     stdin: bytes = b"",
-    stopped_limit: float = math.inf,
+    stopped_limit_seconds: float = math.inf,
 ) -> int:
     """Run ``command`` as ranks of this host, wait for them, and return the overall exit code.
 
@@ -75,10 +79,10 @@ def run_local_ranks(
         count: number of ranks on this host.
         log_dir: directory for ``rank_<n>.log`` files; rank 0's is printed too. None: the ranks
             write to this process's own output.
-        ranks: the place of these ranks in a world on several hosts. They are ended, too, when
-            nobody reads this process's output any more.
+        ranks: numbers of these ranks in a world on several hosts. They are also ended when the
+            reader of this process's output has gone, because its host is controlled over SSH.
         stdin: bytes that each rank reads.
-        stopped_limit: seconds that a rank may be stopped (SIGSTOP) before all are ended.
+        stopped_limit_seconds: seconds that a rank may be stopped (SIGSTOP) before all are ended.
     """
     first = ranks.first if ranks is not None else 0
     sys.stdout.flush()
@@ -86,10 +90,10 @@ def run_local_ranks(
         stack.enter_context(unwind_on_signal())
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-        watch = _RankWatch(first, stopped_limit, attached=ranks is not None)
+        watch = _RankMonitor(first, stopped_limit_seconds, ends_without_reader=ranks is not None)
         if log_dir is not None and first == 0:
             log_path(log_dir, 0).touch()
-            watch.shown = stack.enter_context(log_path(log_dir, 0).open("rb"))
+            watch.log = stack.enter_context(log_path(log_dir, 0).open("rb"))
             stack.callback(watch.print_new_output)
         children = stack.enter_context(ChildProcesses())
         for local in range(count):
@@ -114,26 +118,32 @@ def _rank_variables(
     return {**variables, **threads, **rendezvous, STARTER_VARIABLE: "SSH"}
 
 
-class _RankWatch:
-    """Waits for ranks, prints rank 0's log, and decides when the others have to end."""
+class _RankMonitor:
+    """Waits for the ranks, prints rank 0's log, and ends all ranks after a failure."""
 
-    def __init__(self, first: int, stopped_limit: float, *, attached: bool) -> None:
-        """``attached``: the ranks must end when nobody reads this process's output."""
-        self.shown: IO[bytes] | None = None
+    def __init__(
+        self, first: int, stopped_limit_seconds: float, *, ends_without_reader: bool
+    ) -> None:
+        """``first`` is the number of this host's first rank. With ``ends_without_reader`` the ranks
+        end when the reader of this process's output has gone.
+        """
+        self.log: IO[bytes] | None = None
         self._first = first
-        self._stopped_limit = stopped_limit
-        self._attached = attached
+        self._stopped_limit_seconds = stopped_limit_seconds
+        self._ends_without_reader = ends_without_reader
         self._stopped_since: dict[int, float] = {}
         self._last_check = 0.0
 
     def print_new_output(self) -> None:
         """Copy the new part of rank 0's log to stdout."""
-        if self.shown is not None and (new := self.shown.read()):
-            sys.stdout.buffer.write(new)
+        if self.log is not None and (data := self.log.read()):
+            sys.stdout.buffer.write(data)
             sys.stdout.flush()
 
     def wait(self, children: ChildProcesses) -> int:
-        """Return the overall exit code once it is certain. Ranks may still run then."""
+        """Wait for the ranks, and return the overall exit code. If one was stopped or the reader
+        has gone, the other ranks may still be running.
+        """
         deadline: float | None = None
         signal_reported = False
         while True:
@@ -147,10 +157,10 @@ class _RankWatch:
                     signal_reported = True
             if all(code is not None for code in codes):
                 return _combine_codes([code or 0 for code in codes])
-            if (stopped := self._stopped_rank(children)) is not None:
+            if (stopped := self._find_stopped_rank(children)) is not None:
                 print(f"error: rank {stopped} is stopped: all are ended", file=sys.stderr)
                 return 1
-            if self._attached and has_no_reader(sys.stdout):
+            if self._ends_without_reader and has_no_reader(sys.stdout):
                 return 1
             if deadline is None and any(codes):
                 deadline = time.monotonic() + _GRACE_SECONDS
@@ -159,7 +169,7 @@ class _RankWatch:
                 return _combine_codes([process.returncode for process in children.processes])
             time.sleep(_POLL_SECONDS)
 
-    def _stopped_rank(self, children: ChildProcesses) -> int | None:
+    def _find_stopped_rank(self, children: ChildProcesses) -> int | None:
         """Return the first rank that has been stopped for too long."""
         now = time.monotonic()
         if now - self._last_check <= _STOPPED_CHECK_SECONDS:
@@ -169,7 +179,9 @@ class _RankWatch:
         stopped = [rank for rank, process in ranks if is_stopped(process.pid)]
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
         times = self._stopped_since.items()
-        return next((rank for rank, since in times if now - since > self._stopped_limit), None)
+        return next(
+            (rank for rank, since in times if now - since > self._stopped_limit_seconds), None
+        )
 
 
 def _combine_codes(codes: Sequence[int]) -> int:

@@ -2,8 +2,9 @@
 
 Every host is reached before any rank starts, and receives its task over one connection. A failed
 rank, a lost host or a signal to this process ends all ranks: a host ends its ranks when its
-connection is closed. Ranks meet at an address that every host resolves to the first host. A name
-may be an SSH alias that no host can resolve, so the hosts are asked.
+connection is closed. The rendezvous address must be one that every host resolves to the first host.
+A host's name may be an SSH alias that other hosts cannot resolve, so every host tries the
+candidates (:func:`.host.prepare`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from flagscale.hosts.fan_out import Hosts, format_host_errors, raise_host_errors
 from flagscale.hosts.names import compress_names
 from flagscale.hosts.ssh.ssh_config import SshConfig
 from flagscale.hosts.workers.children import unwind_on_signal
-from flagscale.hosts.workers.remote import cannot_run, run_on_host
+from flagscale.hosts.workers.remote import explain_task_failure, run_on_host
 from flagscale.hosts.workers.task import WorkerTask
 from flagscale.records import decode, relocate_outputs
 
@@ -47,16 +48,18 @@ _HOST_MODULE = "flagscale.bench.starters.host"
 P = TypeVar("P")
 
 
-def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str, str]) -> int:
-    """Run a function with ``plan`` on every rank of ``place``.
+def run_over_ssh(
+    placement: Placement, entry_point: str, plan: Any, environment: Mapping[str, str]
+) -> int:
+    """Run a function with ``plan`` on every rank of ``placement``.
 
     The files that the plan marks as written are copied back. The exit code is that of rank 0's
     host, or of the first other host that failed.
 
     Args:
         place: hosts and ranks.
-        run: function of the ranks, as ``module:function``.
-        plan: its argument.
+        entry_point: function of the ranks, as ``module:function``.
+        plan: argument of the function.
         environment: environment of this process, parts of which are forwarded.
 
     Raises:
@@ -65,89 +68,96 @@ def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str
         ConfigError: a host has no flagscale at this machine's path, or too few cores for its
             ranks.
     """
-    endpoints = [Endpoint(h.name, h.via or "ssh", h.user, h.port, h.proxy) for h in place.hosts]
-    with unwind_on_signal(), Hosts(endpoints, {"ssh": {"config": place.ssh_config}}) as hosts:
-        prepared, address = _prepare_hosts(hosts, place)
-        port = place.port or prepared[0].port
+    endpoints = [Endpoint(h.name, h.via or "ssh", h.user, h.port, h.proxy) for h in placement.hosts]
+    with unwind_on_signal(), Hosts(endpoints, {"ssh": {"config": placement.ssh_config}}) as hosts:
+        prepared, address = _prepare_hosts(hosts, placement)
+        port = placement.port or prepared[0].port
         host_tasks: list[HostTask] = []
         files: dict[str, Path] = {}
-        for number, (host, count) in enumerate(zip(prepared, place.per_host, strict=True)):
+        for number, (host, count) in enumerate(zip(prepared, placement.per_host, strict=True)):
             host_plan, files = relocate_plan(plan, host.scratch)
-            first = sum(place.per_host[:number])
+            first = sum(placement.per_host[:number])
             host_task = HostTask(
-                task=WorkerTask.of(run, host_plan),
+                task=WorkerTask.create(entry_point, host_plan),
                 count=count,
-                ranks=RankRange(first, place.workers or 1, address, port),
-                environment={**forwarded_variables(environment), **host_variables(place, number)},
+                ranks=RankRange(first, placement.workers or 1, address, port),
+                environment={
+                    **forwarded_variables(environment),
+                    **host_variables(placement, number),
+                },
                 directory=str(Path.cwd()),
                 scratch=host.scratch,
                 files=tuple(files),
-                logs=place.log_dir is not None,
+                logs=placement.log_dir is not None,
             )
             host_tasks.append(host_task)
-        if place.log_dir is not None:
-            files[LOGS] = place.log_dir
+        if placement.log_dir is not None:
+            files[LOGS] = placement.log_dir
         return _HostRuns(hosts, host_tasks, files).run()
 
 
 def relocate_plan(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
-    """Return ``plan`` with output files in a host's scratch directory, and each file's name
-    there with its local path. Files are in numbered directories, so that equal names do not
+    """Return ``plan`` with its output files in a host's scratch directory, and the local path of
+    each file by its name there. Files are in numbered directories, so that equal names do not
     collide.
     """
     names: dict[Path, str] = {}
 
-    def place(path: Path) -> Path:
+    def relocate(path: Path) -> Path:
         name = names.setdefault(path.absolute(), f"{len(names) + 1}/{path.name}")
         return Path(scratch) / name
 
-    relocated = relocate_outputs(plan, place)
+    relocated = relocate_outputs(plan, relocate)
     return relocated, {name: local for local, name in names.items()}
 
 
-def host_variables(place: Placement, number: int) -> dict[str, str]:
-    """Return the environment variables for the ranks of one host. Its own take precedence."""
-    host_name = place.hosts[number].name
-    ordered = sorted(place.environment, key=lambda entry: bool(entry[0]))
+def host_variables(placement: Placement, number: int) -> dict[str, str]:
+    """Return the environment variables for the ranks of one host. Those for this host alone take
+    precedence over those for all hosts.
+    """
+    host_name = placement.hosts[number].name
+    ordered = sorted(placement.environment, key=lambda entry: bool(entry[0]))
     return {name: value for host, name, value in ordered if host in ("", host_name)}
 
 
 def _host_task(function: str, argument: Any) -> WorkerTask:
-    return WorkerTask.of(f"{_HOST_MODULE}:{function}", argument)
+    return WorkerTask.create(f"{_HOST_MODULE}:{function}", argument)
 
 
-def _prepare_hosts(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
-    """Return every host's port and directory, and an address at which all can meet. If a host
-    fails, the directories are removed on all.
+def _prepare_hosts(hosts: Hosts, placement: Placement) -> tuple[list[PreparedHost], str]:
+    """Prepare every host, and return the results with the rendezvous address. If a host fails, the
+    directories are removed on all hosts.
     """
-    choices = rendezvous_candidates(place)
+    candidates = rendezvous_candidates(placement)
 
     def prepare(number: int, host: HostConnection) -> PreparedHost:
-        task = _host_task("prepare", Addresses(choices))
+        task = _host_task("prepare", Addresses(candidates))
         result = run_on_host(host, task, timeout=_PREPARE_SECONDS)
         if result.ok:
             return decode(PreparedHost, result.stdout)
-        reason = cannot_run("benchmark", result.error_text, result.exit_status)
+        reason = explain_task_failure("benchmark", result.error_text, result.exit_status)
         raise ConfigError(
             f"{hosts.names[number]}: {reason}",
             hint="flagscale and its Python must be at the same path on every host",
         )
 
-    prepared, errors = hosts.each(prepare)
+    prepared, errors = hosts.run_on_hosts(prepare)
     try:
         raise_host_errors(errors, hosts.names, "nothing was measured")
         hosts_in_order = [prepared[number] for number in sorted(prepared)]
-        for name, count, host in zip(hosts.names, place.per_host, hosts_in_order, strict=True):
-            require_capacity(count, host.cores, place, name)
-        return hosts_in_order, choose_address(choices, hosts_in_order, hosts.names)
+        for name, count, host in zip(hosts.names, placement.per_host, hosts_in_order, strict=True):
+            require_capacity(count, host.cores, placement, name)
+        return hosts_in_order, choose_address(candidates, hosts_in_order, hosts.names)
     except FlagscaleError:
-        hosts.each(lambda n, host: _fetch_files(host, prepared[n].scratch), list(prepared))
+        hosts.run_on_hosts(lambda n, host: _fetch_files(host, prepared[n].scratch), list(prepared))
         raise
 
 
-def _fetch_files(host: HostConnection, scratch: str, into: IO[bytes] | None = None) -> None:
-    """Fetch the tar file of a run's directory, which is removed there."""
-    write = into.write if into is not None else lambda _: 0
+def _fetch_files(host: HostConnection, scratch: str, output_file: IO[bytes] | None = None) -> None:
+    """Fetch a run's directory as a tar file and remove it on the host. Without ``output_file`` the
+    content is discarded.
+    """
+    write = output_file.write if output_file is not None else lambda _: 0
     task = _host_task("send_files", Scratch(scratch))
     result = run_on_host(host, task, timeout=None, on_stdout=write)
     if not result.ok:
@@ -167,31 +177,36 @@ def unpack(archive: IO[bytes], files: Mapping[str, Path]) -> None:
             path = PurePosixPath(member.name)
             content = members.extractfile(member) if member.isfile() else None
             for name in (path, *path.parents):
-                local = files.get(str(name))
-                if local is None or content is None or ".." in path.parts:
+                local_path = files.get(str(name))
+                if local_path is None or content is None or ".." in path.parts:
                     continue
-                target = local.joinpath(path.relative_to(name))
+                target = local_path.joinpath(path.relative_to(name))
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as draft:
-                    shutil.copyfileobj(content, draft)
-                Path(draft.name).chmod(member.mode & 0o777)
-                Path(draft.name).replace(target)
+                with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as temporary_file:
+                    shutil.copyfileobj(content, temporary_file)
+                Path(temporary_file.name).chmod(member.mode & 0o777)
+                Path(temporary_file.name).replace(target)
 
 
 class _HostRuns:
-    """All hosts while they run their ranks, until the last has ended or the first has failed."""
+    """Runs the ranks of all hosts until the last host has ended or the first has failed.
 
-    def __init__(self, hosts: Hosts, orders: Sequence[HostTask], files: Mapping[str, Path]) -> None:
-        self._hosts, self._orders, self._files = hosts, orders, files
+    ``files`` are the local paths of the files to fetch, by name in a host's directory.
+    """
+
+    def __init__(
+        self, hosts: Hosts, host_tasks: Sequence[HostTask], files: Mapping[str, Path]
+    ) -> None:
+        self._hosts, self._host_tasks, self._files = hosts, host_tasks, files
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._ended_by_us = threading.Event()
+        self._ending_all = threading.Event()
         self._lost_hosts: dict[int, FlagscaleError] = {}
 
     def run(self) -> int:
         """Run each host's task, and return the overall exit code."""
         try:
-            codes, _ = self._hosts.each(self._run_host)
+            codes, _ = self._hosts.run_on_hosts(self._run_host)
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -206,24 +221,24 @@ class _HostRuns:
         try:
             code = run_on_host(
                 host,
-                _host_task("run_ranks", self._orders[number]),
+                _host_task("run_ranks", self._host_tasks[number]),
                 timeout=None,
                 on_stdout=partial(self._forward, sys.stdout),
                 on_stderr=partial(self._forward, sys.stderr),
             ).exit_status
             # Results of rank 0, complete or not, and logs and dumps of every host.
             with tempfile.TemporaryFile() as archive:
-                _fetch_files(host, self._orders[number].scratch, archive)
+                _fetch_files(host, self._host_tasks[number].scratch, archive)
                 archive.seek(0)
                 unpack(archive, self._files)
         except FlagscaleError as error:
-            if not self._ended_by_us.is_set():
+            if not self._ending_all.is_set():
                 self._lost_hosts[number] = error
             code = code or 1
             raise
         finally:
             if code:
-                self._end_soon()
+                self._schedule_end()
         return code
 
     def _forward(self, stream: TextIO, data: bytes) -> None:
@@ -231,8 +246,8 @@ class _HostRuns:
             stream.buffer.write(data)
             stream.flush()
 
-    def _end_soon(self) -> None:
-        """End the other hosts, too, if they do not end by themselves."""
+    def _schedule_end(self) -> None:
+        """End the ranks of the other hosts after some seconds, unless they end by themselves."""
         with self._lock:
             if self._timer is None:
                 self._timer = threading.Timer(_GRACE_SECONDS, self._end_all)
@@ -240,19 +255,19 @@ class _HostRuns:
                 self._timer.start()
 
     def _end_all(self) -> None:
-        self._ended_by_us.set()
+        self._ending_all.set()
         self._hosts.close()
 
 
-def rendezvous_candidates(place: Placement) -> tuple[str, ...]:
+def rendezvous_candidates(placement: Placement) -> tuple[str, ...]:
     """Return possible rendezvous addresses, best first: the user's address or the first host's
     name, then that name's address in the SSH configuration.
     """
-    first = place.hosts[0]
-    explicit = place.address or ("127.0.0.1" if len(place.hosts) == 1 else first.addr)
+    first = placement.hosts[0]
+    explicit = placement.address or ("127.0.0.1" if len(placement.hosts) == 1 else first.addr)
     if explicit:
         return (explicit,)
-    address = SshConfig.load(place.ssh_config).target(first.name).address
+    address = SshConfig.load(placement.ssh_config).target(first.name).address
     return tuple(dict.fromkeys((first.name, address)))
 
 
@@ -272,24 +287,24 @@ def choose_address(
     Raises:
         UnreachableError: there is none.
     """
-    complaints: list[str] = []
+    problems: list[str] = []
     for address in addresses:
         hosts = list(zip(names, prepared, strict=True))
-        unresolved = [name for name, host in hosts if address not in host.known]
+        unresolved = [name for name, host in hosts if address not in host.resolvable]
         on_loopback = [
             name
             for name, host in hosts
-            if host.known.get(address) is False and host.machine != prepared[0].machine
+            if host.resolvable.get(address) is False and host.machine != prepared[0].machine
         ]
         if not unresolved and not on_loopback:
             return address
         if unresolved:
-            complaints.append(f"{address} means nothing on {compress_names(unresolved)}")
+            problems.append(f"{address} means nothing on {compress_names(unresolved)}")
         if on_loopback:
             names_there = compress_names(on_loopback)
-            complaints.append(f"{address} is {names_there} itself on {names_there}")
+            problems.append(f"{address} is {names_there} itself on {names_there}")
     raise UnreachableError(
-        f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(complaints)}",
+        f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(problems)}",
         hint="give an address of it that every host reaches: --data-collector-host, or addr= in "
         "a hostfile",
     )

@@ -1,9 +1,9 @@
-"""Flags of ``run_background.sh``, which published guides use. Each is accepted with a note on
-its meaning here.
+"""Compatibility flags of ``flagscale bench traffic``: those of ``run_background.sh``.
 
-That script starts half of ``SIZE`` processes on each of two hosts, which exchange 8 MB by a ring
-for ``TIME`` seconds. The resulting tail is not measured. Here all hosts are started from one
-machine, and the tail is measured.
+Published guides use that script. It starts half of ``SIZE`` processes on each of two hosts, which
+exchange 8 MB in a ring for ``TIME`` seconds; the resulting tail latency is not measured. Here all
+hosts are started from one machine, and the tail is measured. Each flag is accepted with a note on
+its meaning here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import socket
 
 from flagscale.errors import ConfigError
 
-PORT = 12355
-_TAILS = {4: "1.5", 16: "3"}
+DEFAULT_PORT = 12355
+_TAIL_BY_SIZE = {4: "1.5", 16: "3"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def translate(options: argparse.Namespace) -> list[str]:
-    """Convert the script's flags into this command's options, in place. Returns a note on each.
+    """Convert the script's flags into this command's options, in place.
+
+    Returns:
+        A note on each flag.
 
     Raises:
         ConfigError: a value is wrong, or the second host cannot be determined.
@@ -58,14 +61,16 @@ def _flow_count(options: argparse.Namespace, notes: list[str]) -> int:
         return 0
     if not 2 <= size <= 1024:
         raise ConfigError(f"-s {size}; expected 2 to 1024 processes")
-    tail = _TAILS.get(size)
+    tail = _TAIL_BY_SIZE.get(size)
     tail_note = f"; the guide means a tail of {tail}, which --tail {tail} finds" if tail else ""
     notes.append(f"-s {size}: {size} flows in all, as many each way{tail_note}")
     return size
 
 
 def _set_hosts(options: argparse.Namespace, notes: list[str]) -> None:
-    """Set the hosts. The guide is run on two hosts, and each names the first one."""
+    """Set the two hosts: ``-m`` and this machine. The script is run on both hosts, and names the
+    first one on each.
+    """
     master = options.guide_master
     if options.hosts or options.hosts_file or options.replay:
         if master not in options.hosts:
@@ -82,7 +87,7 @@ def _set_hosts(options: argparse.Namespace, notes: list[str]) -> None:
 
 
 def _local_address(master: str) -> str:
-    """Return this machine's address on the way to another. Nothing is sent for that."""
+    """Return the address from which this machine reaches ``master``. Nothing is sent."""
     try:
         family, _, _, _, remote_end = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,8 @@
-"""File format of an environment: JSON that is read completely or refused with the wrong field."""
+"""Reading, writing and validation of environments: traffic that can be replayed (:mod:`.spec`).
+
+The file is JSON. It is written by ``flagscale bench traffic --environment`` and read by
+``--replay``. An invalid file is refused with the name of the wrong field.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ from flagscale.files import format_json, to_plain, write_atomic
 from flagscale.records import from_record
 
 VERSION = 1
-_MODE = 0o644
-_LEAST_PROBE, _LARGEST_PROBE = 64, 1 << 30
+_FILE_MODE = 0o644
+_MIN_PROBE_BYTES, _MAX_PROBE_BYTES = 64, 1 << 30
 
 
 def write_environment(environment: Environment, path: Path) -> None:
-    """Write an environment to a file. It contains no secret."""
+    """Write an environment to a file, readable by all users: it contains no secret."""
     record = {"flagscale_traffic": VERSION, **to_plain(environment)}
-    write_atomic(path, format_json(record), _MODE, durable=False)
+    write_atomic(path, format_json(record), _FILE_MODE, durable=False)
 
 
 def read_environment(path: Path) -> Environment:
@@ -60,16 +64,20 @@ def read_environment(path: Path) -> Environment:
 
 
 def check_environment(environment: Environment, name: str) -> None:
-    """Refuse an environment that cannot be played. ``name`` names it in messages.
+    """Refuse an environment that cannot be played.
+
+    Args:
+        environment: environment to check.
+        name: file or command that error messages begin with.
 
     Raises:
-        ConfigError: with the field.
+        ConfigError: a field is invalid; the message names it.
     """
     count, pattern = len(environment.hosts), environment.pattern
     if count < 2:
         raise ConfigError(f"{name}: hosts: {count} found, expected two or more")
-    names = [site.name for site in environment.hosts]
-    if duplicates := [one for one in names if names.count(one) > 1]:
+    host_names = [host.name for host in environment.hosts]
+    if duplicates := [duplicate for duplicate in host_names if host_names.count(duplicate) > 1]:
         raise ConfigError(f"{name}: hosts: {duplicates[0]} is named twice")
     for number, flow in enumerate(environment.flows):
         if not (0 <= flow.source < count and 0 <= flow.target < count):
@@ -83,20 +91,20 @@ def check_environment(environment: Environment, name: str) -> None:
     check_pattern(pattern, name)
     _check_host_load(environment, name)
     size = environment.probe.size
-    if not _LEAST_PROBE <= size <= _LARGEST_PROBE:
+    if not _MIN_PROBE_BYTES <= size <= _MAX_PROBE_BYTES:
         raise ConfigError(f"{name}: probe.size: {size} bytes, expected 64 to 1 GiB")
 
 
 def _check_host_load(environment: Environment, name: str) -> None:
-    """Refuse more load for one host than its path supports."""
+    """Refuse a host whose flows in one direction have more load together than the path's rate."""
     pattern = environment.pattern
-    limit = pattern.rate / pattern.load if pattern.load > 0 else 0
-    for verb, ends in (
+    max_flows = pattern.rate / pattern.load if pattern.load > 0 else 0
+    for verb, flow_counts in (
         ("send", Counter(flow.source for flow in environment.flows)),
         ("get", Counter(flow.target for flow in environment.flows)),
     ):
-        number, flows = max(ends.items(), key=lambda one: one[1], default=(0, 0))
-        if flows > max(1.0, limit):
+        number, flows = max(flow_counts.items(), key=lambda item: item[1], default=(0, 0))
+        if flows > max(1.0, max_flows):
             host, load = environment.hosts[number].name, format_rate(flows * pattern.load)
             raise ConfigError(
                 f"{name}: {host} would {verb} {load} by {flows} flows on a path of "
@@ -113,33 +121,33 @@ def check_pattern(pattern: Pattern, name: str) -> None:
             f"{format_rate(pattern.rate)}; expected more than nothing and less than the path's rate"
         )
     if not SMALLEST_BURST <= pattern.burst <= LARGEST_BURST:
-        least, most = format_bytes(SMALLEST_BURST), format_bytes(LARGEST_BURST)
-        raise ConfigError(
-            f"{name}: burst: {format_bytes(pattern.burst)}, expected {least} to {most}"
-        )
+        limits = f"{format_bytes(SMALLEST_BURST)} to {format_bytes(LARGEST_BURST)}"
+        raise ConfigError(f"{name}: burst: {format_bytes(pattern.burst)}, expected {limits}")
     if pattern.peak is not None and pattern.peak < pattern.load:
         raise ConfigError(f"{name}: peak: {format_rate(pattern.peak)} is below the load of a flow")
 
 
-def _with_defaults(kind: type, record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with default values for absent fields, including those of nested records."""
+def _with_defaults(record_type: type, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a dataclass with default values for absent fields, also in nested
+    records.
+    """
     filled = dict(record)
-    hints = get_type_hints(kind)
-    for field in fields(kind):
+    hints = get_type_hints(record_type)
+    for field in fields(record_type):
         if field.name not in filled and field.default is not MISSING:
             filled[field.name] = to_plain(field.default)
-        inner = [
-            nested
-            for nested in _type_arguments(hints[field.name])
-            if isinstance(nested, type) and is_dataclass(nested)
+        nested_types = [
+            argument
+            for argument in _type_arguments(hints[field.name])
+            if isinstance(argument, type) and is_dataclass(argument)
         ]
         value = filled.get(field.name)
-        if inner and isinstance(value, dict):
-            filled[field.name] = _with_defaults(inner[0], value)
-        elif inner and isinstance(value, list):
+        if nested_types and isinstance(value, dict):
+            filled[field.name] = _with_defaults(nested_types[0], value)
+        elif nested_types and isinstance(value, list):
             filled[field.name] = [
-                _with_defaults(inner[0], nested) if isinstance(nested, dict) else nested
-                for nested in value
+                _with_defaults(nested_types[0], item) if isinstance(item, dict) else item
+                for item in value
             ]
     return filled
 
@@ -149,14 +157,15 @@ def _type_arguments(hint: Any) -> list[Any]:
 
 
 def _describe_error(record: dict[str, Any]) -> str:
-    """Return which field is wrong or missing."""
+    """Return the name of the first missing or invalid field, with its value."""
     hints = get_type_hints(Environment)
     for field in fields(Environment):
         if field.name not in record:
             return f"{field.name} is missing"
-        probe_class = make_dataclass("One", [(field.name, hints[field.name])])
-        # Annotations of a made class are objects already: nothing has to be looked up.
-        if from_record(probe_class, record) is None:
+        # A dataclass with this field alone. Its annotation is a type already, not a string that
+        # from_record would have to resolve.
+        single_field_class = make_dataclass("SingleField", [(field.name, hints[field.name])])
+        if from_record(single_field_class, record) is None:
             text = json.dumps(record[field.name])
             return f"{field.name}: {text[:80]}{'…' if len(text) > 80 else ''} is not understood"
     return "it is not understood"

@@ -1,5 +1,10 @@
-"""Worker for the flows of a host: one sending thread per outgoing flow, and a sink that counts and
-discards what arrives. Standard library alone."""
+"""Worker for the flows of a host: senders of its outgoing flows, and a sink for the incoming ones.
+
+Runs on the host (:mod:`.worker`) with nothing but the standard library. Each outgoing flow has a
+thread that sends its bursts. The sink counts the bytes that arrive and discards them. Flows are TCP
+connections or UDP datagrams. The target of datagrams returns a *tally* every second: the bytes it
+has received, by which a sender detects a lost target.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +29,28 @@ from flagscale.bench.traffic.sockets import (
 from flagscale.bench.traffic.spec import Pattern
 from flagscale.hosts.workers.control import ControlChannel
 
-DATAGRAM = 1400
-"""Bytes of a datagram: below the MTU of Ethernet with a tunnel's headers."""
-_CHUNK = 64 << 10
+DATAGRAM_BYTES = 1400
+"""Payload of a datagram: below the MTU of Ethernet with a tunnel's headers."""
+_CHUNK_BYTES = 64 << 10
 _REPORT_SECONDS = 0.5
-_LARGEST_DELAY = 2.0
-"""Seconds of delayed bursts that are made up for. More would arrive as one long burst."""
+_MAX_DELAY_SECONDS = 2.0
+"""Largest delay that a sender catches up on. With more, the delayed bursts would become one long
+burst; the excess is dropped, and counted as late.
+"""
 _SILENCE_SECONDS = 5.0
-"""Seconds without a tally after which the target of datagrams is considered lost."""
-_BATCH = 8
+"""Time without a tally after which the target of datagrams is considered lost."""
+_DATAGRAM_BATCH = 8
 
 
 def serve(
     settings: WorkerSettings, channel: ControlChannel[TrafficCommand], congestion: str
 ) -> None:
     """Run the worker until its process ends.
+
+    Args:
+        settings: host and session that the worker serves.
+        channel: source of commands, and receiver of events.
+        congestion: TCP congestion control of this host, for the ``ready`` event.
 
     Raises:
         OSError: a target does not answer, or is lost.
@@ -71,7 +83,7 @@ def serve(
 def _connect_senders(
     settings: WorkerSettings, command: TrafficCommand, pattern: Pattern
 ) -> list[_FlowSender]:
-    """Return the flows that leave this host, each acknowledged by its target."""
+    """Return a sender for each flow that leaves this host, connected to the flow's target."""
     kind = socket.SOCK_STREAM if pattern.transport == "tcp" else socket.SOCK_DGRAM
     key = bytes.fromhex(settings.key)
     return [
@@ -97,8 +109,8 @@ def _apply(command: TrafficCommand, senders: list[_FlowSender]) -> None:
 class _FlowSender:
     """Sender of one flow.
 
-    Sizes of bursts are drawn in the order of the seed. A new mean, or a pause, restarts the clock
-    that bursts are due by.
+    The sizes of bursts depend on the pattern's seed alone. A new pattern or a pause begins a new
+    epoch, in which the times of bursts are counted from its start.
     """
 
     def __init__(
@@ -116,7 +128,7 @@ class _FlowSender:
         self._changed = threading.Condition()
         self._epoch = 0
         self._last_tally = time.monotonic()
-        self._buffer = memoryview(bytes(_CHUNK))
+        self._buffer = memoryview(bytes(_CHUNK_BYTES))
         self._sock.settimeout(0.5)
 
     def set_pattern(self, pattern: Pattern) -> None:
@@ -149,13 +161,13 @@ class _FlowSender:
                 while self._paused:
                     self._changed.wait()
                 if epoch != self._epoch:
-                    # This burst was drawn for the previous epoch: the next is due a gap later.
+                    # This burst was drawn for the previous epoch. The next one follows after a gap.
                     origin, epoch = time.monotonic() - self._bursts.end, self._epoch
                     continue
             delay = time.monotonic() - (origin + due)
-            if delay > _LARGEST_DELAY:
-                origin += delay - _LARGEST_DELAY
-                self.late += delay - _LARGEST_DELAY
+            if delay > _MAX_DELAY_SECONDS:
+                origin += delay - _MAX_DELAY_SECONDS
+                self.late += delay - _MAX_DELAY_SECONDS
             self._send_burst(size, epoch)
 
     def _send_burst(self, size: int, epoch: int) -> None:
@@ -167,13 +179,13 @@ class _FlowSender:
             unsent -= count
             self.sent += count
             if peak is not None:
-                ahead = begin + 8 * (size - unsent) / peak - time.monotonic()
-                if ahead > 2e-4:
-                    time.sleep(ahead)
+                lead_seconds = begin + 8 * (size - unsent) / peak - time.monotonic()
+                if lead_seconds > 2e-4:
+                    time.sleep(lead_seconds)
 
     def _send_chunk(self, unsent: int) -> int:
-        # With a peak rate, no more at once than a small queue holds.
-        limit = _CHUNK if self._bursts.pattern.peak is None else _CHUNK // 4
+        # With a peak rate, a chunk must fit into the small queue of a switch.
+        limit = _CHUNK_BYTES if self._bursts.pattern.peak is None else _CHUNK_BYTES // 4
         with suppress(TimeoutError):
             return self._sock.send(self._buffer[: min(unsent, limit)])
         return 0
@@ -182,8 +194,8 @@ class _FlowSender:
         """Send a few datagrams and return their bytes."""
         self._read_tallies()
         sent = 0
-        for _ in range(_BATCH):
-            size = min(unsent - sent, DATAGRAM)
+        for _ in range(_DATAGRAM_BATCH):
+            size = min(unsent - sent, DATAGRAM_BYTES)
             if not size:
                 break
             with suppress(TimeoutError):
@@ -191,7 +203,7 @@ class _FlowSender:
         return sent
 
     def _read_tallies(self) -> None:
-        """Raise OSError if the target has been silent for too long."""
+        """Read the tallies that have arrived. Raise OSError if there was none for too long."""
         self._sock.setblocking(False)
         try:
             while True:
@@ -202,7 +214,7 @@ class _FlowSender:
             pass
         finally:
             self._sock.settimeout(0.5)
-        # Nobody reads between two bursts: the first tally after a pause is on its way.
+        # Tallies are not read between two bursts: after a pause they wait in the socket.
         if time.monotonic() - self._last_tally > _SILENCE_SECONDS:
             raise OSError(f"flow {self.flow}: its target has fallen silent")
 
@@ -223,23 +235,24 @@ class _FlowSink:
         """Accept connections, and receive from those that pass the handshake."""
         while True:
             sock, _ = server.accept()
-            threading.Thread(target=self._drain, args=(sock,), daemon=True).start()
+            threading.Thread(target=self._receive_stream, args=(sock,), daemon=True).start()
 
-    def _drain(self, sock: socket.socket) -> None:
+    def _receive_stream(self, sock: socket.socket) -> None:
         sender = accept_hello(self._settings, sock)
         if sender is None:
             return
         flow, _ = sender
         self._counts.setdefault(flow, 0)
-        buffer = bytearray(4 * _CHUNK)
+        buffer = bytearray(4 * _CHUNK_BYTES)
         with suppress(OSError), sock:
             # MSG_TRUNC: the kernel discards the bytes, and copies nothing.
             while count := sock.recv_into(buffer, 0, socket.MSG_TRUNC):
                 self._counts[flow] += count
 
     def receive_datagrams(self, sock: socket.socket) -> None:
-        """Count datagrams from addresses that passed the handshake, and send these a tally every
-        second."""
+        """Count datagrams from addresses that passed the handshake, and send a tally to each of
+        these addresses every second.
+        """
         flows: dict[tuple[Any, ...], tuple[int, bytes]] = {}
         sock.settimeout(0.5)
         last_tally = time.monotonic()

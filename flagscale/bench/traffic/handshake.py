@@ -1,9 +1,13 @@
-"""Keyed handshake: only a host that proves to be of this session is sent traffic.
+"""Keyed handshake: traffic is sent only to a host that proves membership of this session.
 
-A hello names the flow, its source and its target, with a nonce and a MAC by the session's key. The
-acknowledgement is a MAC over the hello. Hosts of no session get no answer, so they learn nothing
-that they could replay: a repeated hello only has its sender's own bytes discarded. Standard library
-alone.
+Messages, each with a MAC (message authentication code) by the session's key:
+
+- hello: source of a flow to its target, with the flow, both hosts and a nonce;
+- acknowledgement: target to source, a MAC over the hello;
+- tally: target to source, the bytes of datagrams received since the hello.
+
+A host outside the session gets no answer, and nothing it could replay with effect: the bytes that
+follow a repeated hello are only discarded. Used on hosts, with the standard library alone.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ def verify_hello(key: bytes, message: bytes, target: int) -> tuple[int, int] | N
     if len(message) != HELLO_SIZE or not message.startswith(_MAGIC):
         return None
     header, mac = message[: _HEADER.size], message[_HEADER.size :]
-    _, flow, source, addressee, _ = _HEADER.unpack(header)
-    if addressee != target or not hmac.compare_digest(mac, _mac(key, b"hello", header)):
+    _, flow, source, hello_target, _ = _HEADER.unpack(header)
+    if hello_target != target or not hmac.compare_digest(mac, _mac(key, b"hello", header)):
         return None
     return flow, source
 
 
 def make_acknowledgement(key: bytes, hello: bytes) -> bytes:
-    """Return the target's answer to a hello."""
+    """Return the target's acknowledgement of a hello."""
     return _mac(key, b"answer", hello)
 
 
@@ -51,17 +55,17 @@ def verify_acknowledgement(key: bytes, hello: bytes, message: bytes) -> bool:
 
 def make_tally(key: bytes, hello: bytes, count: int) -> bytes:
     """Return the target's report of the datagram bytes it has received since a hello."""
-    number = count.to_bytes(8, "big")
-    return number + _mac(key, b"tally", hello + number)
+    encoded_count = count.to_bytes(8, "big")
+    return encoded_count + _mac(key, b"tally", hello + encoded_count)
 
 
 def verify_tally(key: bytes, hello: bytes, message: bytes) -> int | None:
-    """Return the bytes that a tally reports; None for a message that is none."""
-    number, mac = message[:8], message[8:]
-    if not hmac.compare_digest(mac, _mac(key, b"tally", hello + number)):
+    """Return the bytes that a tally reports; None for a message that is no tally to this hello."""
+    encoded_count, mac = message[:8], message[8:]
+    if not hmac.compare_digest(mac, _mac(key, b"tally", hello + encoded_count)):
         return None
-    return int.from_bytes(number, "big")
+    return int.from_bytes(encoded_count, "big")
 
 
-def _mac(key: bytes, purpose: bytes, text: bytes) -> bytes:
-    return hmac.new(key, purpose + text, hashlib.sha256).digest()[:_MAC_SIZE]
+def _mac(key: bytes, purpose: bytes, data: bytes) -> bytes:
+    return hmac.new(key, purpose + data, hashlib.sha256).digest()[:_MAC_SIZE]

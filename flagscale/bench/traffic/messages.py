@@ -1,4 +1,8 @@
-"""Task, commands and events of the traffic's workers. Standard library alone: hosts read it too."""
+"""Messages between a traffic session and its workers: settings, commands and events.
+
+Imported on the hosts too, with the standard library alone. Times are in seconds, and a flow is
+named by its index in :attr:`.spec.Environment.flows`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from flagscale.bench.traffic.spec import Flow, Pattern, Probe
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Argument of a worker: which host it serves, and how it is reached there."""
+    """Argument of a worker: its host, its role, and the address at which others connect to it."""
 
     role: Literal["flows", "probe"]
     number: int
@@ -18,13 +22,13 @@ class WorkerSettings:
     key: str
     """Key of the session, in hexadecimal digits."""
     seconds: float
-    """Longest life of the worker."""
+    """Time after which the worker ends."""
     lease: float
-    """Longest time without a command, in seconds."""
+    """Time without a command or renewal after which the worker ends."""
     port: int = 0
     """Port to listen on; 0: a free one."""
     interface: str | None = None
-    """Interface that its packets leave by; None: as the host routes."""
+    """Network interface for outgoing packets; None: by the host's routes."""
     address: str = ""
     """Address at which flows reach this host. Datagrams are answered from it."""
 
@@ -41,8 +45,12 @@ class Peer:
 class TrafficCommand:
     """A command to a worker.
 
-    ``start`` has the peers by host (port 0: none) and what to do with them; ``burst`` a new
-    pattern; ``probe`` the number of samples and the longest time for them.
+    Fields by action:
+
+    - ``start``: ``peers`` by the index of their host (port 0: no worker there), and either
+      ``flows`` with their ``pattern``, or the ``probe``;
+    - ``burst``: the new ``pattern``;
+    - ``probe``: the number of ``samples``, and ``seconds`` after which there may be fewer.
     """
 
     action: Literal["start", "burst", "pause", "resume", "probe"]
@@ -60,9 +68,11 @@ class TrafficCommand:
 class TrafficEvent:
     """An event of a worker.
 
-    ``ready``: it listens on ``port``; ``joined``: all its peers have answered the handshake;
-    ``counts``: bytes by flow; ``samples``: seconds of operations; ``probed``: no more samples
-    follow.
+    - ``ready``: the worker listens on ``port``;
+    - ``joined``: all its peers have answered the handshake;
+    - ``counts``: ``sent`` and ``received`` bytes by flow since the start, and ``late``;
+    - ``samples``: durations of the probe's operations;
+    - ``probed``: no more samples follow.
     """
 
     event: Literal["ready", "joined", "counts", "samples", "probed"]

@@ -1,4 +1,8 @@
-"""Command line of ``flagscale bench traffic``, and the plan it describes."""
+"""Command line of ``flagscale bench traffic``: parsed into a :class:`TrafficPlan`.
+
+The tail is the ratio p99/p50 of the times of the probe, and an environment is a set of hosts,
+flows and bursts that can be stored and replayed (:mod:`.spec`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from flagscale.bench.options import BenchParser, suggest_name
 from flagscale.bench.placement import parse_host_names, read_host_list
 from flagscale.bench.traffic import compat
 from flagscale.bench.traffic.environment import check_environment, read_environment
-from flagscale.bench.traffic.session import MOST_SECONDS, PROBE_SAMPLES
+from flagscale.bench.traffic.session import MAX_SESSION_SECONDS, PROBE_SAMPLES
 from flagscale.bench.traffic.spec import (
     DISTRIBUTIONS,
     FLOW_LAYOUTS,
@@ -32,10 +36,10 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, is_this_machine
 
 LOAD, HEAVY_LOAD, HEAVY_TAIL = 0.06, 0.1, 2.0
-"""Default load of each flow as a share of the path's rate, and the heavier load for tails from
-HEAVY_TAIL on: the few large bursts of the lighter load would hardly give such a tail.
+"""Default load of each flow as a fraction of the path's rate, and the heavier load for requested
+tails from HEAVY_TAIL on: the few large bursts of the lighter load would hardly give such a tail.
 """
-_RATE = re.compile(
+_RATE_PATTERN = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmg]?)(?:bit(?:/s)?|bps)?", re.IGNORECASE
 )
 _PATTERN_FLAGS = (
@@ -50,8 +54,8 @@ _PATTERN_FLAGS = (
     "gaps",
     "seed",
 )
-_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_BURST, _WITHIN = 64 << 10, 300.0
+_UNIT_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_DEFAULT_BURST, _DEFAULT_CALIBRATION_SECONDS = 64 << 10, 300.0
 _LARGEST_PORT = 65535
 _EXAMPLES = """\
 examples
@@ -75,21 +79,27 @@ class TrafficPlan:
 
     environment: Environment
     measure_rate: bool
-    """Measure the path's rate by the probe. The load is a share of it."""
+    """Measure the path's rate with the probe. The load is a fraction of it."""
     seconds: float
+    """Duration of the traffic after calibration."""
     tail: float | None
-    within: float
-    probe_every: float
-    """Seconds between two measurements of the tail; infinite: none."""
+    """Requested p99/p50 of the probe; None: no calibration."""
+    calibration_limit_seconds: float
+    probe_interval_seconds: float
+    """Time between two measurements of the tail; infinite: none."""
     probe_samples: int
-    keep: Path | None
-    result: Path | None
-    plain: bool
+    """Samples of a measurement."""
+    environment_output: Path | None
+    """File for the environment, to be replayed."""
+    json_output: Path | None
+    """File for rates and ratios of this run."""
+    plain_output: bool
+    """Print lines instead of a live table."""
     ssh_config: Path | None
     interface: str | None
     port: int
     notes: tuple[str, ...]
-    """Notes on the guide's flags."""
+    """Notes on flags of ``run_background.sh`` (:mod:`.compat`)."""
 
 
 def parse_command(words: Sequence[str], prog: str) -> TrafficPlan:
@@ -100,11 +110,11 @@ def parse_command(words: Sequence[str], prog: str) -> TrafficPlan:
     """
     options = _parser(prog).parse(words)
     notes = compat.translate(options)
-    _check(options)
+    _check_values(options)
     _check_combinations(options)
     replayed = read_environment(options.replay) if options.replay else None
     if replayed:
-        _refuse_changes(options)
+        _check_replay(options)
     environment = replayed or _make_environment(options)
     tail: float | None = options.tail
     if tail is not None:
@@ -119,12 +129,12 @@ def parse_command(words: Sequence[str], prog: str) -> TrafficPlan:
         measure_rate=measure_rate,
         seconds=options.seconds,
         tail=tail,
-        within=options.within or _WITHIN,
-        probe_every=math.inf if options.probe == "none" else options.probe_every,
+        calibration_limit_seconds=options.within or _DEFAULT_CALIBRATION_SECONDS,
+        probe_interval_seconds=math.inf if options.probe == "none" else options.probe_every,
         probe_samples=options.probe_samples or PROBE_SAMPLES,
-        keep=options.environment,
-        result=options.json,
-        plain=options.plain,
+        environment_output=options.environment,
+        json_output=options.json,
+        plain_output=options.plain,
         ssh_config=options.ssh_config,
         interface=options.interface,
         port=options.port,
@@ -135,9 +145,9 @@ def parse_command(words: Sequence[str], prog: str) -> TrafficPlan:
 def _parser(prog: str) -> BenchParser:
     text = "Background traffic between hosts, calibrated to a tail: p99 / p50 of a probe."
     parser = BenchParser(prog, text, _EXAMPLES)
-    _add_where(parser)
-    _add_what(parser)
-    _add_tail(parser)
+    _add_host_flags(parser)
+    _add_pattern_flags(parser)
+    _add_tail_flags(parser)
     add = parser.add_argument_group("files").add_argument
     add("--environment", type=Path, metavar="FILE", help="write the environment, to be replayed")
     add("--replay", type=Path, metavar="FILE", help="play a file of --environment")
@@ -147,7 +157,7 @@ def _parser(prog: str) -> BenchParser:
     return parser
 
 
-def _add_where(parser: BenchParser) -> None:
+def _add_host_flags(parser: BenchParser) -> None:
     add = parser.add_argument_group("hosts and flows").add_argument
     add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more hosts")
     add(
@@ -177,7 +187,7 @@ def _add_where(parser: BenchParser) -> None:
     add("--port", type=int, default=0, help="port at which hosts receive flows (a free one)")
 
 
-def _add_what(parser: BenchParser) -> None:
+def _add_pattern_flags(parser: BenchParser) -> None:
     add = parser.add_argument_group("pattern").add_argument
     add("--transport", choices=("tcp", "udp"), help="transport of the flows (tcp)")
     add(
@@ -213,7 +223,7 @@ def _add_what(parser: BenchParser) -> None:
     )
 
 
-def _add_tail(parser: BenchParser) -> None:
+def _add_tail_flags(parser: BenchParser) -> None:
     add = parser.add_argument_group("tail").add_argument
     add(
         "--tail",
@@ -243,9 +253,9 @@ def _add_tail(parser: BenchParser) -> None:
     add("--probe-samples", type=int, metavar="N", help="samples of a measurement (300)")
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_values(options: argparse.Namespace) -> None:
     for flag, value, limit in (
-        ("--seconds", options.seconds, MOST_SECONDS),
+        ("--seconds", options.seconds, MAX_SESSION_SECONDS),
         ("--within", options.within, 86400.0),
         ("--probe-every", options.probe_every, math.inf),
         ("--tolerance", options.tolerance, 100.0),
@@ -282,36 +292,36 @@ def _check_combinations(options: argparse.Namespace) -> None:
 
 
 def _make_environment(options: argparse.Namespace) -> Environment:
-    """Return the environment that flags describe."""
-    sites = _traffic_hosts(options)
-    flows = tuple(_parse_flow(word, sites) for word in options.flow)
+    """Return the environment that the flags describe."""
+    hosts = _traffic_hosts(options)
+    flows = tuple(_parse_flow(word, hosts) for word in options.flow)
     rate = options.rate or 1e9
-    share = HEAVY_LOAD if (options.tail or 0) >= HEAVY_TAIL else LOAD
-    load = _parse_load(options.load, share, rate, measured=options.rate is None)
+    load_fraction = HEAVY_LOAD if (options.tail or 0) >= HEAVY_TAIL else LOAD
+    load = _parse_load(options.load, load_fraction, rate, measured=options.rate is None)
     pattern = Pattern(
         rate=rate,
         load=load,
-        burst=float(options.burst or _BURST),
+        burst=float(options.burst or _DEFAULT_BURST),
         transport=options.transport or "tcp",
         bursts=options.bursts or "exponential",
         gaps=options.gaps or "exponential",
         peak=options.peak,
         seed=options.seed or 0,
     )
-    between = flows or flows_between(len(sites), options.between or "pairs")
+    flows_per_pair = flows or flows_between(len(hosts), options.between or "pairs")
     if options.guide_flows:
-        between = between * max(1, options.guide_flows // len(between))
-    return Environment(sites, between, pattern, _parse_probe(options.probe))
+        flows_per_pair = flows_per_pair * max(1, options.guide_flows // len(flows_per_pair))
+    return Environment(hosts, flows_per_pair, pattern, _parse_probe(options.probe))
 
 
-def _refuse_changes(options: argparse.Namespace) -> None:
+def _check_replay(options: argparse.Namespace) -> None:
     """Refuse flags whose values a replayed file defines."""
-    fixed = {
+    replayed_values = {
         **{f"--{name}": getattr(options, name) for name in _PATTERN_FLAGS},
         "--probe": options.probe if options.probe != "none" else None,
         "-s": options.guide_size,
     }
-    if conflicting := [flag for flag, value in fixed.items() if value not in (None, [])]:
+    if conflicting := [flag for flag, value in replayed_values.items() if value not in (None, [])]:
         raise ConfigError(f"{conflicting[0]}: what --replay plays says that; leave it out")
 
 
@@ -336,8 +346,8 @@ def to_traffic_host(host: Host) -> TrafficHost:
     return TrafficHost(host.name, address, None, via, host.user, host.port, host.proxy)
 
 
-def _parse_flow(word: str, sites: tuple[TrafficHost, ...]) -> Flow:
-    names = [site.name for site in sites]
+def _parse_flow(word: str, hosts: tuple[TrafficHost, ...]) -> Flow:
+    names = [site.name for site in hosts]
     source, _, target = word.partition(":")
     for name in (source, target):
         if name not in names:
@@ -346,10 +356,12 @@ def _parse_flow(word: str, sites: tuple[TrafficHost, ...]) -> Flow:
     return Flow(names.index(source), names.index(target))
 
 
-def _parse_load(text: str | None, share: float, rate: float, *, measured: bool) -> float:
-    """Return the bit/s of ``6%`` or ``15mbit``; by default ``share`` of the rate."""
+def _parse_load(text: str | None, default_fraction: float, rate: float, *, measured: bool) -> float:
+    """Return the bit/s of ``6%`` or ``15mbit``; by default ``default_fraction`` of the rate.
+    ``measured``: the rate will be measured, so that a load in bit/s is refused.
+    """
     if text is None:
-        return share * rate
+        return default_fraction * rate
     if text.endswith("%"):
         try:
             return float(text[:-1]) / 100 * rate
@@ -367,18 +379,18 @@ def _parse_probe(text: str | None) -> Probe:
     if text in (None, "none"):
         return Probe()
     kind, colon, size = str(text).partition(":")
-    chosen = next((known_kind for known_kind in PROBE_KINDS if known_kind == kind), None)
-    if chosen is not None:
-        return Probe(chosen, parse_size(size)) if colon else Probe(chosen)
+    probe_kind = next((known_kind for known_kind in PROBE_KINDS if known_kind == kind), None)
+    if probe_kind is not None:
+        return Probe(probe_kind, parse_size(size)) if colon else Probe(probe_kind)
     suggestion = suggest_name(kind, (*PROBE_KINDS, "none"))
     raise ConfigError(f"--probe {text!r}; expected ring:SIZE, echo:SIZE or none{suggestion}")
 
 
 def _parse_rate(text: str) -> float:
-    match = _RATE.fullmatch(text.strip())
+    match = _RATE_PATTERN.fullmatch(text.strip())
     if match is None or not float(match["number"]):
         raise argparse.ArgumentTypeError(f"{text!r}; expected such as 250mbit or 10gbit")
-    return float(match["number"]) * _RATES[match["unit"].lower()]
+    return float(match["number"]) * _UNIT_FACTORS[match["unit"].lower()]
 
 
 def _parse_size(text: str) -> int:

@@ -1,9 +1,12 @@
-"""Background traffic as a context manager: flows run until it is left.
+"""Background traffic as a context manager: flows run until its ``with`` block ends.
 
-with play(environment, seconds=600) as traffic:
-    ...                       # measure something under the traffic
-    result = traffic.probe()  # is the tail ratio unchanged?
-    traffic.pause()           # the same without traffic
+Starts a worker (:mod:`.worker`) on every host, sends it commands, and collects its events
+(:mod:`.messages`). Used by ``flagscale bench traffic`` (:mod:`.cli`) and from Python::
+
+    with play(environment, seconds=600) as traffic:
+        ...                       # measure something under the traffic
+        result = traffic.probe()  # is the tail ratio unchanged?
+        traffic.pause()           # the same without traffic
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from flagscale.hosts.workers.remote import RemoteWorker, for_each_worker
 from flagscale.hosts.workers.task import WorkerTask
 
 LEASE_SECONDS = 20.0
-"""A worker ends after so long without a command or renewal from this process."""
-MOST_SECONDS = 7 * 86400.0
+"""Time without a command or renewal from this process after which a worker ends."""
+MAX_SESSION_SECONDS = 7 * 86400.0
 PROBE_SAMPLES = 300
 _RENEW_SECONDS = 5.0
-_READY_SECONDS = 60.0
-_JOIN_SECONDS = 30.0
-_END_SECONDS = 5.0
-_RATE_SECONDS = 3.0
+_READY_TIMEOUT_SECONDS = 60.0
+_JOIN_TIMEOUT_SECONDS = 30.0
+_END_TIMEOUT_SECONDS = 5.0
+_RATE_WINDOW_SECONDS = 3.0
 _WORKER = "flagscale.bench.traffic.worker:run"
 
 
@@ -49,16 +52,18 @@ class FlowRate:
 
 
 class TrafficWorker(RemoteWorker[TrafficEvent]):
-    """A worker of the traffic, with its settings and the ``ready`` event it has sent."""
+    """A remote worker of a traffic session, with its settings and state."""
 
     def __init__(
         self, name: str, host: HostConnection, settings: WorkerSettings, listener: Traffic
     ) -> None:
-        task = WorkerTask.of(_WORKER, settings)
+        task = WorkerTask.create(_WORKER, settings)
         super().__init__(name, "traffic", host, task, TrafficEvent, listener)
         self.settings = settings
         self.ready: TrafficEvent | None = None
+        """The ``ready`` event; None before it has arrived."""
         self.joined = False
+        """Whether the ``joined`` event has arrived."""
 
 
 def play(
@@ -71,24 +76,26 @@ def play(
     interface: str | None = None,
     port: int = 0,
 ) -> Traffic:
-    """Start the flows of an environment; they run until the context manager is left.
+    """Start the flows of an environment. They run until the returned session is closed.
 
     Args:
         environment: hosts, flows and their pattern.
         hosts: the environment's hosts in their order, already connected; they stay open. None:
-            they are reached as the environment describes.
-        seconds: longest life of the workers, whatever becomes of this process.
+            they are connected as the environment describes.
+        seconds: time after which the workers end, even if this process is killed; at most
+            :data:`MAX_SESSION_SECONDS`.
         paused: send nothing before :meth:`Traffic.resume`.
         ssh_config: file to use instead of ``~/.ssh/config``.
-        interface: interface by which flows and probe leave the hosts; None: as the hosts route.
+        interface: network interface for outgoing packets of flows and probe; None: by the hosts'
+            routes.
         port: port at which each host receives flows; 0: a free one.
 
     Raises:
         ConfigError: the environment cannot be played.
-        UnreachableError: a host cannot be reached, or an address does not acknowledge the hello:
-            nothing else was sent there.
+        UnreachableError: a host cannot be reached, or an address does not acknowledge the hello
+            (:mod:`.handshake`). Nothing but the hello is sent to such an address.
     """
-    if not 0 < seconds <= MOST_SECONDS:
+    if not 0 < seconds <= MAX_SESSION_SECONDS:
         raise ConfigError(f"{seconds:g} seconds of traffic; expected more than 0, at most 7 days")
     check_environment(environment, "traffic")
     traffic = Traffic(
@@ -106,16 +113,15 @@ def play(
 
 
 def connect_hosts(environment: Environment, ssh_config: Path | None = None) -> Hosts:
-    """Return the hosts of an environment by number. Each is connected on first use."""
+    """Return the hosts of an environment in their order. Each is connected on first use."""
     endpoints = [Endpoint(s.name, s.via, s.user, s.port, s.proxy) for s in environment.hosts]
     return Hosts(endpoints, {"ssh": {"config": ssh_config}})
 
 
 class Traffic(Closeable):
-    """Running traffic.
+    """A running traffic session; the :class:`.WorkerListener` of its workers.
 
-    Thread-safe except for :meth:`sample` and :meth:`probe`, of which one runs at a time. A
-    :class:`.WorkerListener` of its workers.
+    Thread-safe except for :meth:`sample` and :meth:`probe`, of which one may run at a time.
     """
 
     def __init__(
@@ -130,11 +136,11 @@ class Traffic(Closeable):
         self._workers: list[TrafficWorker] = []
         self._failures: list[str] = []
         self._samples: list[float] = []
-        self._probed = True
+        self._probe_finished = True
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._late: dict[int, float] = {}
-        self._marks: dict[int, list[tuple[float, int]]] = {}
+        self._late_by_host: dict[int, float] = {}
+        self._recent_counts: dict[int, list[tuple[float, int]]] = {}
         self._closing = threading.Event()
         self._begin = time.monotonic()
 
@@ -142,7 +148,7 @@ class Traffic(Closeable):
 
     def start(self, interface: str | None, port: int, *, paused: bool) -> None:
         """Start every worker and connect them to each other; arguments as for :func:`play`."""
-        connections, errors = self._hosts.each(lambda _, host: host)
+        connections, errors = self._hosts.run_on_hosts(lambda _, host: host)
         raise_host_errors(errors, self._hosts.names, "nothing was sent")
         environment = self.environment
         sources = {flow.source for flow in environment.flows}
@@ -153,19 +159,25 @@ class Traffic(Closeable):
         self._workers = [*flows, *probe]
         for worker in self._workers:
             worker.start()
-        self._wait(lambda worker: worker.ready is not None, _READY_SECONDS, "started")
+        self._wait_for_workers(
+            lambda worker: worker.ready is not None, _READY_TIMEOUT_SECONDS, "started"
+        )
         threading.Thread(target=self._renew_leases, name="traffic renewal", daemon=True).start()
         start_flows = TrafficCommand(
             "start",
-            peers=self._peers(flows, by_flow=True),
+            peers=self._list_peers(flows, by_flow=True),
             flows=environment.flows,
             pattern=environment.pattern,
             paused=paused,
         )
-        start_probe = TrafficCommand("start", peers=self._peers(probe), probe=environment.probe)
+        start_probe = TrafficCommand(
+            "start", peers=self._list_peers(probe), probe=environment.probe
+        )
         _send_all(flows, start_flows)
         _send_all(probe, start_probe)
-        self._wait(lambda worker: worker.joined, _JOIN_SECONDS, "met the others")
+        self._wait_for_workers(
+            lambda worker: worker.joined, _JOIN_TIMEOUT_SECONDS, "met the others"
+        )
         congestion = [
             (worker.name, worker.ready.congestion) for worker in probe if worker.ready is not None
         ]
@@ -176,15 +188,15 @@ class Traffic(Closeable):
         if self._closing.is_set():
             return
         self._closing.set()
-        deadline = time.monotonic() + _END_SECONDS
-        commanded: set[int] = set()
+        deadline = time.monotonic() + _END_TIMEOUT_SECONDS
+        requested: set[int] = set()
         # A worker that has only just been started does not read commands yet.
         while time.monotonic() < deadline:
             running = [worker for worker in self._workers if not worker.ended.is_set()]
             if not running:
                 break
-            pending = [w for w in running if w.endpoint is not None and id(w) not in commanded]
-            commanded |= {id(worker) for worker in pending}
+            pending = [w for w in running if w.endpoint is not None and id(w) not in requested]
+            requested |= {id(worker) for worker in pending}
             for_each_worker(pending, lambda worker: worker.request_exit())
             running[0].ended.wait(0.05)
         if self._owns_hosts:
@@ -202,7 +214,7 @@ class Traffic(Closeable):
         interface: str | None,
         port: int,
     ) -> TrafficWorker:
-        site = self.environment.hosts[number]
+        host_spec = self.environment.hosts[number]
         settings = WorkerSettings(
             role=role,
             number=number,
@@ -211,16 +223,16 @@ class Traffic(Closeable):
             lease=LEASE_SECONDS,
             port=port,
             interface=interface,
-            address=site.flow_addr or site.addr,
+            address=host_spec.flow_addr or host_spec.addr,
         )
-        return TrafficWorker(site.name, host, settings, self)
+        return TrafficWorker(host_spec.name, host, settings, self)
 
-    def _peers(
+    def _list_peers(
         self, workers: Sequence[TrafficWorker], *, by_flow: bool = False
     ) -> tuple[Peer, ...]:
         ports = {w.settings.number: w.ready.port for w in workers if w.ready is not None}
-        sites = self.environment.hosts[: None if by_flow or self._is_ring else 2]
-        addresses = [(s.flow_addr or s.addr) if by_flow else s.addr for s in sites]
+        hosts = self.environment.hosts[: None if by_flow or self._is_ring else 2]
+        addresses = [(s.flow_addr or s.addr) if by_flow else s.addr for s in hosts]
         return tuple(
             Peer(address, ports.get(number, 0)) for number, address in enumerate(addresses)
         )
@@ -229,17 +241,23 @@ class Traffic(Closeable):
         while not self._closing.wait(_RENEW_SECONDS):
             for_each_worker(self._workers, lambda worker: worker.renew_lease())
 
-    def _wait(self, done: Callable[[TrafficWorker], bool], seconds: float, stage: str) -> None:
-        """Wait until all workers are done with a stage. Raises UnreachableError on a failure or a
-        timeout."""
+    def _wait_for_workers(
+        self, is_done: Callable[[TrafficWorker], bool], timeout_seconds: float, stage: str
+    ) -> None:
+        """Wait until ``is_done`` is true of all workers. ``stage`` describes that state in the
+        message of a timeout.
+
+        Raises:
+            UnreachableError: on a failure of a worker, or after ``timeout_seconds``.
+        """
         with self._state:
             self._state.wait_for(
-                lambda: bool(self._failures) or all(map(done, self._workers)), seconds
+                lambda: bool(self._failures) or all(map(is_done, self._workers)), timeout_seconds
             )
             self.check()
-            if pending := [worker.name for worker in self._workers if not done(worker)]:
+            if pending := [worker.name for worker in self._workers if not is_done(worker)]:
                 names = ", ".join(dict.fromkeys(pending))
-                raise UnreachableError(f"{names}: not {stage} within {seconds:g} s")
+                raise UnreachableError(f"{names}: not {stage} within {timeout_seconds:g} s")
 
     def check(self) -> None:
         """Raise :class:`UnreachableError` if a host or a flow was lost."""
@@ -258,17 +276,17 @@ class Traffic(Closeable):
             elif event.event == "counts":
                 self._sent.update(event.sent)
                 self._received.update(event.received)
-                self._mark(event.received)
-                self._late[worker.settings.number] = event.late
+                self._record_counts(event.received)
+                self._late_by_host[worker.settings.number] = event.late
             elif event.event == "samples":
                 self._samples.extend(event.samples)
             elif event.event == "probed":
-                self._probed = True
+                self._probe_finished = True
             self._state.notify_all()
 
     def on_failure(self, worker: RemoteWorker[TrafficEvent], reason: str) -> None:
         if time.monotonic() > self._begin + self._seconds:
-            # At its end a worker loses the peers that have ended before it.
+            # The session is over. A worker may lose peers that end shortly before it.
             self.on_exit(worker)
             return
         with self._state:
@@ -279,24 +297,26 @@ class Traffic(Closeable):
     def on_exit(self, worker: RemoteWorker[TrafficEvent]) -> None:
         with self._state:
             if not self._closing.is_set() and not self._failures:
-                over = time.monotonic() > self._begin + self._seconds
-                why = f"its {self._seconds:g} s are over" if over else "it was ended there"
-                self._failures.append(f"{worker.name}: no more traffic: {why}")
+                is_over = time.monotonic() > self._begin + self._seconds
+                reason = f"its {self._seconds:g} s are over" if is_over else "it was ended there"
+                self._failures.append(f"{worker.name}: no more traffic: {reason}")
             self._state.notify_all()
 
-    def _mark(self, received: Sequence[tuple[int, int]]) -> None:
-        """Record the time of counts, from which rates are calculated."""
+    def _record_counts(self, received: Sequence[tuple[int, int]]) -> None:
+        """Record received bytes by flow with the time, from which rates are calculated."""
         now = time.monotonic()
         for flow, count in received:
-            marks = self._marks.setdefault(flow, [])
-            marks.append((now, count))
-            while now - marks[0][0] > _RATE_SECONDS:
-                del marks[0]
+            counts = self._recent_counts.setdefault(flow, [])
+            counts.append((now, count))
+            while now - counts[0][0] > _RATE_WINDOW_SECONDS:
+                del counts[0]
 
     # -- commands -----------------------------------------------------------------------------
 
     def change(self, pattern: Pattern) -> None:
-        """Send other bursts from now on: ``burst``, ``load`` and ``peak`` may differ."""
+        """Send bursts of another pattern from now on. Only its ``burst``, ``load`` and ``peak`` may
+        differ from the current pattern's.
+        """
         check_environment(replace(self.environment, pattern=pattern), "traffic")
         self.environment = replace(self.environment, pattern=pattern, found=None)
         _send_all(self._flow_workers, TrafficCommand("burst", pattern=pattern))
@@ -326,14 +346,14 @@ class Traffic(Closeable):
 
         Args:
             count: number of operations.
-            seconds: longest duration, after which fewer are returned (at least one).
+            seconds: time after which fewer are returned (at least one).
             on_samples: called several times a second with the times so far.
 
         Raises:
             UnreachableError: a host was lost.
         """
         with self._state:
-            self._samples, self._probed = [], False
+            self._samples, self._probe_finished = [], False
         leader = next(
             w for w in self._workers if w.settings.role == "probe" and not w.settings.number
         )
@@ -341,24 +361,25 @@ class Traffic(Closeable):
         deadline = time.monotonic() + seconds + 90
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._probed or bool(self._failures), 0.25)
+                self._state.wait_for(lambda: self._probe_finished or bool(self._failures), 0.25)
                 self.check()
-                samples, done = list(self._samples), self._probed
+                samples, is_finished = list(self._samples), self._probe_finished
             if on_samples is not None:
                 on_samples(samples)
-            if done:
+            if is_finished:
                 return samples
             if time.monotonic() > deadline:
                 raise UnreachableError(f"{leader.name}: the probe does not come to its end")
 
     def probe(self, samples: int = PROBE_SAMPLES, seconds: float = 60.0) -> ProbeResult:
-        """Measure the tail ratio with its interval. The probe loads the path while it runs, so
-        nothing else should be measured meanwhile.
+        """Measure the tail ratio (p99 ÷ p50 of ``samples`` operations) with its 95 % interval.
+
+        The probe loads the path while it runs, so nothing else should be measured at that time.
 
         Raises:
             UnreachableError: a host was lost.
         """
-        # It needs numpy, which a session without a probe does not.
+        # Imported late: it needs numpy, and a session without a probe does not.
         from flagscale.bench.traffic.summary import summarize
 
         return summarize(self.sample(samples, seconds), self.environment.pattern.seed)
@@ -367,7 +388,7 @@ class Traffic(Closeable):
         """Return bytes and rate of each flow. Counts arrive twice a second."""
         with self._state:
             sent, received = dict(self._sent), dict(self._received)
-            rates = {flow: _rate(marks) for flow, marks in self._marks.items()}
+            rates = {flow: _rate(counts) for flow, counts in self._recent_counts.items()}
         return [
             FlowRate(flow, sent.get(n, 0), received.get(n, 0), rates.get(n, 0.0))
             for n, flow in enumerate(self.environment.flows)
@@ -376,14 +397,14 @@ class Traffic(Closeable):
     @property
     def late(self) -> float:
         """Seconds of bursts that were dropped because the path is too slow for the load."""
-        return sum(self._late.values())
+        return sum(self._late_by_host.values())
 
 
 def _send_all(workers: Sequence[TrafficWorker], command: TrafficCommand) -> None:
     for_each_worker(workers, lambda worker: worker.send(command))
 
 
-def _rate(marks: Sequence[tuple[float, int]]) -> float:
-    """Return the bit/s between the first and the last of some counts."""
-    (begin, first), (end, last) = marks[0], marks[-1]
+def _rate(counts: Sequence[tuple[float, int]]) -> float:
+    """Return the rate in bit/s between the first and the last of some (time, bytes)."""
+    (begin, first), (end, last) = counts[0], counts[-1]
     return 8 * (last - first) / (end - begin) if end > begin else 0.0

@@ -1,5 +1,7 @@
-"""Sockets of flows and probes: opened, and used only after the handshake. Standard library
-alone."""
+"""Sockets of the flows and the probe, which carry data only after the :mod:`.handshake`.
+
+Used by the workers on the hosts (:mod:`.flows`, :mod:`.ring`), with the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from flagscale.bench.traffic import handshake
 from flagscale.bench.traffic.messages import Peer, WorkerSettings
 
 HANDSHAKE_SECONDS = 5.0
-"""Time for an address to answer."""
-_RESET = struct.pack("ii", 1, 0)
+"""Time within which an address must acknowledge the hello."""
+_LINGER_RESET = struct.pack("ii", 1, 0)
+"""``SO_LINGER`` with 0 seconds: closing resets the connection and discards queued data."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,10 @@ class AcknowledgedSocket:
 
 
 def open_listener(settings: WorkerSettings, kind: socket.SocketKind) -> socket.socket:
-    """Return a socket bound to the worker's port.
+    """Return a socket bound to the worker's port; a stream socket listens.
 
-    It takes IPv6 and IPv4 where the host has both. A datagram socket is bound to the host's flow
-    address if this host has it, so that answers come from there.
+    It accepts IPv6 and IPv4 where the host has both. A datagram socket is bound to the host's flow
+    address if this host has that address, so that answers are sent from there.
 
     Raises:
         OSError: the port is taken, or not permitted.
@@ -63,7 +66,8 @@ def open_listener(settings: WorkerSettings, kind: socket.SocketKind) -> socket.s
 def connect(
     settings: WorkerSettings, peer: Peer, kind: socket.SocketKind, flow: int, target: int
 ) -> AcknowledgedSocket:
-    """Return a socket to a peer that has acknowledged the hello. Nothing else is sent before.
+    """Connect to a peer and complete the handshake for a flow to host ``target``. Nothing but the
+    hello is sent.
 
     Raises:
         OSError: no answer, or one from outside the session; the message has the address.
@@ -80,13 +84,13 @@ def connect(
         raise OSError(f"{endpoint} cannot be reached: {reason}; nothing was sent there") from error
     key = bytes.fromhex(settings.key)
     hello = handshake.make_hello(key, flow, settings.number, target)
-    greet = _greet_stream if kind == socket.SOCK_STREAM else _greet_datagrams
-    if not greet(sock, key, hello):
+    exchange_hello = _send_hello_stream if kind == socket.SOCK_STREAM else _send_hello_datagrams
+    if not exchange_hello(sock, key, hello):
         sock.close()
         raise OSError(f"{endpoint} does not answer the hello; nothing else was sent there")
     if kind == socket.SOCK_STREAM:
-        # Data still queued at the end must not be sent after it.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        # Data that is still queued when the session ends must not be sent afterwards.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return AcknowledgedSocket(sock, hello)
 
@@ -110,8 +114,8 @@ def accept_hello(settings: WorkerSettings, sock: socket.socket) -> tuple[int, in
 def receive(sock: socket.socket, size: int) -> bytes:
     """Receive ``size`` bytes, or fewer if the other end closes before."""
     data = b""
-    while len(data) < size and (more := sock.recv(size - len(data))):
-        data += more
+    while len(data) < size and (chunk := sock.recv(size - len(data))):
+        data += chunk
     return data
 
 
@@ -121,24 +125,28 @@ def _bind_to_interface(sock: socket.socket, interface: str | None) -> None:
 
 
 def _resolve(peer: Peer, kind: socket.SocketKind) -> tuple[int, tuple[Any, ...]]:
-    """Return the family and address of a peer. Only addresses of a single host are accepted."""
+    """Return the socket family and address of a peer.
+
+    Raises:
+        OSError: the name has no address, or one that is not a single host's, such as multicast.
+    """
     family, _, _, _, address = socket.getaddrinfo(peer.address, peer.port, type=kind)[0]
-    number = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    if number.is_multicast or number.is_unspecified or str(number) == "255.255.255.255":
-        raise OSError(f"{number} is no address of a host")
+    ip_address = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    if ip_address.is_multicast or ip_address.is_unspecified or str(ip_address) == "255.255.255.255":
+        raise OSError(f"{ip_address} is no address of a host")
     return family, address
 
 
-def _greet_stream(sock: socket.socket, key: bytes, hello: bytes) -> bool:
+def _send_hello_stream(sock: socket.socket, key: bytes, hello: bytes) -> bool:
     with suppress(OSError):
         sock.sendall(hello)
-        answer = receive(sock, handshake.ACKNOWLEDGEMENT_SIZE)
-        return handshake.verify_acknowledgement(key, hello, answer)
+        acknowledgement = receive(sock, handshake.ACKNOWLEDGEMENT_SIZE)
+        return handshake.verify_acknowledgement(key, hello, acknowledgement)
     return False
 
 
-def _greet_datagrams(sock: socket.socket, key: bytes, hello: bytes) -> bool:
-    """Repeat a hello until it is acknowledged: both datagrams may be lost."""
+def _send_hello_datagrams(sock: socket.socket, key: bytes, hello: bytes) -> bool:
+    """Repeat a hello until it is acknowledged: either datagram may be lost."""
     sock.settimeout(0.25)
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while time.monotonic() < deadline:
@@ -147,6 +155,6 @@ def _greet_datagrams(sock: socket.socket, key: bytes, hello: bytes) -> bool:
             if handshake.verify_acknowledgement(key, hello, sock.recv(1 << 16)):
                 return True
             continue
-        # Refused at once: the other end may not listen yet.
+        # If the port was refused at once, the other end may not listen yet.
         time.sleep(0.05)
     return False

@@ -1,5 +1,9 @@
-"""Traffic as dataclasses: hosts, flows, their pattern, and the probe that measures them.
-Standard library alone: hosts read it too.
+"""Description of background traffic: hosts, flows, their pattern, and the probe.
+
+An :class:`Environment` holds all of it, and is stored as JSON (:mod:`.environment`). A *flow* is a
+stream of bursts from one host to another. The *probe* is a small operation between the same hosts,
+whose times show the effect of the traffic. Imported on the hosts too, with the standard library
+alone.
 
 Sizes are in bytes, times in seconds, rates in bit/s.
 """
@@ -24,7 +28,7 @@ SMALLEST_BURST, LARGEST_BURST = 1 << 10, 64 << 20
 
 @dataclass(frozen=True)
 class TrafficHost:
-    """A host with flows or a part of the probe. ``via``, ``user``, ``port`` and ``proxy``
+    """A host that takes part in flows or in the probe. ``via``, ``user``, ``port`` and ``proxy``
     describe the connection to it (:class:`~flagscale.hosts.connection.Endpoint`).
     """
 
@@ -32,7 +36,7 @@ class TrafficHost:
     addr: str
     """Address for the probe, and for flows without an address of their own."""
     flow_addr: str | None = None
-    """Address for flows on another network than the probe's, as a control."""
+    """Address for flows on another network than the probe's, used for control experiments."""
     via: str = "ssh"
     user: str | None = None
     port: int | None = None
@@ -41,7 +45,7 @@ class TrafficHost:
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes from one host to another, by their indices in :attr:`Environment.hosts`."""
+    """Stream of bursts from one host to another, by their indices in :attr:`Environment.hosts`."""
 
     source: int
     target: int
@@ -49,8 +53,8 @@ class Flow:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Bursts that each flow sends. Their times are drawn in advance, so that a delayed burst
-    does not reduce the load.
+    """Bursts that each flow sends. The time of a burst does not depend on the end of the previous
+    one, so that a delayed burst does not reduce the load.
     """
 
     rate: float
@@ -74,16 +78,16 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Probe:
-    """Messages over TCP between the hosts that measure the traffic's effect, one operation at a
-    time.
+    """Messages over TCP between the hosts, one operation at a time, whose times show the effect of
+    the traffic.
     """
 
     kind: ProbeKind = "ring"
     """``ring``: the messages of a ring all_reduce among all hosts, without computing sums.
-    ``echo``: to the second host and back.
+    ``echo``: a message to the second host and back.
     """
     size: int = 256 << 10
-    """Size of the tensor or message. The same traffic gives a larger size a smaller ratio."""
+    """Size of the tensor or message. Under the same traffic a larger size has a smaller ratio."""
 
     @property
     def label(self) -> str:
@@ -93,7 +97,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Result of the probe; times in seconds."""
+    """Statistics of the probe's times."""
 
     samples: int
     median: float
@@ -102,7 +106,7 @@ class ProbeResult:
     """p99 ÷ p50."""
     low: float
     high: float
-    """95 % interval of the ratio, by a block bootstrap."""
+    """``low`` to ``high``: 95 % confidence interval of the ratio, by a block bootstrap."""
 
     @property
     def half_width(self) -> float:
@@ -116,7 +120,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Environment:
-    """Traffic that can be played, and its measured effect on the probe. Stored as JSON."""
+    """Traffic that can be generated again, and its measured effect on the probe. Stored as JSON."""
 
     hosts: tuple[TrafficHost, ...]
     flows: tuple[Flow, ...]
@@ -141,8 +145,12 @@ class Environment:
         return abs(self.found.ratio - self.target) <= self.tolerance
 
     def on_network(self, addresses: Mapping[str, str]) -> Environment:
-        """Return the same flows over another network, by host name; the probe stays where it is.
-        Used as a control: traffic on a link that is not connected to the measured one.
+        """Return the same flows over another network, with the probe on its own.
+
+        Used for control experiments: traffic on a link that is not connected to the measured one.
+
+        Args:
+            addresses: address of each host on the other network, by host name.
         """
         return replace(
             self,
@@ -159,8 +167,11 @@ def default_tolerance(target: float) -> float:
 
 
 def flows_between(count: int, between: FlowLayout) -> tuple[Flow, ...]:
-    """Return flows among ``count`` hosts in both directions: between neighbours two by two (the
-    last of an odd number with the first), around a ring, or between every two.
+    """Return flows among ``count`` hosts.
+
+    ``pairs``: in both directions between hosts 0 and 1, 2 and 3, and so on; the last of an odd
+    number is paired with host 0. ``ring``: from each host to the next one. ``all``: from each host
+    to every other one.
     """
     if between == "all":
         return tuple(Flow(a, b) for a in range(count) for b in range(count) if a != b)
@@ -189,7 +200,7 @@ def format_rate(rate: float) -> str:
 
 
 def flow_names(environment: Environment, flows: Sequence[Flow] | None = None) -> list[str]:
-    """Return the flows in words, such as ``h00 → h01``."""
+    """Return a label of each flow, such as ``h00 → h01``; by default of all flows."""
     hosts = environment.hosts
     chosen = environment.flows if flows is None else flows
     return [f"{hosts[flow.source].name} → {hosts[flow.target].name}" for flow in chosen]

@@ -1,8 +1,12 @@
-"""Control loop for the burst size that gives a requested ratio. Pure.
+"""Control loop for the burst size that gives a requested tail ratio (p99 ÷ p50 of the probe).
+
+Calculation alone: :mod:`.calibration` and :mod:`.cli` measure the windows and apply the sizes. A
+window is a series of probe samples under one burst size.
 
 At a fixed load the ratio grows as a power of the burst size, over the relevant range. Therefore
-ln(burst) is changed by ln(target ÷ ratio), divided by the slope estimated from all windows so
-far. Windows near the current position count most, and long windows more than short ones.
+ln(burst) is changed by ln(target ÷ ratio), divided by the slope of ln(ratio) over ln(burst). The
+slope is estimated by a weighted regression on all windows so far: windows with a burst size near
+the current one have more weight, and so have windows with more samples.
 """
 
 from __future__ import annotations
@@ -11,67 +15,84 @@ import math
 
 from flagscale.bench.traffic.spec import LARGEST_BURST, SMALLEST_BURST
 
-_SLOPE, _SLOPE_WEIGHT = 0.5, 0.15
-"""Prior of the slope, and its weight."""
-_LEAST_SLOPE, _MOST_SLOPE = 0.25, 1.5
-_REACH = math.log(4)
-"""Distance at which a window's weight falls by a factor of e, and the largest step."""
-_STUCK = 3
+_PRIOR_SLOPE, _PRIOR_WEIGHT = 0.5, 0.15
+"""Slope that is assumed before any window, and its weight in the regression."""
+_MIN_SLOPE, _MAX_SLOPE = 0.25, 1.5
+_LOG_SCALE = math.log(4)
+"""Distance in ln(burst) at which a window's weight falls by a factor of e. Also the largest step
+of ln(burst).
+"""
+_STUCK_WINDOWS = 3
 
 
 class Steering:
-    """Control loop: records the results of windows, and proposes the next burst size."""
+    """Control loop: records the results of windows, and proposes the next burst size.
+
+    Args:
+        target: requested ratio.
+        burst: initial burst size in bytes.
+        min_burst: smallest size that is proposed, in bytes.
+        max_burst: largest size that is proposed, in bytes.
+    """
 
     def __init__(
         self,
         target: float,
         burst: float,
-        least: float = SMALLEST_BURST,
-        most: float = LARGEST_BURST,
+        min_burst: float = SMALLEST_BURST,
+        max_burst: float = LARGEST_BURST,
     ) -> None:
-        self._target, self._least, self._most = math.log(target), math.log(least), math.log(most)
-        self._position = math.log(burst)
-        self._points: list[tuple[float, float, int]] = []
-        self._at_limit = 0
+        self._log_target = math.log(target)
+        self._log_min, self._log_max = math.log(min_burst), math.log(max_burst)
+        self._log_burst = math.log(burst)
+        self._windows: list[tuple[float, float, int]] = []
+        """ln(burst), ln(ratio) and the number of samples of each window."""
+        self._windows_at_limit = 0
 
     @property
     def burst(self) -> float:
         """The proposed burst size in bytes."""
-        return math.exp(self._position)
+        return math.exp(self._log_burst)
 
     @property
-    def stuck(self) -> bool:
-        """True if bursts were at their limit for three windows without reaching the target."""
-        return self._at_limit >= _STUCK
+    def is_stuck(self) -> bool:
+        """True if the last three proposals were beyond a limit: no permitted burst size reaches
+        the target.
+        """
+        return self._windows_at_limit >= _STUCK_WINDOWS
 
     def record_window(
-        self, burst: float, ratio: float, samples: int, reach: float = _REACH
+        self, burst: float, ratio: float, samples: int, max_step: float = _LOG_SCALE
     ) -> float:
-        """Record the ratio of a window, and return the next burst size.
+        """Record the ratio of a window, and return the next burst size in bytes.
 
         Args:
             burst: burst size of the window, in bytes.
             ratio: p99 ÷ p50 of its samples.
             samples: number of samples.
-            reach: largest step of ln(burst).
+            max_step: largest change of ln(burst).
         """
-        self._points.append((math.log(burst), math.log(ratio), samples))
+        self._windows.append((math.log(burst), math.log(ratio), samples))
         proposal = self._solve(math.log(burst))
-        step = max(-reach, min(reach, proposal - self._position))
-        proposal = self._position + step
-        limited = not self._least <= proposal <= self._most
-        self._position = max(self._least, min(self._most, proposal))
-        self._at_limit = self._at_limit + 1 if limited else 0
+        step = max(-max_step, min(max_step, proposal - self._log_burst))
+        proposal = self._log_burst + step
+        beyond_limit = not self._log_min <= proposal <= self._log_max
+        self._log_burst = max(self._log_min, min(self._log_max, proposal))
+        self._windows_at_limit = self._windows_at_limit + 1 if beyond_limit else 0
         return self.burst
 
-    def _solve(self, position: float) -> float:
-        """Return ln(burst) at which the regression line of the windows has the target ratio."""
-        weights = [n * math.exp(-abs(x - position) / _REACH) for x, _, n in self._points]
+    def _solve(self, log_burst: float) -> float:
+        """Return ln(burst) at which the regression line through the windows has the target ratio.
+        Windows are weighted by their distance from ``log_burst``.
+        """
+        weights = [n * math.exp(-abs(x - log_burst) / _LOG_SCALE) for x, _, n in self._windows]
         total = sum(weights)
-        pairs = list(zip(weights, self._points, strict=True))
-        x = sum(w * point[0] for w, point in pairs) / total
-        y = sum(w * point[1] for w, point in pairs) / total
-        spread = sum(w * (point[0] - x) ** 2 for w, point in pairs) / total
-        rise = sum(w * (point[0] - x) * (point[1] - y) for w, point in pairs) / total
-        slope = (rise + _SLOPE_WEIGHT * _SLOPE) / (spread + _SLOPE_WEIGHT)
-        return x + (self._target - y) / max(_LEAST_SLOPE, min(_MOST_SLOPE, slope))
+        weighted_windows = list(zip(weights, self._windows, strict=True))
+        mean_x = sum(w * x for w, (x, _, _) in weighted_windows) / total
+        mean_y = sum(w * y for w, (_, y, _) in weighted_windows) / total
+        variance = sum(w * (x - mean_x) ** 2 for w, (x, _, _) in weighted_windows) / total
+        covariance = (
+            sum(w * (x - mean_x) * (y - mean_y) for w, (x, y, _) in weighted_windows) / total
+        )
+        slope = (covariance + _PRIOR_WEIGHT * _PRIOR_SLOPE) / (variance + _PRIOR_WEIGHT)
+        return mean_x + (self._log_target - mean_y) / max(_MIN_SLOPE, min(_MAX_SLOPE, slope))

@@ -1,4 +1,4 @@
-"""Summary of the probe's samples. Needs numpy."""
+"""Summary of the probe's samples. Needs numpy, so hosts do not import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flagscale.bench.traffic.spec import ProbeResult
 
 
 def summarize(samples: Sequence[float], seed: int = 0) -> ProbeResult:
-    """Return median, p99 and their ratio with its interval.
+    """Return median, p99, and their ratio with its 95 % interval.
 
     Args:
         samples: seconds of consecutive operations in their order, at least one.

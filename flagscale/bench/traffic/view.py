@@ -17,19 +17,24 @@ from flagscale.hosts.connection import Closeable
 
 _SHOWN_FLOWS = 16
 _LINE_SECONDS = 10.0
-_FEW = 20
+_MIN_PERCENTILE_SAMPLES = 20
 
 
 class TrafficView(Closeable):
-    """Progress display; a :class:`~.calibration.CalibrationListener`."""
+    """Progress display; a :class:`~.calibration.CalibrationListener`.
 
-    def __init__(self, traffic: Traffic, *, plain: bool) -> None:
+    Args:
+        traffic: session to display.
+        plain_output: print lines even on a terminal, instead of a live table.
+    """
+
+    def __init__(self, traffic: Traffic, *, plain_output: bool) -> None:
         self._traffic = traffic
         self._console = Console(highlight=False)
-        self._phase, self._since, self._last_line = "", time.monotonic(), time.monotonic()
+        self._phase, self._phase_begin, self._last_line = "", time.monotonic(), time.monotonic()
         self._samples: Sequence[float] = ()
         self._live: Live | None = None
-        if self._console.is_terminal and not plain:
+        if self._console.is_terminal and not plain_output:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
@@ -39,9 +44,9 @@ class TrafficView(Closeable):
             self._live = None
 
     def on_phase(self, text: str) -> None:
-        """Show that a phase begins."""
+        """Show that a phase begins, with its description."""
         if text != self._phase:
-            self._phase, self._since, self._samples = text, time.monotonic(), ()
+            self._phase, self._phase_begin, self._samples = text, time.monotonic(), ()
             if self._live is None:
                 self.print_line(text)
 
@@ -50,7 +55,9 @@ class TrafficView(Closeable):
         self._console.print(Text(text), soft_wrap=True)
 
     def on_samples(self, samples: Sequence[float] | None = None) -> None:
-        """Update the display. ``samples`` are the probe's current times in seconds."""
+        """Update the display. ``samples`` are the times of the current window in seconds; None
+        leaves them unchanged.
+        """
         if samples is not None:
             self._samples = samples
         if self._live is not None:
@@ -78,7 +85,7 @@ class TrafficView(Closeable):
         pattern_text = (
             f"bursts of {format_bytes(pattern.burst)}, {format_rate(pattern.load)} a flow"
         )
-        seconds = f"{time.monotonic() - self._since:.0f} s"
+        seconds = f"{time.monotonic() - self._phase_begin:.0f} s"
         probe_text = f"{self._traffic.environment.probe.label}{_format_samples(self._samples)}"
         return Group(
             Text(f"{self._phase}, {seconds}", style="bold"),
@@ -94,7 +101,7 @@ def _total_rate(rates: Sequence[FlowRate]) -> str:
 
 def _format_samples(samples: Sequence[float]) -> str:
     """Format samples, such as ``: p50 12.7 ms, p99 21.2 ms, p99/p50 1.67 of 200``."""
-    if len(samples) < _FEW:
+    if len(samples) < _MIN_PERCENTILE_SAMPLES:
         return ""
     ordered = sorted(samples)
     median, p99 = (
@@ -106,10 +113,14 @@ def _format_samples(samples: Sequence[float]) -> str:
 
 
 def result_table(
-    environment: Environment, checks: Sequence[tuple[float, ProbeResult]], held: ProbeResult | None
+    environment: Environment,
+    checks: Sequence[tuple[float, ProbeResult]],
+    all_samples: ProbeResult | None,
 ) -> Table:
-    """Return the table at the end: the probe's results without traffic, when calibrated, by
-    time, and over all measurements.
+    """Return the table that is printed at the end of a session.
+
+    Its rows are the probe's results without traffic, at the end of the calibration, of each
+    measurement in ``checks`` (seconds since the traffic began, result), and of all their samples.
     """
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("when")
@@ -118,7 +129,7 @@ def result_table(
     rows = [("without traffic", environment.idle), ("calibrated", environment.found)]
     rows += [(f"{at:.0f} s", result) for at, result in checks]
     if len(checks) > 1:
-        rows.append(("all looks", held))
+        rows.append(("all looks", all_samples))
     for when, result in rows:
         if result is not None:
             times = (f"{1e3 * result.median:.2f}", f"{1e3 * result.p99:.2f}")

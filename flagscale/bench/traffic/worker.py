@@ -1,5 +1,8 @@
-"""Worker of the traffic on a host: serves its flows or its part of the probe. Standard library
-alone."""
+"""Entry point of a traffic worker on a host, started by :mod:`.session`.
+
+A worker serves either the host's flows (:mod:`.flows`) or its part of the probe (:mod:`.ring`).
+Standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _CONGESTION_FILE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def run(settings: WorkerSettings) -> int:
-    """Run a worker; this process does not return from it."""
+    """Run a worker until its process ends. Returns 0 after an error, which was reported."""
     channel = ControlChannel(TrafficCommand, settings.seconds, settings.lease)
     _raise_priority(settings)
     serve = flows.serve if settings.role == "flows" else ring.serve
@@ -27,8 +30,10 @@ def run(settings: WorkerSettings) -> int:
 
 
 def _raise_priority(settings: WorkerSettings) -> None:
-    """Run before the host's computations, where this user may: the network is measured, not the
-    scheduler. The probe works little, and only while it is asked to."""
+    """Raise this process's priority above the host's computations, if the user is permitted to.
+    Otherwise the probe would measure the CPU scheduler, not the network. The real-time priority of
+    the probe is safe, because it runs only while samples are requested.
+    """
     with suppress(OSError):
         if settings.role == "probe":
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

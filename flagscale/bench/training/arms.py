@@ -1,7 +1,9 @@
-"""Arms of a comparison. An arm is a name for a backend with the environment of its processes.
+"""Arms of the comparison by ``flagscale bench training``: backends with environment variables.
 
-Imports no torch. Whether a host supports an arm is checked on that host
-(:func:`unsupported_reason`).
+An *arm*, as in a clinical trial, is one of the compared ways to reduce gradients. An *exact* arm
+reduces all gradients; others, such as fsccl's bounded all_reduce, may leave out late data. Arms are
+named on the command line (``--arms``, ``--arm``). Whether a host supports an arm is checked on that
+host (:func:`unsupported_reason`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ Variables = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to reduce gradients."""
+    """One of the compared ways to reduce gradients."""
 
     name: str
     backend: str
     """Value of ``distributed_backend`` in a YAML."""
     environment: Variables = ()
     exact: bool = True
-    """True if its sums equal those of every other exact arm, except for rounding."""
+    """True if its reductions equal those of every other exact arm, except for rounding."""
 
     @property
     def description(self) -> str:
@@ -36,17 +38,17 @@ class Arm:
 
 _ALGORITHMS = ("ring", "tree", "transpose")
 _OPTIREDUCE = "optireduce"
-# For all_reduce alone: NCCL has no tree for a broadcast, and refuses an operation without
-# algorithm.
-_NCCL = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
-_SUBSYSTEMS = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
-NAMES = (*_ALGORITHMS, _OPTIREDUCE)
-"""Arms with a name of their own. The name of any backend is an arm, too."""
-# Variables that steer fsccl's reductions. Its adapter lists those that this build supports.
-_STEERING_VARIABLES = ("FSCCL_ALGO", "FSCCL_TAIL")
+# Limited to all_reduce: NCCL has no tree for a broadcast, and would refuse it.
+_NCCL_ALGORITHMS = {"ring": "allreduce:ring", "tree": "allreduce:tree"}
+# NCCL's log shows the algorithm of each all_reduce.
+_NCCL_LOG_VARIABLES = (("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "INIT,TUNING"))
+PREDEFINED_NAMES = (*_ALGORITHMS, _OPTIREDUCE)
+"""Names of the predefined arms. The name of any backend is an arm too."""
+# Variables that select fsccl's algorithm. Its adapter lists those that this build supports.
+_FSCCL_VARIABLES = ("FSCCL_ALGO", "FSCCL_TAIL")
 _HOST_MEMORY_VARIABLE = "FSCCL_ALGO"
-"""The variable that steers reductions of host memory alone."""
-ALGORITHM_VARIABLES = (*_STEERING_VARIABLES, "NCCL_ALGO")
+"""The variable that has an effect only on reductions of host memory."""
+ALGORITHM_VARIABLES = (*_FSCCL_VARIABLES, "NCCL_ALGO")
 """Variables that only an arm may set: for all arms they would make two arms equal."""
 
 
@@ -54,10 +56,10 @@ def resolve_arm(name: str, *, accelerated: bool, one_host: bool, custom: Mapping
     """Return the arm with a name.
 
     Args:
-        name: one of :data:`NAMES` or of ``custom``, or a backend.
-        accelerated: ranks train on GPUs, where NCCL has rings and trees.
-        one_host: all ranks are on one host. fsccl would use shared memory there instead of its
-            algorithms between nodes, so each rank becomes a node of its own.
+        name: one of :data:`PREDEFINED_NAMES` or of ``custom``, or a backend.
+        accelerated: ranks train on GPUs, where ``ring`` and ``tree`` are NCCL's.
+        one_host: all ranks are on one host. There fsccl would use shared memory instead of its
+            algorithms between nodes, so ``FSCCL_SHM=0`` is set.
         custom: the user's arms by name.
 
     Raises:
@@ -66,8 +68,8 @@ def resolve_arm(name: str, *, accelerated: bool, one_host: bool, custom: Mapping
     """
     if name in custom:
         return _check_effective(custom[name], accelerated=accelerated)
-    if accelerated and name in _NCCL:
-        return Arm(name, "nccl", (("NCCL_ALGO", _NCCL[name]), *_SUBSYSTEMS))
+    if accelerated and name in _NCCL_ALGORITHMS:
+        return Arm(name, "nccl", (("NCCL_ALGO", _NCCL_ALGORITHMS[name]), *_NCCL_LOG_VARIABLES))
     separate_nodes = (("FSCCL_SHM", "0"),) if one_host else ()
     if name in _ALGORITHMS:
         arm = Arm(name, "fsccl", (("FSCCL_ALGO", name), *separate_nodes))
@@ -75,11 +77,11 @@ def resolve_arm(name: str, *, accelerated: bool, one_host: bool, custom: Mapping
     if name == _OPTIREDUCE:
         arm = Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *separate_nodes), exact=False)
         return _check_effective(arm, accelerated=accelerated)
-    names = (*NAMES, *custom, *registry.list_backend_names())
+    names = (*PREDEFINED_NAMES, *custom, *registry.list_backend_names())
     if name not in registry.list_backend_names():
         suggestion = suggest_name(name, names)
         raise ConfigError(f"--arms: {name!r} is no arm{suggestion} (known: {', '.join(names)})")
-    return Arm(name, name, _SUBSYSTEMS if name == "nccl" else ())
+    return Arm(name, name, _NCCL_LOG_VARIABLES if name == "nccl" else ())
 
 
 def _check_effective(arm: Arm, *, accelerated: bool) -> Arm:
@@ -88,13 +90,13 @@ def _check_effective(arm: Arm, *, accelerated: bool) -> Arm:
     Raises:
         ConfigError: ranks train on GPUs, where fsccl reduces by other engines.
     """
-    steering = [
+    ineffective = [
         f"{name}={value}" for name, value in arm.environment if name == _HOST_MEMORY_VARIABLE
     ]
-    if arm.backend == "fsccl" and accelerated and steering:
+    if arm.backend == "fsccl" and accelerated and ineffective:
         raise ConfigError(
-            f"arm {arm.name}: {steering[0]} steers sums of host memory alone, so on GPUs it would "
-            "train as plain fsccl does",
+            f"arm {arm.name}: {ineffective[0]} steers sums of host memory alone, so on GPUs it "
+            "would train as plain fsccl does",
             hint="--device cpu, or --arms fsccl; ring and tree are NCCL's there",
         )
     return arm
@@ -109,20 +111,23 @@ def parse_custom_arms(words: Iterable[str]) -> dict[str, Arm]:
     """
     arms: dict[str, Arm] = {}
     for word in words:
-        name, equals, rest = word.partition("=")
-        backend, *pairs = rest.split(",")
-        variables = tuple((key, value) for key, _, value in (pair.partition("=") for pair in pairs))
-        well_formed = all(
-            "=" in pair and key.isidentifier()
-            for pair, (key, _) in zip(pairs, variables, strict=True)
+        name, separator, definition = word.partition("=")
+        backend, *assignments = definition.split(",")
+        variables = tuple(
+            (key, value)
+            for key, _, value in (assignment.partition("=") for assignment in assignments)
         )
-        if not equals or not name.isidentifier() or not backend or not well_formed:
+        well_formed = all(
+            "=" in assignment and key.isidentifier()
+            for assignment, (key, _) in zip(assignments, variables, strict=True)
+        )
+        if not separator or not name.isidentifier() or not backend or not well_formed:
             raise ConfigError(f"--arm {word!r}; expected NAME=BACKEND[,VARIABLE=VALUE ...]")
-        if name in (*NAMES, *arms, *registry.list_backend_names()):
+        if name in (*PREDEFINED_NAMES, *arms, *registry.list_backend_names()):
             raise ConfigError(f"--arm {word!r}: the name {name!r} is taken")
         registry.get_backend(backend, source=f"--arm {name}")
-        lossy = ("FSCCL_TAIL", "bounded") in variables
-        arms[name] = Arm(name, backend, variables, exact=not lossy)
+        is_bounded = ("FSCCL_TAIL", "bounded") in variables
+        arms[name] = Arm(name, backend, variables, exact=not is_bounded)
     return arms
 
 
@@ -139,7 +144,7 @@ def unsupported_reason(arm: Arm, device: str) -> str | None:
         return str(error)
     supported = {option.variable for option in backend.options} | set(backend.environment)
     for variable, value in arm.environment:
-        if variable in _STEERING_VARIABLES and variable not in supported:
+        if variable in _FSCCL_VARIABLES and variable not in supported:
             return (
                 f"arm {arm.name}: {backend.name} here knows no {variable}={value}, so it would "
                 "train as it does without; leave the arm out"
@@ -147,8 +152,9 @@ def unsupported_reason(arm: Arm, device: str) -> str | None:
     return None
 
 
-def require_unset(names: Iterable[str], where: str) -> None:
-    """Refuse variables that choose an algorithm and are set for all arms.
+def require_unset(names: Iterable[str], source: str) -> None:
+    """Refuse variables that choose an algorithm and are set for all arms. ``source`` names the
+    origin of the variables in the message.
 
     Raises:
         ConfigError: one of ``names`` is such a variable.
@@ -156,7 +162,7 @@ def require_unset(names: Iterable[str], where: str) -> None:
     variables = set(names)
     if conflicting := [name for name in ALGORITHM_VARIABLES if name in variables]:
         raise ConfigError(
-            f"{where}: {', '.join(conflicting)} would be set for every arm, which chooses its own",
+            f"{source}: {', '.join(conflicting)} would be set for every arm, which chooses its own",
             hint="unset it; an arm of your own is --arm NAME=BACKEND,VARIABLE=VALUE",
         )
 

@@ -1,8 +1,9 @@
-"""Bytes that ranks send to each other: the evidence that two arms communicate differently.
+"""Bytes that ranks send to each other: the evidence that two arms (:mod:`.arms`) communicate
+differently.
 
-fsccl counts its own bytes. For other backends the kernel is queried: each TCP connection of this
-process has a count of the bytes written to it, and the ranks' connections are matched by the
-addresses of their ends.
+fsccl counts the bytes that it sends to each rank. For other backends the kernel is queried: it
+counts the bytes written to each TCP connection of this process, and the ranks' connections are
+matched by their local and remote addresses.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ ConnectionBytes = Mapping[str, int]
 ByteMatrix = tuple[tuple[int, ...], ...]
 """Bytes, [from rank][to rank]."""
 
-RING = "a ring: every rank to one other"
-_LEAST_SHARE = 0.1
+RING_TOPOLOGY = "a ring: every rank to one other"
+_MIN_GRADIENT_FRACTION = 0.1
+"""Smallest plausible ratio of counted bytes to the bytes of reduced gradients."""
 # Offsets in the kernel's ``struct tcp_info``, which has the last two fields since Linux 4.19.
 _NOT_SENT_OFFSET, _SENT_OFFSET = 144, 200
 _TCP_INFO_SIZE = 256
@@ -55,12 +57,14 @@ def connection_bytes() -> dict[str, int]:
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
                 (queued,) = struct.unpack_from("=I", info, _NOT_SENT_OFFSET)
                 sent, retransmitted = struct.unpack_from("=QQ", info, _SENT_OFFSET)
-                ends = f"{_format_end(sock.getsockname())}>{_format_end(sock.getpeername())}"
-                counts[ends] = sent - retransmitted + queued
+                endpoints = (
+                    f"{_format_endpoint(sock.getsockname())}>{_format_endpoint(sock.getpeername())}"
+                )
+                counts[endpoints] = sent - retransmitted + queued
     return counts
 
 
-def _format_end(address: Sequence[Any]) -> str:
+def _format_endpoint(address: Sequence[Any]) -> str:
     return f"{str(address[0]).removeprefix('::ffff:').partition('%')[0]} {address[1]}"
 
 
@@ -72,11 +76,13 @@ def count_growth(before: ConnectionBytes, after: ConnectionBytes) -> dict[str, i
 def matrix_from_connections(ranks: Sequence[ConnectionBytes]) -> ByteMatrix:
     """Return the bytes from rank to rank for each rank's connections. Connections whose peer is no
     rank are left out: they lead to a store."""
-    owners = {key.partition(">")[0]: rank for rank, counts in enumerate(ranks) for key in counts}
+    rank_by_endpoint = {
+        key.partition(">")[0]: rank for rank, counts in enumerate(ranks) for key in counts
+    }
     matrix = [[0] * len(ranks) for _ in ranks]
     for rank, counts in enumerate(ranks):
         for key, count in counts.items():
-            peer = owners.get(key.partition(">")[2])
+            peer = rank_by_endpoint.get(key.partition(">")[2])
             if peer is not None and peer != rank:
                 matrix[rank][peer] += count
     return tuple(map(tuple, matrix))
@@ -84,8 +90,8 @@ def matrix_from_connections(ranks: Sequence[ConnectionBytes]) -> ByteMatrix:
 
 def matrix_from_counts(ranks: Sequence[Mapping[str, int]]) -> ByteMatrix:
     """Return the bytes from rank to rank for each rank's own counts by destination rank."""
-    size = range(len(ranks))
-    return tuple(tuple(counts.get(str(to), 0) for to in size) for counts in ranks)
+    ranks_range = range(len(ranks))
+    return tuple(tuple(counts.get(str(target), 0) for target in ranks_range) for counts in ranks)
 
 
 def add_matrices(first: ByteMatrix, second: ByteMatrix) -> ByteMatrix:
@@ -95,17 +101,18 @@ def add_matrices(first: ByteMatrix, second: ByteMatrix) -> ByteMatrix:
 
 
 def covers_gradients(sent: ByteMatrix, gradients: int) -> bool:
-    """Return whether a matrix can hold all_reduces of so many bytes of gradients.
+    """Return whether the total of ``sent`` is plausible for all_reduces of ``gradients`` bytes.
 
-    Any all_reduce sends each byte at least once. A total far below is other communication, from
-    which nothing can be concluded.
+    Any all_reduce sends each byte at least once. If the total is below a tenth of that, the
+    gradients were sent by other means that are not counted.
     """
-    return sum(map(sum, sent)) > _LEAST_SHARE * gradients
+    return sum(map(sum, sent)) > _MIN_GRADIENT_FRACTION * gradients
 
 
 def matrix_difference(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:
-    """Return the share of bytes (0 to 1) that go between other pairs of ranks in ``first`` than in
-    ``second``."""
+    """Return the fraction of bytes (0 to 1) that are sent between different pairs of ranks in the
+    two matrices: half the sum of absolute differences between the normalized matrices.
+    """
     first_matrix, second_matrix = (np.asarray(matrix, dtype=float) for matrix in (first, second))
     if not first_matrix.sum() or not second_matrix.sum():
         return 0.0 if first_matrix.sum() == second_matrix.sum() else 1.0
@@ -115,9 +122,10 @@ def matrix_difference(first: Sequence[Sequence[int]], second: Sequence[Sequence[
 
 
 def describe_matrix(sent: Sequence[Sequence[int]]) -> str:
-    """Return the topology of a matrix [from][to] in words. An edge is a pair with more than a
-    twentieth of the largest entry."""
-    size = len(sent)
+    """Describe the topology of a matrix [from][to], such as ``every rank to every other``. A pair
+    of ranks is an edge if its entry is above a twentieth of the largest one.
+    """
+    rank_count = len(sent)
     largest = max((cell for row in sent for cell in row), default=0)
     edges = {
         (a, b)
@@ -127,16 +135,19 @@ def describe_matrix(sent: Sequence[Sequence[int]]) -> str:
     }
     if not edges:
         return "nothing was sent"
-    if size == 2:
+    if rank_count == 2:
         return "two ranks, to each other"
-    if any(edges == {(r, (r + k) % size) for r in range(size)} for k in range(1, size)):
-        return RING
-    if len(edges) == size * (size - 1):
+    if any(
+        edges == {(r, (r + k) % rank_count) for r in range(rank_count)}
+        for k in range(1, rank_count)
+    ):
+        return RING_TOPOLOGY
+    if len(edges) == rank_count * (rank_count - 1):
         return "every rank to every other"
     pairs = {frozenset(edge) for edge in edges}
-    if len(pairs) == size - 1 and len(edges) == 2 * (size - 1):
-        return f"a tree: {size - 1} pairs, both ways"
-    return f"{len(edges)} of {size * (size - 1)} directions"
+    if len(pairs) == rank_count - 1 and len(edges) == 2 * (rank_count - 1):
+        return f"a tree: {rank_count - 1} pairs, both ways"
+    return f"{len(edges)} of {rank_count * (rank_count - 1)} directions"
 
 
 def count_nccl_algorithms(lines: Iterable[str]) -> dict[str, int]:

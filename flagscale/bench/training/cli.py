@@ -1,4 +1,9 @@
-"""Command line of ``flagscale bench training``, and the sessions it describes."""
+"""Command line of ``flagscale bench training``: parses it, and runs the sessions it describes.
+
+A *session* trains one model with all arms (:mod:`.arms`) under one network setting: without
+traffic, or with background traffic (:mod:`.settings`). Its ranks run :mod:`.session`. With
+``--config-name`` an experiment's YAML is trained instead of a model (:mod:`.experiment`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ from flagscale.bench.training.arms import (
     resolve_arm,
 )
 from flagscale.bench.training.experiment import (
-    SETTLE,
+    DEFAULT_SETTLE_STEPS,
     ExperimentSource,
     ExperimentTrainer,
     compare_arms_by_setting,
@@ -62,11 +67,7 @@ class TrainingPlan:
     quiet: bool = False
 
     def check(self, ranks: int) -> None:
-        """Refuse a single rank.
-
-        Raises:
-            ConfigError: there is only one.
-        """
+        """Raise ConfigError unless there are at least two ranks."""
         self.session(self.models[0], self.settings[0], Path()).check(ranks)
 
     def session(self, model: ModelChoice, setting: NetworkSetting, result: Path) -> SessionPlan:
@@ -87,9 +88,9 @@ class TrainingCommand(BenchCommand[TrainingPlan]):
     """Command that compares arms by training."""
 
     prog = "flagscale bench training"
-    run = "flagscale.bench.training.session:run_rank"
+    rank_entry_point = "flagscale.bench.training.session:run_rank"
 
-    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> TrainingPlan:
+    def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> TrainingPlan:
         return _make_plan(build_parser(prog).parse(words))
 
     def run_line(self, words: list[str], prog: str) -> int:
@@ -106,20 +107,22 @@ class TrainingCommand(BenchCommand[TrainingPlan]):
         return super().run_line(words, prog)
 
     def start(self, plan: TrainingPlan, ranks: int) -> int:
-        """Run every session, one after the other, and present_results the results. Returns the exit
-        code: 1 if exact arms have different losses, or ranks ended with different replicas.
+        """Run every session, one after the other, and print and write the results. Returns the exit
+        code: 1 if exact arms have different losses, or ranks ended with different parameters.
         """
         results: list[SessionResult] = []
-        about = describe_machine("flagscale", "torch", "transformers")
+        machine = describe_machine("flagscale", "torch", "transformers")
         with tempfile.TemporaryDirectory(prefix="flagscale-trials-") as directory:
             for model in plan.models:
                 order = draw_order(len(plan.settings), plan.training.seed)
-                by_setting: dict[int, SessionResult] = {}
+                results_by_setting: dict[int, SessionResult] = {}
                 for number in order:
                     result = Path(directory) / f"{len(results)}_{number}.json"
-                    by_setting[number] = self._run_session(plan, model, number, ranks, result)
-                results += [by_setting[number] for number in range(len(order))]
-        present_results(results, plan.training, {**about, "ranks": ranks}, plan.outputs)
+                    results_by_setting[number] = self._run_session(
+                        plan, model, number, ranks, result
+                    )
+                results += [results_by_setting[number] for number in range(len(order))]
+        present_results(results, plan.training, {**machine, "ranks": ranks}, plan.outputs)
         return 0 if all(map(is_valid, results)) else JobError.exit_code
 
     def _run_session(
@@ -131,26 +134,26 @@ class TrainingCommand(BenchCommand[TrainingPlan]):
             names = ", ".join(arm.name for arm in plan.arms)
             print(f"# {model.title} on {ranks} ranks, {setting.description}: {names}", flush=True)
         with setting.play_traffic(plan.placement.ssh_config) as probe:
-            before = probe()
+            tail_before = probe()
             code = _SESSION_STARTER.start(session, ranks)
-            after = probe()
+            tail_after = probe()
         if code or not path.is_file():
             raise JobError(
                 f"training {model.title}, {setting.description}, failed", exit_code=code or 1
             )
         result = decode(SessionResult, path.read_text(encoding="utf-8"))
-        return setting.add_tail_ratios(result, before, after)
+        return setting.add_tail_ratios(result, tail_before, tail_after)
 
 
 def _compare_by_experiment(options: argparse.Namespace) -> int:
-    """Compare the arms by an experiment's own training, and return the exit code."""
-    conflicting = [flag for flag, name in _MODEL_FLAGS.items() if getattr(options, name)]
+    """Compare the arms by training an experiment's YAML, and return the exit code."""
+    conflicting = [flag for flag, name in _FLAGS_REPLACED_BY_YAML.items() if getattr(options, name)]
     if conflicting:
         raise ConfigError(
             f"{', '.join(conflicting)}: the YAML says what is trained, and where",
             hint="--override train.model.num_layers=2 changes a value of it",
         )
-    options.settle = SETTLE if options.settle is None else options.settle
+    options.settle = DEFAULT_SETTLE_STEPS if options.settle is None else options.settle
     training, outputs = _training_options(options), _output_files(options)
     config = ExperimentSource(options.config_path / options.config_name, tuple(options.override))
     trainer = ExperimentTrainer(config, training)
@@ -162,12 +165,12 @@ def _compare_by_experiment(options: argparse.Namespace) -> int:
     results = compare_arms_by_setting(
         trainer, arms, settings, order, options.ssh_config, quiet=options.quiet
     )
-    about = {**describe_machine("flagscale", "torch", "megatron-core"), "ranks": trainer.ranks}
-    present_results(results, training, about, outputs)
+    machine = {**describe_machine("flagscale", "torch", "megatron-core"), "ranks": trainer.ranks}
+    present_results(results, training, machine, outputs)
     return 0 if all(map(is_valid, results)) else JobError.exit_code
 
 
-_MODEL_FLAGS = {
+_FLAGS_REPLACED_BY_YAML = {
     "--models": "models",
     "--sequence": "sequence",
     "-r": "nworkers",
@@ -183,14 +186,14 @@ _MODEL_FLAGS = {
 class _SessionStarter(RankStarter[SessionPlan]):
     """Starter of the ranks of one session."""
 
-    run = TrainingCommand.run
+    rank_entry_point = TrainingCommand.rank_entry_point
 
 
 _SESSION_STARTER = _SessionStarter()
 
 
 def refuse_launcher(world: BenchWorld | None) -> None:
-    """Refuse to run under a launcher: sessions start their own ranks.
+    """Refuse to run under a launcher, because every session starts its own ranks.
 
     Raises:
         ConfigError: a launcher has started this process.
@@ -211,35 +214,35 @@ def _make_plan(options: argparse.Namespace) -> TrainingPlan:
     models = _selected_models(options.models or "gpt2", options.size)
     for model in models:
         if training.sequence is not None and (model.max_sequence or 0) < training.sequence:
-            most = (
+            limit = (
                 f"takes at most {model.max_sequence} tokens"
                 if model.max_sequence
                 else "takes images"
             )
-            raise ConfigError(f"--sequence {training.sequence}: {model.title} {most}")
+            raise ConfigError(f"--sequence {training.sequence}: {model.title} {limit}")
     if options.backend != "auto":
         raise ConfigError(
             f"--backend {options.backend}: here backends are arms", hint=f"--arms {options.backend}"
         )
-    place = parse_placement(options)
-    if place.slurm or place.starter == "mpirun":
-        what = "--slurm-mode" if place.slurm else "--starter mpirun"
+    placement = parse_placement(options)
+    if placement.slurm or placement.starter == "mpirun":
+        flag = "--slurm-mode" if placement.slurm else "--starter mpirun"
         raise ConfigError(
-            f"{what}: ranks of trials are started here or over SSH",
+            f"{flag}: ranks of trials are started here or over SSH",
             hint="--hosts-file FILE, or leave it out",
         )
-    require_unset((name for _, name, _ in place.environment), "--env")
+    require_unset((name for _, name, _ in placement.environment), "--env")
     require_unset(os.environ, "the environment")
-    arms = _arms_for_placement(options, place)
+    arms = _arms_for_placement(options, placement)
     _check_backend_options(arms, options.comm)
-    if not place.hosts:
-        require_supported(arms, choose_accelerator(place.device).name)
+    if not placement.hosts:
+        require_supported(arms, choose_accelerator(placement.device).name)
     return TrainingPlan(
         models=models,
         arms=arms,
         settings=read_settings(options.environment, options.apart),
         training=training,
-        placement=place,
+        placement=placement,
         outputs=_output_files(options),
         comm=tuple(options.comm),
         quiet=options.quiet,
@@ -256,10 +259,10 @@ def _training_options(options: argparse.Namespace) -> TrainingOptions:
     require_at_least("--seed", options.seed, 0)
     if not 0 < options.bucket_mb <= 1 << 16:
         raise ConfigError(f"--bucket-mb {options.bucket_mb:g}; expected MiB above 0")
-    last = options.steps % options.block or options.block
-    if options.settle >= min(last, options.block):
+    last_block = options.steps % options.block or options.block
+    if options.settle >= min(last_block, options.block):
         raise ConfigError(
-            f"--settle {options.settle}: turns of {options.block} steps, the last of {last}, "
+            f"--settle {options.settle}: turns of {options.block} steps, the last of {last_block}, "
             "would count none",
             hint="longer turns (--block), which divide --steps",
         )
@@ -274,29 +277,31 @@ def _selected_models(text: str, size: str) -> tuple[ModelChoice, ...]:
     return tuple(dict.fromkeys(choices))
 
 
-def _arms_for_placement(options: argparse.Namespace, place: Placement) -> tuple[Arm, ...]:
-    accelerated = not choose_accelerator(place.device).is_host
-    return _named_arms(options, accelerated=accelerated, one_host=len(place.hosts) < 2)
+def _arms_for_placement(options: argparse.Namespace, placement: Placement) -> tuple[Arm, ...]:
+    accelerated = not choose_accelerator(placement.device).is_host
+    return _named_arms(options, accelerated=accelerated, one_host=len(placement.hosts) < 2)
 
 
 def _named_arms(
     options: argparse.Namespace, *, accelerated: bool, one_host: bool
 ) -> tuple[Arm, ...]:
-    custom = parse_custom_arms(options.arm)
+    custom_arms = parse_custom_arms(options.arm)
     default = "ring,tree" if accelerated else "ring,tree,transpose"
     selection = default if options.arms is None else options.arms
     names = [word.strip() for word in selection.split(",") if word.strip()]
-    names = list(dict.fromkeys((*names, *custom)))
+    names = list(dict.fromkeys((*names, *custom_arms)))
     if not names:
         raise ConfigError(f"--arms {options.arms!r}; expected such as ring,tree")
     return tuple(
-        resolve_arm(name, accelerated=accelerated, one_host=one_host, custom=custom)
+        resolve_arm(name, accelerated=accelerated, one_host=one_host, custom=custom_arms)
         for name in names
     )
 
 
 def _check_backend_options(arms: Sequence[Arm], words: Sequence[str]) -> None:
-    """Refuse options of no backend, and options that would change an arm into another."""
+    """Refuse ``--comm`` options of backends that no arm uses, and options that would override the
+    variables of an arm.
+    """
     options = parse_backend_options([arm.backend for arm in arms], words)
     for arm in arms:
         variables = dict(arm.environment)

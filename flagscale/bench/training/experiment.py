@@ -1,9 +1,10 @@
-"""Comparison of arms by an experiment's own YAML: every turn is a start of the whole run.
+"""Comparison of arms (:mod:`.arms`) by training an experiment's YAML
+(``flagscale bench training --config-name``).
 
-Each arm has a directory of its own. Its next turn resumes from the checkpoint of the previous
-one, so that its losses form one curve. A turn changes only the values in
-:meth:`ExperimentTrainer.overrides_of`; everything else, including hosts and layout, is as
-``action=run`` has it.
+Every *turn*, some consecutive steps of one arm, is a run of its own. Each arm has its own
+directory. Its next turn resumes from the checkpoint of the previous one, so that its losses form
+one curve. A turn changes only the values in :meth:`ExperimentTrainer.turn_overrides`; everything
+else, including hosts and parallel layout, is as for ``action=run``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flagscale.bench.training.arms import ALGORITHM_VARIABLES, Arm, require_unset
 from flagscale.bench.training.plan import TrainingOptions
@@ -24,11 +25,8 @@ from flagscale.config.arguments.rules.optimizer import BOUNDED_VARIABLE, exact_r
 from flagscale.errors import ConfigError, JobError
 from flagscale.status import Event
 
-if TYPE_CHECKING:
-    pass
-
-SETTLE = 5
-"""Steps at the start of every turn that do not count: a run has to warm up each time."""
+DEFAULT_SETTLE_STEPS = 5
+"""Default number of steps at the start of every turn that do not count: each run warms up."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,11 @@ class ExperimentSource:
 
 
 class ExperimentTrainer:
-    """Starts an experiment under one arm after the other.
+    """Trains an experiment by turns under each arm.
 
     Args:
-        chosen: the YAML.
-        training: numbers of steps: that count, of a turn, and that settle.
+        source: YAML with overrides.
+        training: numbers of steps: counted, per turn, and uncounted at the start of a turn.
 
     Raises:
         ConfigError: every mistake in the configuration, or the experiment cannot be compared.
@@ -58,13 +56,15 @@ class ExperimentTrainer:
         plan = api.plan(source.config, source.overrides)
         if self.experiment.task.is_command or plan.external:
             raise ConfigError(
-                f"{source.config}: {self.experiment.task.program} is run, whose steps are not told",
+                f"{source.config}: it runs {self.experiment.task.program}, which reports no steps",
                 hint="flagscale bench training takes experiments of this project's own program",
             )
-        planned = self.experiment.train.given.get("train_iters")
-        if planned is not None and planned < training.steps:
+        train_iters = self.experiment.train.given.get("train_iters")
+        if train_iters is not None and train_iters < training.steps:
             key = self.experiment.train.key_of("train_iters")
-            raise ConfigError(f"--steps {training.steps}: {key} of {source.config} is {planned}")
+            raise ConfigError(
+                f"--steps {training.steps}: {key} of {source.config} is {train_iters}"
+            )
         turns, remainder = divmod(training.steps, training.block)
         if remainder:
             raise ConfigError(
@@ -74,19 +74,19 @@ class ExperimentTrainer:
             )
         self.ranks, self.hosts = plan.world_size, tuple(host.name for host in plan.hosts)
         self._hosts_of_ranks = tuple(host.name for host in plan.hosts for _ in range(host.nproc))
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.directory = self.experiment.exp_dir / "trials" / stamp
+        timestamp = time.strftime("%Y%m%d-%H%M%S")
+        self.directory = self.experiment.exp_dir / "trials" / timestamp
 
     @property
     def subject(self) -> TrainingSubject:
         return TrainingSubject(str(self._source.config), self.experiment.name)
 
     def check_arms(self, arms: Sequence[Arm]) -> None:
-        """Refuse arms that the YAML would change into another.
+        """Refuse arms whose variables the YAML would override.
 
         Raises:
-            ConfigError: the YAML chooses an algorithm for all arms, or reduces exactly where an
-                arm would be bounded.
+            ConfigError: the YAML chooses an algorithm for all arms, or has a setting that requires
+                exact reductions with an arm for bounded ones.
         """
         envs = self.experiment.envs
         for variables in (envs.common, *envs.by_type.values(), *envs.by_host.values()):
@@ -113,21 +113,23 @@ class ExperimentTrainer:
     def train_session(
         self, setting: NetworkSetting, arms: Sequence[Arm], *, quiet: bool
     ) -> SessionResult:
-        """Train all turns of all arms under one setting of the network, whose traffic is
-        playing.
+        """Train all turns of all arms under one setting of the network, whose traffic has been
+        started.
 
         Raises:
             ConfigError: an arm's backend is not available, or the YAML has a mistake.
             JobError: a run failed.
         """
         events: list[list[tuple[int, Event]]] = [[] for _ in arms]
-        t = self._training
-        for turn in schedule_blocks(len(arms), steps=t.steps, block=t.block, warmup=0, seed=t.seed):
+        training = self._training
+        for turn in schedule_blocks(
+            len(arms), steps=training.steps, block=training.block, warmup=0, seed=training.seed
+        ):
             arm = arms[turn.arm]
-            steps = self._run_turn(self.overrides_of(arm, setting.label, turn))
-            events[turn.arm] += [(turn.round, event) for event in steps]
+            turn_events = self._run_turn(self.turn_overrides(arm, setting.label, turn))
+            events[turn.arm] += [(turn.round, event) for event in turn_events]
             if not quiet:
-                seconds = [event.get("step_seconds") for event in steps[t.settle :]]
+                seconds = [event.get("step_seconds") for event in turn_events[training.settle :]]
                 mean = sum(seconds) / max(len(seconds), 1)
                 print(f"# round {turn.round}: {arm.name}: {mean:.4g} s a step", flush=True)
         return SessionResult(
@@ -137,30 +139,31 @@ class ExperimentTrainer:
             device=self._device,
             hosts=self._hosts_of_ranks,
             arms=tuple(
-                self._arm_result(arm, steps) for arm, steps in zip(arms, events, strict=True)
+                self._arm_result(arm, turn_events)
+                for arm, turn_events in zip(arms, events, strict=True)
             ),
         )
 
-    def overrides_of(self, arm: Arm, setting: str, turn: Block) -> list[str]:
+    def turn_overrides(self, arm: Arm, setting: str, turn: Block) -> list[str]:
         """Return the overrides of a turn: the arm's backend and environment, its directory, its
         last step, and settings that avoid other work between steps.
         """
-        t, directory = self._training, self.directory / setting.replace(" ", "-") / arm.name
-        changed: dict[str, Any] = {
+        training, directory = self._training, self.directory / setting.replace(" ", "-") / arm.name
+        arguments: dict[str, Any] = {
             "distributed_backend": arm.backend,
-            "exit_interval": t.block,
-            "save_interval": t.steps,
+            "exit_interval": training.block,
+            "save_interval": training.steps,
             "save": directory / "checkpoints",
             "keep_last": 1,
             "log_interval": 1,
             "eval_iters": 0,
         }
         if turn.first > 0:
-            changed |= {"load": directory / "checkpoints", "finetune": False}
-        keys = self.experiment.train
+            arguments |= {"load": directory / "checkpoints", "finetune": False}
+        train = self.experiment.train
         overrides = [f"experiment.exp_dir={_quote(directory)}"]
-        for name, value in changed.items():
-            overrides.append(f"++{keys.key_of(name)}={_quote(value)}")
+        for name, value in arguments.items():
+            overrides.append(f"++{train.key_of(name)}={_quote(value)}")
         overrides += [
             f"++experiment.envs.{name}={_quote(value)}" for name, value in arm.environment
         ]
@@ -186,23 +189,24 @@ class ExperimentTrainer:
             raise JobError(
                 f"{run.id} in {run.directory}: {reason}", exit_code=snapshot.exit_code or 1
             )
-        every = [event for events in snapshot.events.values() for event in events]
-        steps = [event for event in every if event.event == "progress"]
-        self._device = next((str(e.get("device")) for e in every if e.event == "started"), "")
+        events = [event for rank_events in snapshot.events.values() for event in rank_events]
+        steps = [event for event in events if event.event == "progress"]
+        self._device = next((str(e.get("device")) for e in events if e.event == "started"), "")
         if not steps:
-            raise JobError(f"{run.id} in {run.directory}: it has told of no step")
+            raise JobError(f"{run.id} in {run.directory}: no step was reported")
         return sorted(steps, key=lambda event: int(event.get("step")))
 
     def _arm_result(self, arm: Arm, events: Sequence[tuple[int, Event]]) -> ArmResult:
-        settle, steps_of_turn, rows = self._training.settle, 0, []
-        for place, (number, event) in enumerate(events):
-            steps_of_turn = steps_of_turn + 1 if place and events[place - 1][0] == number else 1
-            rows.append((steps_of_turn > settle, number, event))
+        """Combine the steps of an arm's turns. ``events``: round and progress event of each."""
+        settle, step_of_turn, rows = self._training.settle, 0, []
+        for index, (number, event) in enumerate(events):
+            step_of_turn = step_of_turn + 1 if index and events[index - 1][0] == number else 1
+            rows.append((step_of_turn > settle, number, event))
         return ArmResult(
             arm=arm,
             version=arm.backend,
-            steps=_steps((number, event) for counts, number, event in rows if counts),
-            settling=_steps((number, event) for counts, number, event in rows if not counts),
+            steps=_to_steps((number, event) for counts, number, event in rows if counts),
+            settling=_to_steps((number, event) for counts, number, event in rows if not counts),
             parameters=0,
             buckets=(),
             replicas_equal=None,
@@ -219,8 +223,8 @@ def compare_arms_by_setting(
     *,
     quiet: bool,
 ) -> list[SessionResult]:
-    """Return the sessions of all settings. They run in ``order``. A signal that ends this
-    process ends the current run.
+    """Train a session under each setting, in ``order``, and return them in the order of
+    ``settings``. A signal that ends this process also stops the current run.
     """
     from flagscale.launcher.actions import interrupt_on_signals
 
@@ -235,16 +239,16 @@ def compare_arms_by_setting(
                 f"{setting.description}: {names}"
             )
         with setting.play_traffic(ssh_config) as probe:
-            before = probe()
+            tail_before = probe()
             session = trainer.train_session(setting, arms, quiet=quiet)
-            results[number] = setting.add_tail_ratios(session, before, probe())
+            results[number] = setting.add_tail_ratios(session, tail_before, probe())
     if not quiet:
         print(f"# the runs are kept in {trainer.directory}")
     return [results[number] for number in range(len(settings))]
 
 
-def _steps(events: Iterator[tuple[int, Event]]) -> Steps:
-    rows = list(events)
+def _to_steps(rounds_and_events: Iterator[tuple[int, Event]]) -> Steps:
+    rows = list(rounds_and_events)
     return Steps(
         step=tuple(int(event.get("step")) for _, event in rows),
         round=tuple(number for number, _ in rows),
@@ -254,13 +258,15 @@ def _steps(events: Iterator[tuple[int, Event]]) -> Steps:
 
 
 def _bounded_statistics(events: Sequence[Event]) -> dict[str, float]:
-    """Return statistics of bounded all_reduces: mean shares, and total counts of steps."""
+    """Return statistics of bounded all_reduces: means of fractions, and sums of counts."""
     statistics: dict[str, float] = {}
     for name in ("tail_excluded", "tail_lost", "tail_repeated", "tail_skipped"):
         values = [value for event in events if (value := event.get(name)) is not None]
         if values:
-            share = name in ("tail_excluded", "tail_lost")
-            statistics[name.removeprefix("tail_")] = sum(values) / (len(values) if share else 1)
+            is_fraction = name in ("tail_excluded", "tail_lost")
+            statistics[name.removeprefix("tail_")] = sum(values) / (
+                len(values) if is_fraction else 1
+            )
     return statistics
 
 

@@ -1,4 +1,4 @@
-"""Figures as SVG or PNG, for papers: time per step by setting, and loss over time."""
+"""Figures of ``flagscale bench training --plot``: time per step by setting, and loss over time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _STYLES = ("-", "--", ":", "-.")
 def write_figure(
     path: Path, sessions: Sequence[SessionResult], summaries: Sequence[ArmSummary]
 ) -> None:
-    """Write one row per model: bars of each arm's median, with p99 above, and its loss curves.
+    """Write an SVG or PNG file with a row per model: bars of each arm's median step time with an
+    error bar up to its p99, and its loss curves.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -27,9 +28,9 @@ def write_figure(
     models = list(group_by_model(sessions))
     figure = new_figure(11, 3.4 * len(models))
     axes = figure.subplots(len(models), 2, squeeze=False)
-    for (bars, curves), (title, some) in zip(axes, models, strict=True):
-        _draw_bars(bars, title, [summary for summary in summaries if summary.model == title])
-        _draw_losses(curves, title, some)
+    for (bar_axes, loss_axes), (title, model_sessions) in zip(axes, models, strict=True):
+        _draw_bars(bar_axes, title, [summary for summary in summaries if summary.model == title])
+        _draw_losses(loss_axes, title, model_sessions)
     path.write_bytes(encode_image(figure, path.suffix.lower().lstrip(".")))
 
 
@@ -38,12 +39,19 @@ def _draw_bars(axes: Any, title: str, summaries: Sequence[ArmSummary]) -> None:
     settings = list(dict.fromkeys(summary.setting for summary in summaries))
     width = 0.8 / len(arms)
     for number, arm in enumerate(arms):
-        of_arm = [summary for summary in summaries if summary.arm == arm]
-        positions = [settings.index(s.setting) + number * width for s in of_arm]
-        medians = [s.median for s in of_arm]
-        tails = [s.p99 - s.median for s in of_arm]
-        axes.bar(positions, medians, width, yerr=[[0] * len(of_arm), tails], capsize=3, label=arm)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(settings))], settings)
+        arm_summaries = [summary for summary in summaries if summary.arm == arm]
+        positions = [settings.index(s.setting) + number * width for s in arm_summaries]
+        medians = [s.median for s in arm_summaries]
+        distances_to_p99 = [s.p99 - s.median for s in arm_summaries]
+        axes.bar(
+            positions,
+            medians,
+            width,
+            yerr=[[0] * len(arm_summaries), distances_to_p99],
+            capsize=3,
+            label=arm,
+        )
+    axes.set_xticks([index + 0.4 - width / 2 for index in range(len(settings))], settings)
     axes.set_ylabel("seconds a step, p50 and p99")
     axes.set_title(title)
     axes.legend(fontsize="small")

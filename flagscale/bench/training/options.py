@@ -1,4 +1,4 @@
-"""Flags of ``flagscale bench training``."""
+"""Flags of ``flagscale bench training``. Their values are converted in :mod:`.cli`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flagscale.bench.options import BenchParser
 from flagscale.bench.placement import add_placement_flags
-from flagscale.bench.training.experiment import SETTLE
+from flagscale.bench.training.experiment import DEFAULT_SETTLE_STEPS
 from flagscale.bench.training.models.names import FAMILIES, SIZES
 
 _DESCRIPTION = """\
@@ -15,14 +15,14 @@ with and without background traffic.
 
 Every arm has its own processes and its own environment, so that arms cannot affect each other. All
 start from the same weights and train on the same data. They take turns of --block steps, in an
-order that --seed draws in every round; a step of one arm has its pair in every other. Warm-up and
-the first steps of each turn are trained but not counted. Losses of exact arms must agree, and all
-ranks of an arm must end with the same bits. The bytes between every two ranks are counted: they
-show whether two arms communicate differently.
+order that --seed draws in every round; each step of one arm corresponds to a step of every other.
+Warm-up and the first steps of each turn are trained but not counted. Losses of exact arms must
+agree, and all ranks of an arm must end with the same bits. The bytes between every two ranks are
+counted: they show whether two arms communicate differently.
 
 arms
   ring, tree    NCCL's algorithms on GPUs (NCCL_ALGO), fsccl's on CPUs (FSCCL_ALGO)
-  transpose     fsccl's: shards to their owners, sums to all; on CPUs
+  transpose     fsccl's direct reduce-scatter and all-gather between all ranks; on CPUs
   optireduce    fsccl's bounded all_reduce (FSCCL_TAIL=bounded), which leaves out late data
   gloo, nccl... any backend by its name in a YAML (flagscale comm list)
   --arm wide=fsccl,FSCCL_TCP_CONNECTIONS=4    your own: a backend and its variables
@@ -85,7 +85,10 @@ def _add_training_flags(parser: BenchParser) -> None:
         "--settle",
         type=int,
         metavar="N",
-        help=f"uncounted steps at the start of each turn (1; for an experiment {SETTLE})",
+        help=(
+            "uncounted steps at the start of each turn "
+            f"(1; for an experiment {DEFAULT_SETTLE_STEPS})"
+        ),
     )
     add("-b", "--batch", type=int, default=4, metavar="N", help="samples per rank and step (4)")
     add(

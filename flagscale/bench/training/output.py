@@ -1,4 +1,8 @@
-"""Output of the training benchmark: tables on the terminal, JSON, CSV, figures and a page."""
+"""Output of ``flagscale bench training``: tables on the terminal, and files with the results.
+
+A summary (:mod:`.summary`) has the statistics of one arm in one session. The figures and the HTML
+page are in :mod:`.figures` and :mod:`.page`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from flagscale.bench.training.plan import TrainingOptions
 from flagscale.bench.training.results import SessionResult, Steps
 from flagscale.bench.training.summary import (
     COLUMNS,
-    FEW,
+    MIN_P99_STEPS,
     ArmSummary,
     format_row,
     group_by_model,
@@ -29,8 +33,8 @@ from flagscale.bench.training.summary import (
 )
 from flagscale.files import to_plain, write_atomic
 
-_PUBLIC = 0o644
-_WIDTH = 180
+_FILE_MODE = 0o644
+_PIPE_WIDTH = 180
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class OutputFiles:
 def present_results(
     sessions: Sequence[SessionResult],
     training: TrainingOptions,
-    about: Mapping[str, Any],
+    machine: Mapping[str, Any],
     files: OutputFiles,
 ) -> None:
     """Print the results of sessions, and write them to files.
@@ -56,21 +60,21 @@ def present_results(
     """
     summaries = summarize_arms(sessions)
     # Lines are not folded in a pipe or file.
-    width = None if sys.stdout.isatty() else _WIDTH
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
     console = Console(highlight=False, soft_wrap=True, width=width)
     console.print(median_table(summaries))
     console.print(detail_table(summaries))
     for text in list_notes(sessions, summaries):
         console.print(Text(text))
     if files.json is not None:
-        record = to_json_record(sessions, training, about, summaries)
-        write_atomic(files.json, json.dumps(record, indent=1) + "\n", _PUBLIC)
+        record = to_json_record(sessions, training, machine, summaries)
+        write_atomic(files.json, json.dumps(record, indent=1) + "\n", _FILE_MODE)
     if files.csv is not None:
-        write_atomic(files.csv, format_csv(sessions), _PUBLIC)
+        write_atomic(files.csv, format_csv(sessions), _FILE_MODE)
     if files.report is not None:
         from flagscale.bench.training.page import render
 
-        write_atomic(files.report, render(sessions, summaries, training, about), _PUBLIC)
+        write_atomic(files.report, render(sessions, summaries, training, machine), _FILE_MODE)
     for path in files.plots:
         from flagscale.bench.training.figures import write_figure
 
@@ -90,10 +94,13 @@ def median_table(summaries: Sequence[ArmSummary]) -> Table:
     for summary in summaries:
         rows.setdefault((summary.model, summary.setting), {})[summary.arm] = summary
     previous = ""
-    for (model, setting), by_arm in rows.items():
-        best = min(by_arm.values(), key=lambda summary: summary.median)
+    for (model, setting), summaries_by_arm in rows.items():
+        fastest = min(summaries_by_arm.values(), key=lambda summary: summary.median)
         cells = [
-            Text(f"{by_arm[arm].median:.4g}", style="bold" if by_arm[arm] is best else "")
+            Text(
+                f"{summaries_by_arm[arm].median:.4g}",
+                style="bold" if summaries_by_arm[arm] is fastest else "",
+            )
             for arm in arms
         ]
         table.add_row(model if model != previous else "", setting, *cells)
@@ -102,7 +109,7 @@ def median_table(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def detail_table(summaries: Sequence[ArmSummary]) -> Table:
-    """Return all numbers of each arm."""
+    """Return the table of all statistics of each arm."""
     table = Table(title="a step's parts", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(COLUMNS):
         table.add_column(heading, justify="left" if number < 3 else "right")
@@ -114,14 +121,14 @@ def detail_table(summaries: Sequence[ArmSummary]) -> Table:
 def list_notes(sessions: Sequence[SessionResult], summaries: Sequence[ArmSummary]) -> list[str]:
     """Return the findings of each session, and limits of the numbers."""
     notes = []
-    for title, some in group_by_model(sessions):
-        for session in some:
+    for title, model_sessions in group_by_model(sessions):
+        for session in model_sessions:
             notes += [f"{title}, {session.setting}: {text}" for text in list_findings(session)]
-    fewest = min(summary.steps for summary in summaries)
-    if fewest < FEW:
+    min_steps = min(summary.steps for summary in summaries)
+    if min_steps < MIN_P99_STEPS:
         notes.append(
-            f"{fewest} steps an arm: a 99th percentile of fewer than {FEW} is little more than "
-            "the slowest step"
+            f"{min_steps} steps an arm: a 99th percentile of fewer than {MIN_P99_STEPS} is little "
+            "more than the slowest step"
         )
     return notes
 
@@ -129,16 +136,16 @@ def list_notes(sessions: Sequence[SessionResult], summaries: Sequence[ArmSummary
 def to_json_record(
     sessions: Sequence[SessionResult],
     training: TrainingOptions,
-    about: Mapping[str, Any],
+    machine: Mapping[str, Any],
     summaries: Sequence[ArmSummary],
 ) -> dict[str, Any]:
-    """Return everything: conditions, summary, findings, and every step."""
+    """Return the record for the JSON file: conditions, summary, findings, and every step."""
     findings = [
         {"model": s.model.name, "setting": s.setting, "findings": list_findings(s)}
         for s in sessions
     ]
     return {
-        **about,
+        **machine,
         "training": to_plain(training),
         "summary": to_plain(tuple(summaries)),
         "findings": findings,
@@ -147,7 +154,7 @@ def to_json_record(
 
 
 def format_csv(sessions: Sequence[SessionResult]) -> str:
-    """Return one line per step that counts."""
+    """Return a CSV file with one line per counted step."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(

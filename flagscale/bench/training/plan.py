@@ -1,5 +1,7 @@
-"""Plans of the training benchmark: of a session, for its ranks, and of one arm's process. Imports
-no torch.
+"""Plans that ``flagscale bench training`` sends to its processes. Imports no torch.
+
+:class:`SessionPlan` is for the ranks of a session (:mod:`.session`), one model under one network
+setting. Each rank starts a process per arm with an :class:`ArmPlan` (:mod:`.worker`).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from flagscale.records import WRITTEN_BY_RANK
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Amount and data of the training that every arm does."""
+    """Numbers of steps, and data, which are the same for every arm."""
 
     steps: int = 100
+    """Counted steps of each arm."""
     block: int = 10
     """Steps of a turn."""
     warmup: int = 5
+    """Uncounted steps of each arm before its first turn."""
     settle: int = 1
     """Steps at the start of every turn that are trained but do not count."""
     batch: int = 4
@@ -61,9 +65,13 @@ class SessionPlan:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of steps of all arms, in the order in which they run."""
-        t = self.training
+        training = self.training
         return schedule_blocks(
-            len(self.arms), steps=t.steps, block=t.block, warmup=t.warmup, seed=t.seed
+            len(self.arms),
+            steps=training.steps,
+            block=training.block,
+            warmup=training.warmup,
+            seed=training.seed,
         )
 
 
@@ -72,7 +80,8 @@ class ArmPlan:
     """Plan of one process of one arm."""
 
     arm: int
-    of: SessionPlan
+    """Index of the arm in ``session_plan.arms``."""
+    session_plan: SessionPlan
     address: str
     """Address of the store that all processes of the session use."""
     port: int

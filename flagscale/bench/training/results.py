@@ -1,4 +1,8 @@
-"""Results of training sessions: every step of every arm. Stored as JSON. Imports no torch."""
+"""Results of training sessions: every step of every arm. Stored as JSON. Imports no torch.
+
+A session is one model trained under one network setting; its arms are the compared ways to reduce
+gradients (:mod:`.arms`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from dataclasses import dataclass, field
 
 from flagscale.bench.training.arms import Arm
 
-NONE = "none"
+NO_TRAFFIC = "none"
 """Label of the setting without traffic."""
 
 
@@ -20,15 +24,18 @@ class TrainingSubject:
 
 @dataclass(frozen=True)
 class TailRatio:
-    """Tail ratio p99/p50 of the traffic's probe, with its 95 % interval."""
+    """Tail ratio p99/p50 of the traffic's probe (:mod:`flagscale.bench.traffic`), with its 95 %
+    interval.
+    """
 
     ratio: float
     low: float
     high: float
 
     def verdict(self, target: float, tolerance: float) -> str:
-        """Compare the ratio with a target, in words. A short measurement may leave the result
-        open."""
+        """Return a phrase that compares the ratio with ``target`` ± ``tolerance``. With a wide
+        interval the result may be undecided.
+        """
         low, high = target - tolerance, target + tolerance
         if low <= self.ratio <= high:
             return "as meant"
@@ -46,16 +53,16 @@ class Steps:
     seconds: tuple[float, ...] = ()
     """Duration of the whole step on the slowest rank."""
     exposed: tuple[float, ...] = ()
-    """Time in which nothing was left to compute while gradients were reduced, on the rank that
-    waited least: the others also wait for that rank's computation. Empty if not measured, as for an
-    experiment's own program.
+    """Exposed communication: time in which nothing was left to compute while gradients were
+    reduced. It is that of the rank which waited least, because the others also wait for that rank's
+    computation. Empty if not measured, as for an experiment's own program.
     """
     communication: tuple[float, ...] = ()
     """Time in which gradients were being reduced, whether hidden behind the backward pass or not,
     on the rank with the least. Empty if the device does not report it.
     """
     loss: tuple[float | None, ...] = ()
-    """Loss before the step, mean over ranks; None if it is no number."""
+    """Loss before the step, mean over ranks; None if it is not finite."""
 
     @property
     def compute(self) -> list[float]:
@@ -63,7 +70,10 @@ class Steps:
         measured."""
         if not self.exposed:
             return []
-        return [whole - part for whole, part in zip(self.seconds, self.exposed, strict=True)]
+        return [
+            seconds - exposed_seconds
+            for seconds, exposed_seconds in zip(self.seconds, self.exposed, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Order in which arms train: blocks of steps, one per arm and round, in an order drawn by a seed.
+"""Order in which the arms of ``flagscale bench training`` train, drawn by a seed.
 
-Every arm trains the same steps in the same rounds. A step of one arm therefore has its pair in
-every other, and temporary load on the machine affects all arms alike.
+In each round every arm has one turn, a block of consecutive steps. Every arm trains the same steps
+in the same rounds. Each step of one arm therefore corresponds to a step of every other, and
+temporary load on the machine affects all arms alike.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ def schedule_blocks(
         warmup: steps of each arm before the first that counts, trained in one turn.
         seed: seed of the order within each round.
     """
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     rounds = [(warmup, 0)] if warmup else []
     rounds += [
-        (min(block, steps - trained), warmup + trained) for trained in range(0, steps, block)
+        (min(block, steps - trained_steps), warmup + trained_steps)
+        for trained_steps in range(0, steps, block)
     ]
     scheduled: list[Block] = []
     for number, (count, first) in enumerate(rounds, start=0 if warmup else 1):
-        order = draw.sample(range(arms), arms)
+        order = generator.sample(range(arms), arms)
         scheduled += [
-            Block(len(scheduled) + place, arm, number, first, count)
-            for place, arm in enumerate(order)
+            Block(len(scheduled) + index, arm, number, first, count)
+            for index, arm in enumerate(order)
         ]
     return tuple(scheduled)
 

@@ -1,5 +1,7 @@
-"""Rank of a training session: starts one process per arm with the arm's environment and watches
-them. Rank 0 combines their reports.
+"""Rank of a training session: starts one process per arm (:mod:`.worker`) and monitors them.
+
+Each process has the environment variables of its arm. Rank 0 combines their reports. Started by
+:mod:`.cli`.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ from flagscale.hosts.workers.task import WorkerTask
 from flagscale.records import decode, encode
 
 _POLL_SECONDS = 0.05
-_RUN = "flagscale.bench.training.worker:run_arm"
+_ARM_FUNCTION = "flagscale.bench.training.worker:run_arm"
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_", RENDEZVOUS_VARIABLE, STARTER_VARIABLE)
-"""Variables with which a process of an arm would join another rendezvous."""
+"""Prefixes of variables that a process of an arm must not inherit: with them it would join this
+rank's rendezvous.
+"""
 
 
 @rank_function
@@ -57,8 +61,8 @@ def run_rank(plan: SessionPlan, world: BenchWorld) -> int:
         JobError: a process of an arm failed.
     """
     require_supported(plan.arms, choose_accelerator(plan.placement.device).name)
-    place = plan.placement
-    store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
+    placement = plan.placement
+    store = rendezvous.rendezvous(world, placement.timeout, placement.address, placement.port)
     if not isinstance(store, TCPStore):
         raise JobError(f"the ranks met at a {type(store).__name__}; training needs a TCPStore")
     with (
@@ -72,12 +76,12 @@ def run_rank(plan: SessionPlan, world: BenchWorld) -> int:
             store.set("end", "1")
         arms.wait()
     rendezvous.remove_files(world)
-    rendezvous.leave_store(store, world, place.timeout)
+    rendezvous.leave_store(store, world, placement.timeout)
     return 0
 
 
 class ArmProcesses(Closeable):
-    """This rank's processes, one per arm. A context manager: leaving it ends them."""
+    """This rank's processes, one per arm. As a context manager it ends them on exit."""
 
     def __init__(
         self, plan: SessionPlan, world: BenchWorld, store: TCPStore, directory: Path
@@ -92,21 +96,21 @@ class ArmProcesses(Closeable):
         except BaseException:
             self.close()
             raise
-        self._reports = [
+        self._report_keys = [
             report_key(arm, rank) for arm in range(len(plan.arms)) for rank in range(world.size)
         ]
 
     def _start(self, number: int, directory: Path) -> None:
         arm, world = self._plan.arms[number], self._world
-        log = directory / f"nccl_{number}" if arm.backend == "nccl" else None
-        task = WorkerTask.of(
-            _RUN, ArmPlan(number, self._plan, self._store.host, self._store.port, log)
+        nccl_log = directory / f"nccl_{number}" if arm.backend == "nccl" else None
+        task = WorkerTask.create(
+            _ARM_FUNCTION, ArmPlan(number, self._plan, self._store.host, self._store.port, nccl_log)
         )
         variables = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
         environment = {k: v for k, v in variables.items() if not k.startswith(_LAUNCHER_VARIABLES)}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= dict(arm.environment)
-        environment |= {"NCCL_DEBUG_FILE": str(log)} if log is not None else {}
+        environment |= {"NCCL_DEBUG_FILE": str(nccl_log)} if nccl_log is not None else {}
         self._children.start(task.command, environment, stdin=task.to_stdin())
 
     def wait_for_reports(self) -> None:
@@ -116,14 +120,14 @@ class ArmProcesses(Closeable):
             JobError: a process of this rank has failed.
         """
         while not self._all_reported():
-            self._check()
+            self._raise_on_failure()
             if None not in self._children.poll():
                 raise JobError(f"rank {self._world.rank}: its processes ended without a report")
             time.sleep(_POLL_SECONDS)
 
     def _all_reported(self) -> bool:
         try:
-            return bool(self._store.check(self._reports))
+            return bool(self._store.check(self._report_keys))
         except (dist.DistError, RuntimeError) as error:
             text = f"rank {self._world.rank}: rank 0, at whose store all meet, has ended"
             raise JobError(text) from error
@@ -135,15 +139,15 @@ class ArmProcesses(Closeable):
             JobError: one has failed.
         """
         while None in self._children.poll():
-            self._check()
+            self._raise_on_failure()
             time.sleep(_POLL_SECONDS)
-        self._check()
+        self._raise_on_failure()
 
     def close(self) -> None:
         """End the processes that still run."""
         self._children.close()
 
-    def _check(self) -> None:
+    def _raise_on_failure(self) -> None:
         for arm, code in zip(self._plan.arms, self._children.poll(), strict=True):
             if code:
                 ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -157,13 +161,13 @@ def _collect_results(plan: SessionPlan, world: BenchWorld, store: Store) -> Sess
     for number in range(len(plan.arms)):
         texts = [store.get(report_key(number, rank)) for rank in range(world.size)]
         arm_reports.append([decode(RankReport, text) for text in texts])
-    first = arm_reports[0]
+    first_arm_reports = arm_reports[0]
     return SessionResult(
         model=TrainingSubject(plan.model.name, plan.model.title),
         setting=plan.setting,
         ranks=world.size,
-        device=first[0].device,
-        hosts=tuple(report.host for report in first),
+        device=first_arm_reports[0].device,
+        hosts=tuple(report.host for report in first_arm_reports),
         arms=tuple(
             combine_reports(plan, number, reports) for number, reports in enumerate(arm_reports)
         ),
@@ -172,47 +176,49 @@ def _collect_results(plan: SessionPlan, world: BenchWorld, store: Store) -> Sess
 
 def combine_reports(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmResult:
     """Combine the reports of an arm's ranks."""
-    first = reports[0]
+    first_report = reports[0]
     datagrams = matrix_from_counts([report.datagrams for report in reports])
     sent = add_matrices(matrix_from_counts([report.to_ranks for report in reports]), datagrams)
     counted_by_backend = any(map(any, sent))
     if not counted_by_backend:
         sent = matrix_from_connections([report.connections for report in reports])
-    steps = sum(step.round > 0 for step in first.steps)
-    is_counted = covers_gradients(sent, sum(first.buckets) * steps)
-    backend = first.version.partition(" ")[0]
+    steps = sum(step.round > 0 for step in first_report.steps)
+    is_counted = covers_gradients(sent, sum(first_report.buckets) * steps)
+    backend = first_report.version.partition(" ")[0]
     return ArmResult(
         arm=plan.arms[arm],
-        version=first.version,
+        version=first_report.version,
         steps=_combine_steps(reports, counting=True),
         settling=_combine_steps(reports, counting=False),
-        parameters=first.parameters,
-        buckets=first.buckets,
+        parameters=first_report.parameters,
+        buckets=first_report.buckets,
         replicas_equal=len({report.digest for report in reports}) == 1,
         sent=sent if is_counted else (),
         datagrams=datagrams if is_counted and any(map(any, datagrams)) else (),
         counted_by=(backend if counted_by_backend else "the kernel, by connection")
         if is_counted
         else "",
-        algorithms=first.algorithms,
-        last_algorithm=first.last_algorithm,
+        algorithms=first_report.algorithms,
+        last_algorithm=first_report.last_algorithm,
         tail=_sum_statistics([report.tail for report in reports]),
     )
 
 
 def _combine_steps(reports: Sequence[RankReport], *, counting: bool) -> Steps:
-    """Combine all ranks' measurements of each step; see :class:`.Steps`."""
+    """Combine all ranks' measurements of each step as described in :class:`.Steps`. ``counting``
+    selects the steps that count, or those that do not.
+    """
     rows = zip(*(report.steps for report in reports), strict=True)
-    chosen = [row for row in rows if row[0].counts == counting]
-    communication = [[step.communication for step in row] for row in chosen]
-    measured = [[x for x in row if x is not None] for row in communication]
+    steps_by_rank = [row for row in rows if row[0].counts == counting]
+    communication = [[step.communication for step in row] for row in steps_by_rank]
+    measured_times = [[x for x in row if x is not None] for row in communication]
     return Steps(
-        step=tuple(row[0].step for row in chosen),
-        round=tuple(row[0].round for row in chosen),
-        seconds=tuple(max(step.seconds for step in row) for row in chosen),
-        exposed=tuple(min(step.exposed for step in row) for row in chosen),
-        communication=tuple(map(min, measured)) if measured == communication else (),
-        loss=tuple(_mean_loss([step.loss for step in row]) for row in chosen),
+        step=tuple(row[0].step for row in steps_by_rank),
+        round=tuple(row[0].round for row in steps_by_rank),
+        seconds=tuple(max(step.seconds for step in row) for row in steps_by_rank),
+        exposed=tuple(min(step.exposed for step in row) for row in steps_by_rank),
+        communication=tuple(map(min, measured_times)) if measured_times == communication else (),
+        loss=tuple(_mean_loss([step.loss for step in row]) for row in steps_by_rank),
     )
 
 

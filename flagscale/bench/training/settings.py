@@ -1,4 +1,8 @@
-"""Settings of the network during training: no traffic, or an environment that is played."""
+"""Network settings of ``flagscale bench training``: no traffic, or traffic that is replayed.
+
+Traffic is described by files of ``flagscale bench traffic``, called environments
+(:mod:`flagscale.bench.traffic.spec`).
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flagscale.bench.options import suggest_name
-from flagscale.bench.traffic import environment as files
+from flagscale.bench.traffic import environment as environment_files
 from flagscale.bench.traffic.session import Traffic, play
 from flagscale.bench.traffic.spec import Environment, ProbeResult, default_tolerance
-from flagscale.bench.training.results import NONE, SessionResult, TailRatio
+from flagscale.bench.training.results import NO_TRAFFIC, SessionResult, TailRatio
 from flagscale.errors import ConfigError
 
-_LONGEST_SECONDS = 86400.0
-"""Longest traffic of a session. It ends with the session, or with this process."""
+_MAX_TRAFFIC_SECONDS = 86400.0
+"""Time limit of the traffic. It normally ends with the session, or with this process."""
 _PROBE_SECONDS = 20.0
 
 MeasureTail = Callable[[], TailRatio | None]
+"""Function that measures the probe's tail ratio; it returns None without traffic."""
 
 
 @dataclass(frozen=True)
 class NetworkSetting:
     """The network during a session."""
 
-    label: str = NONE
+    label: str = NO_TRAFFIC
     description: str = "without traffic"
     environment: Environment | None = None
 
@@ -37,15 +42,13 @@ class NetworkSetting:
         environment = self.environment
         if environment is None or environment.target is None:
             return replace(session, before=before, after=after)
-        target, tolerance = (
-            environment.target,
-            environment.tolerance or default_tolerance(environment.target),
-        )
+        target = environment.target
+        tolerance = environment.tolerance or default_tolerance(target)
         return replace(session, before=before, after=after, target=target, tolerance=tolerance)
 
     @contextmanager
     def play_traffic(self, ssh_config: Path | None) -> Iterator[MeasureTail]:
-        """Play the traffic until the context is left. Yields a function that measures the tail
+        """Generate the traffic until the context ends. Yields a function that measures the tail
         ratio.
 
         Raises:
@@ -54,7 +57,7 @@ class NetworkSetting:
         if self.environment is None:
             yield lambda: None
             return
-        with play(self.environment, seconds=_LONGEST_SECONDS, ssh_config=ssh_config) as traffic:
+        with play(self.environment, seconds=_MAX_TRAFFIC_SECONDS, ssh_config=ssh_config) as traffic:
             yield lambda: _measure_tail(traffic)
             traffic.check()
 
@@ -65,8 +68,8 @@ def _measure_tail(traffic: Traffic) -> TailRatio:
 
 
 def read_settings(paths: Sequence[Path], apart: Sequence[str]) -> tuple[NetworkSetting, ...]:
-    """Return the setting without traffic, with which all others are compared, then one per file,
-    then the control.
+    """Return the network settings: without traffic, with which all others are compared; one per
+    file; and, with ``apart``, a control with the last file's traffic on another network.
 
     Args:
         paths: files of environments, as ``flagscale bench traffic`` writes them.
@@ -75,31 +78,31 @@ def read_settings(paths: Sequence[Path], apart: Sequence[str]) -> tuple[NetworkS
     Raises:
         ConfigError: a file is no environment, or an address belongs to no host of it.
     """
-    environments = [files.read_environment(path) for path in paths]
+    environments = [environment_files.read_environment(path) for path in paths]
     labels = [
-        _label(path, environment) for path, environment in zip(paths, environments, strict=True)
+        _setting_label(path, environment)
+        for path, environment in zip(paths, environments, strict=True)
     ]
     counts = Counter(labels)
     labels = [
         path.stem if counts[label] > 1 else label for path, label in zip(paths, labels, strict=True)
     ]
-    if NONE in labels or len(set(labels)) < len(labels):
+    if NO_TRAFFIC in labels or len(set(labels)) < len(labels):
         names = ", ".join(labels)
         raise ConfigError(
-            f"--environment: {names}: give the files names that differ, none {NONE!r}"
+            f"--environment: {names}: give the files names that differ, none {NO_TRAFFIC!r}"
         )
     settings = [NetworkSetting()]
-    for label, one in zip(labels, environments, strict=True):
-        settings.append(
-            NetworkSetting(label, f"traffic {label} ({_describe_calibration(one.found)})", one)
-        )
+    for label, environment in zip(labels, environments, strict=True):
+        description = f"traffic {label} ({_describe_calibration(environment.found)})"
+        settings.append(NetworkSetting(label, description, environment))
     if apart:
         settings.append(_control_setting(apart, environments, labels))
     return tuple(settings)
 
 
-def _label(path: Path, environment: Environment) -> str:
-    """Return the calibrated ratio, as tables have it, or the file's name."""
+def _setting_label(path: Path, environment: Environment) -> str:
+    """Return the label of a setting in tables: the calibrated ratio, or the file's name."""
     return path.stem if environment.target is None else f"{environment.target:g}"
 
 
@@ -108,14 +111,15 @@ def _describe_calibration(result: ProbeResult | None) -> str:
 
 
 def _control_setting(
-    label: Sequence[str], environments: Sequence[Environment], labels: Sequence[str]
+    assignments: Sequence[str], environments: Sequence[Environment], labels: Sequence[str]
 ) -> NetworkSetting:
+    """Return the control: the last environment's traffic at the addresses ``HOST=ADDRESS``."""
     if not environments:
         raise ConfigError("--apart needs --environment: whose traffic?")
     last = environments[-1]
     names = [site.name for site in last.hosts]
     addresses: dict[str, str] = {}
-    for word in label:
+    for word in assignments:
         host, equals, address = word.partition("=")
         if not equals or not address:
             raise ConfigError(f"--apart {word!r}; expected HOST=ADDRESS")
@@ -126,6 +130,6 @@ def _control_setting(
     if missing := [name for name in names if name not in addresses]:
         raise ConfigError(f"--apart: an address of {', '.join(missing)} is missing")
     label = f"{labels[-1]} apart"
-    # There the probe is to feel nothing of it.
-    elsewhere = replace(last.on_network(addresses), target=None)
-    return NetworkSetting(label, f"traffic {label}, on another network", elsewhere)
+    # The probe must not be affected by traffic on that network, so there is no target.
+    control = replace(last.on_network(addresses), target=None)
+    return NetworkSetting(label, f"traffic {label}, on another network", control)

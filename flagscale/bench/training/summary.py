@@ -1,4 +1,9 @@
-"""Results of sessions as numbers and findings, shared by tables, pages and files."""
+"""Summary of training sessions: statistics of each arm, and findings as sentences.
+
+Shared by the tables, pages and files of ``flagscale bench training`` (:mod:`.output`, :mod:`.page`,
+:mod:`.figures`). A session is one model trained under one network setting by all arms, the compared
+ways to reduce gradients (:mod:`.arms`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from operator import attrgetter
 from flagscale.bench.bootstrap import percentile_ratio
 from flagscale.bench.statistics import Ratio, percentile
 from flagscale.bench.training.arms import Arm
-from flagscale.bench.training.byte_counts import RING, describe_matrix, matrix_difference
+from flagscale.bench.training.byte_counts import RING_TOPOLOGY, describe_matrix, matrix_difference
 from flagscale.bench.training.losses import (
     LossAgreement,
     common_loss,
@@ -18,12 +23,12 @@ from flagscale.bench.training.losses import (
     smooth,
     time_to_loss,
 )
-from flagscale.bench.training.results import NONE, ArmResult, SessionResult, TailRatio
+from flagscale.bench.training.results import NO_TRAFFIC, ArmResult, SessionResult, TailRatio
 
-FEW = 300
-"""Steps below which a 99th percentile is little more than the slowest step."""
-_SAME = 0.05
-"""Arms whose byte matrices differ by less are not proved different."""
+MIN_P99_STEPS = 300
+"""Number of steps below which a 99th percentile is little more than the slowest step."""
+_DIFFERENCE_THRESHOLD = 0.05
+"""Smallest difference of byte matrices that proves that two arms communicate differently."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,15 @@ class ArmSummary:
     median: float
     p99: float
     compute: float | None
-    """Median without exposed communication; None if not measured, as for the following two."""
+    """Median time without exposed communication; None if not measured."""
     exposed: float | None
+    """Median time of exposed communication, see :class:`.Steps`; None if not measured."""
     communication: float | None
+    """Median time in which gradients were being reduced; None if not measured."""
     slowdown: Ratio | None
-    """Ratio of the median to the median without traffic."""
+    """Ratio of the median to the same arm's median without traffic."""
     slowdown_p99: Ratio | None
+    """The same for the 99th percentile."""
     against: Ratio | None
     """Ratio of the median to that of the first arm of the session."""
     loss: float
@@ -61,10 +69,13 @@ class ArmDifference:
     first: str
     second: str
     share: float | None
-    """Share of bytes that go between other pairs of ranks, or by datagrams instead of messages;
-    None if the bytes of one arm are not counted."""
+    """Fraction of bytes that are sent between different pairs of ranks, or by datagrams instead of
+    TCP messages; None if the bytes of one arm are not counted.
+    """
     common_topology: str = ""
-    """Topology of both if it is the same: two rings may go round in opposite directions."""
+    """Topology of both arms if both are rings. Two rings in opposite directions have different
+    bytes without being different algorithms.
+    """
 
     @property
     def sentence(self) -> str:
@@ -74,7 +85,11 @@ class ArmDifference:
             return f"{pair}: bytes of one are not counted, nothing is shown"
         if self.common_topology:
             return f"{pair}: NOT shown to be different: both are {self.common_topology}"
-        verdict = "proved different" if self.share > _SAME else "NOT shown to be different"
+        verdict = (
+            "proved different"
+            if self.share > _DIFFERENCE_THRESHOLD
+            else "NOT shown to be different"
+        )
         return (
             f"{pair}: {verdict}: {self.share:.0%} of bytes go between other pairs, or another way"
         )
@@ -82,13 +97,17 @@ class ArmDifference:
 
 def group_by_model(sessions: Sequence[SessionResult]) -> Iterator[tuple[str, list[SessionResult]]]:
     """Yield each model's title with its sessions."""
-    for model, some in groupby(sessions, key=attrgetter("model")):
-        yield model.title, list(some)
+    for model, model_sessions in groupby(sessions, key=attrgetter("model")):
+        yield model.title, list(model_sessions)
 
 
 def summarize_arms(sessions: Sequence[SessionResult]) -> list[ArmSummary]:
     """Return the summary of every arm under every setting, for sessions of any models."""
-    return [summary for _, some in group_by_model(sessions) for summary in _summarize_model(some)]
+    return [
+        summary
+        for _, model_sessions in group_by_model(sessions)
+        for summary in _summarize_model(model_sessions)
+    ]
 
 
 def _summarize_model(sessions: Sequence[SessionResult]) -> Iterator[ArmSummary]:
@@ -97,26 +116,30 @@ def _summarize_model(sessions: Sequence[SessionResult]) -> Iterator[ArmSummary]:
         for session in sessions
         for result in session.arms
     }
-    target = common_loss(list(curves.values()))
-    without_traffic = next((session for session in sessions if session.setting == NONE), None)
+    target_loss = common_loss(list(curves.values()))
+    without_traffic = next((session for session in sessions if session.setting == NO_TRAFFIC), None)
     for session in sessions:
         for result in session.arms:
-            control = None
+            arm_without_traffic = None
             if without_traffic is not None and without_traffic is not session:
-                control = without_traffic.find_arm(result.arm.name)
+                arm_without_traffic = without_traffic.find_arm(result.arm.name)
             curve = curves[session.setting, result.arm.name]
-            to_loss = None if target is None else time_to_loss(target, curve, result.steps.seconds)
-            yield _summarize_arm(session, result, control, curve[-1], to_loss)
+            to_loss = (
+                None
+                if target_loss is None
+                else time_to_loss(target_loss, curve, result.steps.seconds)
+            )
+            yield _summarize_arm(session, result, arm_without_traffic, curve[-1], to_loss)
 
 
 def _summarize_arm(
     session: SessionResult,
     result: ArmResult,
-    control: ArmResult | None,
+    arm_without_traffic: ArmResult | None,
     loss: float,
     to_loss: float | None,
 ) -> ArmSummary:
-    steps, first = result.steps, session.arms[0]
+    steps, first_arm = result.steps, session.arms[0]
     return ArmSummary(
         model=session.model.title,
         setting=session.setting,
@@ -128,9 +151,9 @@ def _summarize_arm(
         compute=_median(steps.compute),
         exposed=_median(steps.exposed),
         communication=_median(steps.communication),
-        slowdown=_time_ratio(result, control, 50) if control else None,
-        slowdown_p99=_time_ratio(result, control, 99) if control else None,
-        against=_time_ratio(result, first, 50) if result is not first else None,
+        slowdown=_time_ratio(result, arm_without_traffic, 50) if arm_without_traffic else None,
+        slowdown_p99=_time_ratio(result, arm_without_traffic, 99) if arm_without_traffic else None,
+        against=_time_ratio(result, first_arm, 50) if result is not first_arm else None,
         loss=loss,
         to_loss=to_loss,
         replicas_equal=result.replicas_equal,
@@ -191,7 +214,9 @@ def _format_ratio(ratio: Ratio | None) -> str:
 
 
 def compare_arms(session: SessionResult) -> list[ArmDifference]:
-    """Compare the communication of every two arms: by their bytes, else by NCCL's log."""
+    """Compare the communication of every two arms by the bytes between ranks, or by the algorithms
+    in NCCL's log if bytes were not counted.
+    """
     differences = []
     for first, second in combinations(session.arms, 2):
         share, topology = None, ""
@@ -199,7 +224,7 @@ def compare_arms(session: SessionResult) -> list[ArmDifference]:
             share = matrix_difference(_split_by_transport(first), _split_by_transport(second))
             topologies = {describe_matrix(first.sent), describe_matrix(second.sent)}
             same_transport = bool(first.datagrams) == bool(second.datagrams)
-            topology = RING if topologies == {RING} and same_transport else ""
+            topology = RING_TOPOLOGY if topologies == {RING_TOPOLOGY} and same_transport else ""
         elif first.algorithms and second.algorithms:
             names = sorted({*first.algorithms, *second.algorithms})
             counts = ([[arm.algorithms.get(n, 0) for n in names]] for arm in (first, second))
@@ -209,7 +234,7 @@ def compare_arms(session: SessionResult) -> list[ArmDifference]:
 
 
 def _split_by_transport(result: ArmResult) -> list[tuple[int, ...]]:
-    """Return the byte matrix of an arm's messages with that of its datagrams below it."""
+    """Return the byte matrix of an arm's TCP messages, followed by the rows of its datagrams'."""
     datagrams = result.datagrams or tuple(tuple(0 for _ in row) for row in result.sent)
     rows = zip(result.sent, datagrams, strict=True)
     messages = [tuple(a - b for a, b in zip(*row, strict=True)) for row in rows]
@@ -217,13 +242,15 @@ def _split_by_transport(result: ArmResult) -> list[tuple[int, ...]]:
 
 
 def describe_communication(result: ArmResult) -> str:
-    """Return an arm's topology and bytes with their source, and the algorithms of its log."""
+    """Describe an arm's topology and bytes with the source of the counts, and the algorithms in its
+    log.
+    """
     parts = []
     if result.sent:
-        total = sum(map(sum, result.sent)) / 2**20
-        in_datagrams = sum(map(sum, result.datagrams)) / 2**20
-        of_these = f", {in_datagrams:.1f} of them by datagrams" if in_datagrams else ""
-        amount = f"{total:.1f} MiB in all{of_these}, counted by {result.counted_by}"
+        total_mib = sum(map(sum, result.sent)) / 2**20
+        datagram_mib = sum(map(sum, result.datagrams)) / 2**20
+        datagram_text = f", {datagram_mib:.1f} of them by datagrams" if datagram_mib else ""
+        amount = f"{total_mib:.1f} MiB in all{datagram_text}, counted by {result.counted_by}"
         parts.append(f"{describe_matrix(result.sent)}; {amount}")
     if result.algorithms:
         counts = ", ".join(f"{name} {count} times" for name, count in result.algorithms.items())
@@ -237,7 +264,11 @@ def describe_communication(result: ArmResult) -> str:
 
 
 def compare_arm_losses(session: SessionResult) -> list[tuple[Arm, Arm, LossAgreement]]:
-    """Compare every arm's losses with those of the first exact arm, which is the second entry."""
+    """Compare every arm's losses with those of the first exact arm.
+
+    Returns:
+        The arm, the first exact arm, and their agreement, for every arm but the latter.
+    """
     reference = next((result for result in session.arms if result.arm.exact), None)
     if reference is None:
         return []
@@ -250,7 +281,7 @@ def compare_arm_losses(session: SessionResult) -> list[tuple[Arm, Arm, LossAgree
 
 
 def _all_losses(result: ArmResult) -> list[float | None]:
-    """Return the losses of all steps, whether they count or not, in their order."""
+    """Return the losses of all steps in their order, including those that do not count."""
     losses = {
         step: loss
         for part in (result.steps, result.settling)
@@ -267,7 +298,9 @@ def list_findings(session: SessionResult) -> list[str]:
     ]
     findings += [difference.sentence for difference in compare_arms(session)]
     for arm, reference, agreement in compare_arm_losses(session):
-        verdict = "agree" if agreement.holds else ("do NOT agree" if arm.exact else "differ")
+        verdict = (
+            "agree" if agreement.is_acceptable else ("do NOT agree" if arm.exact else "differ")
+        )
         findings.append(
             f"losses of {arm.name} and {reference.name} {verdict}: {agreement.early:.1e} at most "
             f"in the first steps, {agreement.late:.2%} at the end, where chance makes "
@@ -294,5 +327,7 @@ def _describe_tail(session: SessionResult, tail: TailRatio) -> str:
 
 def is_valid(session: SessionResult) -> bool:
     """Return whether a session's times can be trusted: exact arms agree, and replicas are equal."""
-    agree = all(agreement.holds for arm, _, agreement in compare_arm_losses(session) if arm.exact)
-    return agree and all(result.replicas_equal is not False for result in session.arms)
+    losses_agree = all(
+        agreement.is_acceptable for arm, _, agreement in compare_arm_losses(session) if arm.exact
+    )
+    return losses_agree and all(result.replicas_equal is not False for result in session.arms)

@@ -1,7 +1,10 @@
-"""Worker process of one arm: trains its model in the arm's turns, and reports its measurements.
+"""Worker process of one arm and rank: trains its model in the arm's turns, and reports its
+measurements.
 
-The processes of all arms and ranks share one store. All have the same schedule, so turns need no
-leader: the last rank to finish a turn starts the next.
+Started by each rank of :mod:`.session`, once per arm, a compared way to reduce gradients
+(:mod:`.arms`). The processes of all arms and ranks share one store. All have the same schedule
+(:mod:`.schedule`), so that no coordinator is necessary: the last rank to finish a turn starts the
+next one.
 """
 
 from __future__ import annotations
@@ -36,10 +39,8 @@ from flagscale.comm import registry
 from flagscale.errors import JobError
 from flagscale.records import encode
 
-_FOREVER = timedelta(days=30)
-"""Waiting for another arm's turn ends when that turn is done, or when this process is ended
-because the other arm has failed.
-"""
+_NO_TIMEOUT = timedelta(days=30)
+"""Timeout for another arm's turn. If that arm fails, its rank ends this process."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class RankStep:
     step: int
     round: int
     counts: bool
+    """The step is part of the results."""
     seconds: float
     exposed: float
+    """Time in which the backward pass only waited; see :mod:`.timing`."""
     communication: float | None
     loss: float | None
 
@@ -93,14 +96,14 @@ def run_arm(plan: ArmPlan, world: BenchWorld) -> int:
     try:
         return _train_arm(plan, world)
     except (dist.DistError, RuntimeError) as error:
-        # The first line names a device's error or a lost connection; the others are addresses.
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        name = plan.of.arms[plan.arm].name
-        raise JobError(f"arm {name}, rank {world.rank}: {first}") from error
+        # The first line has the error of a device or connection; the others are a stack trace.
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        name = plan.session_plan.arms[plan.arm].name
+        raise JobError(f"arm {name}, rank {world.rank}: {first_line}") from error
 
 
 def _train_arm(plan: ArmPlan, world: BenchWorld) -> int:
-    session = plan.of
+    session = plan.session_plan
     timeout = timedelta(seconds=session.placement.timeout)
     store = TCPStore(plan.address, plan.port, None, False, timeout, wait_for_workers=False)
     trainer = _start_trainer(plan, world, store)
@@ -108,11 +111,11 @@ def _train_arm(plan: ArmPlan, world: BenchWorld) -> int:
     if store.add("ready", 1) == world.size * len(session.arms):
         store.set("turn/0", "1")
     store.wait(["turn/0"], timeout)
-    before: _SentBytes | None = None
+    sent_before: _SentBytes | None = None
     for block in (block for block in blocks if block.arm == arm):
-        store.wait([f"turn/{block.number}"], _FOREVER)
-        if block.round and before is None:
-            before = trainer.sent_bytes()
+        store.wait([f"turn/{block.number}"], _NO_TIMEOUT)
+        if block.round and sent_before is None:
+            sent_before = trainer.sent_bytes()
         trainer.train(block)
         if world.rank == 0 and not session.quiet:
             print(f"# {trainer.format_progress(block)}", flush=True)
@@ -120,25 +123,25 @@ def _train_arm(plan: ArmPlan, world: BenchWorld) -> int:
             store.set(f"turn/{block.number + 1}", "1")
     store.set(
         report_key(arm, world.rank),
-        encode(trainer.make_report(plan, before or _SentBytes({}, {}, {}))),
+        encode(trainer.make_report(plan, sent_before or _SentBytes({}, {}, {}))),
     )
-    # Other ranks may still be sending: stay until rank 0 has all reports.
-    store.wait(["end"], _FOREVER)
+    # Other ranks may still be sending: do not exit before rank 0 has all reports.
+    store.wait(["end"], _NO_TIMEOUT)
     dist.destroy_process_group()
     return 0
 
 
 def _start_trainer(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _ArmTrainer:
-    session, training = plan.of, plan.of.training
-    arm, place = session.arms[plan.arm], session.placement
-    device = devices.select_rank_device(place.device, world.local_rank)
-    if place.pin:
+    session, training = plan.session_plan, plan.session_plan.training
+    arm, placement = session.arms[plan.arm], session.placement
+    device = devices.select_rank_device(placement.device, world.local_rank)
+    if placement.pin:
         devices.pin_to_cpu(world.local_rank)
     backend = registry.get_usable_backend(arm.backend, device.kind, source=f"arm {arm.name}")
-    values = parse_backend_options(
+    backend_options = parse_backend_options(
         [session_arm.backend for session_arm in session.arms], session.comm
     )[arm.backend]
-    backend.export_options(values)
+    backend.export_options(backend_options)
     model = build_model(
         session.model, seed=training.seed, batch=training.batch, sequence=training.sequence
     )
@@ -148,8 +151,8 @@ def _start_trainer(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _ArmTra
             store=PrefixStore(f"arm{plan.arm}", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=place.timeout),
-            **backend.init_options(device.torch_device, values),
+            timeout=timedelta(seconds=placement.timeout),
+            **backend.init_options(device.torch_device, backend_options),
         )
     version = f"{backend.name} {backend.version() or ''}".strip()
     return _ArmTrainer(model, device, world, plan, version)
@@ -157,7 +160,9 @@ def _start_trainer(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _ArmTra
 
 @dataclass(frozen=True)
 class _SentBytes:
-    """Bytes that this rank has sent so far, by all counts."""
+    """Bytes that this rank has sent so far, as counted by the backend and by the kernel; see
+    :class:`RankReport`.
+    """
 
     to_ranks: Mapping[str, int]
     datagrams: Mapping[str, int]
@@ -176,15 +181,15 @@ class _ArmTrainer:
         version: str,
     ) -> None:
         self._model_under_test, self._device, self._world = model_under_test, device, world
-        self._training, self._version = plan.of.training, version
-        self._name = plan.of.arms[plan.arm].name
+        self._training, self._version = plan.session_plan.training, version
+        self._name = plan.session_plan.arms[plan.arm].name
         model_under_test.module.to(device.torch_device)
         group = dist.group.WORLD
         assert group is not None
         self._clock = StepClock(device, group)
         with warnings.catch_warnings():
-            # Batch statistics stay local to a rank: their broadcast would be traffic of no arm.
-            # torch 2.13 deprecates this argument, and 2.11 has no other.
+            # Batch statistics stay local to a rank: their broadcast would not use the arm's
+            # algorithm. torch 2.13 deprecates this argument, and 2.11 has no other.
             warnings.simplefilter("ignore", FutureWarning)
             self._model = DistributedDataParallel(
                 model_under_test.module,
@@ -247,20 +252,24 @@ class _ArmTrainer:
             self._count_by_rank("traffic"), self._count_by_rank("datagrams"), connection_bytes()
         )
 
-    def _count_by_rank(self, name: str) -> dict[str, int]:
+    def _count_by_rank(self, counter_name: str) -> dict[str, int]:
         """Return bytes by rank from one of the backend's counters, each with a number of sends
         and bytes.
         """
-        count = getattr(self._backend, name, None)
-        counts = dict(count()) if count is not None else {}
-        return {str(rank): int(count[1]) for rank, count in counts.items()}
+        counter = getattr(self._backend, counter_name, None)
+        counts = dict(counter()) if counter is not None else {}
+        return {str(rank): int(counter[1]) for rank, counter in counts.items()}
 
-    def make_report(self, plan: ArmPlan, before: _SentBytes) -> RankReport:
+    def make_report(self, plan: ArmPlan, sent_before: _SentBytes) -> RankReport:
         """Return this rank's report at the end."""
-        after = self.sent_bytes()
-        tail = getattr(self._backend, "tail_statistics", None)
+        sent_after = self.sent_bytes()
+        tail_statistics = getattr(self._backend, "tail_statistics", None)
         last_algorithm = getattr(self._backend, "last_algorithm", None)
-        statistics = dict(tail()) if tail is not None and not plan.of.arms[plan.arm].exact else {}
+        statistics = (
+            dict(tail_statistics())
+            if tail_statistics is not None and not plan.session_plan.arms[plan.arm].exact
+            else {}
+        )
         return RankReport(
             host=os.uname().nodename,
             device=self._device.name,
@@ -269,9 +278,9 @@ class _ArmTrainer:
             parameters=sum(p.numel() for p in self._model_under_test.module.parameters()),
             buckets=tuple(self._clock.buckets),
             digest=self._digest(),
-            to_ranks=count_growth(before.to_ranks, after.to_ranks),
-            datagrams=count_growth(before.datagrams, after.datagrams),
-            connections=count_growth(before.connections, after.connections),
+            to_ranks=count_growth(sent_before.to_ranks, sent_after.to_ranks),
+            datagrams=count_growth(sent_before.datagrams, sent_after.datagrams),
+            connections=count_growth(sent_before.connections, sent_after.connections),
             algorithms=read_nccl_log(plan.log) if plan.log is not None else {},
             last_algorithm=str(last_algorithm()) if last_algorithm is not None else "",
             tail={k: float(v) for k, v in statistics.items() if isinstance(v, int | float)},
@@ -280,6 +289,6 @@ class _ArmTrainer:
     def _digest(self) -> str:
         digest = hashlib.sha256()
         for parameter in self._model_under_test.module.parameters():
-            whole = parameter.detach().to("cpu").contiguous().view(torch.uint8)
-            digest.update(whole.numpy().tobytes())
+            parameter_bytes = parameter.detach().to("cpu").contiguous().view(torch.uint8)
+            digest.update(parameter_bytes.numpy().tobytes())
         return digest.hexdigest()

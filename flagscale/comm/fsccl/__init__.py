@@ -13,8 +13,8 @@ configure it.
 from __future__ import annotations
 
 from flagscale.comm.fsccl.backend import register
-from flagscale.comm.fsccl.build import BuildError, load_extension, unavailable
+from flagscale.comm.fsccl.build import BuildError, load_extension, unavailable_reason
 
-__all__ = ["BuildError", "load_extension", "register", "unavailable"]
+__all__ = ["BuildError", "load_extension", "register", "unavailable_reason"]
 
 register()

@@ -13,15 +13,17 @@ from flagscale.comm.fsccl import native
 from flagscale.comm.fsccl.build import load_extension
 from flagscale.errors import ConfigError
 
-NAME = "fsccl"
+BACKEND_NAME = "fsccl"
 
 
 def register() -> None:
     """Register ``fsccl`` with ``torch.distributed`` for CPU and CUDA tensors. Idempotent."""
-    if NAME.upper() in dist.Backend._plugins:
+    if BACKEND_NAME.upper() in dist.Backend._plugins:
         return
     # One name for both devices: of two plug-ins, torch would use the first for both.
-    dist.Backend.register_backend(NAME, _create_backend, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(
+        BACKEND_NAME, _create_backend, extended_api=True, devices=["cpu", "cuda"]
+    )
 
 
 def _create_backend(options: Any, backend_options: Any) -> Any:
@@ -29,12 +31,13 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
 
     Args:
         options: torch's ``DistributedBackendOptions``: store, rank, size, timeout, name.
-        backend_options: the user's ``pg_options``: fsccl's options, NCCL's options for clusters of
-            CUDA
-            ranks, or None.
+        backend_options: the user's ``pg_options``: fsccl's options; NCCL's, if this rank's native
+            library is NCCL; or None.
 
     Raises:
         ConfigError: an environment variable has an invalid value.
+        TypeError: ``backend_options`` has another type.
+        BuildError: the extension cannot be compiled or loaded.
     """
     extension = load_extension()
     native_library = native.detect_native_library()
@@ -72,7 +75,7 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
 
 @functools.cache
 def _register_shutdown(shut_down: Callable[[], None]) -> None:
-    """Register the shutdown once: threads of groups that are still alive must end before the
-    program.
+    """Register ``shut_down`` to run at exit, once per process. Threads of groups that are still
+    alive must end before the process does.
     """
     atexit.register(shut_down)

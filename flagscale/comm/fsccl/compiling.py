@@ -1,4 +1,6 @@
-"""Compilation of the C++ sources."""
+"""Compilation of the C++ sources in ``csrc`` to the extension module. Used by build.py and
+prebuilt.py.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ from filelock import FileLock, Timeout
 
 from flagscale.errors import FlagscaleError
 
-MODULE = "_fsccl"
-FILE = f"{MODULE}.so"
-"""File name of a build in its directory."""
-_SOURCES = Path(__file__).parent / "csrc"
-_LOCK_SECONDS = 900.0
-_OUTPUT_LINES = 40
+MODULE_NAME = "_fsccl"
+LIBRARY_FILE = f"{MODULE_NAME}.so"
+"""File name of the compiled module in the directory of a build."""
+_SOURCE_DIRECTORY = Path(__file__).parent / "csrc"
+_LOCK_TIMEOUT_SECONDS = 900.0
+_MAX_OUTPUT_LINES = 40
 
 # -march=native vectorises the reductions. Contracting a*b+c could round differently in two
 # algorithms whose results must be bitwise identical.
-_FLAGS = (
+_COMPILER_FLAGS = (
     "-O2",
     "-ftree-vectorize",
     "-fvect-cost-model=dynamic",
@@ -42,22 +44,26 @@ class BuildError(FlagscaleError):
     """fsccl could not be compiled or loaded."""
 
 
-def compile_into(library: Path, machine: str) -> None:
-    """Compile ``library``, unless another process has done so meanwhile.
+def compile_into(library: Path, processor_flag: str) -> None:
+    """Compile the extension module to the file ``library``, unless it exists.
 
-    ``machine`` is the compiler flag that selects the processor.
+    Of processes that call it at the same time, one compiles and the others wait.
+
+    Args:
+        library: path of the compiled module.
+        processor_flag: compiler flag that selects the processor, such as ``-march=native``.
 
     Raises:
         BuildError: no compiler, a failed compilation, or a directory that cannot be written.
     """
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{library.parent}.lock", timeout=_LOCK_SECONDS):
+        with FileLock(f"{library.parent}.lock", timeout=_LOCK_TIMEOUT_SECONDS):
             if not library.exists():
-                _run_compiler(library, machine)
+                _run_compiler(library, processor_flag)
     except Timeout as error:
         raise BuildError(
-            f"another process has been building fsccl for {_LOCK_SECONDS:g} s",
+            f"another process has been building fsccl for {_LOCK_TIMEOUT_SECONDS:g} s",
             hint=f"if it is gone, remove {library.parent}.lock",
         ) from error
     except OSError as error:
@@ -67,11 +73,11 @@ def compile_into(library: Path, machine: str) -> None:
         ) from error
 
 
-def _run_compiler(library: Path, machine: str) -> None:
+def _run_compiler(library: Path, processor_flag: str) -> None:
     _check_tools()
-    work = library.parent / "work"
-    shutil.rmtree(work, ignore_errors=True)  # left by a build that was killed
-    work.mkdir()
+    work_directory = library.parent / "work"
+    shutil.rmtree(work_directory, ignore_errors=True)  # left by a build that was killed
+    work_directory.mkdir()
     from torch.utils import cpp_extension
 
     try:
@@ -83,10 +89,10 @@ def _run_compiler(library: Path, machine: str) -> None:
             _quote_library_path(cpp_extension),
         ):
             cpp_extension.load(
-                name=MODULE,
+                name=MODULE_NAME,
                 sources=[str(path) for path in _translation_units()],
-                extra_cflags=[*_FLAGS, machine],
-                build_directory=str(work),
+                extra_cflags=[*_COMPILER_FLAGS, processor_flag],
+                build_directory=str(work_directory),
                 is_python_module=False,
                 is_standalone=False,
             )
@@ -97,14 +103,14 @@ def _run_compiler(library: Path, machine: str) -> None:
             hint="it needs a C++17 compiler that torch supports (GCC 9 or newer)",
         ) from error
     # Atomic, because other processes load the library as soon as it exists.
-    (work / library.name).rename(library)
-    shutil.rmtree(work, ignore_errors=True)
+    (work_directory / library.name).rename(library)
+    shutil.rmtree(work_directory, ignore_errors=True)
 
 
 @contextmanager
 def _quote_library_path(cpp_extension: Any) -> Iterator[None]:
-    """Context manager that quotes the path of torch's libraries, the only one that torch's builder
-    writes to its ninja file unquoted.
+    """Context manager that quotes the path of torch's libraries, the only path that torch's
+    cpp_extension writes to its ninja file unquoted.
     """
     path = cpp_extension.TORCH_LIB_PATH
     cpp_extension.TORCH_LIB_PATH = shlex.quote(path).replace("$", "$$")
@@ -125,7 +131,7 @@ def search_path() -> str:
 
 @contextmanager
 def _set_environment(**values: str) -> Iterator[None]:
-    """Context manager that sets environment variables for torch's builder."""
+    """Context manager that sets environment variables for torch's cpp_extension."""
     previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -159,18 +165,20 @@ def _check_tools() -> None:
 
 
 def _extract_errors(lines: Sequence[str]) -> str:
-    """Return the end of a compiler's output, beginning with its first error if there is one."""
+    """Return lines of a compiler's output: those from the first error on, or else the last ones."""
     errors = [i for i, line in enumerate(lines) if ": error:" in line or "fatal error:" in line]
-    start = errors[0] if errors else max(0, len(lines) - _OUTPUT_LINES)
-    return "\n".join(lines[start : start + _OUTPUT_LINES])
+    start = errors[0] if errors else max(0, len(lines) - _MAX_OUTPUT_LINES)
+    return "\n".join(lines[start : start + _MAX_OUTPUT_LINES])
 
 
 @functools.cache
 def digest_sources() -> bytes:
     """Return the digest of the sources and of the compiler flags."""
-    digest = hashlib.sha256("\0".join(_FLAGS).encode())
-    for path in sorted(p for p in _SOURCES.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}):
-        digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes())
+    digest = hashlib.sha256("\0".join(_COMPILER_FLAGS).encode())
+    for path in sorted(
+        p for p in _SOURCE_DIRECTORY.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}
+    ):
+        digest.update(str(path.relative_to(_SOURCE_DIRECTORY)).encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
 
@@ -197,4 +205,4 @@ def _translation_units() -> list[Path]:
     which does not need CUDA.
     """
     parts = ("torch/extension.cpp", "core/core.cpp", "nvlink/nvlink.cpp")
-    return [_SOURCES / part for part in parts]
+    return [_SOURCE_DIRECTORY / part for part in parts]

@@ -1,7 +1,8 @@
-"""Native library of a rank, which moves tensors within its cluster: selection, description and
-creation.
+"""Native library of a rank: its selection, and creation of its backends.
 
-Ranks with the same device, vendor, library and reach form a cluster (``csrc/device/engine.h``).
+The native library, such as NCCL, transfers a rank's tensors to ranks with the same library. Ranks
+whose :class:`NativeLibrary` is equal form a cluster; between clusters fsccl transfers the data
+through host memory (``csrc/device/engine.h``). backend.py calls this module for every new group.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch._C._distributed_c10d import PrefixStore
 from flagscale.comm.fsccl import nvlink
 from flagscale.errors import ConfigError
 
-CUDA_SWITCH = "FSCCL_CUDA"
+CUDA_VARIABLE = "FSCCL_CUDA"
 
 MakeNativeBackend = Callable[[int, int, Sequence[int]], Any]
-"""Factory of a ``c10d::Backend`` from a cluster's number, this rank's index in it, and the
-group ranks of its members.
+"""Function that creates a ``c10d::Backend`` for a cluster. Its arguments are the cluster's number,
+this rank's index in the cluster, and the group ranks of the cluster's members.
 """
 
 
@@ -34,23 +35,29 @@ class NativeLibrary:
     """torch's device type: ``cpu`` or ``cuda``."""
     vendor: str = "cpu"
     library: str = "own"
-    """``own`` is the core's shared memory. The version is included if different ones are
-    incompatible.
+    """``own`` is the shared memory of fsccl's core. Includes the library's version if different
+    versions are incompatible.
     """
     reach: str = ""
-    """Name of a set of ranks that can reach each other. Empty: all can."""
+    """Name of a set of ranks whose native libraries can connect to each other
+    (``FSCCL_REACH``). Empty: all ranks can.
+    """
 
     def as_strings(self) -> list[str]:
+        """Return the fields in the order in which the extension module takes them."""
         return list(astuple(self))
 
 
 def detect_native_library() -> NativeLibrary:
     """Return the native library of this rank, from the environment and this machine's hardware.
 
-    Environment: ``FSCCL_CUDA=0`` leaves CUDA tensors to other backends, as does
-    ``FSCCL_DEVICE=cpu``, which makes this a CPU rank even if there is a GPU;
-    ``FSCCL_DEVICE=cuda`` requires a GPU; ``FSCCL_NATIVE`` selects the library within clusters of
-    CPU ranks; ``FSCCL_REACH`` separates ranks that cannot reach each other.
+    Environment:
+
+    - ``FSCCL_CUDA=0`` leaves CUDA tensors to other backends, as does ``FSCCL_DEVICE=cpu``, which
+      makes this a CPU rank even if there is a GPU.
+    - ``FSCCL_DEVICE=cuda`` requires a GPU.
+    - ``FSCCL_NATIVE`` selects the library of CPU ranks.
+    - ``FSCCL_REACH`` gives ranks that cannot connect to each other different names.
 
     Raises:
         ConfigError: a variable has an invalid value.
@@ -60,38 +67,38 @@ def detect_native_library() -> NativeLibrary:
     if not reach.isprintable():
         raise ConfigError(f"FSCCL_REACH={reach!r}: expected a name in printable characters")
     library = _read_choice("FSCCL_NATIVE", ("own", "gloo", "fsccl"))
-    host = NativeLibrary(library=library or "own", reach=reach)
+    cpu_library = NativeLibrary(library=library or "own", reach=reach)
     if device == "cpu":  # before the driver is queried
-        return host
-    if missing := explain_no_cuda():
+        return cpu_library
+    if no_cuda_reason := explain_no_cuda():
         if device == "cuda":
-            raise ConfigError(f"FSCCL_DEVICE=cuda: {missing}")
-        return host
+            raise ConfigError(f"FSCCL_DEVICE=cuda: {no_cuda_reason}")
+        return cpu_library
     if library:
         raise ConfigError(
             f"FSCCL_NATIVE={library} is for ranks on CPUs: those on GPUs use nccl",
-            hint="FSCCL_DEVICE=cpu makes this rank one on its CPU",
+            hint="FSCCL_DEVICE=cpu makes this a CPU rank",
         )
     return _detect_cuda_library(reach)
 
 
 def explain_no_cuda() -> str | None:
-    """Return the reason why this rank moves no CUDA tensors; None if it does.
+    """Return the reason why this rank does not support CUDA tensors; None if it does.
 
     Raises:
         ConfigError: ``FSCCL_CUDA`` is neither 0 nor 1.
     """
-    if _read_choice(CUDA_SWITCH, ("0", "1")) == "0":
-        return f"{CUDA_SWITCH}=0 leaves CUDA tensors alone"
+    if _read_choice(CUDA_VARIABLE, ("0", "1")) == "0":
+        return f"{CUDA_VARIABLE}=0 leaves CUDA tensors alone"
     if torch.version.hip is not None:
-        return "fsccl knows NVIDIA's GPUs only, not those of ROCm"
+        return "fsccl supports only NVIDIA's GPUs, not ROCm"
     if not torch.cuda.is_available():
         return "there is no CUDA device on this machine"
     return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
 
 def prepare_native_library(native: NativeLibrary) -> None:
-    """Initialize the resources of this process that groups of this rank use. Idempotent.
+    """Initialize the process-wide resources of the native library. Idempotent.
 
     Raises:
         BuildError: the NVLink engine's kernels cannot be compiled.

@@ -1,6 +1,8 @@
-"""NVLink engine in Python: installation in this process, and calls without a torch process group.
+"""NVLink engine: installation in this process, and calls without a torch process group.
 
-docs/fsccl.md describes the engine and its speed, csrc/nvlink its protocol.
+The NVLink engine runs collectives of GPUs of one host as CUDA kernels that access the memory of
+peers (csrc/nvlink/engine.h). native.py prepares it for process groups; nvlink_check.py calls it
+directly to check and to measure it. docs/design/fsccl.md describes its design.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from flagscale.comm.fsccl.nvlink_compile import compile_kernels
 from flagscale.comm.fsccl.tune import load_tables
 from flagscale.errors import ConfigError
 
-VARIABLE = "FSCCL_NVLINK"
-SLOT_VARIABLE = "FSCCL_NVLINK_SLOT_BYTES"
-BLOCKS_VARIABLE = "FSCCL_NVLINK_BLOCKS"
-_CAPABILITY = (8, 0)  # bfloat16 in registers
+ENABLE_VARIABLE = "FSCCL_NVLINK"
+SLOT_BYTES_VARIABLE = "FSCCL_NVLINK_SLOT_BYTES"
+MAX_BLOCKS_VARIABLE = "FSCCL_NVLINK_BLOCKS"
+_MIN_COMPUTE_CAPABILITY = (8, 0)  # kernels convert bfloat16 in registers
 
-DTYPES: dict[torch.dtype, str] = {
+DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "uint8",
     torch.int8: "int8",
     torch.uint16: "uint16",
@@ -48,27 +50,28 @@ def is_enabled() -> bool:
     Raises:
         ConfigError: ``FSCCL_NVLINK`` is neither, or is 1 and the GPU is not supported.
     """
-    value = os.environ.get(VARIABLE) or ""
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{VARIABLE}={value}: expected 0 or 1")
-    if value == "0":
+    setting = os.environ.get(ENABLE_VARIABLE) or ""
+    if setting not in ("", "0", "1"):
+        raise ConfigError(f"{ENABLE_VARIABLE}={setting}: expected 0 or 1")
+    if setting == "0":
         return False
     capability = torch.cuda.get_device_capability()
-    if value == "1" and capability < _CAPABILITY:
+    if setting == "1" and capability < _MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
-            f"{VARIABLE}=1: the engine needs a GPU of compute capability "
-            f"{'.'.join(map(str, _CAPABILITY))}, this one has {'.'.join(map(str, capability))}"
+            f"{ENABLE_VARIABLE}=1: the engine needs a GPU of compute capability "
+            f"{'.'.join(map(str, _MIN_COMPUTE_CAPABILITY))}, "
+            f"this one has {'.'.join(map(str, capability))}"
         )
-    return capability >= _CAPABILITY
+    return capability >= _MIN_COMPUTE_CAPABILITY
 
 
 @functools.cache
 def prepare_engine() -> None:
     """Compile the kernels, check the settings, and register :func:`install_engine`.
 
-    The GPU of a group is known only with its first tensor, so the engine is installed then.
-    Compiling now keeps other ranks from waiting for this one, and reports errors early. Every group
-    calls it; later calls do nothing.
+    The engine itself is installed when the group's first tensor shows on which GPU it works.
+    Compiling already now avoids that other ranks wait for this one then, and reports errors early.
+    Called for every group; later calls do nothing.
 
     Raises:
         ConfigError: a variable has an invalid value, or the stored tables are invalid.
@@ -108,10 +111,10 @@ def read_slot_bytes() -> int:
     Raises:
         ConfigError: it is not a multiple of 512 of at least 2048.
     """
-    text = os.environ.get(SLOT_VARIABLE, "") or "0"
+    text = os.environ.get(SLOT_BYTES_VARIABLE, "") or "0"
     if not text.isdigit() or int(text) % 512 != 0 or 0 < int(text) < 2048:
         raise ConfigError(
-            f"{SLOT_VARIABLE}={text}: expected a multiple of 512 bytes, at least 2048"
+            f"{SLOT_BYTES_VARIABLE}={text}: expected a multiple of 512 bytes, at least 2048"
         )
     return int(text)
 
@@ -122,33 +125,34 @@ def read_max_blocks() -> int:
     Raises:
         ConfigError: it is not a number from 1 to 64.
     """
-    text = os.environ.get(BLOCKS_VARIABLE, "")
-    limit = load_extension().nvlink.max_blocks
-    if text and not (text.isdigit() and 0 < int(text) <= limit):
-        raise ConfigError(f"{BLOCKS_VARIABLE}={text}: expected a number from 1 to {limit}")
+    text = os.environ.get(MAX_BLOCKS_VARIABLE, "")
+    max_blocks = load_extension().nvlink.max_blocks
+    if text and not (text.isdigit() and 0 < int(text) <= max_blocks):
+        raise ConfigError(f"{MAX_BLOCKS_VARIABLE}={text}: expected a number from 1 to {max_blocks}")
     return int(text or 0)
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """Algorithm of a kernel and its grid; 0 leaves the choice to the engine."""
+    """Algorithm of a kernel and its grid."""
 
-    algorithm: str  # flagged, lines, two_shot, staged, direct
-    blocks: int = 0
-    threads: int = 0
+    algorithm: str  # flagged, lines, two_shot, staged, direct: see csrc/nvlink/kernel_plan.h
+    blocks: int = 0  # 0: the engine chooses
+    threads: int = 0  # per block; 0: the engine chooses
 
 
 Exchange = Callable[[bytes], Sequence[bytes]]
+"""All-gather of one byte string per rank, in the order of ranks."""
 
 
 class NvlinkCommunicator:
-    """Rank of a group on the engine, without a torch process group.
+    """One rank's member of a group that uses the engine without a torch process group.
 
     Args:
         device: the number of the GPU; its engine must be installed.
         rank: this rank in the group.
-        size: ranks of the group, 2 to 8.
-        timeout: seconds that a kernel waits for a peer; 0 for ever.
+        size: number of ranks of the group, 2 to 8.
+        timeout: seconds for which a kernel waits for a peer; 0: no timeout.
     """
 
     def __init__(self, device: int, rank: int, size: int, timeout: float = 30.0) -> None:
@@ -158,25 +162,29 @@ class NvlinkCommunicator:
         )
 
     def connect(self, exchange: Exchange) -> None:
-        """Connect to the peers; ``exchange`` is an all-gather of one byte string per rank."""
+        """Connect to the peers. All ranks call it."""
         self.connect_peers(exchange(self.peer_info()))
 
     def peer_info(self) -> bytes:
+        """Return the information about this rank for :meth:`connect_peers` of all ranks."""
         return bytes(self._communicator.peer_info())
 
     def connect_peers(self, infos: Sequence[bytes]) -> None:
+        """Connect to the peers, given the :meth:`peer_info` of all ranks in order."""
         self._communicator.connect(list(infos))
 
     def register_memory(self, tensor: torch.Tensor, exchange: Exchange) -> None:
-        """Let peers read and write this memory directly; see connect_memory() in
-        csrc/nvlink/engine.h.
+        """Let peers read and write the tensor's memory directly. All ranks call it; the conditions
+        are those of connect_memory() in csrc/nvlink/engine.h.
         """
         self.connect_memory(tensor, exchange(self.memory_handle(tensor)))
 
     def memory_handle(self, tensor: torch.Tensor) -> bytes:
+        """Return the handle of the tensor's memory for :meth:`connect_memory` of all ranks."""
         return bytes(self._communicator.memory_handle(tensor.data_ptr(), tensor.nbytes))
 
     def connect_memory(self, tensor: torch.Tensor, handles: Sequence[bytes]) -> None:
+        """Map the registered memory of the peers, given the handles of all ranks in order."""
         self._communicator.connect_memory(tensor.data_ptr(), tensor.nbytes, list(handles))
 
     def run(
@@ -190,25 +198,34 @@ class NvlinkCommunicator:
         root: int = 0,
         shape: KernelShape | None = None,
     ) -> bool:
-        """Put a collective of contiguous tensors on the current stream.
+        """Enqueue a collective on the current stream.
 
-        The tensors have ``size`` equal parts where the collective has; they may be the same tensor.
+        Args:
+            collective: all_reduce, reduce_scatter, all_gather, all_to_all or broadcast.
+            source: contiguous input; one equal part per rank for reduce_scatter and all_to_all.
+            out: contiguous output; one equal part per rank for all_gather and all_to_all. May be
+                ``source``, or contain it, for an operation in place.
+            op: reduction: sum, avg, product, min, max, band, bor, bxor or premul_sum.
+            factor: the factor of premul_sum.
+            root: the root of broadcast.
+            shape: kernel to use instead of the one that the tuning table selects.
 
         Returns:
-            False if another library is faster by the table, or if ``shape`` cannot do it.
+            False if by the tuning table another library is faster, or if ``shape`` does not support
+            the operation; then nothing was enqueued.
 
         Raises:
             RuntimeError: the group has failed, or an argument is invalid.
         """
-        whole = out if collective != "all_gather" else source
-        parts = self.size if collective == "all_to_all" else 1
+        sized_tensor = out if collective != "all_gather" else source
+        part_count = self.size if collective == "all_to_all" else 1
         return bool(
             self._communicator.run(
                 collective,
                 source.data_ptr(),
                 out.data_ptr(),
-                whole.nbytes // parts,
-                DTYPES[source.dtype],
+                sized_tensor.nbytes // part_count,
+                DTYPE_NAMES[source.dtype],
                 op,
                 factor,
                 root,
@@ -220,11 +237,10 @@ class NvlinkCommunicator:
         )
 
     def failure(self) -> str | None:
-        """Return the error after which nothing can be run, or None. Later results are worth
-        nothing.
-        """
+        """Return the error after which no operation can run, or None. Results since are invalid."""
         error: str | None = self._communicator.failure()
         return error
 
     def abort(self) -> None:
+        """Make kernels of this rank stop waiting for peers, now and later."""
         self._communicator.abort()

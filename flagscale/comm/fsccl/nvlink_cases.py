@@ -1,4 +1,7 @@
-"""Checks of the NVLink engine on GPUs, bit by bit against reductions in the order of ranks."""
+"""Checks of the NVLink engine on GPUs, for nvlink_check.py.
+
+Results are compared bit by bit with reductions by torch in the order of ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import torch
 from flagscale.comm.fsccl.nvlink import KernelShape
 from flagscale.comm.fsccl.nvlink_world import NvlinkGroup, NvlinkWorld, capture_graph
 
-_GUARD = 64  # elements around a result that must stay as they were
-_POISON = 77
-_POOL_BYTES = 64 << 20
+_GUARD_ELEMENTS = 64  # before and behind an output; a kernel must not write them
+_GUARD_VALUE = 77
+_REGISTERED_POOL_BYTES = 64 << 20
 
 _ALGORITHMS = {
     "all_reduce": ("flagged", "lines", "two_shot", "staged"),
@@ -24,7 +27,7 @@ _ALGORITHMS = {
     "all_to_all": ("flagged", "lines", "staged"),
     "broadcast": ("staged",),
 }
-_REDUCING = ("all_reduce", "reduce_scatter")
+_REDUCING_COLLECTIVES = ("all_reduce", "reduce_scatter")
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -35,13 +38,17 @@ _DTYPES = (
     torch.int8,
     torch.uint8,
 )
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COUNTS = (1, 3, 8, 129, 4096, 5001, 65536, 300007)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ELEMENT_COUNTS = (1, 3, 8, 129, 4096, 5001, 65536, 300007)
 
 
 @dataclass(frozen=True)
 class NvlinkCase:
-    """One operation with ``count`` elements per part, at ``shift`` elements into an allocation."""
+    """One operation to check.
+
+    ``count`` is the number of elements per part. Buffers begin ``shift`` elements behind an aligned
+    address.
+    """
 
     collective: str
     algorithm: str
@@ -52,21 +59,25 @@ class NvlinkCase:
     in_place: bool
     seed: int
 
-    def inputs(self, size: int) -> int:
+    def input_parts(self, size: int) -> int:
+        """Return the number of parts of a rank's input in a group of ``size`` ranks."""
         return size if self.collective in ("reduce_scatter", "all_to_all") else 1
 
-    def outputs(self, size: int) -> int:
+    def output_parts(self, size: int) -> int:
+        """Return the number of parts of a rank's output in a group of ``size`` ranks."""
         return size if self.collective in ("all_gather", "all_to_all") else 1
 
 
 def generate_cases(quick: bool) -> Iterator[NvlinkCase]:
-    """Yield every collective and algorithm with every type, then every reduction."""
+    """Yield cases of every collective and algorithm with every element type, then of every
+    reduction.
+    """
     rng = random.Random(7)
 
     def draw_seed() -> int:
         return rng.getrandbits(30)
 
-    counts = _COUNTS[::3] if quick else _COUNTS
+    counts = _ELEMENT_COUNTS[::3] if quick else _ELEMENT_COUNTS
     for collective, algorithms in _ALGORITHMS.items():
         for algorithm, dtype, count in itertools.product(algorithms, _DTYPES, counts):
             shift = rng.choice((0, 0, 1, 2))
@@ -76,26 +87,32 @@ def generate_cases(quick: bool) -> Iterator[NvlinkCase]:
             yield NvlinkCase(
                 collective, algorithm, dtype, "sum", count, shift, in_place, draw_seed()
             )
-    for collective, op in itertools.product(_REDUCING, ("avg", "min", "max", "product")):
-        for algorithm, dtype in itertools.product(_ALGORITHMS[collective], _FLOATS):
+    for collective, op in itertools.product(
+        _REDUCING_COLLECTIVES, ("avg", "min", "max", "product")
+    ):
+        for algorithm, dtype in itertools.product(_ALGORITHMS[collective], _FLOAT_DTYPES):
             yield NvlinkCase(collective, algorithm, dtype, op, 5001, 1, False, draw_seed())
 
 
 def make_input(case: NvlinkCase, rank: int, elements: int, device: torch.device) -> torch.Tensor:
-    """Return the input of a rank: small numbers, with fractions that round."""
+    """Return the input of a rank: small integers, or for float types fractions whose sums are
+    rounded.
+    """
     generator = torch.Generator(device).manual_seed(case.seed * 64 + rank)
-    whole = torch.randint(-6, 7, (elements,), generator=generator, device=device)
-    if case.dtype not in _FLOATS:
-        return (whole.abs() if case.dtype == torch.uint8 else whole).to(case.dtype)
-    return (whole * 0.37 + 0.011 * rank).to(case.dtype)
+    integers = torch.randint(-6, 7, (elements,), generator=generator, device=device)
+    if case.dtype not in _FLOAT_DTYPES:
+        return (integers.abs() if case.dtype == torch.uint8 else integers).to(case.dtype)
+    return (integers * 0.37 + 0.011 * rank).to(case.dtype)
 
 
 def reduce_inputs(case: NvlinkCase, inputs: list[torch.Tensor]) -> torch.Tensor:
     """Reduce as the kernels do: in the order of ranks, 16-bit floats in float32."""
-    wide = torch.float32 if case.dtype in (torch.float16, torch.bfloat16) else case.dtype
-    total = inputs[0].to(wide)
+    accumulation_dtype = (
+        torch.float32 if case.dtype in (torch.float16, torch.bfloat16) else case.dtype
+    )
+    total = inputs[0].to(accumulation_dtype)
     for tensor in inputs[1:]:
-        operand = tensor.to(wide)
+        operand = tensor.to(accumulation_dtype)
         if case.op in ("sum", "avg"):
             total = total + operand
         elif case.op == "product":
@@ -114,17 +131,21 @@ def expected_output(
     case: NvlinkCase, index: int, size: int, device: torch.device, root: int
 ) -> torch.Tensor:
     """Return the correct output of the rank with this index in the group."""
-    parts = case.inputs(size)
+    parts = case.input_parts(size)
     inputs = [make_input(case, p, parts * case.count, device) for p in range(size)]
     if case.collective == "broadcast":
         return inputs[root]
     if parts > 1:
         inputs = [tensor.view(size, case.count)[index] for tensor in inputs]
-    return reduce_inputs(case, inputs) if case.collective in _REDUCING else torch.cat(inputs)
+    return (
+        reduce_inputs(case, inputs)
+        if case.collective in _REDUCING_COLLECTIVES
+        else torch.cat(inputs)
+    )
 
 
 def generate_registered_cases() -> Iterator[NvlinkCase]:
-    """Yield cases for registered memory: parts begin at multiples of 16 bytes."""
+    """Yield cases for registered memory, whose parts begin at multiples of 16 bytes."""
     collectives = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
     for i, (collective, dtype, count) in enumerate(
         itertools.product(collectives, (torch.float32, torch.bfloat16), (16, 4096, 300032))
@@ -134,12 +155,13 @@ def generate_registered_cases() -> Iterator[NvlinkCase]:
 
 
 class CaseBuffers:
-    """Memory of a case, for the ranks of this process.
+    """Inputs and outputs of a case for the ranks of this process.
 
     Args:
         case: the operation.
         group: the ranks that run it.
-        pools: bytes by rank to take the memory from, 64 MiB each; None allocates.
+        pools: registered memory by rank, uint8 of 64 MiB, that contains the buffers; None
+            allocates them.
     """
 
     def __init__(
@@ -147,22 +169,23 @@ class CaseBuffers:
     ) -> None:
         self.case, self.group = case, group
         self.root = case.seed % group.size
-        self.whole: dict[int, torch.Tensor] = {}
+        self.padded_outputs: dict[int, torch.Tensor] = {}
         self.out: dict[int, torch.Tensor] = {}
         self.sources: dict[int, torch.Tensor] = {}
         device, size = group.world.device, group.size
         for rank in group.communicators:
-            elements = case.outputs(size) * case.count
-            inputs = case.inputs(size) * case.count + case.shift
-            padded = elements + case.shift + 2 * _GUARD
+            output_elements = case.output_parts(size) * case.count
+            input_elements = case.input_parts(size) * case.count + case.shift
+            padded_elements = output_elements + case.shift + 2 * _GUARD_ELEMENTS
             if pools is None:
-                whole = torch.empty(padded, dtype=case.dtype, device=device)
-                source_memory = torch.empty(inputs, dtype=case.dtype, device=device)
+                padded_output = torch.empty(padded_elements, dtype=case.dtype, device=device)
+                source_memory = torch.empty(input_elements, dtype=case.dtype, device=device)
             else:
-                first, second = pools[rank].view(case.dtype).chunk(2)
-                whole, source_memory = first[:padded], second[:inputs]
-            self.whole[rank] = whole.fill_(_POISON)
-            self.out[rank] = whole[_GUARD + case.shift :][:elements]
+                output_pool, input_pool = pools[rank].view(case.dtype).chunk(2)
+                padded_output = output_pool[:padded_elements]
+                source_memory = input_pool[:input_elements]
+            self.padded_outputs[rank] = padded_output.fill_(_GUARD_VALUE)
+            self.out[rank] = padded_output[_GUARD_ELEMENTS + case.shift :][:output_elements]
             self.sources[rank] = self.out[rank] if case.in_place else source_memory[case.shift :]
         self.fill_inputs()
 
@@ -186,62 +209,65 @@ class CaseBuffers:
         errors = []
         for rank, out in self.out.items():
             index, device = self.group.ranks.index(rank), self.group.world.device
-            correct = expected_output(self.case, index, self.group.size, device, self.root)
-            wrong_bytes = int((out.view(torch.uint8) != correct.view(torch.uint8)).sum())
+            expected = expected_output(self.case, index, self.group.size, device, self.root)
+            wrong_bytes = int((out.view(torch.uint8) != expected.view(torch.uint8)).sum())
             if wrong_bytes:
                 errors.append(f"rank {rank}: {wrong_bytes} bytes differ: {self.case}")
-            guard = self.whole[rank].clone()
-            guard[_GUARD + self.case.shift :][: out.numel()] = _POISON
-            if not bool((guard == _POISON).all()):
+            guard = self.padded_outputs[rank].clone()
+            guard[_GUARD_ELEMENTS + self.case.shift :][: out.numel()] = _GUARD_VALUE
+            if not bool((guard == _GUARD_VALUE).all()):
                 errors.append(f"rank {rank}: wrote beyond the result: {self.case}")
         return errors
 
 
 def check_operations(world: NvlinkWorld, group: NvlinkGroup, quick: bool) -> tuple[int, list[str]]:
-    """Run each case by itself; return the number of cases run, and the errors."""
+    """Run the cases one by one; return the number of supported cases, and the errors.
+
+    The following functions with the same return type return the same.
+    """
     runs, errors = 0, []
     for case in generate_cases(quick):
-        prepared = CaseBuffers(case, group)
-        if prepared.run():
+        buffers = CaseBuffers(case, group)
+        if buffers.run():
             runs += 1
             world.synchronize()
-            errors += prepared.find_errors() + group.collect_failures()
+            errors += buffers.find_errors() + group.collect_failures()
         if errors:
             break
     return runs, errors
 
 
 def check_registered(world: NvlinkWorld, group: NvlinkGroup) -> tuple[int, list[str]]:
-    """Run each case for registered memory, with all memory of all ranks registered."""
+    """Run the cases for registered memory."""
     pools = {
-        rank: torch.empty(_POOL_BYTES, dtype=torch.uint8, device=world.device)
+        rank: torch.empty(_REGISTERED_POOL_BYTES, dtype=torch.uint8, device=world.device)
         for rank in group.communicators
     }
     group.register_memory(pools)
     runs, errors = 0, []
     for case in generate_registered_cases():
-        prepared = CaseBuffers(case, group, pools)
-        runs += prepared.run()
+        buffers = CaseBuffers(case, group, pools)
+        runs += buffers.run()
         world.synchronize()
-        errors += prepared.find_errors() + group.collect_failures()
+        errors += buffers.find_errors() + group.collect_failures()
     return runs, errors
 
 
 def check_groups(
-    world: NvlinkWorld, groups: list[NvlinkGroup], turns: int
+    world: NvlinkWorld, groups: list[NvlinkGroup], operations: int
 ) -> tuple[int, list[str]]:
-    """Run operations of several groups one after the other, without waiting in between."""
+    """Run random operations of several groups without waiting for the GPU in between."""
     rng = random.Random(11)
     small_cases = [case for case in generate_cases(quick=False) if case.count <= 65536]
-    prepared = []
-    for _ in range(turns):
+    all_buffers = []
+    for _ in range(operations):
         group, case = rng.choice(groups), rng.choice(small_cases)
-        prepared.append(CaseBuffers(case, group))
-    was_run = [buffers.run() for buffers in prepared]
+        all_buffers.append(CaseBuffers(case, group))
+    was_run = [buffers.run() for buffers in all_buffers]
     world.synchronize()
     errors = [
         error
-        for buffers, run in zip(prepared, was_run, strict=True)
+        for buffers, run in zip(all_buffers, was_run, strict=True)
         if run
         for error in buffers.find_errors()
     ]
@@ -249,41 +275,44 @@ def check_groups(
 
 
 def check_graph(world: NvlinkWorld, group: NvlinkGroup, replays: int) -> tuple[int, list[str]]:
-    """Replay a graph of several operations, with other inputs each time."""
+    """Replay a CUDA graph of several operations with other inputs each time."""
     rng = random.Random(13)
     candidates = [c for c in generate_cases(quick=False) if not c.in_place and c.count <= 65536]
-    prepared = [CaseBuffers(case, group) for case in rng.sample(candidates, 12)]
-    prepared = [buffers for buffers in prepared if buffers.run()]
+    all_buffers = [CaseBuffers(case, group) for case in rng.sample(candidates, 12)]
+    all_buffers = [buffers for buffers in all_buffers if buffers.run()]
 
     def body() -> None:
-        for buffers in prepared:
+        for buffers in all_buffers:
             buffers.run()
 
     graph = capture_graph(world, body)
     errors: list[str] = []
-    for turn in range(replays):
-        for buffers in prepared:
+    for replay in range(replays):
+        for buffers in all_buffers:
             buffers.case = replace(buffers.case, seed=buffers.case.seed + 1)
             buffers.fill_inputs()
         graph.replay()
-        if turn % 3 == 2:
+        if replay % 3 == 2:
             graph.replay()  # again, without waiting
         world.synchronize()
         errors += [
-            text for buffers in prepared for text in buffers.find_errors()
+            text for buffers in all_buffers for text in buffers.find_errors()
         ] + group.collect_failures()
         if errors:
             break
-    return replays * len(prepared), errors
+    return replays * len(all_buffers), errors
 
 
-def check_lines(world: NvlinkWorld, group: NvlinkGroup, turns: int) -> tuple[int, list[str]]:
-    """Check that lines arrive whole: many operations, each with different values everywhere."""
+def check_lines(world: NvlinkWorld, group: NvlinkGroup, repetitions: int) -> tuple[int, list[str]]:
+    """Check that lines (128 bytes with a flag at the end, csrc/nvlink/cells.h) arrive as a whole.
+
+    Runs many operations whose values all differ from those of the previous one.
+    """
     # A rank with a GPU of its own has more channels.
     count, size = 15_000 if world.is_single_process else 60_000, group.size
     device, dtype = world.device, torch.int32
     sources = {rank: torch.empty(count, dtype=dtype, device=device) for rank in group.communicators}
-    out = {rank: torch.empty(size * count, dtype=dtype, device=device) for rank in sources}
+    outputs = {rank: torch.empty(size * count, dtype=dtype, device=device) for rank in sources}
     mismatches = {rank: torch.zeros((), dtype=torch.int64, device=device) for rank in sources}
     all_ranks = torch.arange(size, dtype=dtype, device=device)[:, None]
     world.synchronize()
@@ -294,7 +323,9 @@ def check_lines(world: NvlinkWorld, group: NvlinkGroup, turns: int) -> tuple[int
         for rank, values in sources.items():
             with world.use_stream(rank):
                 values.fill_(turn * size + group.ranks.index(rank))
-        results = out if collective == "all_gather" else {r: t[:count] for r, t in out.items()}
+        results = (
+            outputs if collective == "all_gather" else {r: t[:count] for r, t in outputs.items()}
+        )
         was_run = group.run(
             collective, sources, results, shape=KernelShape(algorithm, world.max_blocks)
         )
@@ -305,38 +336,43 @@ def check_lines(world: NvlinkWorld, group: NvlinkGroup, turns: int) -> tuple[int
         return was_run
 
     runs = 0
-    for turn in range(turns):
+    for turn in range(repetitions):
         runs += run_and_compare("all_gather", "lines", turn, all_ranks)
-        # turn * size is added by every rank, and once by run().
+        # Every rank adds turn * size, once of which run_and_compare() adds itself.
         sums = size * (size - 1) // 2 + turn * size * (size - 1)
         runs += run_and_compare("all_reduce", "two_shot", turn, sums)
     world.synchronize()
     counts = {rank: int(differ) for rank, differ in mismatches.items()}
-    errors = [f"rank {rank}: {n} values differ of lines" for rank, n in counts.items() if n]
-    if runs < 2 * turns:
-        errors.append(f"{2 * turns - runs} operations have no room for {count} values per rank")
+    errors = [f"rank {rank}: {n} values of lines differ" for rank, n in counts.items() if n]
+    if runs < 2 * repetitions:
+        errors.append(
+            f"{2 * repetitions - runs} operations have no room for {count} values per rank"
+        )
     return runs, errors + group.collect_failures()
 
 
 def check_absent(world: NvlinkWorld) -> list[str]:
     """Check that kernels end when a rank is absent, and that the error names it."""
     group = NvlinkGroup(world, range(world.size), timeout=2.0)
-    absent = world.size - 1
-    memory = {r: torch.ones(1024, device=world.device) for r in group.communicators}
-    for rank, member in group.communicators.items():
-        if rank != absent:
+    absent_rank = world.size - 1
+    tensors = {r: torch.ones(1024, device=world.device) for r in group.communicators}
+    for rank, communicator in group.communicators.items():
+        if rank != absent_rank:
             with world.use_stream(rank):
-                member.run("all_reduce", memory[rank], memory[rank], shape=KernelShape("staged"))
+                communicator.run(
+                    "all_reduce", tensors[rank], tensors[rank], shape=KernelShape("staged")
+                )
     start = time.monotonic()
     world.synchronize()
     errors = (
         [] if time.monotonic() - start < 20 else ["kernels waited too long for the absent rank"]
     )
-    for rank, member in group.communicators.items():
-        failure = member.failure()
-        if rank != absent and (failure is None or f"rank {absent} of" not in failure):
+    for rank, communicator in group.communicators.items():
+        failure = communicator.failure()
+        if rank != absent_rank and (failure is None or f"rank {absent_rank} of" not in failure):
             errors.append(
-                f"rank {rank}: expected a failure that names rank {absent}, found {failure!r}"
+                f"rank {rank}: expected a failure that names rank {absent_rank}, found {failure!r}"
             )
-    world.gather(dict.fromkeys(world.local, b""))  # no rank continues before all have checked
+    # A barrier: no rank continues before all have checked.
+    world.all_gather_bytes(dict.fromkeys(world.local_ranks, b""))
     return errors

@@ -1,8 +1,10 @@
-"""Check the NVLink engine on this machine's GPUs, measure it against NCCL, and store its table.
+"""Check the NVLink engine on this machine's GPUs, compare its speed with NCCL's, and store its
+tuning table (tune.py).
 
-``python -m flagscale.comm.fsccl.nvlink_check`` starts one process per GPU. On a machine with one
-GPU, ``--one-gpu 4`` runs four ranks on it, which checks the protocol and measures nothing. All
-results go to ``--json``; the exit code is 0 only if every result was correct.
+``python -m flagscale.comm.fsccl.nvlink_check``, or ``flagscale comm tune``, starts one process per
+GPU. On a machine with one GPU, ``--one-gpu 4`` runs four ranks on it, which checks the protocol and
+measures nothing. ``--json`` stores all results. The exit code is 0 only if every result was
+correct.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from flagscale.comm.fsccl import nvlink_cases as checks
 from flagscale.comm.fsccl.build import load_extension
 from flagscale.comm.fsccl.nvlink_measure import (
     MEASURED_COLLECTIVES,
-    SIZES,
+    MESSAGE_SIZES,
     NvlinkMeasurement,
     measure_group_creation,
 )
@@ -35,7 +37,7 @@ from flagscale.comm.fsccl.tune import KernelTiming, choose_fastest, pair_with_ba
 from flagscale.errors import ConfigError
 
 _MAX_RANKS = 8
-_GROUPS = 33
+_GROUP_COUNT = 33
 _EAGER_SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
 _MIB = 1 << 20
 
@@ -47,21 +49,25 @@ class CheckOptions:
     ranks: int
     one_gpu: bool
     quick: bool
-    check: bool
-    measure: bool
-    largest: int
+    run_checks: bool
+    run_measurements: bool
+    max_message_bytes: int
     port: int
-    json: Path | None
-    store: bool
+    report_path: Path | None
+    store_tuning_table: bool
 
 
 def _print_on_rank_0(world: NvlinkWorld, text: str) -> None:
-    if 0 in world.local:
+    if 0 in world.local_ranks:
         print(text, flush=True)
 
 
 def _run_checks(world: NvlinkWorld, options: CheckOptions) -> dict[str, Any]:
-    """Run all checks until one fails; return the number of operations and the errors of each."""
+    """Run all checks until one fails.
+
+    Returns:
+        For each check its number of operations, whether it passed, and its errors.
+    """
     all_ranks = NvlinkGroup(world, range(world.size))
     groups = [all_ranks, NvlinkGroup(world, range(world.size))]
     if world.size > 2:
@@ -70,28 +76,29 @@ def _run_checks(world: NvlinkWorld, options: CheckOptions) -> dict[str, Any]:
             NvlinkGroup(world, range(1, world.size)),
         ]
         groups = [g for g in groups if g.size > 1]
-    turns, replays = (40, 5) if options.quick else (150, 20)
-    steps: dict[str, Callable[[], tuple[int, list[str]]]] = {
+    repetitions, replays = (40, 5) if options.quick else (150, 20)
+    checks_by_name: dict[str, Callable[[], tuple[int, list[str]]]] = {
         "operations": lambda: checks.check_operations(world, all_ranks, options.quick),
         "registered": lambda: checks.check_registered(world, groups[1]),
-        "groups": lambda: checks.check_groups(world, groups, turns),
-        "lines": lambda: checks.check_lines(world, all_ranks, 10 * turns),
+        "groups": lambda: checks.check_groups(world, groups, repetitions),
+        "lines": lambda: checks.check_lines(world, all_ranks, 10 * repetitions),
         "graph": lambda: checks.check_graph(world, all_ranks, replays),
         "absent": lambda: (1, checks.check_absent(world)),
     }
     results: dict[str, Any] = {}
-    for name, step in steps.items():
+    for name, run_check in checks_by_name.items():
         start = time.monotonic()
-        runs, errors = step()
-        correct = world.all_true(runs > 0 and not errors)
-        results[name] = {"ran": runs, "right": correct, "wrong": errors[:20]}
+        runs, errors = run_check()
+        is_correct = world.all_true(runs > 0 and not errors)
+        results[name] = {"ran": runs, "right": is_correct, "wrong": errors[:20]}
         seconds = time.monotonic() - start
         _print_on_rank_0(
-            world, f"{name:<12} {runs:>6} ran  {'right' if correct else 'WRONG'}  {seconds:.1f} s"
+            world,
+            f"{name:<12} {runs:>6} ran  {'right' if is_correct else 'WRONG'}  {seconds:.1f} s",
         )
-        for text in errors[:5]:
-            print(f"  {text}", flush=True)
-        if not correct:
+        for error in errors[:5]:
+            print(f"  {error}", flush=True)
+        if not is_correct:
             break
     results["right"] = all(result["right"] for result in results.values())
     return results
@@ -100,23 +107,26 @@ def _run_checks(world: NvlinkWorld, options: CheckOptions) -> dict[str, Any]:
 def _run_measurements(
     world: NvlinkWorld, options: CheckOptions, report: dict[str, Any], save: Callable[[], None]
 ) -> None:
-    """Measure the engine and NCCL into ``report``, and save it after each step of some minutes."""
-    sizes = [size for size in SIZES if size <= options.largest]
-    measurement = NvlinkMeasurement(world, options.largest)
+    """Measure the engine and NCCL, add the results to ``report``, and call ``save`` after each
+    collective.
+    """
+    sizes = [size for size in MESSAGE_SIZES if size <= options.max_message_bytes]
+    measurement = NvlinkMeasurement(world, options.max_message_bytes)
     timings: list[KernelTiming] = []
     report.update(timings=[], one_by_one=[])
-    groups = report["groups"] = measure_group_creation(world, _GROUPS)
+    groups = report["groups"] = measure_group_creation(world, _GROUP_COUNT)
     _print_on_rank_0(
-        world, f"{_GROUPS} groups: {groups['seconds']:.3f} s, {groups['MiB a GPU']:.0f} MiB a GPU"
+        world,
+        f"{_GROUP_COUNT} groups: {groups['seconds']:.3f} s, {groups['MiB a GPU']:.0f} MiB a GPU",
     )
     for collective in MEASURED_COLLECTIVES:
         for size in _EAGER_SIZES:
-            ours_us, nccl_us = measurement.measure_eager(collective, size)
+            engine_us, nccl_us = measurement.measure_eager(collective, size)
             report["one_by_one"].append(
-                {"collective": collective, "size": size, "ours": ours_us, "nccl": nccl_us}
+                {"collective": collective, "size": size, "ours": engine_us, "nccl": nccl_us}
             )
             _print_on_rank_0(
-                world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{ours_us:>10.1f}  no graph"
+                world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{engine_us:>10.1f}  no graph"
             )
     save()
     _print_on_rank_0(
@@ -127,13 +137,13 @@ def _run_measurements(
             size_timings = measurement.measure_shapes(collective, size)
             timings += size_timings
             for memory in ("ordinary", "registered"):
-                for ours, nccl in pair_with_baseline(size_timings, memory).values():
-                    shape = f"{ours.algorithm} {ours.blocks}x{ours.threads} {memory}"
+                for engine, nccl in pair_with_baseline(size_timings, memory).values():
+                    shape = f"{engine.algorithm} {engine.blocks}x{engine.threads} {memory}"
                     _print_on_rank_0(
                         world,
                         f"{collective:<15}{size:>11}{nccl.microseconds:>10.1f}"
-                        f"{ours.microseconds:>10.1f}"
-                        f"{nccl.microseconds / ours.microseconds:>7.2f}  {shape}",
+                        f"{engine.microseconds:>10.1f}"
+                        f"{nccl.microseconds / engine.microseconds:>7.2f}  {shape}",
                     )
         report["timings"] = [asdict(t) for t in timings]
         save()
@@ -141,21 +151,21 @@ def _run_measurements(
 
 
 def _collect_versions(world: NvlinkWorld) -> dict[str, str]:
-    nccl = "none"
+    nccl_version = "none"
     if not world.is_single_process:
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        nccl = ".".join(str(number) for number in version)
+        nccl_version = ".".join(str(number) for number in version)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "nccl": nccl,
+        "nccl": nccl_version,
     }
 
 
 def _run_process(index: int, options: CheckOptions) -> None:
     device = 0 if options.one_gpu else index
-    local = range(options.ranks) if options.one_gpu else [index]
+    local_ranks = range(options.ranks) if options.one_gpu else [index]
     if not options.one_gpu:
         torch.cuda.set_device(device)
         dist.init_process_group(
@@ -165,30 +175,30 @@ def _run_process(index: int, options: CheckOptions) -> None:
             world_size=options.ranks,
             timeout=datetime.timedelta(seconds=300),
         )
-    world = NvlinkWorld(options.ranks, local, device)
-    name = torch.cuda.get_device_name(device)
-    report: dict[str, Any] = {"gpu": name, "ranks": options.ranks, "one_gpu": options.one_gpu}
+    world = NvlinkWorld(options.ranks, local_ranks, device)
+    gpu_name = torch.cuda.get_device_name(device)
+    report: dict[str, Any] = {"gpu": gpu_name, "ranks": options.ranks, "one_gpu": options.one_gpu}
     report.update(_collect_versions(world))
-    _print_on_rank_0(world, f"{options.ranks} ranks, {name}, torch {torch.__version__}")
+    _print_on_rank_0(world, f"{options.ranks} ranks, {gpu_name}, torch {torch.__version__}")
 
     def save_report() -> None:
-        if options.json and 0 in world.local:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        if options.report_path and 0 in world.local_ranks:
+            options.report_path.write_text(json.dumps(report, indent=1) + "\n")
 
-    correct = True
-    if options.check:
+    is_correct = True
+    if options.run_checks:
         report["checks"] = _run_checks(world, options)
-        correct = report["checks"]["right"]
+        is_correct = report["checks"]["right"]
         save_report()
-    if correct and options.measure and not options.one_gpu:
+    if is_correct and options.run_measurements and not options.one_gpu:
         _run_measurements(world, options, report, save_report)
         save_report()
-    if correct and options.store and "table" in report and 0 in world.local:
-        path = store_table(name, options.ranks, report["table"], _collect_versions(world))
+    if is_correct and options.store_tuning_table and "table" in report and 0 in world.local_ranks:
+        path = store_table(gpu_name, options.ranks, report["table"], _collect_versions(world))
         print(f"stored the table in {path}", flush=True)
     if not options.one_gpu:
         dist.destroy_process_group()
-    if not correct:
+    if not is_correct:
         raise SystemExit(1)
 
 
@@ -224,12 +234,12 @@ def _parse_arguments(argv: Sequence[str] | None, prog: str) -> CheckOptions:
         ranks=ranks,
         one_gpu=bool(arguments.one_gpu),
         quick=arguments.quick,
-        check=not arguments.no_check,
-        measure=not arguments.no_measure,
-        largest=arguments.largest * _MIB,
+        run_checks=not arguments.no_check,
+        run_measurements=not arguments.no_measure,
+        max_message_bytes=arguments.largest * _MIB,
         port=_free_port(),
-        json=arguments.json.absolute() if arguments.json else None,
-        store=arguments.store,
+        report_path=arguments.json.absolute() if arguments.json else None,
+        store_tuning_table=arguments.store,
     )
 
 

@@ -1,7 +1,9 @@
-"""Compilation of the NVLink engine's kernels for a kind of GPU, cached by content of the sources.
+"""Compilation of the NVLink engine's CUDA kernels (csrc/nvlink/kernels.cu) at run time.
 
-The kernels are compiled in units, in parallel, because together they take a compiler a minute.
-NVRTC, which is part of torch's CUDA wheels, suffices; ``nvcc`` is used where it is missing.
+nvlink.py calls it before it uses a GPU. Results are cached by the content of the sources and the
+GPU's compute capability. The kernels are compiled in units, in parallel, because all together take
+a compiler a minute. The compiler is NVRTC, which is part of torch's CUDA wheels, or ``nvcc`` if
+NVRTC is missing.
 """
 
 from __future__ import annotations
@@ -20,36 +22,41 @@ from filelock import FileLock
 
 from flagscale.comm.fsccl.build import BuildError, builds_directory
 
-_SOURCES = Path(__file__).parent / "csrc" / "nvlink"
-_KERNELS = _SOURCES / "kernels.cu"
-# Rounding a*b+c once could differ between two algorithms that must agree bit by bit.
-_FLAGS = ("--std=c++17", "--fmad=false")
-# Units of compilation, with the C++ class of their element: reductions are compiled per element.
+_SOURCE_DIRECTORY = Path(__file__).parent / "csrc" / "nvlink"
+_KERNELS_SOURCE = _SOURCE_DIRECTORY / "kernels.cu"
+# --fmad=false: a fused a*b+c is rounded once, which could make the results of two algorithms differ
+# that must be bitwise identical.
+_COMPILER_FLAGS = ("--std=c++17", "--fmad=false")
+# Compilation units, with the C++ class (csrc/nvlink/element.h) of the elements that the unit's
+# kernels reduce. The kernels of "copy" copy bytes.
 UNITS = {
-    "movers": "",
-    "u8": "Plain<u8>",
-    "i8": "Plain<signed char>",
-    "u16": "Plain<u16>",
-    "i16": "Plain<short>",
-    "u32": "Plain<u32>",
-    "i32": "Plain<int>",
-    "u64": "Plain<u64>",
-    "i64": "Plain<long long>",
+    "copy": "",
+    "u8": "BuiltinElement<u8>",
+    "i8": "BuiltinElement<signed char>",
+    "u16": "BuiltinElement<u16>",
+    "i16": "BuiltinElement<short>",
+    "u32": "BuiltinElement<u32>",
+    "i32": "BuiltinElement<int>",
+    "u64": "BuiltinElement<u64>",
+    "i64": "BuiltinElement<long long>",
     "f16": "Float16",
     "bf16": "BFloat16",
-    "f32": "Plain<float>",
-    "f64": "Plain<double>",
+    "f32": "BuiltinElement<float>",
+    "f64": "BuiltinElement<double>",
 }
-_LOCK_SECONDS = 900.0
-_COMPILE_SECONDS = 600.0
-_LOG_CHARACTERS = 4000
+_LOCK_TIMEOUT_SECONDS = 900.0
+_COMPILE_TIMEOUT_SECONDS = 600.0
+_MAX_LOG_CHARACTERS = 4000
 
 Compiler = Callable[[list[str], Path], bytes]
-"""Function from options, and the path at which the code will be stored, to the code."""
+"""Function that takes compiler options, and a path next to which it may write temporary files, and
+returns the compiled code.
+"""
 
 
 def compile_kernels(capability: tuple[int, int]) -> dict[str, Path]:
-    """Return the files of machine code (cubins), by unit.
+    """Compile the kernels, unless they are cached, and return the files of machine code (cubins) by
+    unit.
 
     Args:
         capability: the compute capability of the GPU, such as ``(9, 0)``.
@@ -60,36 +67,36 @@ def compile_kernels(capability: tuple[int, int]) -> dict[str, Path]:
     directory = builds_directory()
     directory.mkdir(parents=True, exist_ok=True)
     architecture = f"sm_{capability[0]}{capability[1]}"
-    stem = directory / f"nvlink-{_key()}-{architecture}"
-    paths = {unit: Path(f"{stem}-{unit}.cubin") for unit in UNITS}
-    with FileLock(f"{stem}.lock", timeout=_LOCK_SECONDS):
-        if missing := [unit for unit, path in paths.items() if not path.exists()]:
+    path_stem = directory / f"nvlink-{_sources_key()}-{architecture}"
+    paths = {unit: Path(f"{path_stem}-{unit}.cubin") for unit in UNITS}
+    with FileLock(f"{path_stem}.lock", timeout=_LOCK_TIMEOUT_SECONDS):
+        if missing_units := [unit for unit, path in paths.items() if not path.exists()]:
             compiler = _find_compiler()
 
             def compile_unit(unit: str) -> None:
                 path = paths[unit]
-                code = compiler(_options(unit, architecture), path)
+                code = compiler(_compiler_options(unit, architecture), path)
                 # Written to another name first, so that the file is complete once it exists.
-                part = path.with_suffix(f".{os.getpid()}")
-                part.write_bytes(code)
-                part.rename(path)
+                temporary_path = path.with_suffix(f".{os.getpid()}")
+                temporary_path.write_bytes(code)
+                temporary_path.rename(path)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(compile_unit, missing))
+                list(pool.map(compile_unit, missing_units))
     return paths
 
 
-def _key() -> str:
-    digest = hashlib.sha256(repr((_FLAGS, UNITS)).encode())
-    for path in sorted([_KERNELS, *_SOURCES.glob("*.h")]):
+def _sources_key() -> str:
+    digest = hashlib.sha256(repr((_COMPILER_FLAGS, UNITS)).encode())
+    for path in sorted([_KERNELS_SOURCE, *_SOURCE_DIRECTORY.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _options(unit: str, architecture: str) -> list[str]:
+def _compiler_options(unit: str, architecture: str) -> list[str]:
     element = UNITS[unit]
     definitions = [f"-DFSCCL_SUFFIX={unit}", f"-DFSCCL_ELEMENT={element}"] if element else []
-    return [f"-arch={architecture}", f"-I{_SOURCES}", *_FLAGS, *definitions]
+    return [f"-arch={architecture}", f"-I{_SOURCE_DIRECTORY}", *_COMPILER_FLAGS, *definitions]
 
 
 def _find_compiler() -> Compiler:
@@ -99,14 +106,16 @@ def _find_compiler() -> Compiler:
         return lambda options, path: _compile_with_nvcc(nvcc, options, path)
     raise BuildError(
         "the NVLink engine compiles its kernels on first use, and there is neither NVRTC nor nvcc",
-        hint="torch's CUDA wheels bring NVRTC; CUDA_HOME names a toolkit; FSCCL_NVLINK=0 does "
-        "without the engine",
+        hint="torch's CUDA wheels include NVRTC; CUDA_HOME selects a CUDA toolkit; FSCCL_NVLINK=0 "
+        "disables the engine",
     )
 
 
 def _find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+    cuda_home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc") or (
+        shutil.which("nvcc", path=f"{cuda_home}/bin") if cuda_home else None
+    )
 
 
 def _nvrtc_candidates() -> Iterator[str]:
@@ -129,35 +138,35 @@ def _find_nvrtc() -> ctypes.CDLL | None:
 
 
 def _load_builtins() -> None:
-    """Load the second library of NVRTC.
+    """Load the second library of NVRTC, libnvrtc-builtins.
 
-    NVRTC opens it by its bare name, without searching the wheel's directory; a library that is
-    loaded already is found.
+    NVRTC opens it by its file name only, which does not find it in the directory of a wheel unless
+    it is already loaded.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        if path.name.startswith("libnvrtc.so"):
-            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(builtins))
+        mapped_file = Path(line.split(maxsplit=5)[-1])
+        if mapped_file.name.startswith("libnvrtc.so"):
+            for builtins_library in mapped_file.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins_library))
             return
 
 
 def _compile_with_nvrtc(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
-    source = _KERNELS.read_bytes()
+    source = _KERNELS_SOURCE.read_bytes()
     _raise_nvrtc_error(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source, _KERNELS.name.encode(), 0, None, None
+            ctypes.byref(program), source, _KERNELS_SOURCE.name.encode(), 0, None, None
         ),
     )
     try:
-        array = (ctypes.c_char_p * len(options))(*(word.encode() for word in options))
-        if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
+        c_options = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), c_options) != 0:
             log = _read_result(nvrtc, program, "ProgramLog").decode(errors="replace").strip("\0")
             raise BuildError(
                 f"NVRTC cannot compile the NVLink kernels ({' '.join(options)}):\n"
-                f"{log[:_LOG_CHARACTERS]}"
+                f"{log[:_MAX_LOG_CHARACTERS]}"
             )
         return _read_result(nvrtc, program, "CUBIN")
     finally:
@@ -181,14 +190,14 @@ def _raise_nvrtc_error(nvrtc: ctypes.CDLL, result: int) -> None:
 
 
 def _compile_with_nvcc(nvcc: str, options: list[str], path: Path) -> bytes:
-    out = path.with_suffix(f".{os.getpid()}.nvcc")
-    command = [nvcc, "-cubin", *options, str(_KERNELS), "-o", str(out)]
+    cubin_path = path.with_suffix(f".{os.getpid()}.nvcc")
+    command = [nvcc, "-cubin", *options, str(_KERNELS_SOURCE), "-o", str(cubin_path)]
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_SECONDS, check=False
         )
         if process.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed:\n{process.stderr[:_LOG_CHARACTERS]}")
-        return out.read_bytes()
+            raise BuildError(f"{' '.join(command)} failed:\n{process.stderr[:_MAX_LOG_CHARACTERS]}")
+        return cubin_path.read_bytes()
     finally:
-        out.unlink(missing_ok=True)
+        cubin_path.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
 """All rules between arguments of this project's training program: :func:`check_values`.
 
-Pure, no torch: the launcher applies the rules before anything starts, and the training program
-applies them again, since it can be started by hand. Values that megatron.core cannot do without
-Transformer Engine or Apex, or does wrongly without an error, are refused with the reason.
+No torch: the launcher applies the rules before anything starts, and the training program applies
+them again, because it can be started by hand. Values that megatron.core does not support without
+Transformer Engine or Apex, or silently computes wrongly, are rejected with the reason. A few
+unsupported values are *substituted* by another one that does nearly the same, with a note, unless
+``allow_fallbacks: false`` forbids it.
 
 ``values`` are arguments by name, aliases resolved, defaults filled in. A violation is the name of
 the argument to change and a description of the problem.
@@ -11,19 +13,14 @@ the argument to change and a description of the problem.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from flagscale.config.arguments.compat.huggingface.models import config_of
-from flagscale.config.arguments.compat.substitutions import apply_substitutions, check_substitutions
 from flagscale.config.arguments.compat.unused import check_refused
+from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.layout import check_layout
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
-from flagscale.config.arguments.rules.attention import (
-    check_attention,
-    check_documents,
-    check_latent_attention,
-    check_layer_options,
-    check_local_attention,
-)
 from flagscale.config.arguments.rules.data import (
     check_conversations,
     check_data_phases,
@@ -31,14 +28,23 @@ from flagscale.config.arguments.rules.data import (
     check_split_text,
     check_tokenizer,
 )
+from flagscale.config.arguments.rules.layers import (
+    check_attention,
+    check_documents,
+    check_latent_attention,
+    check_layer_options,
+    check_local_attention,
+    check_moe,
+    check_mtp,
+)
 from flagscale.config.arguments.rules.model_family import check_family
-from flagscale.config.arguments.rules.moe import check_moe
-from flagscale.config.arguments.rules.multi_token_prediction import check_mtp
 from flagscale.config.arguments.rules.optimizer import (
+    check_batch_size_rampup,
     check_bounded_all_reduce,
     check_cuda_graphs,
     check_optimizer,
     check_overlap,
+    check_schedule,
 )
 from flagscale.config.arguments.rules.precision import (
     check_compiled_only,
@@ -46,24 +52,27 @@ from flagscale.config.arguments.rules.precision import (
     check_fp8,
     check_precision,
 )
-from flagscale.config.arguments.rules.schedule import check_batch_size_rampup, check_schedule
 from flagscale.config.arguments.spec.argument import Values, Violation
+from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 
 _NOT_RECOMPUTED: Mapping[str, str] = {
-    "layernorm": "needs Transformer Engine",
-    "moe_act": "needs Transformer Engine's grouped experts",
-    "mla_up_proj": "needs a checkpoint inside multi-latent attention, which is not built",
+    "layernorm": "requires Transformer Engine",
+    "moe_act": "requires Transformer Engine's grouped experts",
+    "mla_up_proj": "is not supported",
 }
+"""Modules of ``recompute_modules`` that cannot be recomputed, with the problem."""
 
 
 def check_values(values: Values) -> list[Violation]:
-    """Return the violations that do not depend on the number of ranks. If required arguments are
-    missing, only those are reported, because the other rules need them."""
+    """Return the violations that do not depend on the number of ranks.
+
+    If required arguments are missing, only those are reported, because the other rules need them.
+    """
     missing = list(_check_required(values))
     if missing:
         return missing
-    refused = list(check_substitutions(values))
+    forbidden_substitutions = list(check_substitutions(values))
     values = apply_substitutions(values)
     rules = (
         check_device,
@@ -71,7 +80,7 @@ def check_values(values: Values) -> list[Violation]:
         check_family,
         check_optimizer,
         check_refused,
-        _check_not_built,
+        _check_unsupported_values,
         check_cuda_graphs,
         check_local_attention,
         check_layer_options,
@@ -97,7 +106,7 @@ def check_values(values: Values) -> list[Violation]:
         check_split_text,
         check_tokenizer,
     )
-    return refused + [violation for rule in rules for violation in rule(values)]
+    return forbidden_substitutions + [violation for rule in rules for violation in rule(values)]
 
 
 def _check_required(values: Values) -> Iterator[Violation]:
@@ -106,13 +115,16 @@ def _check_required(values: Values) -> Iterator[Violation]:
             yield name, "is required"
 
 
-def _check_not_built(values: Values) -> Iterator[Violation]:
+def _check_unsupported_values(values: Values) -> Iterator[Violation]:
     if values["cross_entropy_fusion_impl"] == "te":
-        yield "cross_entropy_fusion_impl", "te needs Transformer Engine; native fuses without it"
+        yield "cross_entropy_fusion_impl", "te requires Transformer Engine; use native"
     instances = values["num_distributed_optimizer_instances"]
     if instances > 1:
-        message = f"{instances}: the optimizer here is sharded over all data-parallel ranks; use 1"
-        yield "num_distributed_optimizer_instances", message
+        yield (
+            "num_distributed_optimizer_instances",
+            "must be 1, because the optimizer is sharded over all data-parallel ranks; found "
+            f"{instances}",
+        )
     if values["recompute_granularity"] == "selective":
         for name in values["recompute_modules"] or ():
             if name in _NOT_RECOMPUTED:
@@ -120,16 +132,15 @@ def _check_not_built(values: Values) -> Iterator[Violation]:
 
 
 def _check_export(values: Values) -> Iterator[Violation]:
-    """Check that a config.json can express the trained model, and that peft can load its
-    adapters."""
+    """Check that a config.json of Hugging Face can describe the model, and that peft can load its
+    adapters, if an export is requested."""
     for_peft = values["peft_type"] and values["export_peft"]
     if not values["export_huggingface"] and not for_peft:
         return
-    longest = values["max_position_embeddings"] or values["seq_length"]
     complete = {
         **values,
         "vocab_size": values["vocab_size"] or 1,
-        "max_position_embeddings": longest,
+        "max_position_embeddings": values["max_position_embeddings"] or values["seq_length"],
     }
     requested = [name for name in ("export_huggingface", "export_peft") if values[name]]
     try:
@@ -140,26 +151,140 @@ def _check_export(values: Values) -> Iterator[Violation]:
     if for_peft and (reason := UNSUPPORTED_BY_PEFT.get(kind)):
         yield (
             "export_peft",
-            f"adapters of {kind} are not written for peft: {reason}; leave it out, and take "
-            "export_huggingface, which merges them",
+            f"is not supported for {kind} models: {reason}; use export_huggingface, which merges "
+            "the adapters into the model",
         )
 
 
 def _check_length(values: Values) -> Iterator[Violation]:
     iters, samples = values["train_iters"], values["train_samples"]
     if (iters is None) == (samples is None):
-        actual = "neither" if iters is None else "both"
+        found = "neither" if iters is None else "both"
         name = "train_iters" if iters is None else "train_samples"
-        yield name, f"give either train_iters or train_samples, found {actual}"
-    longest = values["max_position_embeddings"]
-    if longest is not None and longest < values["seq_length"]:
+        yield name, f"expected either train_iters or train_samples, found {found}"
+    max_length = values["max_position_embeddings"]
+    if max_length is not None and max_length < values["seq_length"]:
         yield (
             "max_position_embeddings",
-            f"{longest} is less than seq_length {values['seq_length']}",
+            f"{max_length} is less than seq_length {values['seq_length']}",
         )
 
 
 def _check_profiling(values: Values) -> Iterator[Violation]:
     first, end = values["profile_step_start"], values["profile_step_end"]
     if values["profile"] and end <= first:
-        yield "profile_step_end", f"{end} is not after profile_step_start {first}"
+        yield "profile_step_end", f"must be greater than profile_step_start {first}, found {end}"
+
+
+_MESH_SIZE_NAMES = {
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+}
+"""Parallel sizes that each mesh has separately, with their names in a mesh."""
+
+
+class Substitution(NamedTuple):
+    """Replacement of an unsupported value of argument ``name`` by ``value``, with the reason."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+def substitutions_for(values: Values) -> list[Substitution]:
+    """Return the substitutions that apply to arguments, whether they are allowed or not."""
+    rules = (
+        _substitute_implementation,
+        _substitute_format,
+        _substitute_sequence_parallel,
+        _substitute_bias_rate,
+        _substitute_mesh_sizes,
+        _substitute_qkv_bias,
+    )
+    return [substitution for rule in rules for substitution in rule(values)]
+
+
+def apply_substitutions(values: Values) -> Values:
+    """Return the arguments with every substitution made, as a read-only mapping."""
+    replaced = {substitution.name: substitution.value for substitution in substitutions_for(values)}
+    return MappingProxyType({**values, **replaced})
+
+
+def note_substitutions(values: Values) -> Iterator[Violation]:
+    """Yield each substituted argument with a note."""
+    for name, value, reason in substitutions_for(values):
+        yield (
+            name,
+            f"{format_value(value)} is used instead of {format_value(values[name])}: {reason}",
+        )
+
+
+def check_substitutions(values: Values) -> Iterator[Violation]:
+    """Yield a violation for each substitution if substitutions are not allowed."""
+    if not values["allow_fallbacks"]:
+        for name, value, reason in substitutions_for(values):
+            yield (
+                name,
+                f"{format_value(values[name])} is not supported: {reason}; set "
+                f"{format_value(value)}, or allow_fallbacks: true",
+            )
+
+
+def _substitute_implementation(values: Values) -> Iterator[Substitution]:
+    if values["transformer_impl"] == "transformer_engine":
+        reason = (
+            "this trainer has its own layers, compiled on CUDA, which compute the same functions "
+            "as Transformer Engine's"
+        )
+        yield Substitution("transformer_impl", "auto", reason)
+
+
+def _substitute_format(values: Values) -> Iterator[Substitution]:
+    if values["ckpt_format"] != "torch_dist":
+        reason = "checkpoints are saved in this format only, which any parallel layout can load"
+        yield Substitution("ckpt_format", "torch_dist", reason)
+
+
+def _substitute_mesh_sizes(values: Values) -> Iterator[Substitution]:
+    """Substitute parallel sizes that FlagScale's YAML files set in addition to those of the
+    meshes."""
+    if not uses_meshes(values):
+        return
+    if values["log_num_zeros_in_grad"]:
+        yield Substitution(
+            "log_num_zeros_in_grad", False, "zeros are not counted over heterogeneous meshes"
+        )
+    meshes = None if any(check_mesh_syntax(values)) else meshes_of(values)
+    if meshes is None or meshes.open:
+        return
+    for name, short in _MESH_SIZE_NAMES.items():
+        sizes = sorted({getattr(mesh, short) for mesh in meshes.meshes})
+        if values[name] != 1 and values[name] not in sizes:
+            yield Substitution(name, sizes[0], "hetero_process_meshes sets the size of each mesh")
+
+
+def _substitute_qkv_bias(values: Values) -> Iterator[Substitution]:
+    if values["multi_latent_attention"] and values["add_qkv_bias"]:
+        yield Substitution("add_qkv_bias", False, "latent projections have no biases")
+
+
+def _substitute_sequence_parallel(values: Values) -> Iterator[Substitution]:
+    if not values["sequence_parallel"]:
+        return
+    sizes = [values["tensor_model_parallel_size"]]
+    if uses_meshes(values):
+        meshes = None if any(check_mesh_syntax(values)) else meshes_of(values)
+        sizes = [] if meshes is None or meshes.open else [mesh.tp for mesh in meshes.meshes]
+    if sizes and max(sizes) == 1:
+        reason = "sequence parallelism requires a tensor-parallel size above 1"
+        yield Substitution("sequence_parallel", False, reason)
+
+
+def _substitute_bias_rate(values: Values) -> Iterator[Substitution]:
+    """Substitute a zero update rate for the expert biases of a model with adapters. They are not
+    updated by gradients, so freezing the weights is not enough."""
+    is_updated = values["moe_router_enable_expert_bias"] and values["moe_router_bias_update_rate"]
+    if values["peft_type"] and values["num_moe_experts"] and is_updated:
+        reason = "expert biases are frozen like the other weights with peft_type: lora"
+        yield Substitution("moe_router_bias_update_rate", 0.0, reason)

@@ -31,6 +31,13 @@ carrying() { # $1: text; sets `pids` to the processes whose environment contains
     done
 }
 
+# Hold the lock of a start on this host. A host without flock(1) goes without.
+lock_start() { # $1: file
+    { exec {start_lock_fd}>>"$1"; } 2>/dev/null || return
+    ! command -v flock >/dev/null || flock "$start_lock_fd"
+}
+unlock_start() { [[ -z ${start_lock_fd:-} ]] || exec {start_lock_fd}>&-; }
+
 carries() { # $1: pid, $2: name=value; succeeds if its environment has exactly this entry
     local entry
     while IFS= read -rd '' entry; do

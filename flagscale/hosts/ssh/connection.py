@@ -57,9 +57,9 @@ class SshConnection(SshLink):
         target: SshTarget,
         transport: paramiko.Transport,
         sock: socket.socket,
-        idle_limit: float,
+        idle_limit_seconds: float,
     ) -> None:
-        super().__init__(target, transport, sock, idle_limit)
+        super().__init__(target, transport, sock, idle_limit_seconds)
         # Idle shells. A thread that runs a script removes its shell from the list meanwhile.
         self._shells: list[Shell] = []
 
@@ -126,9 +126,9 @@ class SshConnection(SshLink):
     def _execute(self, line: str, timeout: float | None) -> paramiko.Channel:
         """Open a channel and send a command line to the account's login shell."""
         with self.limit_reply_time(
-            min(timeout or self.idle_limit, self.idle_limit), "start a command"
+            min(timeout or self.idle_limit_seconds, self.idle_limit_seconds), "start a command"
         ):
-            channel = self.transport.open_session(timeout=self.idle_limit)
+            channel = self.transport.open_session(timeout=self.idle_limit_seconds)
             channel.exec_command(line.encode("utf-8", "surrogateescape"))
         return channel
 
@@ -167,24 +167,30 @@ class _ScriptExchange(CommandExchange):
         marker_filters: tuple[MarkerFilter, MarkerFilter],
     ) -> None:
         super().__init__(connection, channel, deadline)
-        self._out, self._err = marker_filters
+        self._stdout_filter, self._stderr_filter = marker_filters
         self._token = secrets.token_hex(8)
-        self._out_end = _EndToken(f"\2{self._token} ")
-        self._err_end = _EndToken(f"\2{self._token}")
+        self._stdout_end = _EndToken(f"\2{self._token} ")
+        self._stderr_end = _EndToken(f"\2{self._token}")
 
     def run_script(self, script: str) -> CommandResult:
-        self._start_sending(encode_script(self._token, script), last=False)
+        self._start_sending(encode_script(self._token, script), close_stdin=False)
         self._forward_output()
-        out, err = self._out_end, self._err_end
-        if out.position < 0 or err.position < 0:
+        stdout_end, stderr_end = self._stdout_end, self._stderr_end
+        if stdout_end.position < 0 or stderr_end.position < 0:
             return self._result()  # the shell itself has ended
-        status = int(self._stdout[out.after : self._stdout.index(b"\3", out.after)])
+        status = int(
+            self._stdout[
+                stdout_end.end_position : self._stdout.index(b"\3", stdout_end.end_position)
+            ]
+        )
         return CommandResult(
-            status, bytes(self._stdout[: out.position]), bytes(self._stderr[: err.position])
+            status,
+            bytes(self._stdout[: stdout_end.position]),
+            bytes(self._stderr[: stderr_end.position]),
         )
 
     def _is_finished(self) -> bool:
-        ended = self._out_end.find_in(self._stdout) and self._err_end.find_in(self._stderr)
+        ended = self._stdout_end.find_in(self._stdout) and self._stderr_end.find_in(self._stderr)
         return ended or super()._is_finished()
 
 
@@ -193,15 +199,15 @@ class _EndToken:
 
     def __init__(self, text: str) -> None:
         self._text = text.encode()
-        self._searched = 0
+        self._search_start = 0
         self.position = -1
 
     @property
-    def after(self) -> int:
+    def end_position(self) -> int:
         return self.position + len(self._text)
 
     def find_in(self, stream: bytearray) -> bool:
         if self.position < 0:
-            self.position = stream.find(self._text, self._searched)
-            self._searched = max(0, len(stream) - len(self._text))
-        return self.position >= 0 and b"\3" in stream[self.after :]
+            self.position = stream.find(self._text, self._search_start)
+            self._search_start = max(0, len(stream) - len(self._text))
+        return self.position >= 0 and b"\3" in stream[self.end_position :]

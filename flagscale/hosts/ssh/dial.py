@@ -48,21 +48,22 @@ _known_hosts_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class DialOptions:
-    """Timeouts in seconds after which a host counts as unreachable.
+    """Timeouts after which a host counts as unreachable, and retries.
 
-    ``connect`` is for the TCP connection; the user's ConnectTimeout takes precedence.
-    ``greeting`` is for sshd's greeting and the key exchange, ``login`` for the reply to a key.
-    ``lost`` is the silence after which an established connection counts as lost. ``attempts`` is
-    the number of connections tried while sshd drops them; ``pause`` is the mean wait before the
-    second, and doubles.
+    ``connect_seconds`` is for the TCP connection; the user's ConnectTimeout takes precedence.
+    ``greeting_seconds`` is for sshd's greeting and the key exchange, ``login_seconds`` for the
+    reply to a key. After ``idle_limit_seconds`` of silence an established connection counts as
+    lost. ``max_attempts`` is the number of connections tried while sshd drops them;
+    ``first_pause_seconds`` is the mean wait before the second attempt, which doubles from attempt
+    to attempt.
     """
 
-    connect: float = 10
-    greeting: float = 20
-    login: float = 20
-    lost: float = 12
-    attempts: int = 6
-    pause: float = 0.2
+    connect_seconds: float = 10
+    greeting_seconds: float = 20
+    login_seconds: float = 20
+    idle_limit_seconds: float = 12
+    max_attempts: int = 6
+    first_pause_seconds: float = 0.2
 
 
 class Dialer(Closeable):
@@ -71,9 +72,9 @@ class Dialer(Closeable):
     def __init__(self, options: DialOptions | None = None) -> None:
         self.options = options or DialOptions()
         self._identities = Identities()
-        self._stopped = threading.Event()
+        self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._shared: dict[SshTarget, SshConnection] = {}
+        self._shared_connections: dict[SshTarget, SshConnection] = {}
         self._target_locks: dict[SshTarget, threading.Lock] = {}
         self._open: set[socket.socket | SshConnection] = set()
 
@@ -83,10 +84,10 @@ class Dialer(Closeable):
 
         If an interrupt cuts this short, another call closes the remaining ones.
         """
-        self._stopped.set()
+        self._closed.set()
         with self._lock:
             open_items = tuple(self._open)
-            self._shared.clear()
+            self._shared_connections.clear()
         for item in open_items:
             if isinstance(item, SshConnection):
                 item.close()
@@ -100,15 +101,17 @@ class Dialer(Closeable):
 
         Raises a :class:`~.errors.HostError` with the diagnosis.
         """
-        for attempt in range(1, self.options.attempts + 1):
+        for attempt in range(1, self.options.max_attempts + 1):
             try:
                 return self._connect_once(target)
             except HostError as error:
-                last = attempt == self.options.attempts
-                if not error.retryable or last or self._stopped.is_set():
+                is_last_attempt = attempt == self.options.max_attempts
+                if not error.retryable or is_last_attempt or self._closed.is_set():
                     raise
             # Full jitter: hosts of one burst retry at different times.
-            self._stopped.wait(random.uniform(0, 2 * self.options.pause * 2 ** (attempt - 1)))
+            self._closed.wait(
+                random.uniform(0, 2 * self.options.first_pause_seconds * 2 ** (attempt - 1))
+            )
         raise HostError(target.name, "no attempt to connect was allowed")
 
     def shared_connection(self, target: SshTarget) -> SshConnection:
@@ -118,13 +121,13 @@ class Dialer(Closeable):
         with self._lock:
             lock = self._target_locks.setdefault(target, threading.Lock())
         with lock:
-            connection = self._shared.get(target)
+            connection = self._shared_connections.get(target)
             if connection is None or not connection.alive:
-                connection = self._shared[target] = self.connect(target)
+                connection = self._shared_connections[target] = self.connect(target)
             return connection
 
     def _connect_once(self, target: SshTarget) -> SshConnection:
-        if self._stopped.is_set():
+        if self._closed.is_set():
             raise HostError(target.name, "the action was cancelled")
         sock = self._open_stream(target)
         transport: paramiko.Transport | None = None
@@ -139,11 +142,11 @@ class Dialer(Closeable):
             if isinstance(error, _PROXY_EXIT_ERRORS) and isinstance(sock, proxy.ProxySocket):
                 raise sock.exit_error or error from error.__cause__
             raise
-        connection = SshConnection(target, transport, sock, self.options.lost)
+        connection = SshConnection(target, transport, sock, self.options.idle_limit_seconds)
         connection.on_close(lambda: self._forget(connection))
         with self._lock:
             self._open.discard(sock)
-            if not self._stopped.is_set():
+            if not self._closed.is_set():
                 self._open.add(connection)
                 return connection
         connection.close()
@@ -167,34 +170,37 @@ class Dialer(Closeable):
         return self._open_socket(target)
 
     def _open_socket(self, target: SshTarget) -> socket.socket:
-        limit = target.connect_timeout or self.options.connect
+        timeout_seconds = target.connect_timeout or self.options.connect_seconds
         try:
             addresses = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             failure = error if isinstance(error, OSError) else socket.gaierror(0, str(error))
-            raise faults.connect_error(target, failure, limit) from error
+            raise faults.connect_error(target, failure, timeout_seconds) from error
         failures: list[OSError] = []
         for family, kind, protocol, _, address in addresses:
             sock = socket.socket(family, kind, protocol)
             with self._lock:
                 self._open.add(sock)
             try:
-                _set_socket_timeouts(sock, self.options.lost)
-                sock.settimeout(limit)
+                _set_socket_timeouts(sock, self.options.idle_limit_seconds)
+                sock.settimeout(timeout_seconds)
                 sock.connect(address)
                 return sock
             except OSError as error:
                 failures.append(error)
                 self._forget(sock)
                 sock.close()
-        raise faults.connect_error(target, failures[0], limit) from failures[0]
+        raise faults.connect_error(target, failures[0], timeout_seconds) from failures[0]
 
     def _open_jump_channel(self, target: SshTarget, via: SshTarget) -> socket.socket:
         jump = self.shared_connection(via)
-        limit = target.connect_timeout or self.options.connect
+        timeout_seconds = target.connect_timeout or self.options.connect_seconds
         try:
             channel = jump.transport.open_channel(
-                "direct-tcpip", (target.address, target.port), ("127.0.0.1", 0), timeout=limit
+                "direct-tcpip",
+                (target.address, target.port),
+                ("127.0.0.1", 0),
+                timeout=timeout_seconds,
             )
         except paramiko.ChannelException as error:
             raise errors.ChannelRefusedError(
@@ -202,41 +208,41 @@ class Dialer(Closeable):
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             if jump.survived_error():
-                raise faults.connect_error(target, TimeoutError(), limit) from error
+                raise faults.connect_error(target, TimeoutError(), timeout_seconds) from error
             raise faults.dropped_error(via) from error
         return channel  # type: ignore[return-value]
 
     # -- the handshake ------------------------------------------------------------------------
 
     def _handshake(self, sock: socket.socket, target: SshTarget) -> paramiko.Transport:
-        limit, start = self.options.greeting, time.monotonic()
+        timeout_seconds, start_time = self.options.greeting_seconds, time.monotonic()
         keys = known_hosts.lookup_keys(target.known_hosts, target.known_as)
         transport = paramiko.Transport(sock, packetizer_class=OrderlyPacketizer)
         try:
             transport.set_log_channel(LOG_CHANNEL)
-            transport.banner_timeout = transport.handshake_timeout = limit
-            transport.auth_timeout = self.options.login
+            transport.banner_timeout = transport.handshake_timeout = timeout_seconds
+            transport.auth_timeout = self.options.login_seconds
             _prefer_key_types(transport, known_hosts.list_trusted_kinds(keys))
             try:
-                transport.start_client(timeout=limit)
+                transport.start_client(timeout=timeout_seconds)
                 if not transport.initial_kex_done:  # timeout: paramiko returns without an error
-                    raise faults.handshake_error(target, None, limit, limit)
-                offered = transport.get_remote_server_key()
+                    raise faults.handshake_error(target, None, timeout_seconds, timeout_seconds)
+                host_key = transport.get_remote_server_key()
             except (paramiko.SSHException, EOFError, OSError) as error:
-                elapsed = time.monotonic() - start
-                raise faults.handshake_error(target, error, elapsed, limit) from error
-            kind, blob = offered.get_name(), offered.asbytes()
-            verdict, line = known_hosts.check_host_key(
+                elapsed = time.monotonic() - start_time
+                raise faults.handshake_error(target, error, elapsed, timeout_seconds) from error
+            kind, blob = host_key.get_name(), host_key.asbytes()
+            status, line = known_hosts.check_host_key(
                 [*_find_revoked_key(target, kind, blob), *keys], kind, blob
             )
             if (
-                verdict is known_hosts.HostKeyStatus.UNKNOWN
+                status is known_hosts.HostKeyStatus.UNKNOWN
                 and target.remember_new_keys
                 and line is None
             ):
                 _append_known_host(target, kind, blob)
-            elif verdict is not known_hosts.HostKeyStatus.KNOWN:
-                raise faults.host_key_error(target, verdict, kind, blob, line)
+            elif status is not known_hosts.HostKeyStatus.KNOWN:
+                raise faults.host_key_error(target, status, kind, blob, line)
         except BaseException:
             transport.close()
             raise
@@ -264,16 +270,17 @@ class SshConnectionFactory(Closeable):
         self._dialer.close()
 
 
-def _set_socket_timeouts(sock: socket.socket, idle_limit: float) -> None:
-    """Set the kernel's timeouts so that it ends the connection after ``lost`` seconds of
-    silence."""
+def _set_socket_timeouts(sock: socket.socket, idle_limit_seconds: float) -> None:
+    """Set the kernel's timeouts so that it ends the connection after ``idle_limit_seconds`` of
+    silence.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
-        "TCP_KEEPIDLE": max(1, int(idle_limit / 3)),
-        "TCP_KEEPINTVL": max(1, int(idle_limit / 3)),
+        "TCP_KEEPIDLE": max(1, int(idle_limit_seconds / 3)),
+        "TCP_KEEPINTVL": max(1, int(idle_limit_seconds / 3)),
         "TCP_KEEPCNT": 3,
-        "TCP_USER_TIMEOUT": int(idle_limit * 1000),
+        "TCP_USER_TIMEOUT": int(idle_limit_seconds * 1000),
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has every option
@@ -286,14 +293,14 @@ def _find_revoked_key(target: SshTarget, kind: str, blob: bytes) -> list[known_h
     if target.revoked_keys is None:
         return []
     try:
-        where = known_hosts.find_revoked(target.revoked_keys, blob)
+        location = known_hosts.find_revoked(target.revoked_keys, blob)
     except known_hosts.UnreadableError as error:
-        what = f"no host is trusted while the list of revoked keys cannot be read: {error}"
-        raise errors.HostKeyError(target.name, what) from error
-    if where is None:
+        message = f"no host is trusted while the list of revoked keys cannot be read: {error}"
+        raise errors.HostKeyError(target.name, message) from error
+    if location is None:
         return []
     encoded = base64.b64encode(blob).decode()
-    return [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED, where)]
+    return [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED_MARKER, location)]
 
 
 def _prefer_key_types(transport: paramiko.Transport, kinds: list[str]) -> None:
@@ -303,8 +310,11 @@ def _prefer_key_types(transport: paramiko.Transport, kinds: list[str]) -> None:
     for kind in kinds:
         preferred += _RSA_SIGNATURES if kind == "ssh-rsa" else (kind,)
     supported = tuple(security.key_types)
-    first = [kind for kind in preferred if kind in supported]
-    security.key_types = (*first, *(kind for kind in supported if kind not in first))
+    preferred_supported = [kind for kind in preferred if kind in supported]
+    security.key_types = (
+        *preferred_supported,
+        *(kind for kind in supported if kind not in preferred_supported),
+    )
 
 
 def _append_known_host(target: SshTarget, kind: str, blob: bytes) -> None:
@@ -318,8 +328,8 @@ def _append_known_host(target: SshTarget, kind: str, blob: bytes) -> None:
             with path.open("a") as file:
                 file.write(faults.known_hosts_line(target, kind, blob) + "\n")
         except OSError as error:
-            what = f"its new host key cannot be written to {path}: {error.strerror}"
-            raise HostError(target.name, what) from error
+            message = f"its new host key cannot be written to {path}: {error.strerror}"
+            raise HostError(target.name, message) from error
 
 
 def _shut_down(sock: socket.socket) -> None:

@@ -40,7 +40,7 @@ _WRAPPER = f'{PRINT_MARKER} "$@"; exit $?'
 
 # Seconds that paramiko's thread gets to end after it reported an error.
 _THREAD_EXIT_SECONDS = 0.5
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 #: Input in bytes that sshd accepts before the command has read any of it.
 BUFFERED_INPUT_BYTES = 1 << 20
 
@@ -73,18 +73,18 @@ class MarkerFilter:
     """Filter of a stream that passes only the bytes after the marker."""
 
     def __init__(self) -> None:
-        self.before = bytearray()
+        self.preamble = bytearray()
         self.marker_seen = False
 
     def feed(self, data: bytes) -> bytes:
         if self.marker_seen:
             return data
-        self.before += data
-        preamble, marker, output = bytes(self.before).partition(MARKER)
+        self.preamble += data
+        preamble, marker, output = bytes(self.preamble).partition(MARKER)
         if not marker:
             return b""
         self.marker_seen = True
-        self.before = bytearray(preamble)
+        self.preamble = bytearray(preamble)
         return output
 
 
@@ -97,12 +97,12 @@ class SshLink(Closeable):
         target: SshTarget,
         transport: paramiko.Transport,
         sock: socket.socket,
-        idle_limit: float,
+        idle_limit_seconds: float,
     ) -> None:
         self.target = target
         self.transport = transport
         #: Seconds of silence after which :meth:`check_alive` is due.
-        self.idle_limit = idle_limit
+        self.idle_limit_seconds = idle_limit_seconds
         self._sock = sock
         self._on_close: list[Callable[[], object]] = []
 
@@ -133,7 +133,7 @@ class SshLink(Closeable):
 
     def check_alive(self) -> None:
         """Send a keepalive request and wait for the reply. Raises :class:`ConnectionLostError`."""
-        with self.limit_reply_time(self.idle_limit, "answer"):
+        with self.limit_reply_time(self.idle_limit_seconds, "answer"):
             self.transport.global_request("keepalive@openssh.com", wait=True)
             if not self.alive:
                 raise self.connection_lost()
@@ -151,8 +151,9 @@ class SshLink(Closeable):
     def limit_reply_time(self, seconds: float, request: str) -> Iterator[None]:
         """Context manager that closes the connection if its block takes longer than ``seconds``.
 
-        paramiko waits without a limit for replies to requests. Errors of the block are converted
-        to :class:`HostError`.
+        paramiko waits without a limit for replies to requests. ``request`` is the verb phrase of
+        the request for messages, such as "start a command". Errors of the block are converted to
+        :class:`HostError`.
         """
         expired = threading.Event()
 
@@ -203,35 +204,35 @@ class CommandExchange:
         self._channel = channel
         self._deadline = deadline
         self._stdout, self._stderr = bytearray(), bytearray()
-        self._to_stdout = on_stdout or self._stdout.extend
-        self._to_stderr = on_stderr or self._stderr.extend
-        self._out, self._err = MarkerFilter(), MarkerFilter()
+        self._on_stdout = on_stdout or self._stdout.extend
+        self._on_stderr = on_stderr or self._stderr.extend
+        self._stdout_filter, self._stderr_filter = MarkerFilter(), MarkerFilter()
 
     def run(self, stdin: bytes) -> CommandResult:
         """Send the command's input and wait for its end."""
-        self._start_sending(stdin, last=True)
+        self._start_sending(stdin, close_stdin=True)
         self._forward_output()
         return self._result()
 
     def _result(self) -> CommandResult:
         status = self._exit_status()
-        if not self._out.marker_seen:
+        if not self._stdout_filter.marker_seen:
             raise self._login_shell_error(status)
         return CommandResult(status, bytes(self._stdout), bytes(self._stderr))
 
-    def _start_sending(self, stdin: bytes, *, last: bool) -> None:
+    def _start_sending(self, stdin: bytes, *, close_stdin: bool) -> None:
         if len(stdin) <= BUFFERED_INPUT_BYTES:
-            self._send(stdin, last)
+            self._send(stdin, close_stdin)
         else:
             # A command that writes before it has read all its input would deadlock with a blocking
             # send.
-            threading.Thread(target=self._send, args=(stdin, last), daemon=True).start()
+            threading.Thread(target=self._send, args=(stdin, close_stdin), daemon=True).start()
 
-    def _send(self, stdin: bytes, last: bool) -> None:
+    def _send(self, stdin: bytes, close_stdin: bool) -> None:
         # A command may end without reading its input. Its exit status counts.
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._channel.sendall(stdin)
-            if last:
+            if close_stdin:
                 self._channel.shutdown_write()
 
     def _is_finished(self) -> bool:
@@ -261,19 +262,21 @@ class CommandExchange:
                     return
             else:
                 self._check_deadline()
-                if time.monotonic() - last_activity >= self._connection.idle_limit:
+                if time.monotonic() - last_activity >= self._connection.idle_limit_seconds:
                     self._connection.check_alive()
                     last_activity = time.monotonic()
 
     def _drain(self) -> None:
         channel = self._channel
         while channel.recv_ready():
-            self._to_stdout(self._out.feed(channel.recv(_CHUNK)))
+            self._on_stdout(self._stdout_filter.feed(channel.recv(_CHUNK_BYTES)))
         while channel.recv_stderr_ready():
-            self._to_stderr(self._err.feed(channel.recv_stderr(_CHUNK)))
+            self._on_stderr(self._stderr_filter.feed(channel.recv_stderr(_CHUNK_BYTES)))
 
     def _exit_status(self) -> int:
-        while not self._channel.status_event.wait(self._wait_seconds(self._connection.idle_limit)):
+        while not self._channel.status_event.wait(
+            self._wait_seconds(self._connection.idle_limit_seconds)
+        ):
             self._check_deadline()
             self._connection.check_alive()
         status = self._channel.recv_exit_status()
@@ -287,11 +290,11 @@ class CommandExchange:
             "the session was killed on the host before the command's exit status was known",
         )
 
-    def _wait_seconds(self, most: float) -> float:
-        """Return the seconds to wait until the clock is read again, at most ``most``."""
+    def _wait_seconds(self, max_seconds: float) -> float:
+        """Return the seconds to wait until the clock is read again, at most ``max_seconds``."""
         if self._deadline is None:
-            return most
-        return max(0.0, min(most, self._deadline - time.monotonic()))
+            return max_seconds
+        return max(0.0, min(max_seconds, self._deadline - time.monotonic()))
 
     def _check_deadline(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -305,7 +308,11 @@ class CommandExchange:
             )
 
     def _login_shell_error(self, status: int) -> HostError:
-        output = bytes(self._out.before + self._err.before)[-500:].decode(errors="replace").strip()
+        output = (
+            bytes(self._stdout_filter.preamble + self._stderr_filter.preamble)[-500:]
+            .decode(errors="replace")
+            .strip()
+        )
         target = self._connection.target
         return errors.LoginShellError(
             target.name,

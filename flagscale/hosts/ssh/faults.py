@@ -14,14 +14,14 @@ from paramiko.ssh_exception import IncompatiblePeer
 
 from flagscale.hosts import errors
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.ssh.known_hosts import AUTHORITY, HostKeyStatus, KnownKey
+from flagscale.hosts.ssh.known_hosts import AUTHORITY_MARKER, HostKeyStatus, KnownKey
 from flagscale.hosts.ssh.ssh_config import SSH_PORT, SshTarget
 
-_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+_NO_ROUTE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
-def connect_error(target: SshTarget, error: OSError, seconds: float) -> HostError:
-    """Return the error for a TCP connection that could not be opened within ``seconds``."""
+def connect_error(target: SshTarget, error: OSError, timeout_seconds: float) -> HostError:
+    """Return the error for a TCP connection that could not be opened within ``timeout_seconds``."""
     if isinstance(error, socket.gaierror):
         return errors.NameResolutionError(
             target.name,
@@ -31,10 +31,10 @@ def connect_error(target: SshTarget, error: OSError, seconds: float) -> HostErro
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return errors.ConnectTimeoutError(
             target.name,
-            f"no answer from {target.endpoint} within {seconds:g} s: "
+            f"no answer from {target.endpoint} within {timeout_seconds:g} s: "
             "the machine is down, or a firewall drops the packets",
         )
-    if error.errno in _NO_ROUTE:
+    if error.errno in _NO_ROUTE_ERRNOS:
         return errors.NoRouteError(
             target.name,
             f"no route to {target.endpoint} ({error.strerror}): "
@@ -60,18 +60,19 @@ def dropped_error(target: SshTarget) -> HostError:
 
 
 def handshake_error(
-    target: SshTarget, error: BaseException | None, elapsed: float, limit: float
+    target: SshTarget, error: BaseException | None, elapsed_seconds: float, timeout_seconds: float
 ) -> HostError:
     """Return the error for a TCP connection on which the SSH handshake failed.
 
-    ``elapsed`` are the seconds since the handshake began and ``limit`` is its timeout: paramiko
-    raises the same error for a host that closes the connection and for one that sends nothing.
+    ``elapsed_seconds`` is the time since the handshake began and ``timeout_seconds`` its timeout:
+    paramiko raises the same error for a host that closes the connection and for one that sends
+    nothing.
     """
     text = str(error or "")
-    if error is None or elapsed >= 0.9 * limit:
+    if error is None or elapsed_seconds >= 0.9 * timeout_seconds:
         return errors.GreetingTimeoutError(
             target.name,
-            f"{target.route} accepts connections and says nothing within {limit:g} s: "
+            f"{target.route} accepts connections and says nothing within {timeout_seconds:g} s: "
             "sshd is stopped, or the machine is out of memory or disk",
         )
     if isinstance(error, IncompatiblePeer):
@@ -96,42 +97,45 @@ def key_fingerprint(blob: bytes) -> str:
 
 
 def host_key_error(
-    target: SshTarget, verdict: HostKeyStatus, kind: str, blob: bytes, line: KnownKey | None
+    target: SshTarget, status: HostKeyStatus, kind: str, blob: bytes, line: KnownKey | None
 ) -> HostError:
     """Return the error for an unknown, changed or revoked host key, with the command that corrects
     known_hosts.
     """
-    offered = f"{kind} {key_fingerprint(blob)}"
+    offered_key = f"{kind} {key_fingerprint(blob)}"
     file = target.known_hosts[0] if target.known_hosts else Path.home() / ".ssh" / "known_hosts"
-    where = line.where if line else ""
-    if verdict is HostKeyStatus.REVOKED:
+    location = line.location if line else ""
+    if status is HostKeyStatus.REVOKED:
         return errors.RevokedHostKeyError(
             target.name,
-            f"the host key of {target.route}, {offered}, is revoked by {where}: whoever answers "
-            "with it may be anybody",
+            f"the host key of {target.route}, {offered_key}, is revoked by {location}: whoever "
+            "answers with it may be anybody",
             hint="give the host a new key",
         )
-    if verdict is HostKeyStatus.CHANGED and line is not None:
+    if status is HostKeyStatus.CHANGED and line is not None:
         known_fingerprint = key_fingerprint(base64.b64decode(line.blob))
         add = _add_key_command(target, file, kind, blob)
-        remove = shlex.join(["ssh-keygen", "-f", where.rpartition(":")[0], "-R", target.known_as])
+        remove = shlex.join(
+            ["ssh-keygen", "-f", location.rpartition(":")[0], "-R", target.known_as]
+        )
         return errors.ChangedHostKeyError(
             target.name,
-            f"the host key of {target.route} has changed: it offers {offered}, and {where} has "
-            f"{line.kind} {known_fingerprint}. The machine was reinstalled, or another one answers",
+            f"the host key of {target.route} has changed: it offers {offered_key}, and {location} "
+            f"has {line.kind} {known_fingerprint}. The machine was reinstalled, or another one "
+            "answers",
             hint=f"if it was reinstalled, run: {remove}\n  then: {add}",
         )
     details = ""
     if line is not None:
-        details = f"; only a key of type {line.kind} is known ({where})"
-        if line.marker == AUTHORITY:
+        details = f"; only a key of type {line.kind} is known ({location})"
+        if line.marker == AUTHORITY_MARKER:
             details = (
-                f"; {where} trusts a certificate authority, but certificates of hosts cannot be "
+                f"; {location} trusts a certificate authority, but certificates of hosts cannot be "
             )
             details += "checked here, only keys"
     return errors.UnknownHostKeyError(
         target.name,
-        f"the host key of {target.route}, {offered}, is not in {file}{details}",
+        f"the host key of {target.route}, {offered_key}, is not in {file}{details}",
         hint=f"compare the fingerprint, then run: {_add_key_command(target, file, kind, blob)}",
     )
 

@@ -19,22 +19,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-HASHED = "|1|"
-REVOKED = "@revoked"
-AUTHORITY = "@cert-authority"
+HASHED_PREFIX = "|1|"
+REVOKED_MARKER = "@revoked"
+AUTHORITY_MARKER = "@cert-authority"
 _KRL_MAGIC = b"SSHKRL\n\0"
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line of a known_hosts file. ``kind`` is the key's type, such as ``ssh-ed25519``;
-    ``where`` is ``file:line``.
+    """One line of a known_hosts file. ``kind`` is the key's type, such as ``ssh-ed25519``, ``blob``
+    the key in base64, ``marker`` the line's ``@`` word if it has one, and ``location`` is
+    ``file:line``.
     """
 
     kind: str
     blob: str
     marker: str | None
-    where: str
+    location: str
 
     def matches(self, blob: bytes) -> bool:
         try:
@@ -71,32 +72,32 @@ def find_revoked(path: Path, blob: bytes) -> str | None:
 class KnownHostsFile:
     """Contents of one file, indexed by the form in which its lines name hosts."""
 
-    plain: dict[str, list[KnownKey]] = field(default_factory=dict)
-    hashed: list[tuple[bytes, bytes, KnownKey]] = field(default_factory=list)
-    patterns: list[tuple[tuple[str, ...], KnownKey]] = field(default_factory=list)
+    keys_by_name: dict[str, list[KnownKey]] = field(default_factory=dict)
+    hashed_keys: list[tuple[bytes, bytes, KnownKey]] = field(default_factory=list)
+    pattern_keys: list[tuple[tuple[str, ...], KnownKey]] = field(default_factory=list)
 
     def add(self, names: str, key: KnownKey) -> None:
-        if names.startswith(HASHED):
-            salt, _, digest = names[len(HASHED) :].partition("|")
+        if names.startswith(HASHED_PREFIX):
+            salt, _, digest = names[len(HASHED_PREFIX) :].partition("|")
             try:
-                self.hashed.append((base64.b64decode(salt), base64.b64decode(digest), key))
+                self.hashed_keys.append((base64.b64decode(salt), base64.b64decode(digest), key))
             except binascii.Error:
                 return
         elif any(character in names for character in "*?!"):
-            self.patterns.append((tuple(names.lower().split(",")), key))
+            self.pattern_keys.append((tuple(names.lower().split(",")), key))
         else:
             for name in names.lower().split(","):
-                self.plain.setdefault(name, []).append(key)
+                self.keys_by_name.setdefault(name, []).append(key)
 
-    def keys_of(self, name: str) -> list[KnownKey]:
-        keys = list(self.plain.get(name, ()))
+    def find_keys(self, name: str) -> list[KnownKey]:
+        keys = list(self.keys_by_name.get(name, ()))
         encoded = name.encode()
         keys += (
             key
-            for salt, digest, key in self.hashed
+            for salt, digest, key in self.hashed_keys
             if hmac.compare_digest(hmac.digest(salt, encoded, "sha1"), digest)
         )
-        keys += (key for patterns, key in self.patterns if _matches_any(patterns, name))
+        keys += (key for patterns, key in self.pattern_keys if _matches_any(patterns, name))
         return keys
 
 
@@ -145,10 +146,12 @@ def _read_cached(path: Path, _modified: int, _size: int) -> KnownHostsFile:
 
 def lookup_keys(paths: Iterable[Path], name: str) -> list[KnownKey]:
     """Return all lines of these files about ``name`` (``host``, or ``[host]:port``)."""
-    return [key for path in paths for key in read_known_hosts(path).keys_of(name)]
+    return [key for path in paths for key in read_known_hosts(path).find_keys(name)]
 
 
 class HostKeyStatus(Enum):
+    """Result of comparing a host's key with the known keys."""
+
     KNOWN = "known"
     UNKNOWN = "unknown"
     CHANGED = "changed"
@@ -158,11 +161,11 @@ class HostKeyStatus(Enum):
 def check_host_key(
     keys: Sequence[KnownKey], kind: str, blob: bytes
 ) -> tuple[HostKeyStatus, KnownKey | None]:
-    """Compare a host's key with the lines about the host. Return the verdict and the line that
+    """Compare a host's key with the lines about the host. Return the status and the line that
     decided it.
     """
     for key in keys:
-        if key.marker == REVOKED and key.matches(blob):
+        if key.marker == REVOKED_MARKER and key.matches(blob):
             return HostKeyStatus.REVOKED, key
     trusted = [key for key in keys if key.marker is None]
     for key in trusted:
@@ -171,7 +174,7 @@ def check_host_key(
     for key in trusted:
         if key.kind == kind:
             return HostKeyStatus.CHANGED, key
-    candidates = trusted or [key for key in keys if key.marker == AUTHORITY]
+    candidates = trusted or [key for key in keys if key.marker == AUTHORITY_MARKER]
     return HostKeyStatus.UNKNOWN, candidates[0] if candidates else None
 
 

@@ -18,7 +18,7 @@ from flagscale.hosts.errors import ProxyCommandError
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # A shell runs the command, so values of tokens must not contain special characters of a shell.
-_PLAIN_PATTERN = re.compile(r"[\w.:%+-]*")
+_SAFE_VALUE_PATTERN = re.compile(r"[\w.:%+-]*")
 
 
 class ProxySocket(socket.socket):
@@ -38,11 +38,11 @@ class ProxySocket(socket.socket):
             self.exit_error = self._describe_exit()
         super().close()
         self.stderr_file.close()
-        for end in (self.process.terminate, self.process.kill):
+        for end_process in (self.process.terminate, self.process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=0.5)
                 return
-            end()
+            end_process()
         self.process.wait()
 
     def _describe_exit(self) -> ProxyCommandError | None:
@@ -70,12 +70,12 @@ def expand_tokens(target: SshTarget, template: str) -> str:
     }
 
     def replace_token(token: re.Match[str]) -> str:
-        word = values.get(token[1])
-        if word is None:
+        value = values.get(token[1])
+        if value is None:
             raise ProxyCommandError(target.name, f"ProxyCommand has an unknown token {token[0]!r}")
-        if not _PLAIN_PATTERN.fullmatch(word):
-            raise ProxyCommandError(target.name, f"{word!r} has no place in a ProxyCommand")
-        return word
+        if not _SAFE_VALUE_PATTERN.fullmatch(value):
+            raise ProxyCommandError(target.name, f"{value!r} has no place in a ProxyCommand")
+        return value
 
     return re.sub(r"%(.?)", replace_token, template)
 

@@ -118,18 +118,19 @@ class SshConfig:
         user: str | None = None,
         port: int | None = None,
         proxy: str | None = None,
-        through: tuple[str, ...] = (),
+        hosts_behind: tuple[str, ...] = (),
     ) -> SshTarget:
         """Resolve a host or an alias. Arguments take precedence over the files.
 
-        ``proxy`` has the syntax of ``ssh -J``: ``[user@]host[:port]``, comma-separated in the
-        order in which they are passed through; ``none`` is a direct connection. ``through`` are the
-        hosts that are reached through this one. Raises :class:`ConfigError`.
+        ``proxy`` has the syntax of ``ssh -J``: ``[user@]host[:port]``, comma-separated in the order
+        in which they are passed through; ``none`` is a direct connection. ``hosts_behind`` are the
+        hosts that are reached through this one; the recursion sets it to detect loops. Raises
+        :class:`ConfigError`.
         """
-        route = " -> ".join((*through, name))
-        if name in through:
+        route = " -> ".join((*hosts_behind, name))
+        if name in hosts_behind:
             raise self._option_error("ProxyJump", f"forms a loop: {route}")
-        if len(through) > MAX_JUMPS:
+        if len(hosts_behind) > MAX_JUMPS:
             raise self._option_error("ProxyJump", f"takes more than {MAX_JUMPS} jumps: {route}")
         options = self._lookup(name)
         identities = options.get("identityfile")
@@ -151,26 +152,28 @@ class SshConfig:
         )
         jumps = proxy if proxy is not None else options.get("proxyjump")
         if jumps and jumps.lower() != "none":
-            return replace(direct, via=self._resolve_chain(jumps, direct, (*through, name)))
+            return replace(direct, via=self._resolve_chain(jumps, direct, (*hosts_behind, name)))
         command = None if proxy is not None else options.get("proxycommand")
         return replace(direct, proxy_command=command or None)
 
     def _resolve_chain(
-        self, jumps: str, last: SshTarget, through: tuple[str, ...]
+        self, jumps: str, destination: SshTarget, hosts_behind: tuple[str, ...]
     ) -> SshTarget | None:
-        via: SshTarget | None = None
+        last_hop: SshTarget | None = None
         for index, jump in enumerate(jumps.split(",")):
             user, host, port = self._parse_jump(jump.strip())
             # Only the first hop uses its own ProxyJump; the others are reached through the chain.
             hop = None
-            if host != last.name:
+            if host != destination.name:
                 proxy = None if index == 0 else "none"
-                hop = self.target(host, user=user, port=port, proxy=proxy, through=through)
-            if hop is None or (hop.address, hop.port) == (last.address, last.port):
+                hop = self.target(
+                    host, user=user, port=port, proxy=proxy, hosts_behind=hosts_behind
+                )
+            if hop is None or (hop.address, hop.port) == (destination.address, destination.port):
                 # `Host *` with a ProxyJump also matches the jump host, which is reached directly.
-                return via
-            via = hop if index == 0 else replace(hop, via=via)
-        return via
+                return last_hop
+            last_hop = hop if index == 0 else replace(hop, via=last_hop)
+        return last_hop
 
     def _parse_jump(self, jump: str) -> tuple[str | None, str, int | None]:
         user, _, endpoint = jump.removeprefix("ssh://").rpartition("@")

@@ -15,8 +15,8 @@ from flagscale.cli_errors import Interrupted
 from flagscale.hosts.connection import Closeable
 from flagscale.hosts.kernel import signal_on_parent_death
 
-_KILL_SECONDS = 3.0
-_UNWIND_SECONDS = 60
+_DEFAULT_GRACE_SECONDS = 3.0
+_MAX_UNWIND_SECONDS = 60
 """Exceeds the time to stop a launcher, to time out a lost host and to cancel a Slurm job."""
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -28,10 +28,10 @@ class ChildProcesses(Closeable):
     (PR_SET_PDEATHSIG).
     """
 
-    def __init__(self, grace: float = _KILL_SECONDS) -> None:
-        """``grace``: seconds between TERM and KILL when the children are ended."""
+    def __init__(self, grace_seconds: float = _DEFAULT_GRACE_SECONDS) -> None:
+        """``grace_seconds``: time between TERM and KILL when the children are ended."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._grace = grace
+        self._grace_seconds = grace_seconds
 
     def start(
         self,
@@ -81,7 +81,7 @@ class ChildProcesses(Closeable):
                 process.terminate()
                 # A stopped process sees the signal only after it continues.
                 process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + self._grace
+        deadline = time.monotonic() + self._grace_seconds
         for process in self.processes:
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -115,8 +115,8 @@ def unwind_on_signal() -> Iterator[None]:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    for ending in _ENDING_SIGNALS:
+    for ending_signal in _ENDING_SIGNALS:
         # A no-op handler instead of SIG_IGN, which processes started for cleaning up would inherit.
-        signal.signal(ending, lambda *_: None)
-    signal.alarm(_UNWIND_SECONDS)
+        signal.signal(ending_signal, lambda *_: None)
+    signal.alarm(_MAX_UNWIND_SECONDS)
     raise Interrupted(number)

@@ -32,31 +32,33 @@ from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, Wo
 from flagscale.records import decode, encode
 
 _POLL_MS = 100
-_DESCRIPTORS_FROM = 700
+_MIN_DESCRIPTOR = 700
 CommandT = TypeVar("CommandT")
 
 
 class ControlChannel(Generic[CommandT]):
     """Channel over which a worker receives commands and sends events. Thread-safe."""
 
-    def __init__(self, command: type[CommandT], seconds: float, lease: float) -> None:
+    def __init__(
+        self, command: type[CommandT], lifetime_seconds: float, lease_seconds: float
+    ) -> None:
         """Create the channel.
 
         Args:
             command: dataclass of the commands.
-            seconds: longest life of the worker.
-            lease: longest time without a line from the controller, in seconds.
+            lifetime_seconds: longest life of the worker.
+            lease_seconds: longest time without a line from the controller.
         """
         self.commands: queue.SimpleQueue[CommandT] = queue.SimpleQueue()
         self._command_type = command
-        self._lease = lease
-        self._deadline = time.monotonic() + seconds
-        self._lease_end = time.monotonic() + lease
-        self._sending = threading.Lock()
+        self._lease_seconds = lease_seconds
+        self._deadline = time.monotonic() + lifetime_seconds
+        self._lease_end = time.monotonic() + lease_seconds
+        self._send_lock = threading.Lock()
         self._read_end, write_end = os.pipe()
         # A high number: if the pid is reused, that process most likely has no such descriptor.
         # See `remote.RemoteWorker.send`.
-        self._write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTORS_FROM)
+        self._write_end = fcntl.fcntl(write_end, fcntl.F_DUPFD_CLOEXEC, _MIN_DESCRIPTOR)
         os.close(write_end)
         os.set_blocking(self._read_end, False)
 
@@ -96,7 +98,7 @@ class ControlChannel(Generic[CommandT]):
 
     def _write(self, line: WorkerLine) -> None:
         unsent = f"{encode(line)}\n".encode()
-        with self._sending:
+        with self._send_lock:
             try:
                 while unsent:
                     unsent = unsent[os.write(1, unsent) :]
@@ -117,7 +119,7 @@ class ControlChannel(Generic[CommandT]):
                 continue
             *lines, partial = (partial + os.read(self._read_end, 1 << 16)).split(b"\n")
             for text in lines:
-                self._lease_end = now + self._lease
+                self._lease_end = now + self._lease_seconds
                 line = decode(ControllerLine, text)
                 if line.kind == "end":
                     self.exit_process()

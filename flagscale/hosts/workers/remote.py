@@ -17,8 +17,8 @@ from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, Wo
 from flagscale.hosts.workers.task import WorkerTask, python_path
 from flagscale.records import decode, encode, from_record
 
-_SEND_SECONDS = 20.0
-_STDERR_KEPT = 2000
+_SEND_TIMEOUT_SECONDS = 20.0
+_MAX_STDERR_CHARACTERS = 2000
 # The pipe must be the one that this very worker holds: the pid may belong to another process by
 # now. Otherwise nothing is written.
 _WRITE_LINE = """\
@@ -52,9 +52,11 @@ def run_on_host(
     )
 
 
-def cannot_run(program: str, stderr: str, exit_status: int) -> str:
-    """Return the sentence for a host whose Python did not run a task: the last line of stderr says
-    why, for example that the project is not there."""
+def explain_task_failure(program: str, stderr: str, exit_status: int) -> str:
+    """Return the message for a host whose Python did not run a task.
+
+    The last line of stderr has the reason, for example that the project is not there.
+    """
     lines = stderr.strip().splitlines() or [f"exit code {exit_status}"]
     return f"{sys.executable} there cannot run the {program}: {lines[-1]}"
 
@@ -90,7 +92,7 @@ class RemoteWorker(Generic[EventT]):
     ended: threading.Event = field(default_factory=threading.Event)
     _stderr: str = ""
     _partial: bytes = b""
-    _sending: threading.Lock = field(default_factory=threading.Lock)
+    _send_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
         """Start the worker, and a thread that reads its events."""
@@ -122,8 +124,8 @@ class RemoteWorker(Generic[EventT]):
             "line": encode(line),
         }
         script = "\n".join([*(shell_assignment(*pair) for pair in values.items()), _WRITE_LINE])
-        with self._sending:
-            return self.host.run_script(script, timeout=_SEND_SECONDS).ok
+        with self._send_lock:
+            return self.host.run_script(script, timeout=_SEND_TIMEOUT_SECONDS).ok
 
     def _run(self) -> None:
         try:
@@ -132,10 +134,10 @@ class RemoteWorker(Generic[EventT]):
                 self.task,
                 timeout=None,
                 on_stdout=self._read,
-                on_stderr=self._keep_stderr,
+                on_stderr=self._append_stderr,
             )
             if result.exit_status and self.endpoint is None:
-                reason = cannot_run(self.program, self._stderr, result.exit_status)
+                reason = explain_task_failure(self.program, self._stderr, result.exit_status)
                 self.listener.on_failure(self, reason)
         except FlagscaleError as error:
             self.listener.on_failure(self, error.message.removeprefix(f"{self.name}: "))
@@ -143,8 +145,8 @@ class RemoteWorker(Generic[EventT]):
             self.ended.set()
             self.listener.on_exit(self)
 
-    def _keep_stderr(self, data: bytes) -> None:
-        self._stderr = (self._stderr + data.decode(errors="replace"))[-_STDERR_KEPT:]
+    def _append_stderr(self, data: bytes) -> None:
+        self._stderr = (self._stderr + data.decode(errors="replace"))[-_MAX_STDERR_CHARACTERS:]
 
     def _read(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -183,4 +185,4 @@ def for_each_worker(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_SEND_SECONDS + 5)
+        thread.join(_SEND_TIMEOUT_SECONDS + 5)

@@ -24,7 +24,7 @@ from flagscale.records import decode, encode
 TASK_VARIABLE = "FLAGSCALE_WORKER_TASK"
 """Variable that holds a compressed task for workers without stdin."""
 # The kernel limits an environment variable to 128 KiB.
-_LONGEST_VARIABLE = 120 * 1024
+_MAX_VARIABLE_BYTES = 120 * 1024
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class WorkerTask:
     """Command line of the program that created the task: results are stored with it."""
 
     @classmethod
-    def of(cls, function: str, argument: Any) -> WorkerTask:
+    def create(cls, function: str, argument: Any) -> WorkerTask:
         """Return a task that calls ``function`` with a dataclass."""
         return cls(function, encode(argument), tuple(sys.argv))
 
@@ -58,14 +58,14 @@ class WorkerTask:
         Raises:
             ConfigError: the task is longer than an environment variable may be.
         """
-        packed = base64.b64encode(zlib.compress(encode(self).encode(), 9)).decode()
-        if len(packed) > _LONGEST_VARIABLE:
+        compressed_task = base64.b64encode(zlib.compress(encode(self).encode(), 9)).decode()
+        if len(compressed_task) > _MAX_VARIABLE_BYTES:
             raise ConfigError(
-                f"the measurement takes {len(packed)} bytes to describe, and mpirun and Slurm "
-                f"hand on {_LONGEST_VARIABLE}",
+                f"the measurement takes {len(compressed_task)} bytes to describe, and mpirun and "
+                f"Slurm hand on {_MAX_VARIABLE_BYTES}",
                 hint="give fewer sizes or lines at once, or start over SSH (--hosts)",
             )
-        return {TASK_VARIABLE: packed}
+        return {TASK_VARIABLE: compressed_task}
 
 
 def load_function(name: str) -> Callable[..., int]:
@@ -86,11 +86,15 @@ def main() -> int:
 
 
 def _run_task() -> int:
-    packed = os.environ.pop(TASK_VARIABLE, None)
-    text = zlib.decompress(base64.b64decode(packed)) if packed else sys.stdin.buffer.read()
+    compressed_task = os.environ.pop(TASK_VARIABLE, None)
+    text = (
+        zlib.decompress(base64.b64decode(compressed_task))
+        if compressed_task
+        else sys.stdin.buffer.read()
+    )
     task = decode(WorkerTask, text)
     sys.argv[:] = task.argv
     function = load_function(task.function)
     # The annotation of the first parameter is the dataclass that the argument holds.
-    kind = next(iter(get_type_hints(function).values()))
-    return function(decode(kind, task.argument))
+    argument_type = next(iter(get_type_hints(function).values()))
+    return function(decode(argument_type, task.argument))

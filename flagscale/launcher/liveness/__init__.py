@@ -1,6 +1,8 @@
 """Supervision that keeps the hosts of a run together: one first failure, one attempt number.
 
-A run's agents connect to a *coordinator*, which is part of the agent of host 0 and ends with it::
+An *attempt* is one start of the job on all hosts; a restart is a new attempt. Each host has an
+*agent* (:mod:`flagscale.launcher.agent`), which supervises torchrun and its ranks there. A run's
+agents connect to a *coordinator*, which is part of the agent of host 0 and ends with it::
 
     agent of host 1 ── link ──┐
     agent of host 2 ── link ──┼── server ── Coordinator ── member of host 0

@@ -22,17 +22,19 @@ def log_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def write_record(path: Path, record: Mapping[str, Any], *, instead_of: Path | None = None) -> bool:
+def write_record(
+    path: Path, record: Mapping[str, Any], *, expendable_path: Path | None = None
+) -> bool:
     """Write a record, and return True if it could be written.
 
-    ``instead_of`` is a less important file that is removed to make room on a full disk.
+    ``expendable_path`` is a less important file that is removed to make room on a full disk.
     """
     try:
         write_json(path, record)
     except OSError as error:
-        if instead_of is not None:
+        if expendable_path is not None:
             with suppress(OSError):
-                instead_of.unlink()
+                expendable_path.unlink()
             return write_record(path, record)
         log_line(f"cannot write {path}: {error.strerror}")
         return False

@@ -1,6 +1,6 @@
-"""One torchrun, from its start until none of its processes is left.
+"""One torchrun on one host, from its start until none of its processes is left.
 
-Nothing here waits: :meth:`Attempt.step` is called periodically, because the agent has to answer its
+Nothing here waits: :meth:`Attempt.tick` is called periodically, because the agent has to answer its
 peers in the meantime.
 """
 
@@ -17,52 +17,59 @@ from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
 
 # Time after the order to end in which new ranks are looked for: torchrun may be starting them.
-SIGNAL_SECONDS = 1.0
+NEW_RANK_SECONDS = 1.0
 # Time for torchrun to notice that its ranks have ended, and, if they ended well, for the ranks of
 # other hosts to end, which it waits for.
-SETTLE_SECONDS = 5.0
+TORCHRUN_EXIT_SECONDS = 5.0
 # Time for torchrun, after the grace period, to end its ranks before everything is killed.
 KILL_MARGIN_SECONDS = 5.0
 # Grace period after a failure on another host, when ranks cannot save anything any more.
 FAILED_GRACE_SECONDS = 3.0
-_SURVIVE_SECONDS = 5.0
+_KILL_WAIT_SECONDS = 5.0
 
 
 class Stage(Enum):
-    """Stage of an attempt."""
+    """Stage of an attempt on one host. (The whole job has a :class:`~.messages.JobPhase`, and a
+    host a :class:`~.messages.HostStatus` in reports.)
+    """
 
     RUNNING = "running"
     SWEEPING = "sweeping"
+    """The command has ended; processes that it left behind are being ended."""
     OVER = "over"
+    """No process is left."""
 
 
 class Attempt:
-    """Runs one command and ends all its processes.
+    """Runs one command (torchrun) and ends all its processes.
 
     Attributes:
-        code: Exit code once the command has ended, 128+n for a signal.
-        killed: Pids of the processes that were killed by this class.
+        exit_code: Exit code once the command has ended, 128+n for a signal.
+        killed_pids: Pids of the processes that were killed by this class.
+        start_time: Seconds of the monotonic clock.
+        end_time: Unix seconds at which the command ended.
+        sweep_result: Processes that were ended after the command, once the stage is ``OVER``.
     """
 
-    def __init__(self, run_id: str, grace: float) -> None:
+    def __init__(self, run_id: str, grace_seconds: float) -> None:
         self.run_id = run_id
         self.stage = Stage.RUNNING
-        self.code: int | None = None
-        self.ended_at = 0.0
-        self.swept = processes.KilledProcesses()
-        self.killed: set[int] = set()
-        self.began = time.monotonic()
-        self._grace = grace
-        self._end_at: float | None = None
-        self._ending_grace = grace
+        self.exit_code: int | None = None
+        self.end_time = 0.0
+        self.sweep_result = processes.KilledProcesses()
+        self.killed_pids: set[int] = set()
+        self.start_time = time.monotonic()
+        self._grace_seconds = grace_seconds
+        self._end_requested_at: float | None = None
+        self._current_grace_seconds = grace_seconds
         self._command: subprocess.Popen[bytes] | None = None
         self._command_signalled = False
         self._after_failure = False
-        self._dying: Collection[int] = ()
-        self._signalled: set[Process] = set()
+        self._self_ending_ranks: Collection[int] = ()
+        self._signalled_ranks: set[Process] = set()
         self._ranks_ended_at: float | None = None
-        self._terminated: set[int] = set()
-        self._swept_at = 0.0
+        self._terminated_pids: set[int] = set()
+        self._sweep_started_at = 0.0
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the command in a session of its own.
@@ -80,39 +87,39 @@ class Attempt:
         )
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """True if the attempt was requested to end."""
-        return self._end_at is not None
+        return self._end_requested_at is not None
 
     @property
     def killed_command(self) -> bool:
         """True if the command ended because it was killed by this class."""
-        return self._command is not None and self._command.pid in self.killed
+        return self._command is not None and self._command.pid in self.killed_pids
 
     def on_child_exit(self, pid: int, status: int) -> None:
         """Process the end of a child of this process, if it is the command."""
         if self._command is not None and pid == self._command.pid:
-            code = os.waitstatus_to_exitcode(status)
-            self._command.returncode = code
-            self.code = code if code >= 0 else 128 - code
-            self.ended_at = time.time()
+            return_code = os.waitstatus_to_exitcode(status)
+            self._command.returncode = return_code
+            self.exit_code = return_code if return_code >= 0 else 128 - return_code
+            self.end_time = time.time()
             self.stage = Stage.SWEEPING
-            self._swept_at = time.monotonic()
+            self._sweep_started_at = time.monotonic()
 
-    def end(self, *, failed: bool, dying: Collection[int] = ()) -> None:
-        """End the attempt in order: TERM to the ranks, then to torchrun, then KILL. The first call
-        counts.
+    def end(self, *, failed: bool, self_ending_ranks: Collection[int] = ()) -> None:
+        """End the attempt in order: TERM to the ranks, then to torchrun, then KILL. Only the first
+        call has an effect.
 
         Args:
             failed: Nothing can be saved any more, so the grace period is short.
-            dying: Ranks that have reported that they are ending by themselves, with an exit code of
-                interest; they get no TERM.
+            self_ending_ranks: Ranks that have reported that they are ending by themselves. They
+                get no TERM, because it would replace their exit code.
         """
-        if self._end_at is None:
-            self._dying = dying
-            self._end_at = time.monotonic()
-            limit = FAILED_GRACE_SECONDS if failed else self._grace
-            self._ending_grace = min(self._grace, limit)
+        if self._end_requested_at is None:
+            self._self_ending_ranks = self_ending_ranks
+            self._end_requested_at = time.monotonic()
+            max_grace_seconds = FAILED_GRACE_SECONDS if failed else self._grace_seconds
+            self._current_grace_seconds = min(self._grace_seconds, max_grace_seconds)
             self._after_failure = failed
 
     def kill(self) -> None:
@@ -120,12 +127,12 @@ class Attempt:
         for process in self._find_processes():
             self._kill(process)
 
-    def step(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Perform the actions that are due."""
         if self.stage is Stage.SWEEPING:
             self._sweep(now)
-        elif self.stage is Stage.RUNNING and self._end_at is not None:
-            self._continue_ending(now, now - self._end_at)
+        elif self.stage is Stage.RUNNING and self._end_requested_at is not None:
+            self._continue_ending(now, now - self._end_requested_at)
 
     def find_ranks(self) -> dict[int, Process]:
         """Return the processes that torchrun has started as ranks, by rank."""
@@ -139,7 +146,7 @@ class Attempt:
                     ranks[int(environment[b"RANK"])] = process
         return ranks
 
-    def _continue_ending(self, now: float, elapsed: float) -> None:
+    def _continue_ending(self, now: float, elapsed_seconds: float) -> None:
         """Perform one step of ending the command in order.
 
         Only the ranks get the signal first. torchrun would signal each rank's whole process group,
@@ -147,17 +154,19 @@ class Attempt:
         torchrun that gets the signal itself does not report how its ranks ended. torchrun gets it
         if it stays although the ranks have ended, or when the grace period is over.
         """
-        if elapsed < SIGNAL_SECONDS:
+        if elapsed_seconds < NEW_RANK_SECONDS:
             self._terminate_ranks()
-        over = elapsed >= self._ending_grace
-        if over and self._after_failure:
-            for process in self._signalled:
+        grace_is_over = elapsed_seconds >= self._current_grace_seconds
+        if grace_is_over and self._after_failure:
+            for process in self._signalled_ranks:
                 if processes.is_alive(process):
                     self._kill(process)
-            over = elapsed >= self._ending_grace + SIGNAL_SECONDS
-        if elapsed >= self._ending_grace + min(self._grace, KILL_MARGIN_SECONDS):
+            grace_is_over = elapsed_seconds >= self._current_grace_seconds + NEW_RANK_SECONDS
+        if elapsed_seconds >= self._current_grace_seconds + min(
+            self._grace_seconds, KILL_MARGIN_SECONDS
+        ):
             self.kill()
-        elif not self._command_signalled and (over or self._ranks_have_ended(now)):
+        elif not self._command_signalled and (grace_is_over or self._ranks_have_ended(now)):
             self._command_signalled = True
             if self._command is not None:
                 os.kill(self._command.pid, signal.SIGTERM)
@@ -169,21 +178,21 @@ class Attempt:
         if self._ranks_ended_at is not None:
             return
         for rank, process in self.find_ranks().items():
-            if process in self._signalled:
+            if process in self._signalled_ranks:
                 continue
-            self._signalled.add(process)
-            if rank not in self._dying:
+            self._signalled_ranks.add(process)
+            if rank not in self._self_ending_ranks:
                 processes.send_signal(process, signal.SIGTERM, run_id=self.run_id)
 
     def _ranks_have_ended(self, now: float) -> bool:
         """Return True if all ranks have ended, and torchrun has had the time to end by itself."""
-        if not self._signalled:
+        if not self._signalled_ranks:
             # After a failure torchrun may be about to report which of its ranks caused it.
             return not self._after_failure
-        if any(processes.is_alive(process) for process in self._signalled):
+        if any(processes.is_alive(process) for process in self._signalled_ranks):
             return False
         self._ranks_ended_at = self._ranks_ended_at or now
-        return now - self._ranks_ended_at >= SETTLE_SECONDS
+        return now - self._ranks_ended_at >= TORCHRUN_EXIT_SECONDS
 
     def _find_processes(self) -> list[Process]:
         return processes.find_run_processes(
@@ -192,7 +201,7 @@ class Attempt:
 
     def _kill(self, process: Process) -> None:
         if processes.send_signal(process, signal.SIGKILL, run_id=self.run_id):
-            self.killed.add(process.pid)
+            self.killed_pids.add(process.pid)
 
     def _sweep(self, now: float) -> None:
         """End the processes that the command left behind.
@@ -201,16 +210,16 @@ class Attempt:
         for, so a few seconds suffice.
         """
         remaining = self._find_processes()
-        elapsed = now - self._swept_at
-        grace = min(self._grace, KILL_MARGIN_SECONDS)
+        elapsed_seconds = now - self._sweep_started_at
+        grace_seconds = min(self._grace_seconds, KILL_MARGIN_SECONDS)
         for process in remaining:
-            if elapsed >= grace:
+            if elapsed_seconds >= grace_seconds:
                 self._kill(process)
-            elif process.pid not in self._terminated:
-                self._terminated.add(process.pid)
+            elif process.pid not in self._terminated_pids:
+                self._terminated_pids.add(process.pid)
                 processes.send_signal(process, signal.SIGTERM, run_id=self.run_id)
-        if not remaining or elapsed >= grace + _SURVIVE_SECONDS:
-            ended = tuple(sorted(self._terminated | self.killed))
+        if not remaining or elapsed_seconds >= grace_seconds + _KILL_WAIT_SECONDS:
+            ended_pids = tuple(sorted(self._terminated_pids | self.killed_pids))
             survivors = tuple(process.pid for process in remaining)
-            self.swept = processes.KilledProcesses(ended, survivors=survivors)
+            self.sweep_result = processes.KilledProcesses(ended_pids, survivors=survivors)
             self.stage = Stage.OVER

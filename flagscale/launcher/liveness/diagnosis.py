@@ -30,7 +30,7 @@ _CAUSE_SIGNALS = frozenset(
 )
 # torchrun kills the ranks that survive its TERM only after its grace period, some seconds.
 SAME_MOMENT_SECONDS = 3.0
-_ENTRY = re.compile(
+_TABLE_ENTRY_PATTERN = re.compile(
     r"\[\d+\]:\n"
     r"  time      : (?P<time>\S+)\n"
     r"  host      : (?P<host>.*)\n"
@@ -38,7 +38,7 @@ _ENTRY = re.compile(
     r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)"
 )
 # Errors of Python, torch, gloo and NCCL when a peer is gone.
-_PEER_KINDS = frozenset(
+_PEER_LOSS_EXCEPTIONS = frozenset(
     {
         "ConnectionResetError",
         "ConnectionAbortedError",
@@ -49,7 +49,7 @@ _PEER_KINDS = frozenset(
         "DistBackendError",
     }
 )
-_PEER_WORDS = re.compile(
+_PEER_LOSS_PATTERN = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)"
     r"|timed out waiting \d+ms for (recv|send)|remote process exited|application timeout",
     re.IGNORECASE,
@@ -76,8 +76,12 @@ class Failure:
     """First failure of a run.
 
     Attributes:
+        host: Name of the host.
         rank: None if the host's script, its agent or torchrun itself failed.
         exit_code: Negative for a signal.
+        reason: Text for the user; the first line is a summary.
+        traceback: Python traceback, or the last lines of the log; may be empty.
+        log: File with the output of the process that failed.
     """
 
     host: str
@@ -96,8 +100,8 @@ class Failure:
 
     def headline(self) -> str:
         """Return a description of one line: rank and reason."""
-        who = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
-        return f"{who} {self.reason}".partition("\n")[0]
+        subject = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
+        return f"{subject} {self.reason}".partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -116,25 +120,29 @@ class FailureReport:
 def find_cause(reports: Iterable[FailureReport]) -> FailureReport | None:
     """Return the report of the cause; None without reports.
 
-    Consequences are ignored if there is any other report. Among the reports of about the same
-    moment the one of the strongest severity is selected.
+    Consequences are ignored if there is any other report. Among the reports within
+    :data:`SAME_MOMENT_SECONDS` of the first one, the one of the strongest severity is selected.
     """
     candidates = list(reports)
     causes = [report for report in candidates if report.severity < Severity.CONSEQUENCE]
     candidates = causes or candidates
     if not candidates:
         return None
-    first = min(report.time for report in candidates)
-    same_moment = [report for report in candidates if report.time - first <= SAME_MOMENT_SECONDS]
+    first_time = min(report.time for report in candidates)
+    same_moment = [
+        report for report in candidates if report.time - first_time <= SAME_MOMENT_SECONDS
+    ]
     return min(same_moment, key=lambda report: (report.severity, report.time))
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A rank in torchrun's table of failures; ``code`` is negative for a signal."""
+    """A rank in torchrun's table of failures; ``exit_code`` is negative for a signal, ``time`` is
+    in Unix seconds.
+    """
 
     rank: int
-    code: int
+    exit_code: int
     time: float
 
 
@@ -143,22 +151,24 @@ class TorchrunExit:
     """End of a torchrun.
 
     Attributes:
-        code: Exit code of torchrun.
+        exit_code: Exit code of torchrun.
         time: Unix seconds.
-        out_of_memory_kills: Number of kills that the kernel counted; None if unknown.
-        killed: Processes that the agent killed.
-        late: Ranks that reported a failure when the job was already being ended.
+        oom_kills: Number of kills by the kernel's OOM killer; None if unknown.
+        killed_pids: Processes that the agent killed.
+        late_ranks: Ranks that reported a failure when the job was already being ended.
     """
 
-    code: int
+    exit_code: int
     time: float
-    out_of_memory_kills: int | None = None
-    killed: Collection[int] = ()
-    late: Collection[int] = ()
+    oom_kills: int | None = None
+    killed_pids: Collection[int] = ()
+    late_ranks: Collection[int] = ()
 
 
-def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
-    """Parse the last table of failures that torchrun printed, ignoring processes in ``killed``."""
+def parse_failure_table(output: str, killed_pids: Collection[int] = ()) -> list[TableEntry]:
+    """Parse the last table of failures that torchrun printed, ignoring processes in
+    ``killed_pids``.
+    """
     start = output.rfind("\nFailures:\n")
     if start < 0:
         return []
@@ -168,8 +178,8 @@ def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
             int(match["code"]),
             datetime.fromisoformat(match["time"]).timestamp(),
         )
-        for match in _ENTRY.finditer(output, start)
-        if int(match["pid"]) not in killed
+        for match in _TABLE_ENTRY_PATTERN.finditer(output, start)
+        if int(match["pid"]) not in killed_pids
     ]
     return sorted(entries, key=lambda entry: entry.time)
 
@@ -177,66 +187,81 @@ def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
 def diagnose_host(
     host: HostFiles,
     events: Mapping[int, Sequence[Event]],
-    end: TorchrunExit | None,
+    torchrun_exit: TorchrunExit | None,
     *,
     output_start: int = 0,
 ) -> FailureReport | None:
     """Return the report of the first failure on a host; None if nothing has failed.
 
     Args:
-        events: Status events of the ranks.
-        end: None while torchrun is running.
-        output_start: Offset of the attempt in the host's output.
+        events: Status events of the ranks, by rank.
+        torchrun_exit: None while torchrun is running.
+        output_start: Offset in bytes at which the attempt's output begins in the host's output.
     """
-    failed = {
+    failed_events = {
         rank: event
         for rank, rank_events in events.items()
         for event in rank_events
         if event.event == "failed" and rank in host.ranks
     }
     table: list[TableEntry] = []
-    if end is not None:
-        table = parse_table(read_tail(host.output, start=output_start), end.killed)
-        table = [entry for entry in table if entry.rank not in end.late]
-    rank = find_first_failed_rank(table, failed)
+    if torchrun_exit is not None:
+        table = parse_failure_table(
+            read_tail(host.output, start=output_start), torchrun_exit.killed_pids
+        )
+        table = [entry for entry in table if entry.rank not in torchrun_exit.late_ranks]
+    rank = find_first_failed_rank(table, failed_events)
     if rank is not None:
         entry = next((entry for entry in table if entry.rank == rank), None)
-        report = _rank_report(host, rank, entry, failed.get(rank), end)
-        return _add_place(report, events.get(rank, ()))
-    if end is None or end.code == 0:
+        report = _rank_report(host, rank, entry, failed_events.get(rank), torchrun_exit)
+        return _add_mesh_position(report, events.get(rank, ()))
+    if torchrun_exit is None or torchrun_exit.exit_code == 0:
         return None
-    started = any(events.get(rank) for rank in host.ranks)
-    process = "the job" if started else "torchrun"
-    reason = f"{process} ended with {describe_code(end.code)}; no rank reported a reason"
+    has_started = any(events.get(rank) for rank in host.ranks)
+    process = "the job" if has_started else "torchrun"
+    reason = (
+        f"{process} ended with {describe_code(torchrun_exit.exit_code)}; no rank reported a reason"
+    )
     lines = last_lines(host.output, start=output_start)
-    severity = Severity.KILLED if end.code == 128 + signal.SIGKILL else Severity.UNNAMED
-    failure = Failure(host.name, None, end.code, reason, lines, host.output)
-    return FailureReport(failure, end.time, severity)
+    severity = (
+        Severity.KILLED if torchrun_exit.exit_code == 128 + signal.SIGKILL else Severity.UNNAMED
+    )
+    failure = Failure(host.name, None, torchrun_exit.exit_code, reason, lines, host.output)
+    return FailureReport(failure, torchrun_exit.time, severity)
 
 
-def find_first_failed_rank(table: Sequence[TableEntry], failed: Mapping[int, Event]) -> int | None:
-    """Return the rank that failed first.
+def find_first_failed_rank(
+    table: Sequence[TableEntry], failed_events: Mapping[int, Event]
+) -> int | None:
+    """Return the rank that failed first; ``failed_events`` are the ``failed`` events by rank.
 
     1. A rank that was ended by a signal in ``_CAUSE_SIGNALS``, among the first in torchrun's table;
     2. else the rank that was first to report an exception, considering ranks that lost a peer last;
     3. else the earliest in torchrun's table that torchrun itself did not end.
     """
     if table:
-        first = table[0].time
+        first_time = table[0].time
         for entry in table:
-            same_moment = entry.time - first <= SAME_MOMENT_SECONDS
-            if same_moment and -entry.code in _CAUSE_SIGNALS and entry.rank not in failed:
+            is_same_moment = entry.time - first_time <= SAME_MOMENT_SECONDS
+            if (
+                is_same_moment
+                and -entry.exit_code in _CAUSE_SIGNALS
+                and entry.rank not in failed_events
+            ):
                 return entry.rank
-    if failed:
-        return min(failed, key=lambda rank: (lost_a_peer(failed[rank]), failed[rank].time))
-    failed_alone = [entry for entry in table if entry.code != -signal.SIGTERM]
-    return (failed_alone or list(table))[0].rank if table else None
+    if failed_events:
+        return min(
+            failed_events,
+            key=lambda rank: (lost_a_peer(failed_events[rank]), failed_events[rank].time),
+        )
+    not_terminated = [entry for entry in table if entry.exit_code != -signal.SIGTERM]
+    return (not_terminated or list(table))[0].rank if table else None
 
 
 def lost_a_peer(event: Event) -> bool:
     """Return True if a rank's exception only shows that another rank was gone."""
     kind, message = str(event.get("kind", "")), str(event.get("message", ""))
-    return kind in _PEER_KINDS or _PEER_WORDS.search(message) is not None
+    return kind in _PEER_LOSS_EXCEPTIONS or _PEER_LOSS_PATTERN.search(message) is not None
 
 
 def _rank_report(
@@ -244,36 +269,40 @@ def _rank_report(
     rank: int,
     entry: TableEntry | None,
     event: Event | None,
-    end: TorchrunExit | None,
+    torchrun_exit: TorchrunExit | None,
 ) -> FailureReport:
     log = rank_log(host, rank)
-    code = entry.code if entry is not None else None
+    exit_code = entry.exit_code if entry is not None else None
     if event is not None:
         # Terminated while it was already ending by itself: this is not its own exit code.
-        code = None if code == -signal.SIGTERM else code
+        exit_code = None if exit_code == -signal.SIGTERM else exit_code
         # If the message explains how to fix the error, a traceback would only distract.
         trace = "" if event.get("explained") else printable(str(event.get("traceback", "")))
-        failure = Failure(host.name, rank, code, _describe_exception(event, code), trace, log)
+        failure = Failure(
+            host.name, rank, exit_code, _describe_exception(event, exit_code), trace, log
+        )
         severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
         return FailureReport(failure, event.time, severity)
-    reason = f"ended with {describe_code(code)}" if code is not None else "failed"
-    if code == -signal.SIGKILL:
-        reason += f": {_explain_kill(end.out_of_memory_kills if end else None)}"
+    reason = f"ended with {describe_code(exit_code)}" if exit_code is not None else "failed"
+    if exit_code == -signal.SIGKILL:
+        reason += f": {_explain_kill(torchrun_exit.oom_kills if torchrun_exit else None)}"
     # Without a traceback, the last lines may contain the program's error message.
-    trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
-    moment = entry.time if entry is not None else 0.0
+    trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (exit_code or 0) >= 0 else ""
+    failure_time = entry.time if entry is not None else 0.0
     return FailureReport(
-        Failure(host.name, rank, code, reason, trace, log), moment, _classify_code(code)
+        Failure(host.name, rank, exit_code, reason, trace, log),
+        failure_time,
+        _classify_code(exit_code),
     )
 
 
-def _add_place(report: FailureReport, events: Sequence[Event]) -> FailureReport:
+def _add_mesh_position(report: FailureReport, events: Sequence[Event]) -> FailureReport:
     """Return the report with the rank's position in the job, such as its pipeline stage."""
-    place = next((event.get("place") for event in events if event.event == "joined"), None)
-    if place is None:
+    position = next((event.get("place") for event in events if event.event == "joined"), None)
+    if position is None:
         return report
     first_line, newline, hint = report.failure.reason.partition("\n")
-    reason = f"{first_line}; it is of {printable(str(place))}{newline}{hint}"
+    reason = f"{first_line}; it is of {printable(str(position))}{newline}{hint}"
     return replace(report, failure=replace(report.failure, reason=reason))
 
 
@@ -298,10 +327,10 @@ def _classify_code(code: int | None) -> Severity:
     return Severity.FAILED
 
 
-def _explain_kill(kills: int | None) -> str:
-    if kills:
-        return f"the kernel killed {kills} process(es) for lack of memory during the run"
-    if kills == 0:
+def _explain_kill(oom_kills: int | None) -> str:
+    if oom_kills:
+        return f"the kernel killed {oom_kills} process(es) for lack of memory during the run"
+    if oom_kills == 0:
         return "killed from outside; the kernel counted no kill for lack of memory here"
     return "killed from outside; often the kernel, for lack of memory"
 
@@ -332,7 +361,9 @@ def rank_logs(host: HostFiles, rank: int, name: str) -> list[Path]:
 
 
 def read_tail(path: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
-    """Return the end of a text file, not before byte ``start``; empty if there is no file."""
+    """Return the last ``size`` bytes of a text file, not before byte ``start``; empty if there is
+    no file.
+    """
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

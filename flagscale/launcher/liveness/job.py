@@ -12,10 +12,13 @@ from flagscale.launcher.liveness.messages import HostStatus, RankProgress
 
 @dataclass
 class JobHost:
-    """Status of a host in this attempt; times are seconds of the coordinator's monotonic clock."""
+    """Status of a host in this attempt; times are seconds of the coordinator's monotonic clock.
+
+    ``status`` to ``busy`` are copied from the host's last :class:`~.messages.HostProgress`.
+    """
 
     name: str
-    place: str = ""
+    mesh_position: str = ""
     """Position of the host's ranks in the heterogeneous meshes; empty for a homogeneous run."""
     last_message_at: float | None = None
     status: HostStatus = HostStatus.ABSENT
@@ -23,16 +26,17 @@ class JobHost:
     nproc: int = 0
     moves: int = -1
     busy: bool = False
-    ended: int | None = None
-    lost: bool = False
-    offset: float | None = None
-    """Difference between the coordinator's monotonic time and this host's Unix time."""
+    exit_code: int | None = None
+    """Exit code of the host's part of the attempt; None while it runs."""
+    is_lost: bool = False
+    clock_offset: float | None = None
+    """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
     ranks: tuple[RankProgress, ...] | None = None
     """Reply to the last request for stacks."""
 
     @property
-    def over(self) -> bool:
-        return self.lost or self.ended is not None
+    def is_over(self) -> bool:
+        return self.is_lost or self.exit_code is not None
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,15 @@ class Notice:
     failure: Failure | None = None
 
 
-def describe_place(place: str) -> str:
+def describe_mesh_position(mesh_position: str) -> str:
     """Return the end of a message about a lost host, with the position of its ranks."""
-    return f"; it held {place}" if place else ""
+    return f"; it held {mesh_position}" if mesh_position else ""
 
 
-def explain_unreached(port: int | None) -> str:
-    """Return why agents may not have met. A firewall between them cannot be detected directly."""
+def explain_missing_agents(port: int | None) -> str:
+    """Return the possible reasons why an agent did not connect to this port. A firewall between
+    hosts cannot be detected directly.
+    """
     if port is None:
         return ""
     return (
@@ -71,15 +77,15 @@ def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:
     """
     if not ranks:
         return None
-    lowest = min((rank.step for rank in ranks if rank.step is not None), default=None)
-    slowest = [rank for rank in ranks if lowest is None or rank.step == lowest]
+    min_step = min((rank.step for rank in ranks if rank.step is not None), default=None)
+    slowest = [rank for rank in ranks if min_step is None or rank.step == min_step]
     return min(slowest, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
 
 
 def stalled_report(
-    ranks: Sequence[RankProgress], seconds: float, host: str, output: Path
+    ranks: Sequence[RankProgress], stalled_seconds: float, host: str, output: Path
 ) -> FailureReport:
-    """Return the report of a job without progress for ``seconds``.
+    """Return the report of a job without progress for ``stalled_seconds``.
 
     Args:
         host: Host to report if there are no ranks.
@@ -90,9 +96,11 @@ def stalled_report(
     """
     straggler = find_straggler(ranks)
     if straggler is None:
-        reason = f"stalled: no rank has made progress for {seconds:.0f} s"
+        reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
         return FailureReport(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
-    reason = f"stalled: no rank has made progress for {seconds:.0f} s, and this one is behind"
+    reason = (
+        f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
+    )
     if straggler.doing:
         reason += f" {straggler.doing}"
     if straggler.step is not None:

@@ -1,4 +1,6 @@
-"""One host of a job: its attempt, its reports to the coordinator, and the orders it follows."""
+"""One host of a job: its attempt, its reports to the coordinator, and the orders it follows. Part
+of the agent of every host, host 0 included.
+"""
 
 from __future__ import annotations
 
@@ -26,49 +28,49 @@ from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 REFRESH_SECONDS = 0.25
 # Seconds that a program without status reports has to run so that its end is no failed start.
-FALSE_START_SECONDS = 30.0
-_STACK_SECONDS = 4.0
+MIN_LIFE_SECONDS = 30.0
+_STACK_TIMEOUT_SECONDS = 4.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
 
 class Member:
-    """One host's part of the job. Messages to the coordinator collect in ``out``."""
+    """One host's part of the job. The caller sends and removes the messages in ``outgoing``."""
 
     def __init__(
         self,
-        number: int,
+        node_rank: int,
         host: HostFiles,
         run_id: str,
-        grace: float,
+        grace_seconds: float,
         command: Sequence[str],
         earlier_starts: int = 0,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        self.number = number
+        self.node_rank = node_rank
         self.host = host
         self.attempt_number = 0
-        self.attempt = Attempt(run_id, grace)
-        self.signal: int | None = None
+        self.attempt = Attempt(run_id, grace_seconds)
+        self.stop_signal: int | None = None
         """Signal that stopped the job; None if it was not stopped."""
-        self.cause: Failure | None = None
+        self.stop_cause: Failure | None = None
         """Failure that caused the stop; None if a user requested it."""
         self.failure: Failure | None = None
         """First failure of the job, as reported to this host."""
-        self.finished = False
+        self.job_finished = False
         """True if nothing will be started any more."""
-        self.lost = False
+        self.coordinator_lost = False
         """True if the link to the coordinator was lost for good."""
-        self.out: list[HostMessage] = []
+        self.outgoing: list[HostMessage] = []
         self._run_id = run_id
-        self._grace = grace
+        self._grace_seconds = grace_seconds
         self._command = list(command)
         self._earlier_starts = earlier_starts
         self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
-        self._refreshed_at = 0.0
-        self._kills_before: int | None = None
+        self._last_refresh_at = 0.0
+        self._oom_kills_at_start: int | None = None
         self._output_start = 0
-        self._reported: FailureReport | None = None
+        self._failure_report: FailureReport | None = None
         self._end_reported = False
         self._stack_dump: StackDump | None = None
         self._stack_dump_at = 0.0
@@ -79,12 +81,12 @@ class Member:
     def start_attempt(self, number: int) -> None:
         """Start attempt ``number``."""
         self.attempt_number = number
-        self.attempt = Attempt(self._run_id, self._grace)
+        self.attempt = Attempt(self._run_id, self._grace_seconds)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
-        self._kills_before = count_oom_kills()
+        self._oom_kills_at_start = count_oom_kills()
         self._output_start = file_size(self.host.output)
-        self._reported, self._end_reported, self._stack_dump = None, False, None
+        self._failure_report, self._end_reported, self._stack_dump = None, False, None
         self.failure = None
         environment = {
             **os.environ,
@@ -97,46 +99,48 @@ class Member:
             self.attempt.start(self._command, environment)
         except OSError as error:
             log_line(f"cannot start {self._command[0]}: {error.strerror}")
-            self.attempt.code, self.attempt.stage = 127, Stage.OVER
-            self.attempt.ended_at = time.time()
+            self.attempt.exit_code, self.attempt.stage = 127, Stage.OVER
+            self.attempt.end_time = time.time()
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if this host has done its part and waits for no other."""
         ended = self.attempt.stage is Stage.OVER
-        return ended and (self.finished or self.lost or self.signal is not None)
+        return ended and (
+            self.job_finished or self.coordinator_lost or self.stop_signal is not None
+        )
 
     @property
     def ranks_joined(self) -> bool:
         """True if the ranks of all hosts have joined, or will not join any more."""
-        return bool(self._watch.joined) or self.attempt.stage is not Stage.RUNNING
+        return bool(self._watch.joined_ranks) or self.attempt.stage is not Stage.RUNNING
 
-    def step(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Read the status of the ranks, and perform the actions that are due."""
-        self.attempt.step(now)
-        if now - self._refreshed_at >= REFRESH_SECONDS or self.attempt.stage is Stage.OVER:
-            self._refreshed_at = now
+        self.attempt.tick(now)
+        if now - self._last_refresh_at >= REFRESH_SECONDS or self.attempt.stage is Stage.OVER:
+            self._last_refresh_at = now
             if not self._end_reported:
                 self._watch.refresh()
                 self._report_early()
         if self._stack_dump is not None and (
-            self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_SECONDS
+            self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
         ):
-            self.out.append(
+            self.outgoing.append(
                 messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
             )
             self._stack_dump = None
         if self.attempt.stage is Stage.OVER and not self._end_reported:
             self._end_reported = True
-            self._reported = self._final_report() or self._reported
-            self.out.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
+            self._failure_report = self._final_report() or self._failure_report
+            self.outgoing.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
 
     # -- reports ---------------------------------------------------------------------------
 
     def hello(self) -> messages.Hello:
         """Return the first message on a connection, with the complete status of this host."""
-        if self.signal is not None:
-            self._report_stop(self.signal)
+        if self.stop_signal is not None:
+            self._report_stop(self.stop_signal)
         return messages.Hello(*self._message_fields(), self._progress())
 
     def heartbeat(self) -> messages.Heartbeat:
@@ -145,52 +149,60 @@ class Member:
 
     def _message_fields(self) -> tuple[int, int, float]:
         """Return the fields that every message begins with."""
-        return self.number, self.attempt_number, time.time()
+        return self.node_rank, self.attempt_number, time.time()
 
     def _progress(self) -> HostProgress:
         watch, attempt = self._watch, self.attempt
-        lived = not watch.events and time.monotonic() - attempt.began >= FALSE_START_SECONDS
+        has_lived = not watch.events and time.monotonic() - attempt.start_time >= MIN_LIFE_SECONDS
         return HostProgress(
             status=self.status,
-            joined=len(watch.joined),
+            joined=len(watch.joined_ranks),
             nproc=self.host.nproc,
             moves=watch.progress_count,
-            busy=watch.busy,
-            lived=lived,
-            ended=attempt.code if self._end_reported else None,
-            report=self._reported,
+            busy=watch.is_busy,
+            lived=has_lived,
+            ended=attempt.exit_code if self._end_reported else None,
+            report=self._failure_report,
         )
 
     @property
     def status(self) -> HostStatus:
         if self.attempt.stage is Stage.OVER:
-            return HostStatus.FINISHED if self.attempt.code == 0 else HostStatus.FAILED
-        if self.attempt.ending:
+            return HostStatus.FINISHED if self.attempt.exit_code == 0 else HostStatus.FAILED
+        if self.attempt.is_ending:
             return HostStatus.ENDING
-        joined = len(self._watch.joined) >= self.host.nproc
+        joined = len(self._watch.joined_ranks) >= self.host.nproc
         return HostStatus.RUNNING if joined else HostStatus.STARTING
 
     def _report_early(self) -> None:
-        """Report a failed rank as soon as its status says so; its exit code follows later."""
-        if self._watch.failed and self._reported is None and not self.attempt.ending:
-            self._reported = _truncate_report(diagnose_host(self.host, self._watch.events, None))
-            if self._reported is not None:
-                self.out.append(messages.RankFailed(*self._message_fields(), self._reported))
+        """Report a failed rank as soon as its status shows it; its exit code follows later."""
+        if self._watch.has_failure and self._failure_report is None and not self.attempt.is_ending:
+            self._failure_report = _truncate_report(
+                diagnose_host(self.host, self._watch.events, None)
+            )
+            if self._failure_report is not None:
+                self.outgoing.append(
+                    messages.RankFailed(*self._message_fields(), self._failure_report)
+                )
 
     def _final_report(self) -> FailureReport | None:
         """Return the failure on this host after torchrun has ended; None if others caused it."""
         attempt = self.attempt
-        if self.signal is not None or not attempt.code:
+        if self.stop_signal is not None or not attempt.exit_code:
             return None
-        oom_kills = count_oom_kills(self._kills_before)
-        late = self._find_late_failures()
+        oom_kills = count_oom_kills(self._oom_kills_at_start)
+        late_ranks = self._find_late_failures()
         events = {
-            rank: [event for event in rank_events if event.event != "failed" or rank not in late]
+            rank: [
+                event for event in rank_events if event.event != "failed" or rank not in late_ranks
+            ]
             for rank, rank_events in self._watch.events.items()
         }
-        end = TorchrunExit(attempt.code, attempt.ended_at, oom_kills, attempt.killed, late)
-        report = diagnose_host(self.host, events, end, output_start=self._output_start)
-        if report is not None and attempt.ending:
+        torchrun_exit = TorchrunExit(
+            attempt.exit_code, attempt.end_time, oom_kills, attempt.killed_pids, late_ranks
+        )
+        report = diagnose_host(self.host, events, torchrun_exit, output_start=self._output_start)
+        if report is not None and attempt.is_ending:
             killed_by_agent = attempt.killed_command and report.failure.rank is None
             if killed_by_agent or report.severity >= Severity.UNNAMED:
                 return None
@@ -200,30 +212,30 @@ class Member:
         """Return the ranks that failed after this host was ordered to end its part: they lost a
         peer.
         """
-        if not self.attempt.ending:
+        if not self.attempt.is_ending:
             return set()
         # The times of events have a resolution of 1 ms.
-        limit = self._end_ordered_at + 0.001
+        latest_time = self._end_ordered_at + 0.001
         return {
             rank
             for rank, events in self._watch.events.items()
             for event in events
-            if event.event == "failed" and event.time > limit
+            if event.event == "failed" and event.time > latest_time
         }
 
     # -- orders ----------------------------------------------------------------------------
 
-    def obey(self, order: Order, now: float) -> None:
+    def follow_order(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator."""
         match order:
             case messages.StopJob():
                 self.stop(order.signal, report=False, cause=order.failure)
             case messages.FinishJob():
                 self.failure = order.failure or self.failure
-                self.finished = True
+                self.job_finished = True
                 self._end_after_failure()
             case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
-                if self.attempt.stage is Stage.OVER and self.signal is None:
+                if self.attempt.stage is Stage.OVER and self.stop_signal is None:
                     log_line(f"attempt {order.attempt + 1} starts")
                     self.start_attempt(order.attempt)
             case messages.EndAttempt() if order.attempt == self.attempt_number:
@@ -234,46 +246,50 @@ class Member:
                     self._stack_dump_at = now
                     self._stack_dump = StackDump(self.host, self._watch, self.attempt.find_ranks())
 
-    def stop(self, number: int, *, report: bool = True, cause: Failure | None = None) -> None:
+    def stop(
+        self, signal_number: int, *, report: bool = True, cause: Failure | None = None
+    ) -> None:
         """End the job in order, with the whole grace period, and do not start it again.
 
         ``cause`` is the failure that caused the stop, unless a user requested it.
         """
-        if self.signal is None:
-            self.signal, self.cause = number, cause
+        if self.stop_signal is None:
+            self.stop_signal, self.stop_cause = signal_number, cause
             self.attempt.end(failed=False)
             if report:
-                self._report_stop(number)
+                self._report_stop(signal_number)
 
-    def _report_stop(self, number: int) -> None:
-        self.out.append(messages.StopSignalled(*self._message_fields(), number, self.cause))
+    def _report_stop(self, signal_number: int) -> None:
+        self.outgoing.append(
+            messages.StopSignalled(*self._message_fields(), signal_number, self.stop_cause)
+        )
 
     def lose_coordinator(self, failure: Failure) -> None:
         """End everything on this host, because the coordinator or the link to it is lost."""
-        if not self.lost:
-            self.lost = True
+        if not self.coordinator_lost:
+            self.coordinator_lost = True
             self.failure = failure
             self._end_after_failure()
 
     def _end_after_failure(self) -> None:
-        if self.attempt.stage is Stage.RUNNING and not self.attempt.ending:
+        if self.attempt.stage is Stage.RUNNING and not self.attempt.is_ending:
             self._end_ordered_at = time.time()
             self._watch.refresh()
-            failed = {
+            failed_ranks = {
                 rank for rank, events in self._watch.events.items() if events[-1].event == "failed"
             }
-            self.attempt.end(failed=True, dying=failed)
+            self.attempt.end(failed=True, self_ending_ranks=failed_ranks)
 
     def exit_code(self) -> int:
         """Return the exit code of this host: the job's own, or 128+n if it was stopped."""
-        code = self.attempt.code or 0
-        if self.cause is not None:
+        code = self.attempt.exit_code or 0
+        if self.stop_cause is not None:
             return code or 1
-        if self.signal is not None:
-            return 128 + self.signal if code else 0
-        if self.attempt.ending and code:
+        if self.stop_signal is not None:
+            return 128 + self.stop_signal if code else 0
+        if self.attempt.is_ending and code:
             return 1
-        return 1 if self.lost or (code == 0 and self.attempt.ending) else code
+        return 1 if self.coordinator_lost or (code == 0 and self.attempt.is_ending) else code
 
 
 def _truncate_report(report: FailureReport | None) -> FailureReport | None:

@@ -38,7 +38,6 @@ class JobPhase(str, Enum):
     WAITING = "waiting"
     STOPPING = "stopping"
     OVER = "over"
-    """Statuses of a host whose part of the attempt is over."""
 
 
 class HostStatus(str, Enum):
@@ -54,12 +53,20 @@ class HostStatus(str, Enum):
 
 
 FINAL_STATUSES = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
-"""Of a host whose part of the attempt is over."""
+"""Statuses of a host whose part of the attempt is over."""
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Progress of a rank. ``answered`` is True if it wrote its stack on request."""
+    """Progress of a rank.
+
+    Attributes:
+        step: Training step; None if the rank reports none.
+        doing: Activity that the rank has reported, such as saving a checkpoint.
+        stopped: True if the process is stopped, by SIGSTOP or a debugger.
+        answered: True if it wrote its stack on request.
+        log: The rank's log.
+    """
 
     host: str
     rank: int
@@ -72,6 +79,7 @@ class RankProgress:
 
     @property
     def waits(self) -> bool:
+        """True if the stack shows that the rank waits for another one."""
         return bool(_WAITING_FRAMES.search(self.stack))
 
 
@@ -81,7 +89,9 @@ class HostProgress:
 
     status: HostStatus
     joined: int
+    """Number of ranks that have joined the process group."""
     nproc: int
+    """Number of ranks of this host; 0 if unknown."""
     moves: int
     """Counter that changes whenever a rank has made progress."""
     busy: bool
@@ -163,6 +173,8 @@ class KeepAlive(Order):
 
 @dataclass(frozen=True)
 class StartAttempt(Order):
+    """Start the attempt with this number, counted from 0."""
+
     attempt: int
 
 
@@ -211,7 +223,7 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     FinishJob: "FinishJob",
 }
 """``kind`` of each message in its encoding."""
-_KINDS = {name: kind for kind, name in _WIRE_NAMES.items()}
+_CLASSES_BY_WIRE_NAME = {name: kind for kind, name in _WIRE_NAMES.items()}
 _Message = TypeVar("_Message", HostMessage, Order)
 
 
@@ -221,16 +233,16 @@ def encode(message: HostMessage | Order) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode()
 
 
-def decode(family: type[_Message], payload: bytes) -> _Message | None:
+def decode(base_class: type[_Message], payload: bytes) -> _Message | None:
     """Decode a message of a family; None for any other bytes."""
-    if issubclass(family, HostMessage) and len(payload) > MAX_MESSAGE_BYTES:
+    if issubclass(base_class, HostMessage) and len(payload) > MAX_MESSAGE_BYTES:
         return None
     try:
         record: Any = json.loads(payload)
     except (ValueError, RecursionError):
         return None
     name = record.get("kind") if isinstance(record, dict) else None
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or not issubclass(kind, family):
+    message_class = _CLASSES_BY_WIRE_NAME.get(name) if isinstance(name, str) else None
+    if message_class is None or not issubclass(message_class, base_class):
         return None
-    return from_record(kind, record)
+    return from_record(message_class, record)

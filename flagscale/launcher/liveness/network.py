@@ -18,14 +18,14 @@ from contextlib import suppress
 from flagscale.launcher.liveness.messages import HostMessage, Order, decode, encode
 from flagscale.launcher.liveness.protocol import Channel, ProtocolError
 
-ADMISSION_SECONDS = 5.0
+AUTHENTICATION_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64
 """Limit of unauthenticated connections in addition to the run's own hosts, which may all
 connect at the same moment.
 """
 MAX_UNAUTHENTICATED_BYTES = 256
 FIRST_RETRY_SECONDS = 0.1
-RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 1.0
 _READ_BYTES = 1 << 16
 _BACKLOG = 4096  # the kernel reduces it to its own limit
 _MAX_ACCEPTS = 128  # accepted per call, before messages of authenticated peers are processed
@@ -33,7 +33,7 @@ _MAX_ACCEPTS = 128  # accepted per call, before messages of authenticated peers 
 _ACCEPT_PAUSE_SECONDS = 0.5
 _RESERVED_FILES = 128  # files that an agent opens in addition to its connections
 
-Ready = Iterable[tuple[selectors.SelectorKey, int]]
+ReadyEvents = Iterable[tuple[selectors.SelectorKey, int]]
 """Result of a selector's ``select``."""
 
 
@@ -41,6 +41,7 @@ class Peer:
     """Remote end of a connection.
 
     While it is open it is registered in the selector, with ``data`` or itself as the key's data.
+    ``host`` is the node rank that the peer has reported, None before.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class Peer:
         data: object = None,
     ) -> None:
         self.channel = channel
-        self.since = time.monotonic()
+        self.connected_at = time.monotonic()
         self.host: int | None = None
         self.closed = False
         self._socket = sock
         self._selector = selector
         self._data = self if data is None else data
         self._events = selectors.EVENT_READ
-        self._pending = b""
-        self._received = 0
+        self._unsent = b""
+        self._received_bytes = 0
         sock.setblocking(False)
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,14 +71,16 @@ class Peer:
         """Return the received messages; closes the connection at its end or on any error."""
         try:
             data = self._socket.recv(_READ_BYTES)
-            self._received += len(data)
+            self._received_bytes += len(data)
             messages = self.channel.receive(data)
         except BlockingIOError:
             return []
         except (OSError, ProtocolError):
             self.close()
             return []
-        if not data or (not self.channel.ready and self._received > MAX_UNAUTHENTICATED_BYTES):
+        if not data or (
+            not self.channel.is_authenticated and self._received_bytes > MAX_UNAUTHENTICATED_BYTES
+        ):
             self.close()
         self.flush()
         return messages
@@ -90,16 +93,16 @@ class Peer:
         """Send as much as possible now; the selector reports when more can be sent."""
         if self.closed:
             return
-        self._pending += self.channel.take_outgoing()
+        self._unsent += self.channel.take_outgoing()
         try:
-            while self._pending:
-                self._pending = self._pending[self._socket.send(self._pending) :]
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
             pass
         except OSError:
             self.close()
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         if events != self._events:
             self._events = events
             self._selector.modify(self._socket, events, self._data)
@@ -112,11 +115,15 @@ class Peer:
 
     def is_overdue(self, now: float) -> bool:
         """Return True if the peer should have authenticated itself by now."""
-        return not self.channel.ready and now - self.since > ADMISSION_SECONDS
+        return (
+            not self.channel.is_authenticated and now - self.connected_at > AUTHENTICATION_SECONDS
+        )
 
 
 class Server:
     """Coordinator's end: listens, authenticates the run's agents, keeps one connection per host.
+
+    ``hosts`` is the number of hosts.
 
     Raises:
         OSError: If the port is in use.
@@ -130,14 +137,14 @@ class Server:
         self._max_unauthenticated = hosts + MAX_UNAUTHENTICATED
         self._peers: set[Peer] = set()
         self._unauthenticated: dict[Peer, None] = {}  # in order of connection
-        self._by_host: dict[int, Peer] = {}
+        self._peer_by_host: dict[int, Peer] = {}
         self._listener = _listen(port)
         self._listener.setblocking(False)
-        self._listening = False
-        self._listen_at = 0.0
+        self._is_accepting = False
+        self._accept_again_at = 0.0
         self.port = int(self._listener.getsockname()[1])
 
-    def poll(self, ready: Ready, now: float) -> Iterator[tuple[int, HostMessage]]:
+    def poll(self, ready: ReadyEvents, now: float) -> Iterator[tuple[int, HostMessage]]:
         """Yield the messages of hosts, in order. Must be called when a socket is ready, and
         periodically.
         """
@@ -150,8 +157,8 @@ class Server:
             now
         ):
             self._disconnect(oldest)
-        if not self._listening and now >= self._listen_at:
-            self._listening = True
+        if not self._is_accepting and now >= self._accept_again_at:
+            self._is_accepting = True
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def send(self, host: int | None, order: Order) -> None:
@@ -159,14 +166,18 @@ class Server:
         again.
         """
         payload = encode(order)
-        peers = self._by_host.values() if host is None else filter(None, [self._by_host.get(host)])
+        peers = (
+            self._peer_by_host.values()
+            if host is None
+            else filter(None, [self._peer_by_host.get(host)])
+        )
         for peer in list(peers):
             peer.send(payload)
             if peer.closed:
                 self._disconnect(peer)
 
     def has_connections(self) -> bool:
-        return bool(self._by_host)
+        return bool(self._peer_by_host)
 
     def close(self) -> None:
         self._pause_accepting(0.0)
@@ -178,7 +189,7 @@ class Server:
         if events & selectors.EVENT_WRITE:
             peer.flush()
         payloads = peer.read() if events & selectors.EVENT_READ and not peer.closed else []
-        if peer.channel.ready:
+        if peer.channel.is_authenticated:
             self._unauthenticated.pop(peer, None)
         for message in filter(None, (decode(HostMessage, payload) for payload in payloads)):
             host = self._register_host(peer, message.host) if peer.host is None else peer.host
@@ -199,30 +210,30 @@ class Server:
                 raise
             if len(self._unauthenticated) >= self._max_unauthenticated:
                 self._disconnect(next(iter(self._unauthenticated)))
-            peer = Peer(sock, Channel(self._secret, server=True), self._selector)
+            peer = Peer(sock, Channel(self._secret, is_server=True), self._selector)
             self._peers.add(peer)
             self._unauthenticated[peer] = None
 
-    def _pause_accepting(self, until: float) -> None:
-        """Stop accepting connections for a while."""
-        if self._listening:
-            self._listening, self._listen_at = False, until
+    def _pause_accepting(self, resume_time: float) -> None:
+        """Stop accepting connections until ``resume_time``."""
+        if self._is_accepting:
+            self._is_accepting, self._accept_again_at = False, resume_time
             self._selector.unregister(self._listener)
 
     def _register_host(self, peer: Peer, host: int) -> int:
-        old = self._by_host.get(host)
-        if old is not None:
-            self._disconnect(old)
+        previous_peer = self._peer_by_host.get(host)
+        if previous_peer is not None:
+            self._disconnect(previous_peer)
         peer.host = host
-        self._by_host[host] = peer
+        self._peer_by_host[host] = peer
         return host
 
     def _disconnect(self, peer: Peer) -> None:
         peer.close()
         self._peers.discard(peer)
         self._unauthenticated.pop(peer, None)
-        if peer.host is not None and self._by_host.get(peer.host) is peer:
-            del self._by_host[peer.host]
+        if peer.host is not None and self._peer_by_host.get(peer.host) is peer:
+            del self._peer_by_host[peer.host]
 
 
 class Client:
@@ -235,16 +246,16 @@ class Client:
         self._address = address
         self._selector = selector
         self._peer: Peer | None = None
-        self._connecting: socket.socket | None = None
+        self._connecting_socket: socket.socket | None = None
         self._connecting_since = 0.0
-        self._try_at = 0.0
+        self._next_connect_at = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._addresses: list[tuple[int, tuple[object, ...]]] = []
-        self._targets: list[tuple[int, tuple[object, ...]]] = []
-        self.fresh = False
+        self._untried_addresses: list[tuple[int, tuple[object, ...]]] = []
+        self.is_new_connection = False
         """True if a connection was established since this was last set to False."""
 
-    def poll(self, ready: Ready, now: float) -> list[Order]:
+    def poll(self, ready: ReadyEvents, now: float) -> list[Order]:
         """Return the received orders, and connect if there is no connection.
 
         The client's sockets are registered in the selector with the client as the key's data.
@@ -254,23 +265,24 @@ class Client:
             self._connect(now)
             return []
         payloads: list[bytes] = []
-        was_ready = peer.channel.ready
+        was_ready = peer.channel.is_authenticated
         for key, events in ready:
             if key.data is self and not peer.closed:
                 peer.flush()
                 payloads += peer.read() if events & selectors.EVENT_READ else []
-        self.fresh |= peer.channel.ready and not was_ready
+        self.is_new_connection |= peer.channel.is_authenticated and not was_ready
         if peer.closed or peer.is_overdue(now):
             self._disconnect_peer(now)
         return [order for payload in payloads if (order := decode(Order, payload)) is not None]
 
     @property
-    def ready(self) -> bool:
-        return self._peer is not None and self._peer.channel.ready
+    def is_connected(self) -> bool:
+        """True if there is a connection and both ends have authenticated themselves."""
+        return self._peer is not None and self._peer.channel.is_authenticated
 
     def send(self, message: HostMessage) -> None:
         """Send a message if connected; the next hello repeats the information of a lost message."""
-        if self._peer is not None and self.ready:
+        if self._peer is not None and self.is_connected:
             self._peer.send(encode(message))
 
     def close(self) -> None:
@@ -281,49 +293,49 @@ class Client:
         if self._peer is not None:
             self._peer.close()
         self._peer = None
-        self._try_at = now + self._retry_seconds
+        self._next_connect_at = now + self._retry_seconds
 
     def _cancel_connecting(self) -> None:
-        if self._connecting is not None:
-            self._selector.unregister(self._connecting)
-            self._connecting.close()
-            self._connecting = None
+        if self._connecting_socket is not None:
+            self._selector.unregister(self._connecting_socket)
+            self._connecting_socket.close()
+            self._connecting_socket = None
 
     def _connect(self, now: float) -> None:
-        if self._connecting is not None:
+        if self._connecting_socket is not None:
             self._complete_connection(now)
-        elif now >= self._try_at:
-            self._try_at = now + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS)
+        elif now >= self._next_connect_at:
+            self._next_connect_at = now + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
             # Resolved once: if the link is cut, a name server would block the agent.
             self._addresses = self._addresses or _resolve(self._address)
-            self._targets = self._targets or list(self._addresses)
-            if self._targets:
-                family, target = self._targets.pop(0)
-                self._connecting = socket.socket(family, socket.SOCK_STREAM)
-                self._connecting.setblocking(False)
+            self._untried_addresses = self._untried_addresses or list(self._addresses)
+            if self._untried_addresses:
+                family, target = self._untried_addresses.pop(0)
+                self._connecting_socket = socket.socket(family, socket.SOCK_STREAM)
+                self._connecting_socket.setblocking(False)
                 self._connecting_since = now
                 # The selector wakes up on success and on failure.
-                self._selector.register(self._connecting, selectors.EVENT_WRITE, self)
+                self._selector.register(self._connecting_socket, selectors.EVENT_WRITE, self)
                 with suppress(OSError):
-                    self._connecting.connect_ex(target)
+                    self._connecting_socket.connect_ex(target)
                 self._complete_connection(now)
 
     def _complete_connection(self, now: float) -> None:
         """Use the connection if it has been established; give it up if it has failed."""
-        sock = self._connecting
+        sock = self._connecting_socket
         if sock is None:
             return
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
             sock.getpeername()
         except OSError:
-            if error or now - self._connecting_since > ADMISSION_SECONDS:
+            if error or now - self._connecting_since > AUTHENTICATION_SECONDS:
                 self._cancel_connecting()
             return
-        self._connecting, self._retry_seconds = None, FIRST_RETRY_SECONDS
+        self._connecting_socket, self._retry_seconds = None, FIRST_RETRY_SECONDS
         self._selector.unregister(sock)
-        self._peer = Peer(sock, Channel(self._secret, server=False), self._selector, self)
+        self._peer = Peer(sock, Channel(self._secret, is_server=False), self._selector, self)
 
 
 def raise_file_limit(connections: int) -> int | None:
@@ -332,13 +344,15 @@ def raise_file_limit(connections: int) -> int | None:
     Returns:
         The limit, if it is too low; None if it suffices.
     """
-    needed = connections + MAX_UNAUTHENTICATED + _RESERVED_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    required_files = connections + MAX_UNAUTHENTICATED + _RESERVED_FILES
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY or soft_limit >= required_files:
         return None
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed if allowed < needed else None
+    new_limit = (
+        required_files if hard_limit == resource.RLIM_INFINITY else min(required_files, hard_limit)
+    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
+    return new_limit if new_limit < required_files else None
 
 
 def _listen(port: int) -> socket.socket:

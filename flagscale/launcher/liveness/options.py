@@ -1,4 +1,8 @@
-"""Options and command line of an agent. Standard library alone."""
+"""Options and command line of an agent. Standard library alone.
+
+The plan writes the options into a host's script (:mod:`flagscale.launcher.planning`), which starts
+the agent with them.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ from flagscale.files import format_json, to_plain
 from flagscale.hosts.names import expand_list
 from flagscale.status import RUN_ID_VARIABLE
 
-Event = Literal["failed", "stalled", "restarted", "finished"]
+NotificationEvent = Literal["failed", "stalled", "restarted", "finished"]
 """Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
 # Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
 # and at least half an hour.
-BUSY_FACTOR = 4.0
-BUSY_SECONDS = 1800.0
+BUSY_STALL_FACTOR = 4.0
+MIN_BUSY_STALL_SECONDS = 1800.0
 # Environment variables for values that must not be on a command line.
-COMMAND = "FLAGSCALE_NOTIFY_COMMAND"
-WEBHOOK = "FLAGSCALE_NOTIFY_WEBHOOK"
+NOTIFY_COMMAND_VARIABLE = "FLAGSCALE_NOTIFY_COMMAND"
+NOTIFY_WEBHOOK_VARIABLE = "FLAGSCALE_NOTIFY_WEBHOOK"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,16 @@ class Policy:
         """Interval between the heartbeats of each end of a link."""
         return min(5.0, self.lost_host_timeout / 5)
 
-    def stall_limit(self, *, busy: bool) -> float | None:
-        """Return the seconds without progress of any rank after which the job is stalled."""
+    def stall_limit_seconds(self, *, busy: bool) -> float | None:
+        """Return the seconds without progress of any rank after which the job is stalled; None if
+        never.
+        """
         if not self.hang_detection_timeout:
             return None
         if not busy:
             # Progress is reported with the heartbeats, so it can be one interval old.
             return max(self.hang_detection_timeout, 2 * self.beat_seconds)
-        return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_detection_timeout)
+        return max(MIN_BUSY_STALL_SECONDS, BUSY_STALL_FACTOR * self.hang_detection_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class AgentOptions(Policy):
     """Options of the agent of one host.
 
     An option that comes from the user has the name of its key in ``experiment.runner``. Options
-    with a default may be omitted: a run's only host has no others to rendezvous with.
+    with a default may be omitted, because a single host has no peers to rendezvous with.
     """
 
     run_name: str
@@ -80,9 +86,10 @@ class AgentOptions(Policy):
     node_rank: int
     first_rank: int
     nproc: int
-    """0 if unknown."""
+    """Number of ranks on this host; 0 if unknown."""
     stop_grace: float
-    notify_on: tuple[Event, ...] = ()
+    """Seconds between SIGTERM and SIGKILL when the job is stopped."""
+    notify_on: tuple[NotificationEvent, ...] = ()
     """Events that this host sends notifications of."""
     master_addr: str = ""
     liveness_port: int | None = None
@@ -106,7 +113,7 @@ class AgentOptions(Policy):
         return [name for names in self.hosts for name in expand_list(names)] or [self.name]
 
     @property
-    def places_by_host(self) -> list[str]:
+    def positions_by_host(self) -> list[str]:
         """Position of each host, on host 0; empty for a homogeneous run."""
         count = len(self.names)
         by_host: list[str] = []
@@ -134,10 +141,10 @@ class AgentOptions(Policy):
         record: dict[str, Any] = {}
         for text in texts:
             record |= _parse_object(text)
-        kinds = get_type_hints(cls)
+        type_by_name = get_type_hints(cls)
         for name in record:
-            if name not in kinds:
-                suggestions = get_close_matches(name, kinds, 1)
+            if name not in type_by_name:
+                suggestions = get_close_matches(name, type_by_name, 1)
                 hint = "".join(f"; did you mean {suggestion!r}?" for suggestion in suggestions)
                 raise ValueError(f"there is no option {name!r}{hint}")
         missing = [
@@ -147,7 +154,9 @@ class AgentOptions(Policy):
         ]
         if missing:
             raise ValueError(f"{', '.join(missing)}: missing")
-        options = cls(**{name: _convert_option(name, kinds[name], record[name]) for name in record})
+        options = cls(
+            **{name: _convert_option(name, type_by_name[name], record[name]) for name in record}
+        )
         try:
             options.names  # noqa: B018 - detects invalid ranges now, before the job starts
         except ValueError as error:
@@ -179,9 +188,9 @@ def compress_places(places: Sequence[str]) -> Iterator[str]:
             yield f"{number} {place}"
 
 
-def _convert_option(name: str, kind: Any, value: object) -> Any:
+def _convert_option(name: str, field_type: Any, value: object) -> Any:
     try:
-        return _convert(kind, value)
+        return _convert(field_type, value)
     except ValueError as error:
         raise ValueError(f"{name} is {json.dumps(value)}: expected {error}") from None
 
@@ -194,27 +203,27 @@ _SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def _convert(kind: Any, value: Any) -> Any:
+def _convert(field_type: Any, value: Any) -> Any:
     """Convert a JSON value to a field's type.
 
     Raises:
         ValueError: With a description of the expected value.
     """
-    inner = get_args(kind)
-    if type(None) in inner:
-        return _convert(inner[0], value)
-    if get_origin(kind) is Literal:
-        if value not in inner:
-            raise ValueError(" or ".join(inner))
+    type_arguments = get_args(field_type)
+    if type(None) in type_arguments:
+        return _convert(type_arguments[0], value)
+    if get_origin(field_type) is Literal:
+        if value not in type_arguments:
+            raise ValueError(" or ".join(type_arguments))
         return value
-    if get_origin(kind) is tuple:
+    if get_origin(field_type) is tuple:
         if not isinstance(value, list):
             raise ValueError("a list")
-        return tuple(_convert(inner[0], item) for item in value)
-    expected, types = _SCALARS[kind]
+        return tuple(_convert(type_arguments[0], item) for item in value)
+    expected, types = _SCALARS[field_type]
     if type(value) not in types:
         raise ValueError(expected)
-    return kind(value)
+    return field_type(value)
 
 
 @dataclass(frozen=True)

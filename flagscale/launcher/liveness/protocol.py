@@ -25,7 +25,7 @@ MAGIC = b"flagscale-liveness-2\n"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_FRAME_BYTES = 1 << 20
-_LENGTH = struct.Struct(">I")
+_FRAME_LENGTH = struct.Struct(">I")
 _GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 
 
@@ -34,19 +34,19 @@ class ProtocolError(Exception):
 
 
 class Channel:
-    """One end of a connection; ``server`` is True for the end that accepted it."""
+    """One end of a connection; ``is_server`` is True for the end that accepted it."""
 
-    def __init__(self, secret: bytes, *, server: bool) -> None:
+    def __init__(self, secret: bytes, *, is_server: bool) -> None:
         self._secret = secret
-        self._server = server
+        self._is_server = is_server
         self._local_nonce = secrets.token_bytes(NONCE_BYTES)
         self._nonces = b""
         self._received = b""
         self._outgoing = bytearray(MAGIC + self._local_nonce)
-        self._queued: list[bytes] = []
+        self._queued_payloads: list[bytes] = []
         self._keys: tuple[bytes, bytes] | None = None
         self._frame_numbers = [0, 0]
-        self.ready = False
+        self.is_authenticated = False
         """True once the other end has proven that it has the secret."""
 
     def send(self, payload: bytes) -> None:
@@ -56,10 +56,10 @@ class Channel:
         """
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes is too long")
-        if not self.ready:
-            self._queued.append(payload)
+        if not self.is_authenticated:
+            self._queued_payloads.append(payload)
             return
-        self._outgoing += _LENGTH.pack(len(payload)) + self._mac(0, payload) + payload
+        self._outgoing += _FRAME_LENGTH.pack(len(payload)) + self._mac(0, payload) + payload
 
     def take_outgoing(self) -> bytes:
         """Return the bytes to send now, and remove them from the queue."""
@@ -77,7 +77,7 @@ class Channel:
         self._received += data
         if not self._nonces and not self._receive_nonce():
             return []
-        if not self.ready and not self._authenticate_peer():
+        if not self.is_authenticated and not self._authenticate_peer():
             return []
         messages = []
         while (message := self._next_frame()) is not None:
@@ -93,10 +93,10 @@ class Channel:
         peer_nonce = self._received[len(MAGIC) : _GREETING_BYTES]
         self._received = self._received[_GREETING_BYTES:]
         nonces = (
-            (self._local_nonce, peer_nonce) if self._server else (peer_nonce, self._local_nonce)
+            (self._local_nonce, peer_nonce) if self._is_server else (peer_nonce, self._local_nonce)
         )
         self._nonces = b"".join(nonces)
-        if not self._server:
+        if not self._is_server:
             self._outgoing += self._digest(b"client")
         return True
 
@@ -104,16 +104,19 @@ class Channel:
         if len(self._received) < MAC_BYTES:
             return False
         proof, self._received = self._received[:MAC_BYTES], self._received[MAC_BYTES:]
-        expected = self._digest(b"client" if self._server else b"server")
+        expected = self._digest(b"client" if self._is_server else b"server")
         if not hmac.compare_digest(proof, expected):
             raise ProtocolError("the peer does not have this run's secret")
-        if self._server:
+        if self._is_server:
             self._outgoing += self._digest(b"server")
-        down, up = self._digest(b"server to client"), self._digest(b"client to server")
-        self._keys = (down, up) if self._server else (up, down)
-        self.ready = True
-        waiting, self._queued = self._queued, []
-        for payload in waiting:
+        server_key, client_key = (
+            self._digest(b"server to client"),
+            self._digest(b"client to server"),
+        )
+        self._keys = (server_key, client_key) if self._is_server else (client_key, server_key)
+        self.is_authenticated = True
+        queued_payloads, self._queued_payloads = self._queued_payloads, []
+        for payload in queued_payloads:
             self.send(payload)
         return True
 
@@ -129,15 +132,15 @@ class Channel:
         return hmac.digest(self._keys[direction], number + payload, hashlib.sha256)
 
     def _next_frame(self) -> bytes | None:
-        if len(self._received) < _LENGTH.size:
+        if len(self._received) < _FRAME_LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._received)
+        (length,) = _FRAME_LENGTH.unpack_from(self._received)
         if length > MAX_FRAME_BYTES:
             raise ProtocolError(f"a frame of {length} bytes")
-        start, end = _LENGTH.size + MAC_BYTES, _LENGTH.size + MAC_BYTES + length
+        start, end = _FRAME_LENGTH.size + MAC_BYTES, _FRAME_LENGTH.size + MAC_BYTES + length
         if len(self._received) < end:
             return None
-        mac, payload = self._received[_LENGTH.size : start], self._received[start:end]
+        mac, payload = self._received[_FRAME_LENGTH.size : start], self._received[start:end]
         self._received = self._received[end:]
         if not hmac.compare_digest(mac, self._mac(1, payload)):
             raise ProtocolError("a frame that was not sent by an agent of this run")

@@ -21,11 +21,13 @@ from pathlib import Path
 
 from flagscale.files import make_private_directory, write_atomic
 
-VARIABLE = "FLAGSCALE_RUN_SECRET"
-RANK_VARIABLE = "FSCCL_SECRET"
+SECRET_VARIABLE = "FLAGSCALE_RUN_SECRET"
+"""Variable with the agents' secret, in the environment of the hosts' scripts."""
+RANK_SECRET_VARIABLE = "FSCCL_SECRET"
 """Variable with the ranks' secret, from which fsccl derives the keys of its groups."""
-FILE = "secret"
-_MIN_CHARACTERS = 32
+SECRET_FILE = "secret"
+"""Name of the file with the agents' secret in a run's directory."""
+_MIN_SECRET_CHARACTERS = 32
 
 
 def generate_secret() -> str:
@@ -38,8 +40,8 @@ def take_secret(run_dir: Path) -> bytes | None:
 
     Without the variable, the secret comes from the file of an earlier start; None if there is none.
     """
-    secret = os.environ.pop(VARIABLE, "")
-    path = run_dir / FILE
+    secret = os.environ.pop(SECRET_VARIABLE, "")
+    path = run_dir / SECRET_FILE
     if not secret:
         try:
             secret = path.read_text(encoding="utf-8").strip()
@@ -50,15 +52,20 @@ def take_secret(run_dir: Path) -> bytes | None:
         with suppress(OSError):
             make_private_directory(run_dir)
             write_atomic(path, secret + "\n")
-    return secret.encode() if len(secret) >= _MIN_CHARACTERS else None
+    return secret.encode() if len(secret) >= _MIN_SECRET_CHARACTERS else None
 
 
-def rank_secret(key: bytes | None) -> dict[str, str]:
+def rank_secret_variables(agent_secret: bytes | None) -> dict[str, str]:
     """Return the environment variable with the ranks' secret.
 
-    It is derived from ``key``, or generated for a run of one host. A value set by the user is kept.
+    It is derived from ``agent_secret``, or generated for a run of one host. A value set by the user
+    is kept.
     """
-    if os.environ.get(RANK_VARIABLE):
+    if os.environ.get(RANK_SECRET_VARIABLE):
         return {}
-    digest = hmac.new(key, b"ranks", hashlib.sha256).hexdigest() if key else secrets.token_hex(32)
-    return {RANK_VARIABLE: digest[:32]}
+    digest = (
+        hmac.new(agent_secret, b"ranks", hashlib.sha256).hexdigest()
+        if agent_secret
+        else secrets.token_hex(32)
+    )
+    return {RANK_SECRET_VARIABLE: digest[:32]}

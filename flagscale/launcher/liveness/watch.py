@@ -25,7 +25,7 @@ from flagscale.status import (
 STACK_SIGNAL = signal.SIGUSR2
 """Signal on which the training program writes its stacks to stderr."""
 MAX_STACK_CHARACTERS = 4000
-_SETTLED_SECONDS = 0.5
+_QUIET_SECONDS = 0.5
 _PROGRESS_EVENTS = frozenset(
     {"joined", "ready", "progress", "evaluation", "checkpoint", "finished"}
 )
@@ -33,15 +33,18 @@ _PROGRESS_EVENTS = frozenset(
 
 @dataclass
 class RankWatch:
-    """Incremental reader of the status files of an attempt."""
+    """Incremental reader of the status files of an attempt.
+
+    ``events`` has the events by rank, without progress; ``progress`` the last progress by rank.
+    """
 
     directory: Path
     events: dict[int, list[Event]] = field(default_factory=dict)
     progress_count: int = 0
     """Counter of progress: grows whenever any rank advances."""
     progress: dict[int, Progress] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    failed: bool = False
+    joined_ranks: set[int] = field(default_factory=set)
+    has_failure: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
     _steps: dict[int, int] = field(default_factory=dict)
     """Steps of programs that report events only, without progress files."""
@@ -49,8 +52,8 @@ class RankWatch:
     def refresh(self) -> None:
         """Read the new contents of the status files."""
         for path in list_status_files(self.directory):
-            new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
-            for event in new:
+            new_events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
+            for event in new_events:
                 self._process_event(event)
             rank = int(path.stem.removeprefix("rank_"))
             progress = read_progress(self.directory, rank)
@@ -60,10 +63,10 @@ class RankWatch:
 
     def _process_event(self, event: Event) -> None:
         self.progress_count += event.event in _PROGRESS_EVENTS
-        self.failed |= event.event == "failed"
+        self.has_failure |= event.event == "failed"
         step = event.get("step")
         if event.event == "joined":
-            self.joined.add(event.rank)
+            self.joined_ranks.add(event.rank)
         elif event.event == "progress" and isinstance(step, int):
             self._steps[event.rank] = step
         # Progress events are not stored: a job of months has many, and failure diagnosis needs
@@ -72,7 +75,7 @@ class RankWatch:
             self.events.setdefault(event.rank, []).append(event)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if some rank performs an activity that does not advance the step."""
         return any(progress.doing in BUSY_ACTIVITIES for progress in self.progress.values())
 
@@ -93,49 +96,53 @@ class StackDump:
         self._host = host
         self._watch = watch
         self._ranks = dict(ranks)
-        self._stopped = {rank: kernel.is_stopped(p.pid) for rank, p in self._ranks.items()}
+        self._stopped_by_rank = {rank: kernel.is_stopped(p.pid) for rank, p in self._ranks.items()}
         self._logs = {rank: rank_log(host, rank) for rank in self._ranks}
-        self._starts = {rank: file_size(log) for rank, log in self._logs.items()}
-        self._signalled: set[int] = set()
-        self._last_answers: dict[int, str] = {}
+        self._log_offsets = {rank: file_size(log) for rank, log in self._logs.items()}
+        self._signalled_ranks: set[int] = set()
+        self._last_stacks: dict[int, str] = {}
         self._changed_at = 0.0  # when the stacks were last seen to change
         for rank, process in self._ranks.items():
             # The signal would end a process without a handler for it.
-            if not self._stopped[rank] and kernel.catches_signal(process.pid, STACK_SIGNAL):
-                self._signalled |= {rank} if processes.send_signal(process, STACK_SIGNAL) else set()
+            if not self._stopped_by_rank[rank] and kernel.catches_signal(process.pid, STACK_SIGNAL):
+                self._signalled_ranks |= (
+                    {rank} if processes.send_signal(process, STACK_SIGNAL) else set()
+                )
 
-    def answers(self) -> dict[int, str]:
+    def read_stacks(self) -> dict[int, str]:
         """Return the stacks written so far, by rank."""
-        texts = {rank: self._read_stack(rank) for rank in self._signalled}
+        texts = {rank: self._read_stack(rank) for rank in self._signalled_ranks}
         return {rank: text for rank, text in texts.items() if text}
 
     def is_complete(self, now: float) -> bool:
-        """Return True if all ranks have answered, and have written nothing more for a moment.
+        """Return True if all ranks have written their stacks, and nothing more for a moment.
 
         A rank writes its stacks in small pieces, and may be delayed between two of them.
 
         Args:
             now: Current ``time.monotonic()``; the method is called periodically.
         """
-        answers = self.answers()
-        if answers != self._last_answers:
-            self._last_answers, self._changed_at = answers, now
-        return len(answers) == len(self._signalled) and now - self._changed_at >= _SETTLED_SECONDS
+        stacks = self.read_stacks()
+        if stacks != self._last_stacks:
+            self._last_stacks, self._changed_at = stacks, now
+        return (
+            len(stacks) == len(self._signalled_ranks) and now - self._changed_at >= _QUIET_SECONDS
+        )
 
     def rank_progress(self) -> tuple[RankProgress, ...]:
         """Return the progress of every rank of the host."""
-        answers = self.answers()
+        stacks = self.read_stacks()
         return tuple(
             RankProgress(
                 host=self._host.name,
                 rank=rank,
                 step=self._watch.step_of(rank),
                 doing=self._watch.activity_of(rank),
-                stopped=self._stopped[rank],
+                stopped=self._stopped_by_rank[rank],
                 # A rank that cannot handle the signal is not counted as unresponsive.
-                answered=rank in answers
-                or (rank not in self._signalled and not self._stopped[rank]),
-                stack=answers.get(rank, ""),
+                answered=rank in stacks
+                or (rank not in self._signalled_ranks and not self._stopped_by_rank[rank]),
+                stack=stacks.get(rank, ""),
                 log=self._logs[rank],
             )
             for rank in sorted(self._ranks)
@@ -145,7 +152,7 @@ class StackDump:
         """Return the main thread's part of faulthandler's output."""
         try:
             with self._logs[rank].open("rb") as file:
-                file.seek(self._starts[rank])
+                file.seek(self._log_offsets[rank])
                 text = file.read(1 << 18).decode("utf-8", "replace")
         except OSError:
             return ""

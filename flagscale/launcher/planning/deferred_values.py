@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flagscale.config.interpolation import reference
+from flagscale.config.interpolation import host_reference
 from flagscale.config.schema import Runner
-from flagscale.launcher.planning.environment import MASTER_ADDR, MASTER_PORT, NODE
+from flagscale.launcher.planning.environment import (
+    MASTER_ADDR_VARIABLE,
+    MASTER_PORT_VARIABLE,
+    NODE_VARIABLE,
+)
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan
 from flagscale.launcher.planning.plan import requested_port
 
-_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+_SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _MAX_SHUTDOWN_SECONDS = 25.0
 
 
@@ -29,9 +33,12 @@ def defer_to_job(plan: LaunchPlan, runner: Runner) -> LaunchPlan:
     """
     single_host = len(plan.hosts) == 1
     keep_address = runner.master_addr or single_host
-    address = plan.master_addr if keep_address else reference(MASTER_ADDR)
+    address = plan.master_addr if keep_address else host_reference(MASTER_ADDR_VARIABLE)
     port = requested_port(runner)
-    options = {"master_addr": address, "master_port": str(port or reference(MASTER_PORT))}
+    options = {
+        "master_addr": address,
+        "master_port": str(port or host_reference(MASTER_PORT_VARIABLE)),
+    }
     return replace(
         plan,
         master_addr=address,
@@ -48,8 +55,8 @@ def _defer_host_values(host: HostPlan, options: dict[str, str], grace: float) ->
     # A scheduler that ends a job sends TERM to every process, including torchrun, which then
     # allows its ranks this long to save. Schedulers themselves send KILL after about 30 seconds.
     defaults = {
-        _PREFIX: f"{reference(NODE)}:${{rank}}: ",
-        _SHUTDOWN: str(max(1, round(min(grace, _MAX_SHUTDOWN_SECONDS)))),
+        _LINE_PREFIX_VARIABLE: f"{host_reference(NODE_VARIABLE)}:${{rank}}: ",
+        _SHUTDOWN_TIMEOUT_VARIABLE: str(max(1, round(min(grace, _MAX_SHUTDOWN_SECONDS)))),
     }
     environment = tuple(
         replace(variable, value=defaults.get(variable.name, variable.value))

@@ -8,23 +8,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.accelerators import probes
-from flagscale.config.interpolation import ENVS, references, restore_references, without_references
-from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
+from flagscale.config.interpolation import (
+    ENVS,
+    host_references,
+    remove_references,
+    restore_references,
+)
+from flagscale.config.schema import SPECIFIC_SECTIONS, Environments
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.liveness.options import WEBHOOK
+from flagscale.launcher.liveness.options import NOTIFY_WEBHOOK_VARIABLE
 from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SHELL = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
-PYTHON_PATH = "PYTHONPATH"
-_SHUTDOWN_SECONDS = 5.0
-NODE = "FLAGSCALE_NODE"
-MASTER_ADDR, MASTER_PORT = "FLAGSCALE_MASTER_ADDR", "FLAGSCALE_MASTER_PORT"
-MEETING = "FLAGSCALE_MEETING"
-JOB_VARIABLES = (NODE, MASTER_ADDR, MASTER_PORT, MEETING)
+_SHELL_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+PYTHONPATH_VARIABLE = "PYTHONPATH"
+_MAX_SHUTDOWN_SECONDS = 5.0
+NODE_VARIABLE = "FLAGSCALE_NODE"
+MASTER_ADDR_VARIABLE, MASTER_PORT_VARIABLE = "FLAGSCALE_MASTER_ADDR", "FLAGSCALE_MASTER_PORT"
+RENDEZVOUS_VARIABLE = "FLAGSCALE_MEETING"
+JOB_VARIABLES = (NODE_VARIABLE, MASTER_ADDR_VARIABLE, MASTER_PORT_VARIABLE, RENDEZVOUS_VARIABLE)
 """Variables that a scheduler's job passes to the script of a host.
 
 They hold the host's name, the rendezvous address and port of the ranks, and, as JSON, the
@@ -34,7 +39,7 @@ _LAUNCHER_VARIABLES = (
     RUN_ID_VARIABLE,
     STATUS_DIR_VARIABLE,
     ATTEMPT_VARIABLE,
-    secret.VARIABLE,
+    secret.SECRET_VARIABLE,
     *JOB_VARIABLES,
 )
 # Shell variables of a host's script: an exported variable of the same name would be overwritten.
@@ -90,32 +95,30 @@ class EnvironmentVariable:
 
 
 def build_environment(
-    experiment: Experiment,
+    configured: Mapping[str, EnvironmentVariable],
     host: Host,
     inherited: Mapping[str, str],
     *,
-    run_id: str,
-    status_dir: Path,
+    stop_grace: float,
     threads: int | None,
     devices: Mapping[str, int] | None,
     interface: str | None = None,
 ) -> tuple[EnvironmentVariable, ...]:
-    """Return the variables that a host's script sets.
+    """Return the variables that a host's script sets, without those that identify the run.
 
     Precedence: defaults < inherited < envs < device type < host. PYTHONPATH holds the user's own
     entries only.
 
     Args:
+        configured: Variables of the YAML by name (:func:`configured_variables`).
+        inherited: Variables that processes on the host inherit.
+        stop_grace: Seconds between TERM and KILL when the run is stopped.
         threads: Threads per rank; None if the host was not probed.
         devices: Number of devices of each kind; None if the host was not probed.
         interface: Network interface that reaches the other hosts.
     """
-    configured = _user_variables(experiment, host)
-    values = [
-        EnvironmentVariable(RUN_ID_VARIABLE, run_id, "run"),
-        EnvironmentVariable(STATUS_DIR_VARIABLE, str(status_dir), "run"),
-    ]
-    grace = max(1, round(min(experiment.runner.stop_grace, _SHUTDOWN_SECONDS)))
+    values = []
+    grace = max(1, round(min(stop_grace, _MAX_SHUTDOWN_SECONDS)))
     for name, value in _default_variables(host, threads, devices, grace).items():
         if name in configured:
             continue
@@ -130,13 +133,27 @@ def build_environment(
     return (*values, *configured.values())
 
 
-def _user_variables(experiment: Experiment, host: Host) -> dict[str, EnvironmentVariable]:
-    """Return the user's variables by name.
+def run_variables(run_id: str, status_dir: Path) -> tuple[EnvironmentVariable, ...]:
+    """Return the variables that identify the processes of a run."""
+    return (
+        EnvironmentVariable(RUN_ID_VARIABLE, run_id, "run"),
+        EnvironmentVariable(STATUS_DIR_VARIABLE, str(status_dir), "run"),
+    )
+
+
+def configured_variables(
+    envs: Environments, host: Host, locations: Mapping[str, str]
+) -> dict[str, EnvironmentVariable]:
+    """Return the variables of the YAML for a host, by name.
+
+    Args:
+        envs: The section ``experiment.envs``.
+        host: The host.
+        locations: Source location (``file:line``) of each dotted key of the YAML, for messages.
 
     Raises:
         ConfigError: If a name or a value cannot be an environment variable.
     """
-    envs = experiment.envs
     layers: list[tuple[str, Mapping[str, str]]] = [(COMMON, envs.common)]
     if host.device_type is not None:
         by_type = envs.by_type.get(host.device_type, {})
@@ -150,12 +167,12 @@ def _user_variables(experiment: Experiment, host: Host) -> dict[str, Environment
             if problem:
                 problems.append((origin, name, problem))
             variables[name] = EnvironmentVariable(
-                name, value, origin, is_secret(name, without_references(value))
+                name, value, origin, is_secret(name, remove_references(value))
             )
     problems += _find_replaced_references(variables)
     if problems:
         keys = [(f"experiment.{origin}.{name}", text) for origin, name, text in problems]
-        raise ConfigError([Problem(k, text, experiment.sources.get(k)) for k, text in keys])
+        raise ConfigError([Problem(k, text, locations.get(k)) for k, text in keys])
     return variables
 
 
@@ -166,14 +183,15 @@ def _find_problem(name: str, value: str) -> str | None:
     for names, reason in _RESERVED:
         if names.fullmatch(name):
             return reason
-    text = without_references(value)
+    text = remove_references(value)
     if "\0" in text:
         return "holds a NUL character, which no environment can carry"
     if name in _find_shell_variables(text):
-        return f"${name} would stay as it is; for the host's own variable write ${{host:{name}}}"
+        return f"${name} is not expanded; for the host's own variable write ${{host:{name}}}"
     if is_secret(name, text) and text != value:
         return (
-            "looks like a secret, which no script may hold; a host's variables can be no part of it"
+            "looks like a secret, which no script may contain, so it cannot refer to variables of "
+            "the host"
         )
     return None
 
@@ -186,23 +204,24 @@ def _find_replaced_references(
     The launcher puts its own variables and all secrets into the environment of the script, which
     replaces the host's own values before the script starts.
     """
-    replaced = {*_LAUNCHER_VARIABLES, WEBHOOK}
-    replaced |= {variable.name for variable in variables.values() if variable.secret}
+    replaced_names = {*_LAUNCHER_VARIABLES, NOTIFY_WEBHOOK_VARIABLE}
+    replaced_names |= {variable.name for variable in variables.values() if variable.secret}
     for variable in variables.values():
-        for name in references(variable.value):
-            if name in replaced:
-                text = f"${{host:{name}}}: the host's own is replaced before its script starts"
+        for name in host_references(variable.value):
+            if name in replaced_names:
+                text = (
+                    f"${{host:{name}}}: the host's own value is replaced before its script starts"
+                )
                 yield variable.origin, variable.name, text
 
 
 def _find_shell_variables(text: str) -> list[str]:
     """Return the names of the variables that a shell would expand in a text."""
-    return list(dict.fromkeys(first or second for first, second in _SHELL.findall(text)))
+    return list(dict.fromkeys(first or second for first, second in _SHELL_VARIABLE.findall(text)))
 
 
-def note_unexpanded_variables(experiment: Experiment) -> Iterator[str]:
+def note_unexpanded_variables(envs: Environments) -> Iterator[str]:
     """Yield a note about values with ``$NAME``, which look as if a shell would expand them."""
-    envs = experiment.envs
     layers = [(ENVS, envs.common)]
     for section, overrides in zip(SPECIFIC_SECTIONS, (envs.by_type, envs.by_host), strict=True):
         layers += [(f"{ENVS}.{section}.{name}", layer) for name, layer in overrides.items()]
@@ -210,8 +229,8 @@ def note_unexpanded_variables(experiment: Experiment) -> Iterator[str]:
         f"{key}.{name}"
         for key, layer in layers
         for name, value in layer.items()
-        if _find_shell_variables(without_references(value))
-        and not is_secret(name, without_references(value))
+        if _find_shell_variables(remove_references(value))
+        and not is_secret(name, remove_references(value))
     ]
     if keys:
         yield f"{', '.join(keys)}: $NAME is not expanded; ${{host:NAME}} is the host's own"

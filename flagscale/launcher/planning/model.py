@@ -17,7 +17,6 @@ from flagscale.hosts.hostfile import Host
 from flagscale.launcher.layout import HasRanks, Layout
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.launcher.planning.environment import EnvironmentVariable
-from flagscale.launcher.planning.per_host import HostSettings
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class HostAssignment(HasRanks):
-    """A host and its ranks in a plan. ``machine`` already reflects ``settings``, the host's own
-    part of the experiment.
-    """
+    """A host and its ranks in a plan. ``machine`` already reflects the settings of the host."""
 
     node_rank: int
     nproc: int
     first_rank: int
     host: Host
     machine: Machine
-    settings: HostSettings
 
     @property
     def name(self) -> str:

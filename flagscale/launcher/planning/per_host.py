@@ -19,7 +19,7 @@ from flagscale.config.schema import PROJECT, Experiment, HostOverride
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.program import read_source
 
-_COMMANDS = ("before_start", "after_stop")
+_COMMAND_NAMES = ("before_start", "after_stop")
 
 
 @cache
@@ -72,14 +72,14 @@ def resolve_settings(experiment: Experiment, host: Host) -> HostSettings:
             value = getattr(layer, name)
             if value is not None:
                 values[name] = value
-                key = f"{origin}.cmds.{name}" if name in _COMMANDS else f"{origin}.{name}"
+                key = f"{origin}.cmds.{name}" if name in _COMMAND_NAMES else f"{origin}.{name}"
                 origins.append((key, str(value)))
     train = experiment.train
     for _, layer in layers:
         train = train.overlaid(layer.arguments)
         origins += [
-            (given.key, "" if given.value is None else f"{given.value}")
-            for given in layer.arguments.entries
+            (argument.key, "" if argument.value is None else f"{argument.value}")
+            for argument in layer.arguments.entries
         ]
     return HostSettings(**values, train=train, origins=tuple(origins))
 

@@ -7,24 +7,33 @@ differ from run to run are parameters: ``run_id``, ``master_port`` and ``run_sec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.config.arguments.spec.command_line import command_line
-from flagscale.config.arguments.spec.reading import read_arguments
-from flagscale.config.arguments.spec.train_arguments import TrainArguments
-from flagscale.config.placement import describe_places, fill_automatic_meshes
-from flagscale.config.schema import BACKEND_DIRECTORY, Experiment, Runner
+from flagscale.config.arguments.spec.train_arguments import TrainArguments, read_arguments
+from flagscale.config.placement import describe_host_contents, fill_automatic_meshes
+from flagscale.config.schema import BACKEND_DIRECTORY, Experiment, Runner, Task
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, rendezvous_address
 from flagscale.hosts.names import compress_consecutive
 from flagscale.launcher.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning import supervision
-from flagscale.launcher.planning.environment import build_environment
-from flagscale.launcher.planning.model import HostAssignment, HostPlan, LaunchPlan, RunnerHandle
-from flagscale.launcher.planning.per_host import rebase_path
+from flagscale.launcher.planning.environment import (
+    build_environment,
+    configured_variables,
+    run_variables,
+)
+from flagscale.launcher.planning.model import (
+    HostAssignment,
+    HostPlan,
+    LaunchPlan,
+    Machine,
+    RunnerHandle,
+)
+from flagscale.launcher.planning.per_host import HostSettings, rebase_path, resolve_all_settings
 from flagscale.launcher.planning.supervision import AgentRendezvous
 from flagscale.module_command import python_arguments
 
@@ -36,12 +45,14 @@ def plan(
     run_id: str,
     master_port: int,
     runner: RunnerHandle,
+    settings: Sequence[HostSettings] | None = None,
     shared_fs: bool = True,
     run_secret: str | None = None,
 ) -> LaunchPlan:
     """Return the plan of every host.
 
     Args:
+        settings: Settings of each host, if they have been resolved already.
         runner: The runner that starts the plan.
         run_secret: Secret shared by the agents of several hosts. Without it each agent watches its
             host alone.
@@ -51,13 +62,18 @@ def plan(
     """
     runner_config = experiment.runner
     hosts = [assignment.host for assignment in assignments]
+    settings = resolve_all_settings(experiment, hosts) if settings is None else settings
     address = master_address(runner_config, hosts)
     rendezvous = None
     if len(assignments) > 1:
         names = tuple(compress_consecutive(host.name for host in hosts))
         port = supervision.liveness_port(runner_config, master_port)
-        places = describe_places(experiment, [assignment.ranks for assignment in assignments])
-        rendezvous = AgentRendezvous(address, port, names, hosts[0].name, run_secret, tuple(places))
+        mesh_positions = describe_host_contents(
+            experiment, [assignment.ranks for assignment in assignments]
+        )
+        rendezvous = AgentRendezvous(
+            address, port, names, hosts[0].name, run_secret, tuple(mesh_positions)
+        )
     planner = _HostPlanner(
         experiment, run_id, tuple(assignments), (address, master_port), rendezvous
     )
@@ -68,7 +84,7 @@ def plan(
         log_dir=runner_config.log_dir,
         master_addr=address,
         master_port=master_port,
-        hosts=tuple(planner.plan_host(assignment) for assignment in assignments),
+        hosts=tuple(map(planner.plan_host, assignments, settings)),
         external=experiment.task.external,
         start_timeout=runner_config.start_timeout,
         stop_grace=runner_config.stop_grace,
@@ -112,23 +128,26 @@ def program_arguments(
         ConfigError: If an argument looks like a secret.
     """
     problems = [
-        Problem(given.key, "looks like a secret, which a script and the process list would show")
-        for given in args
-        if is_secret(given.name, given.value)
+        Problem(argument.key, "looks like a secret, which a script and the process list would show")
+        for argument in args
+        if is_secret(argument.name, argument.value)
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
-    directories = read_arguments(default_directories(layout, args)).arguments
+    directories = read_arguments(default_directories(layout, args.named)).arguments
     arguments = command_line(
         args.with_added(directories.entries), external=experiment.task.external
     )
     return (str(rebase_path(experiment.task.entrypoint, project)), *arguments)
 
 
-def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
-    """Return the default directories of this experiment for arguments that the YAML does not set.
+def default_directories(layout: Layout, given_names: Container[str]) -> dict[str, str]:
+    """Return the default directories of an experiment for arguments that the YAML does not set.
 
-    A null counts as set: ``save: null`` saves nothing.
+    Args:
+        layout: Paths of the experiment.
+        given_names: Arguments that the YAML sets. A null counts as set: ``save: null`` saves
+            nothing.
     """
     defaults = {
         "save": layout.checkpoints,
@@ -136,7 +155,7 @@ def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
         "tensorboard_dir": layout.tensorboard,
         "wandb_save_dir": layout.wandb,
     }
-    return {name: str(path) for name, path in defaults.items() if name not in args.named}
+    return {name: str(path) for name, path in defaults.items() if name not in given_names}
 
 
 @dataclass(frozen=True)
@@ -150,18 +169,17 @@ class _HostPlanner:
     rendezvous: AgentRendezvous | None
     _programs: dict[tuple[int, Path], tuple[str, ...]] = field(default_factory=dict)
 
-    def plan_host(self, assignment: HostAssignment) -> HostPlan:
+    def plan_host(self, assignment: HostAssignment, settings: HostSettings) -> HostPlan:
         """Return the plan of one host."""
-        host, machine, settings = assignment.host, assignment.machine, assignment.settings
+        host, machine = assignment.host, assignment.machine
         runner = self.experiment.runner
         layout = Layout(self.experiment.exp_dir, runner.log_dir)
         run_dir = layout.run_dir(assignment.node_rank, host.name, self.run_id)
         environment = build_environment(
-            self.experiment,
+            configured_variables(self.experiment.envs, host, self.experiment.sources),
             host,
             machine.environment,
-            run_id=self.run_id,
-            status_dir=run_dir / STATUS_DIRECTORY,
+            stop_grace=runner.stop_grace,
             threads=None if machine.cpus is None else max(1, machine.cpus // assignment.nproc),
             devices=machine.devices,
             interface=machine.interface,
@@ -175,6 +193,7 @@ class _HostPlanner:
             nproc=assignment.nproc,
             first_rank=assignment.first_rank,
             environment=(
+                *run_variables(self.run_id, run_dir / STATUS_DIRECTORY),
                 *environment,
                 *supervision.agent_environment(runner, assignment, self.rendezvous),
             ),
@@ -185,7 +204,11 @@ class _HostPlanner:
                 runner, self.experiment.name, assignment, run_dir, self.rendezvous
             ),
             starter=self._starter_arguments(assignment, run_dir),
-            program=self._program_arguments(assignment, layout),
+            program=(
+                _command_arguments(self.experiment.task, machine)
+                if self.experiment.task.is_command
+                else self._program_arguments(settings, layout, machine.project)
+            ),
             run_dir=run_dir,
             script=layout.script(assignment.node_rank, host.name),
             output=layout.output(assignment.node_rank, host.name),
@@ -196,16 +219,15 @@ class _HostPlanner:
             unprobed=machine.cpus is None,
         )
 
-    def _program_arguments(self, assignment: HostAssignment, layout: Layout) -> tuple[str, ...]:
+    def _program_arguments(
+        self, settings: HostSettings, layout: Layout, project: Path
+    ) -> tuple[str, ...]:
         """Return the program and its arguments, computed once for all hosts that share their
         settings.
         """
-        if self.experiment.task.is_command:
-            return _command_arguments(self.experiment, assignment)
-        project = assignment.machine.project
-        key = (id(assignment.settings), project)
+        key = (id(settings), project)
         if key not in self._programs:
-            args = fill_automatic_meshes(assignment.settings.train, self.assignments)
+            args = fill_automatic_meshes(settings.train, self.assignments)
             self._programs[key] = program_arguments(self.experiment, layout, args, project)
         return self._programs[key]
 
@@ -247,9 +269,8 @@ def _format_options(options: Mapping[str, str | None]) -> Iterator[str]:
             yield value
 
 
-def _command_arguments(experiment: Experiment, assignment: HostAssignment) -> tuple[str, ...]:
+def _command_arguments(task: Task, machine: Machine) -> tuple[str, ...]:
     """Return the words of ``experiment.task.command``, with the host's own Python interpreter."""
-    task, machine = experiment.task, assignment.machine
     first, *arguments = task.command
     if first == "python":
         return (machine.python, *arguments)

@@ -13,9 +13,16 @@ from pathlib import Path
 
 from flagscale import __version__
 from flagscale.accelerators.probes import default_variables_script
-from flagscale.config.interpolation import reference, references, split_references
+from flagscale.config.interpolation import host_reference, host_references, split_references
 from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launcher.planning.environment import JOB_VARIABLES, MEETING, NODE, PYTHON_PATH
+from flagscale.launcher.liveness.options import AgentOptions
+from flagscale.launcher.planning.environment import (
+    JOB_VARIABLES,
+    NODE_VARIABLE,
+    PYTHONPATH_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    EnvironmentVariable,
+)
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan
 from flagscale.launcher.planning.per_host import read_script_part
 from flagscale.launcher.planning.supervision import AGENT_SECRETS
@@ -28,11 +35,17 @@ _TORCHRUN = "torch.distributed.run"
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
     """Return the script of one host."""
-    start = f'"${{agent[@]}}" -- "${{{_starter_array_name(host)}[@]}}" "${{program[@]}}"'
-    start = f"(give_secrets && exec {start}) &\n" if _agent_secrets(host) else f"{start} &\n"
+    array = _starter_array_name(host.starter)
+    start = f'"${{agent[@]}}" -- "${{{array}[@]}}" "${{program[@]}}"'
+    if _agent_secrets(host.environment):
+        start = f"(give_secrets && exec {start})"
+    start += " &\n"
+    saved_names = _saved_variable_names(host.environment)
     parts = (
         *_render_header(plan, host),
-        *_render_environment(host),
+        *_save_host_variables(saved_names),
+        *_render_paths(plan.run_id, host),
+        *_render_environment(host.environment, host.python_path, saved_names),
         *_render_command_lines(plan, host),
     )
     run_job = f"{read_script_part('before_job.sh')}\n{start}{read_script_part('after_job.sh')}\n"
@@ -40,9 +53,9 @@ def render(plan: LaunchPlan, host: HostPlan) -> str:
 
 
 def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
-    ranks = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
+    rank_text = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
     yield "#!/usr/bin/env bash"
-    yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {ranks}."
+    yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {rank_text}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; can be run by hand."
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
     yield "set -uo pipefail"
@@ -51,10 +64,12 @@ def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
         yield "# Set by the job that starts this script: host name and rendezvous of the ranks."
         yield from (f': "${{{name}:?is set by the job}}"' for name in JOB_VARIABLES)
         yield ""
-    yield from _save_host_variables(host)
+
+
+def _render_paths(run_id: str, host: HostPlan) -> Iterator[str]:
     yield "# Name of the run in messages, and its files on this host."
-    name = reference(NODE) if host.late else host.name
-    yield f"run_label={_quote_references(f'run {plan.run_id} on {name}')}"
+    name = host_reference(NODE_VARIABLE) if host.late else host.name
+    yield f"run_label={_quote_references(f'run {run_id} on {name}')}"
     yield f"run_dir={_quote(str(host.run_dir))}"
     yield f"pid_file={_quote(str(host.pid_file))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
@@ -88,54 +103,58 @@ _BLOCK_COMMENTS = {
 }
 
 
-def _save_host_variables(host: HostPlan) -> Iterator[str]:
+def _save_host_variables(saved_names: Mapping[str, str]) -> Iterator[str]:
     """Yield lines that save the host's own variables before this script replaces them."""
-    saved_names = _saved_variable_names(host)
     if saved_names:
         yield "# This host's own variables that `experiment.envs` refers to."
         yield from (f"{saved_name}=${{{name}-}}" for name, saved_name in saved_names.items())
         yield ""
 
 
-def _saved_variable_names(host: HostPlan) -> dict[str, str]:
+def _saved_variable_names(environment: Sequence[EnvironmentVariable]) -> dict[str, str]:
     """Return the host's own variables that values refer to, with the names under which they are
     saved.
 
     A saved name differs from every variable that the script sets or refers to.
     """
-    plain = [value for value in host.environment if not value.secret]
-    names = [name for value in plain for name in references(value.value)]
+    public_variables = [value for value in environment if not value.secret]
+    names = [name for value in public_variables for name in host_references(value.value)]
     names = [name for name in names if name not in JOB_VARIABLES]
     prefix = "host_"
-    while any(name.startswith(prefix) for name in (*names, *(value.name for value in plain))):
+    while any(
+        name.startswith(prefix) for name in (*names, *(value.name for value in public_variables))
+    ):
         prefix += "_"
     return {name: f"{prefix}{name}" for name in names}
 
 
-def _render_environment(host: HostPlan) -> Iterator[str]:
-    saved_names = _saved_variable_names(host)
+def _render_environment(
+    environment: Sequence[EnvironmentVariable],
+    python_path: Sequence[str],
+    saved_names: Mapping[str, str],
+) -> Iterator[str]:
     user_path = ""
     origin = ""
-    for value in host.environment:
+    for value in environment:
         if value.secret:
             continue
-        if value.name == PYTHON_PATH:
+        if value.name == PYTHONPATH_VARIABLE:
             user_path = value.value
             continue
         if value.origin != origin:
             origin = value.origin
             yield _BLOCK_COMMENTS.get(origin, f"# experiment.{_join_lines(origin)}")
         yield f"export {value.name}={_expand_references(value.name, value.value, saved_names)}"
-    secrets = [name for name in host.secrets if name not in AGENT_SECRETS]
+    secrets = [v.name for v in environment if v.secret and v.name not in AGENT_SECRETS]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
         required = ':?is a secret: export it, then run this script}"'
         yield from (f': "${{{name}{required}' for name in secrets)
     yield ""
     yield "# The program's own packages, the adapted training backend, this project."
-    path = ":".join(filter(None, (*host.python_path, user_path)))
-    suffix = "" if PYTHON_PATH in references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
-    yield f"export PYTHONPATH={_expand_references(PYTHON_PATH, path, saved_names)}{suffix}"
+    path = ":".join(filter(None, (*python_path, user_path)))
+    suffix = "" if PYTHONPATH_VARIABLE in host_references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
+    yield f"export PYTHONPATH={_expand_references(PYTHONPATH_VARIABLE, path, saved_names)}{suffix}"
     yield ""
 
 
@@ -155,13 +174,13 @@ def _expand_references(variable: str, value: str, saved_names: Mapping[str, str]
     return "".join(quoted) or "''"
 
 
-def _starter_array_name(host: HostPlan) -> str:
+def _starter_array_name(starter: Sequence[str]) -> str:
     """Return the name of the bash array that holds the command that starts the ranks."""
-    return "torchrun" if _TORCHRUN in host.starter else "starter"
+    return "torchrun" if _TORCHRUN in starter else "starter"
 
 
-def _agent_secrets(host: HostPlan) -> list[str]:
-    return [value.name for value in host.environment if value.name in AGENT_SECRETS]
+def _agent_secrets(environment: Sequence[EnvironmentVariable]) -> list[str]:
+    return [value.name for value in environment if value.name in AGENT_SECRETS]
 
 
 def _hide_secrets(names: Sequence[str]) -> Iterator[str]:
@@ -183,11 +202,14 @@ def _hide_secrets(names: Sequence[str]) -> Iterator[str]:
 def _render_command_lines(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     program = "training program" if _TORCHRUN in host.starter else "command"
     yield f"# Supervisor, launcher of the ranks, {program}."
-    yield _bash_array("agent", _agent_command(host))
-    yield _bash_array(_starter_array_name(host), host.starter)
+    directory = Path(host.python_path[-1])
+    yield _bash_array(
+        "agent", _agent_command(host.python, directory, host.agent, is_deferred=host.late)
+    )
+    yield _bash_array(_starter_array_name(host.starter), host.starter)
     yield _bash_array("program", host.program)
-    if secret := _agent_secrets(host):
-        yield from _hide_secrets(secret)
+    if names := _agent_secrets(host.environment):
+        yield from _hide_secrets(names)
     yield ""
     yield "# experiment.cmds, verbatim."
     commands = [host.before_start]
@@ -202,20 +224,26 @@ def _render_command_lines(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield ""
 
 
-def _agent_command(host: HostPlan) -> tuple[str, ...]:
-    """Return the command line of the host's agent."""
+def _agent_command(
+    python: str, directory: Path, agent_options: AgentOptions, *, is_deferred: bool
+) -> tuple[str, ...]:
+    """Return the command line of the host's agent.
+
+    Args:
+        python: Python interpreter of the host.
+        directory: Directory of this project on the host.
+        agent_options: Options of the agent.
+        is_deferred: True if the job that starts the script sets the agents' rendezvous.
+    """
     # JSON strings contain no line ends, so the lines can be indented like those of the array.
-    lines = host.agent.to_json().split("\n")
+    lines = agent_options.to_json().split("\n")
     options = (
         "\n    ".join(lines[start : start + _LINES_PER_ARGUMENT])
         for start in range(0, len(lines), _LINES_PER_ARGUMENT)
     )
-    program = (
-        host.python,
-        *python_arguments("flagscale.launcher.agent", Path(host.python_path[-1])),
-    )
-    meeting = ("--meeting", reference(MEETING)) if host.late else ()
-    return (*program, "--options", *options, *meeting)
+    program = (python, *python_arguments("flagscale.launcher.agent", directory))
+    rendezvous = ("--meeting", host_reference(RENDEZVOUS_VARIABLE)) if is_deferred else ()
+    return (*program, "--options", *options, *rendezvous)
 
 
 def _bash_array(name: str, argv: Sequence[str]) -> str:

@@ -12,11 +12,16 @@ from pathlib import Path
 
 from flagscale.config.schema import Runner
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.liveness.options import COMMAND, WEBHOOK, AgentOptions, compress_places
+from flagscale.launcher.liveness.options import (
+    NOTIFY_COMMAND_VARIABLE,
+    NOTIFY_WEBHOOK_VARIABLE,
+    AgentOptions,
+    compress_places,
+)
 from flagscale.launcher.planning.environment import EnvironmentVariable
 from flagscale.launcher.planning.model import HostAssignment
 
-AGENT_SECRETS = (secret.VARIABLE, WEBHOOK)
+AGENT_SECRETS = (secret.SECRET_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
 """Environment variables that the script passes to the agent only."""
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
@@ -30,11 +35,13 @@ class AgentRendezvous:
     """Rendezvous of the agents of several hosts.
 
     Attributes:
-        names: Names of all hosts, as ranges.
-        first: Name of host 0.
+        address: Address of host 0.
+        port: Port of host 0 at which the agents connect.
+        host_names: Names of all hosts, as ranges.
+        master_name: Name of host 0.
         secret: Secret shared by the agents; None if each agent watches its host alone.
-        places: Positions of each host's ranks in the heterogeneous meshes; empty for a homogeneous
-            run.
+        mesh_positions: Positions of each host's ranks in the heterogeneous meshes; empty for a
+            homogeneous run.
     """
 
     address: str
@@ -42,7 +49,7 @@ class AgentRendezvous:
     host_names: tuple[str, ...]
     master_name: str
     secret: str | None
-    places: tuple[str, ...] = ()
+    mesh_positions: tuple[str, ...] = ()
 
 
 def liveness_port(runner: Runner, master_port: int) -> int:
@@ -71,10 +78,10 @@ def agent_options(
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
         if assignment.node_rank == 0:
             options["hosts"] = rendezvous.host_names
-            options["places"] = tuple(compress_places(rendezvous.places))
+            options["places"] = tuple(compress_places(rendezvous.mesh_positions))
         else:
             options["master_name"] = rendezvous.master_name
-            options["master_place"] = "".join(rendezvous.places[:1])
+            options["master_place"] = "".join(rendezvous.mesh_positions[:1])
     if runner.notify is not None and assignment.node_rank < _NOTIFYING_HOSTS:
         options["notify_on"] = runner.notify.on
     return AgentOptions(
@@ -93,14 +100,14 @@ def agent_environment(
 ) -> Iterator[EnvironmentVariable]:
     """Yield the variables that a host's script passes to its agent."""
     if rendezvous is not None and rendezvous.secret is not None:
-        yield EnvironmentVariable(secret.VARIABLE, rendezvous.secret, "run", secret=True)
+        yield EnvironmentVariable(secret.SECRET_VARIABLE, rendezvous.secret, "run", secret=True)
     notify = runner.notify
     if notify is None or assignment.node_rank >= _NOTIFYING_HOSTS:
         return
     if notify.command:
-        yield EnvironmentVariable(COMMAND, notify.command, NOTIFY)
+        yield EnvironmentVariable(NOTIFY_COMMAND_VARIABLE, notify.command, NOTIFY)
     if notify.webhook:
-        yield EnvironmentVariable(WEBHOOK, notify.webhook, NOTIFY, secret=True)
+        yield EnvironmentVariable(NOTIFY_WEBHOOK_VARIABLE, notify.webhook, NOTIFY, secret=True)
 
 
 NOTIFY = "runner.notify"

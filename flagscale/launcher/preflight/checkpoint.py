@@ -1,8 +1,8 @@
 """Check of the checkpoint that training would start from.
 
-The host of rank 0 decides: its Python reports which checkpoint is whole, and the ranks' own rules
+Rank 0's host decides: its Python reports the latest complete checkpoint, and the ranks' own rules
 decide whether it fits. If there is no checkpoint at all, as before every first run, no Python is
-asked.
+queried.
 """
 
 from __future__ import annotations
@@ -21,67 +21,71 @@ from flagscale.launcher.preflight.directories import HostPaths
 
 CHECK = "load"
 MODULE = "flagscale.checkpoints"
-_MAX_ITEMS = 3
+_MAX_LISTED_ITEMS = 3
 
 
 def check_checkpoint(
-    paths: HostPaths, facts: HostFacts, master: HostFacts | None, world_size: int
+    paths: HostPaths, facts: HostFacts, master_facts: HostFacts | None, world_size: int
 ) -> Check | None:
     """Return the check of one host, or None if nothing is loaded or nothing is known.
 
-    ``facts`` are the host's own; ``master`` are those of rank 0's host, None if it did not answer.
+    ``facts`` are the host's own; ``master_facts`` are those of rank 0's host, None if it did not
+    reply.
     """
-    if master is None:
+    if master_facts is None:
         return None
-    reply = master.module_reply(CHECK)
+    reply = master_facts.module_reply(CHECK)
     if reply is None:
-        reply = {"problem": "its Python was not asked"} if master.checkpoints else {}
+        reply = {"problem": "its Python was not queried"} if master_facts.checkpoints else {}
     if reply.get("path"):
         return _check_fit(paths, reply, facts, world_size)
     if reply.get("refused"):
         finding = reply["refused"]
-        if paths.load not in finding:
-            finding = f"{paths.load}: {finding}"
-        return Check(CHECK, False, _one_line(finding), str(reply.get("hint") or ""))
+        if paths.load_dir not in finding:
+            finding = f"{paths.load_dir}: {finding}"
+        return Check(CHECK, False, _join_lines(finding), str(reply.get("hint") or ""))
     if reply.get("problem"):
         finding = (
-            f"{paths.load} holds checkpoints; which one is whole is not known: {reply['problem']}"
+            f"{paths.load_dir} contains checkpoints, but they could not be checked: "
+            f"{reply['problem']}"
         )
         return Check(CHECK, True, finding, warning=True)
     finding, hint = missing_checkpoint(paths.values) if paths.values else ("", None)
-    if paths.load or hint is not None:
-        return Check(CHECK, hint is None, finding, hint or "", warning=paths.expected)
+    if paths.load_dir or hint is not None:
+        return Check(CHECK, hint is None, finding, hint or "", warning=paths.requires_checkpoint)
     return None
 
 
 def _check_fit(
     paths: HostPaths, reply: Mapping[str, Any], facts: HostFacts, world_size: int
 ) -> Check:
-    """Check a whole checkpoint: every host must see it, and it must fit the run."""
+    """Check a complete checkpoint: every host must see it, and it must fit the run."""
     name = PurePath(reply["path"]).name
     if name not in facts.checkpoints:
         hint = "all hosts have to see the same checkpoints: share the directory, or copy them there"
-        return Check(CHECK, False, f"{reply['path']} is not there", hint)
+        return Check(CHECK, False, f"{reply['path']} does not exist on this host", hint)
     args = derive_arguments(argparse.Namespace(**paths.values), world_size)
     try:
         parts = parts_to_load(reply["content"], vars(args), world_size)
     except CheckpointError as error:
-        finding = f"{name} in {paths.load}: {_one_line(error.message)}"
+        finding = f"{name} in {paths.load_dir}: {_join_lines(error.message)}"
         return Check(CHECK, False, finding, error.hint or "")
-    complete = parts.progress and reply["iteration"] >= args.train_iters
+    is_training_complete = parts.progress and reply["iteration"] >= args.train_iters
     notes = [*parts.notes]
-    notes += [f"all {args.train_iters} steps are done: nothing to train"] if complete else []
-    notes += [f"passed over {reason}" for reason in _shorten_list(reply["skipped"])]
-    finding = "; ".join((f"iteration {reply['iteration']} in {paths.load}", *notes))
-    return Check(CHECK, True, finding, warning=bool(complete or reply["skipped"]))
+    notes += (
+        [f"all {args.train_iters} steps are done: nothing to train"] if is_training_complete else []
+    )
+    notes += [f"skipped {reason}" for reason in _shorten_list(reply["skipped"])]
+    finding = "; ".join((f"iteration {reply['iteration']} in {paths.load_dir}", *notes))
+    return Check(CHECK, True, finding, warning=bool(is_training_complete or reply["skipped"]))
 
 
 def _shorten_list(items: list[str]) -> list[str]:
-    omitted = len(items) - _MAX_ITEMS
-    return [*items[:_MAX_ITEMS], *([f"{omitted} more"] if omitted > 0 else [])]
+    omitted = len(items) - _MAX_LISTED_ITEMS
+    return [*items[:_MAX_LISTED_ITEMS], *([f"{omitted} more"] if omitted > 0 else [])]
 
 
-def _one_line(message: str) -> str:
+def _join_lines(message: str) -> str:
     """Join a message that lists items on lines of their own, for a table cell."""
     head, *items = (line.strip() for line in message.splitlines())
     return " ".join((head, "; ".join(_shorten_list(items)))).strip()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REACHABLE = "reachable"
 """Name of the check that a host can be used at all."""
-_NCCLS = "cuda"
+_NCCL_KIND = "cuda"
 """Kind of device that nccl supports."""
 EARLIER_RUN = "earlier run"
 """Name of the check that no run is alive where one is to start."""
@@ -35,8 +35,8 @@ EARLIER_RUN = "earlier run"
 class Check:
     """Result of one check.
 
-    ``found`` is the finding in words. With ``warning`` the run may start, but the user should
-    know the finding.
+    ``found`` describes the result in words. With ``warning`` the run may start, but the user should
+    read it.
     """
 
     name: str
@@ -45,7 +45,8 @@ class Check:
     hint: str = ""
     warning: bool = False
     hosts: str = ""
-    """Folded names of the hosts with this result; empty for this machine."""
+    """Names of the hosts with this result, in short form (``node[1-3]``); empty for this machine.
+    """
 
 
 def require_passed(checks: list[Check]) -> None:
@@ -88,24 +89,26 @@ def check_devices(experiment: Experiment, host: HostPlan, facts: HostFacts) -> C
     kind = get_accelerator(
         choose_kind(AUTO if requested_kind == CPU else requested_kind, facts.devices)
     )
-    count, gpus = facts.devices.get(kind.name, 0), facts.devices.get(_NCCLS, 0)
-    unit = get_accelerator(_NCCLS).unit if kind.name == CPU else kind.unit
+    device_count, nccl_devices = facts.devices.get(kind.name, 0), facts.devices.get(_NCCL_KIND, 0)
+    unit = get_accelerator(_NCCL_KIND).unit if kind.name == CPU else kind.unit
     product = facts.products.get(kind.name)
-    finding = f"{count} {unit}(s){f', {product},' if product else ''} for {ranks} rank(s)"
+    finding = f"{device_count} {unit}(s){f', {product},' if product else ''} for {ranks} rank(s)"
     backend = experiment.train["distributed_backend"]
-    if backend == "nccl" and gpus == 0:
+    if backend == "nccl" and nccl_devices == 0:
         hint = "set train.system.distributed_backend: auto (or gloo)"
         return Check("devices", False, "nccl is asked for, but there is no GPU", hint)
-    if backend == "nccl" and ranks > gpus:
+    if backend == "nccl" and ranks > nccl_devices:
         hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
         return Check("devices", False, finding, hint)
-    declared = next(
+    declared_kind = next(
         (a for a in list_device_accelerators() if host.device_type in (a.name, *a.host_types)), None
     )
-    if declared is not None and not facts.devices.get(declared.name):
-        finding += f", but no {declared.unit}, though the hostfile says type={host.device_type}"
+    if declared_kind is not None and not facts.devices.get(declared_kind.name):
+        finding += (
+            f", but no {declared_kind.unit}, though the hostfile says type={host.device_type}"
+        )
         return Check("devices", True, finding, warning=True)
-    return Check("devices", True, finding, warning=0 < count < ranks)
+    return Check("devices", True, finding, warning=0 < device_count < ranks)
 
 
 def check_adapters() -> Check | None:
@@ -114,7 +117,7 @@ def check_adapters() -> Check | None:
     return Check("kinds of devices", True, reasons, warning=True) if reasons else None
 
 
-def port_origin(runner: Runner) -> str:
+def describe_port_origin(runner: Runner) -> str:
     """Describe where the port of the ranks comes from."""
     if requested_port(runner) is None:
         return "picked there"
@@ -126,5 +129,5 @@ def warning_lines(checks: list[Check]) -> Iterator[str]:
     """Yield the findings of passed checks that the user should know."""
     for check in checks:
         if check.ok and check.warning:
-            where = f" on {check.hosts}" if check.hosts else ""
-            yield f"{check.name}{where}: {check.found}"
+            hosts_suffix = f" on {check.hosts}" if check.hosts else ""
+            yield f"{check.name}{hosts_suffix}: {check.found}"

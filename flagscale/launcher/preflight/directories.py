@@ -18,71 +18,71 @@ from flagscale.launcher.planning.per_host import HostSettings
 from flagscale.launcher.planning.plan import default_directories
 from flagscale.launcher.preflight.checks import Check
 
-_CACHE = "data_cache_path"
+_CACHE_ARGUMENT = "data_cache_path"
 _MIB = 1 << 20
-_DISK_FAILS_BELOW = 64 * _MIB
-_DISK_WARNS_BELOW = 2048 * _MIB
+_MIN_FREE_BYTES = 64 * _MIB
+_LOW_FREE_BYTES = 2048 * _MIB
 
 
 @dataclass(frozen=True)
 class HostPaths:
     """Paths and arguments of the ranks on one host.
 
-    ``written`` maps arguments to the paths that they name for writing. ``expected`` is true if the
-    YAML requires a checkpoint in ``load``. ``values`` has every argument.
+    ``output_paths`` maps arguments to the paths that they name for writing. ``requires_checkpoint``
+    is True if the YAML requires a checkpoint in ``load``. ``values`` has every argument.
     """
 
-    load: str = ""
-    expected: bool = False
+    load_dir: str = ""
+    requires_checkpoint: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, str] = field(default_factory=dict)
+    output_paths: Mapping[str, str] = field(default_factory=dict)
 
 
 def collect_host_paths(
-    experiment: Experiment, layout: Layout, settings: HostSettings, *, first: bool
+    experiment: Experiment, layout: Layout, settings: HostSettings, *, is_first: bool
 ) -> HostPaths:
     """Return the paths that a host with these settings uses.
 
-    The rank that reports runs on the ``first`` host. The result is empty for a foreign program,
-    which may give the arguments another meaning.
+    The rank that writes TensorBoard files runs on the first host (``is_first``). The result is
+    empty for a program of another project, which may give the arguments another meaning.
     """
     if experiment.task.external:
         return HostPaths()
     args = settings.train
-    values = {**args.values, **default_directories(layout, args)}
+    values = {**args.values, **default_directories(layout, args.named)}
     named_paths = {"save": values["save"]}
     cache = data_cache_of(values)
-    if first:
+    if is_first:
         named_paths["tensorboard_dir"] = values["tensorboard_dir"]
         if cache is not None and cache[1] in args.given:
-            named_paths[_CACHE] = str(cache[0])
+            named_paths[_CACHE_ARGUMENT] = str(cache[0])
     return HostPaths(
-        load=values["load"] or "",
-        expected="load" in args.given and values["load"] != values["save"],
+        load_dir=values["load"] or "",
+        requires_checkpoint="load" in args.given and values["load"] != values["save"],
         values=values,
-        written={
+        output_paths={
             name: path
             for name, path in named_paths.items()
-            if path and "://" not in path and (name in args.given or name == _CACHE)
+            if path and "://" not in path and (name in args.given or name == _CACHE_ARGUMENT)
         },
     )
 
 
-def check_output_paths(want: HostPaths, states: Mapping[str, PathState]) -> Iterator[Check]:
+def check_output_paths(host_paths: HostPaths, states: Mapping[str, PathState]) -> Iterator[Check]:
     """Yield the checks of a host, from the ``states`` of its paths."""
-    reported = set[str]()
-    for name, path in want.written.items():
+    reported_directories = set[str]()
+    for name, path in host_paths.output_paths.items():
         state = states.get(path)
         # If `save` cannot be created, neither can the cache next to it: report the cause once.
-        if name != _CACHE or state is None or state.existing not in reported:
+        if name != _CACHE_ARGUMENT or state is None or state.existing not in reported_directories:
             yield _check_output_path(name, path, state)
         if state is not None and state.problem:
-            reported.add(state.existing)
+            reported_directories.add(state.existing)
 
 
 def _check_output_path(name: str, path: str, state: PathState | None) -> Check:
     read_only = state is not None and (state.existing, state.problem) == (path, NOT_WRITABLE)
-    if name == _CACHE and read_only:
+    if name == _CACHE_ARGUMENT and read_only:
         finding = f"{path} is not writable: what is not cached there yet cannot be used"
         return Check(name, True, finding, warning=True)
     return check_directory(name, path, state, key=name)
@@ -102,6 +102,6 @@ def check_directory(name: str, path: str, state: PathState | None, *, key: str) 
     if state.free_bytes is None:
         return Check(name, True, f"{path}: free space unknown", warning=True)
     finding = f"{path}: {state.free_bytes / _MIB:,.0f} MiB free"
-    if state.free_bytes < _DISK_FAILS_BELOW:
+    if state.free_bytes < _MIN_FREE_BYTES:
         return Check(name, False, finding, f"make room there, or set {key}")
-    return Check(name, True, finding, warning=state.free_bytes < _DISK_WARNS_BELOW)
+    return Check(name, True, finding, warning=state.free_bytes < _LOW_FREE_BYTES)

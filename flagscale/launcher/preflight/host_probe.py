@@ -1,4 +1,8 @@
-"""Query all hosts of a run at once, and plan the run from their replies."""
+"""Query all hosts of a run at once, and plan the run from their replies.
+
+A query is a bash program that :mod:`flagscale.hosts.facts` runs on a host; it also runs modules
+of this project with the host's Python, for the checks of this package.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from flagscale.launcher.planning.plan import master_address, plan, requested_por
 from flagscale.launcher.planning.supervision import liveness_port
 from flagscale.launcher.preflight import backend, checkpoint, directories, user_code
 
-BACKEND = "the adapted training backend"
+TRAINING_BACKEND = "the adapted training backend"
 """Description of what requires the adapted backend's source, in place of a configuration key."""
 
 
@@ -39,13 +43,13 @@ class HostReplies:
     hosts: tuple[Host, ...]
     settings: tuple[HostSettings, ...]
     """Settings of the experiment for each host."""
-    here: bool = False
+    is_local: bool = False
     """True if this machine is the only host."""
-    needed: tuple[Mapping[str, str], ...] = ()
+    required_paths: tuple[Mapping[str, str], ...] = ()
     """Paths that each host must have, with the keys that require them."""
     facts: dict[int, HostFacts] = field(default_factory=dict)
     errors: dict[int, FlagscaleError] = field(default_factory=dict)
-    code: str = ""
+    code_digest: str = ""
     """Digest of this machine's code; empty if it was not compared."""
 
     @property
@@ -58,74 +62,82 @@ def query_hosts(
     hosts: Sequence[Host],
     connections: Hosts,
     *,
-    here: bool,
-    thorough: bool,
-    fresh: bool = False,
+    is_local: bool,
+    for_preflight: bool,
+    ignore_cache: bool = False,
 ) -> HostReplies:
     """Query the hosts.
 
-    With ``thorough``, every host is queried for a preflight. Its Python is asked again if
-    ``fresh``, otherwise only if something has changed since its last reply. Without ``thorough``,
-    only the master host is asked for a port, and the scripts of the other hosts look for
-    themselves.
+    ``is_local`` is True if this machine is the only host. With ``for_preflight``, every host is
+    queried for a preflight. Its Python is probed again if ``ignore_cache``, otherwise only if
+    something has changed since its last reply. Without ``for_preflight``, only the master host is
+    queried, for a port, and the scripts of the other hosts read their facts themselves.
     """
-    replies = HostReplies(tuple(hosts), resolve_all_settings(experiment, hosts), here)
-    if thorough:
-        replies.needed = tuple(
-            _required_paths(experiment, settings, here=here) for settings in replies.settings
+    replies = HostReplies(tuple(hosts), resolve_all_settings(experiment, hosts), is_local)
+    if for_preflight:
+        replies.required_paths = tuple(
+            _required_paths(experiment, settings, is_local=is_local)
+            for settings in replies.settings
         )
-        if compares_code(experiment, here=here):
-            replies.code = probe.digest_manifest(probe.build_manifest(str(PROJECT)))
-    queries = list(build_queries(experiment, replies, thorough, fresh))
+        if compares_code(experiment, is_local=is_local):
+            replies.code_digest = probe.digest_manifest(probe.build_manifest(str(PROJECT)))
+    queries = list(build_queries(experiment, replies, for_preflight, ignore_cache))
 
-    def visit(number: int, executor: HostConnection) -> HostFacts | None:
+    def read_facts(index: int, connection: HostConnection) -> HostFacts | None:
         return (
-            asking.read_host_facts(executor, queries[number]) if thorough or number == 0 else None
+            asking.read_host_facts(connection, queries[index])
+            if for_preflight or index == 0
+            else None
         )
 
     # All hosts are connected now, so unreachable ones are known before anything starts.
-    facts_by_host, replies.errors = connections.each(visit)
+    facts_by_host, replies.errors = connections.run_on_hosts(read_facts)
     replies.facts = {
         number: host_facts for number, host_facts in facts_by_host.items() if host_facts is not None
     }
     return replies
 
 
-def copies_code(experiment: Experiment, *, here: bool) -> bool:
-    """Return whether a run copies this machine's code to its hosts."""
+def copies_code(experiment: Experiment, *, is_local: bool) -> bool:
+    """Return True if a run copies this machine's code to its hosts."""
     runner = experiment.runner
-    return not here and runner.sync == "code" and runner.no_shared_fs
+    return not is_local and runner.sync == "code" and runner.no_shared_fs
 
 
-def compares_code(experiment: Experiment, *, here: bool) -> bool:
-    """Return whether hosts may have code of their own: without shared files, or in another
+def compares_code(experiment: Experiment, *, is_local: bool) -> bool:
+    """Return True if hosts may have code of their own: without shared files, or in another
     directory.
     """
     overrides = (*experiment.by_type.values(), *experiment.by_host.values())
-    own_directory = experiment.runner.build_dir or any(specific.build_dir for specific in overrides)
-    return bool(own_directory) or (experiment.runner.no_shared_fs and not here)
+    has_own_directory = experiment.runner.build_dir or any(
+        specific.build_dir for specific in overrides
+    )
+    return bool(has_own_directory) or (experiment.runner.no_shared_fs and not is_local)
 
 
 def build_queries(
-    experiment: Experiment, replies: HostReplies, thorough: bool, fresh: bool
+    experiment: Experiment, replies: HostReplies, for_preflight: bool, ignore_cache: bool
 ) -> Iterator[HostQuery]:
+    """Yield the query of each host; parameters as in :func:`query_hosts`."""
     runner = experiment.runner
     layout = Layout(experiment.exp_dir, runner.log_dir)
     # A single host needs neither an interface nor a port for agents.
-    alone = len(replies.hosts) == 1
+    is_single_host = len(replies.hosts) == 1
     configured_port = requested_port(runner)
     agents_port = (
         liveness_port(runner, configured_port) if configured_port else runner.liveness_port
     )
-    for number, settings in enumerate(replies.settings):
+    for index, settings in enumerate(replies.settings):
         yield HostQuery(
-            master="" if alone else master_address(runner, replies.hosts),
+            master="" if is_single_host else master_address(runner, replies.hosts),
             log_root=str(layout.log_dir or layout.logs / "details"),
             python=rank_python(settings),
             setup=settings.setup,
-            port=(configured_port or 0) if number == 0 else None,
-            agents_port=agents_port if number == 0 and not alone else None,
-            preflight=_preflight_query(experiment, replies, number, fresh) if thorough else None,
+            port=(configured_port or 0) if index == 0 else None,
+            agents_port=agents_port if index == 0 and not is_single_host else None,
+            preflight=_preflight_query(experiment, replies, index, ignore_cache)
+            if for_preflight
+            else None,
         )
 
 
@@ -135,57 +147,65 @@ def rank_python(settings: HostSettings) -> str:
 
 
 def _required_paths(
-    experiment: Experiment, settings: HostSettings, *, here: bool
+    experiment: Experiment, settings: HostSettings, *, is_local: bool
 ) -> dict[str, str]:
     """Return the paths that a host must have, with the keys that require them."""
     project = settings.build_dir or PROJECT
     external = experiment.task.external
-    reads = [] if external else list(settings.train)
-    needed = {path: given.key for given in reads for path in files_needed(given.name, given.value)}
+    train_arguments = [] if external else list(settings.train)
+    key_by_path = {
+        path: argument.key
+        for argument in train_arguments
+        for path in files_needed(argument.name, argument.value)
+    }
     task = experiment.task
-    program, copied = task.entrypoint, copies_code(experiment, here=here)
+    program, is_code_copied = task.entrypoint, copies_code(experiment, is_local=is_local)
     if task.is_command:
         program = Path(task.command[0])
         if not program.is_absolute():
-            return needed
-    if not (copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
+            return key_by_path
+    if not (is_code_copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
         key = "command" if task.is_command else "entrypoint"
-        needed[str(rebase_path(program, project))] = f"experiment.task.{key}"
-    if not (copied or external):
-        needed[str(project / BACKEND_DIRECTORY / "megatron" / "core")] = BACKEND
-    return needed
+        key_by_path[str(rebase_path(program, project))] = f"experiment.task.{key}"
+    if not (is_code_copied or external):
+        key_by_path[str(project / BACKEND_DIRECTORY / "megatron" / "core")] = TRAINING_BACKEND
+    return key_by_path
 
 
 def _preflight_query(
-    experiment: Experiment, replies: HostReplies, number: int, fresh: bool
+    experiment: Experiment, replies: HostReplies, index: int, ignore_cache: bool
 ) -> PreflightQuery:
-    settings, host = replies.settings[number], replies.hosts[number]
+    settings, host = replies.settings[index], replies.hosts[index]
     project = str(settings.build_dir or PROJECT)
     layout = Layout(experiment.exp_dir, experiment.runner.log_dir)
-    host_paths = directories.collect_host_paths(experiment, layout, settings, first=number == 0)
+    host_paths = directories.collect_host_paths(experiment, layout, settings, is_first=index == 0)
 
     variables = experiment.envs.for_host(host.name, host.device_type)
     environment = {k: split_references(k, v) for k, v in variables.items() if not is_secret(k, v)}
-    ask = partial(ModuleQuery, project=project, environment=environment)
-    module_queries = [(backend.CHECK, backend.MODULE, backend.query_words(experiment))]
+    make_query = partial(ModuleQuery, project=project, environment=environment)
+    module_queries = [(backend.CHECK, backend.MODULE, backend.query_arguments(experiment))]
     module_queries += [
-        (part.check, part.module, part.query_words(experiment)) for part in user_code.USER_CODE
+        (part.check, part.module, part.query_arguments(experiment)) for part in user_code.USER_CODE
     ]
     return PreflightQuery(
         project=project,
         exp_dir=str(experiment.exp_dir),
-        required_paths=list(replies.needed[number]),
-        output_paths=list(host_paths.written.values()),
-        load_dir=host_paths.load,
-        compare_code=compares_code(experiment, here=replies.here),
+        required_paths=list(replies.required_paths[index]),
+        output_paths=list(host_paths.output_paths.values()),
+        load_dir=host_paths.load_dir,
+        compare_code=compares_code(experiment, is_local=replies.is_local),
         module_queries=[
-            ask(check, module, words) for check, module, words in module_queries if words
+            make_query(check, module, arguments)
+            for check, module, arguments in module_queries
+            if arguments
         ],
         # Rank 0 chooses the checkpoint for all.
         checkpoint_queries=(
-            [ask(checkpoint.CHECK, checkpoint.MODULE, [host_paths.load])] if number == 0 else []
+            [make_query(checkpoint.CHECK, checkpoint.MODULE, [host_paths.load_dir])]
+            if index == 0
+            else []
         ),
-        ignore_cache=fresh,
+        ignore_cache=ignore_cache,
     )
 
 
@@ -195,14 +215,18 @@ def build_plan(
     """Build the plan from the replies."""
     master = replies.facts.get(0)
     port = master.port if master is not None else None
-    machines = describe_machines(experiment, replies.hosts, replies.facts, here=replies.here)
+    shared_fs = not experiment.runner.no_shared_fs
+    machines = describe_machines(
+        replies.hosts, replies.facts, is_local=replies.is_local, shared_fs=shared_fs
+    )
     return plan(
         experiment,
         assign_ranks(experiment, replies.hosts, machines, replies.settings),
         run_id=run_id,
         master_port=port or requested_port(experiment.runner) or 0,
         runner=runner,
-        shared_fs=replies.here or not experiment.runner.no_shared_fs,
+        settings=replies.settings,
+        shared_fs=replies.is_local or shared_fs,
         run_secret=secret.generate_secret(),
     )
 
@@ -213,7 +237,11 @@ def find_port_conflict(experiment: Experiment, replies: HostReplies) -> ConfigEr
     A port that is occupied by a live run of this experiment is reported by another check.
     """
     runner, master = experiment.runner, replies.facts.get(0)
-    if master is None or master.alive or (master.port is not None and master.busy_port is None):
+    if (
+        master is None
+        or master.live_run_id
+        or (master.port is not None and master.busy_port is None)
+    ):
         return None
     holder = master.port_holder or "another process"
     text = f"port {master.busy_port} of {replies.names[0]} is in use by {holder}"

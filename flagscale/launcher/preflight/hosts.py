@@ -1,4 +1,4 @@
-"""Checks of the hosts of a run, from their replies. Pure.
+"""Checks of the hosts of a run, from their replies. Pure functions.
 
 Each check is evaluated per host; hosts with equal results become one row.
 """
@@ -24,18 +24,18 @@ from flagscale.launcher.preflight.checks import (
     Check,
     check_adapters,
     check_devices,
-    port_origin,
+    describe_port_origin,
 )
 from flagscale.launcher.preflight.host_probe import (
-    BACKEND,
+    TRAINING_BACKEND,
     HostReplies,
     copies_code,
     find_port_conflict,
 )
 from flagscale.launcher.state import RunState, alive_message
 
-_SKEW_FAILS = 30.0
-_SKEW_WARNS = 2.0
+_MAX_SKEW_SECONDS = 30.0
+_SKEW_WARNING_SECONDS = 2.0
 
 
 def check_hosts(
@@ -43,16 +43,16 @@ def check_hosts(
 ) -> list[Check]:
     """Return the results of all checks, those of unreachable hosts first.
 
-    ``previous`` is the run that was started before in this directory. Checks between hosts are left
-    out if this machine is the only one.
+    ``previous`` is the run that was started before in this directory. Checks between hosts are
+    skipped if this machine is the only one.
     """
-    usual_versions = _usual_versions(replies)
+    usual_versions = _most_common_versions(replies)
     exp_dir, key = str(plan.exp_dir), "experiment.exp_dir"
-    per_host: list[Callable[[HostPlan, HostFacts], Check]] = [
+    host_checks: list[Callable[[HostPlan, HostFacts], Check]] = [
         lambda host, facts: _check_python(facts, usual_versions),
         lambda host, facts: _check_packages(experiment, replies, facts, usual_versions),
         lambda host, facts: _check_code(experiment, replies, facts),
-        lambda host, facts: _check_paths(replies.needed[host.node_rank], facts),
+        lambda host, facts: _check_paths(replies.required_paths[host.node_rank], facts),
         lambda host, facts: check_devices(experiment, host, facts),
         lambda host, facts: backend.check_backend(
             experiment,
@@ -65,29 +65,29 @@ def check_hosts(
         ),
         lambda host, facts: _check_earlier_run(facts, previous),
     ]
-    user_code_checks = [part for part in user_code.USER_CODE if part.query_words(experiment)]
-    per_host += [partial(part.check_host, experiment) for part in user_code_checks]
-    between_hosts = (
+    user_code_checks = [part for part in user_code.USER_CODE if part.query_arguments(experiment)]
+    host_checks += [partial(part.check_host, experiment) for part in user_code_checks]
+    network_checks = (
         lambda host, facts: _check_interface(plan, host, facts, replies.facts.get(0)),
         lambda host, facts: _check_clock(facts),
     )
-    checks = [] if replies.here and not replies.errors else list(_check_reachable(replies))
-    for look in per_host if replies.here else (*per_host, *between_hosts):
+    checks = [] if replies.is_local and not replies.errors else list(_check_reachable(replies))
+    for check_host in host_checks if replies.is_local else (*host_checks, *network_checks):
         rows = [
-            (plan.hosts[number].name, look(plan.hosts[number], facts))
-            for number, facts in sorted(replies.facts.items())
+            (plan.hosts[index].name, check_host(plan.hosts[index], facts))
+            for index, facts in sorted(replies.facts.items())
         ]
         checks += _merge_equal_rows(rows)
     checks += _check_directories(experiment, plan, replies)
-    if (adapters := check_adapters()) is not None:
-        checks.append(adapters)
+    if (adapter_check := check_adapters()) is not None:
+        checks.append(adapter_check)
     if 0 in replies.facts:
         checks += _check_ports(experiment, plan, replies)
-    return [replace(check, hosts="") for check in checks] if replies.here else checks
+    return [replace(check, hosts="") for check in checks] if replies.is_local else checks
 
 
 def require_usable(experiment: Experiment, replies: HostReplies) -> None:
-    """Check the little that is known without a preflight.
+    """Check the hosts of a start without a preflight: that all replied, and that the port is free.
 
     Raises:
         UnreachableError: names every host that did not reply.
@@ -126,50 +126,57 @@ def _check_reachable(replies: HostReplies) -> Iterator[Check]:
         yield Check(REACHABLE, True, f"{len(replies.facts)} host(s)", hosts=names)
 
 
-def _usual_versions(replies: HostReplies) -> dict[str, str]:
+def _most_common_versions(replies: HostReplies) -> dict[str, str]:
     """Return the version of each package that most hosts have."""
     pythons = [facts.python for facts in replies.facts.values() if facts.python]
-    usual = {}
+    version_by_package = {}
     for name in ("version", *list_installed_packages(list(replies.facts.values()))):
         versions = Counter(_version_of(python, name) for python in pythons)
-        usual[name] = versions.most_common(1)[0][0] if versions else ""
-    return usual
+        version_by_package[name] = versions.most_common(1)[0][0] if versions else ""
+    return version_by_package
 
 
 def _version_of(python: PythonEnvironment, name: str) -> str:
     return python.version if name == "version" else python.packages.get(name, "none")
 
 
-def _check_python(facts: HostFacts, usual: Mapping[str, str]) -> Check:
+def _check_python(facts: HostFacts, common_versions: Mapping[str, str]) -> Check:
     hint = "set experiment.runner.python (or conda), or device_type_specific.<type>.python"
     if facts.python is None:
         return Check("python", False, facts.python_error or "its Python did not answer", hint)
     version = facts.python.version
     finding = f"{version}, {facts.python.executable}"
-    if version.rpartition(".")[0] != usual["version"].rpartition(".")[0]:
-        return Check("python", False, f"{finding}; the other hosts have {usual['version']}", hint)
-    return Check("python", True, finding, warning=version != usual["version"])
+    if version.rpartition(".")[0] != common_versions["version"].rpartition(".")[0]:
+        return Check(
+            "python", False, f"{finding}; the other hosts have {common_versions['version']}", hint
+        )
+    return Check("python", True, finding, warning=version != common_versions["version"])
 
 
 def _check_packages(
-    experiment: Experiment, replies: HostReplies, facts: HostFacts, usual: Mapping[str, str]
+    experiment: Experiment,
+    replies: HostReplies,
+    facts: HostFacts,
+    common_versions: Mapping[str, str],
 ) -> Check:
     if facts.python is None:
         return Check("packages", False, "its Python did not answer")
     if experiment.task.is_command:
         return Check("packages", True, f"what {experiment.task.program} needs is for it to say")
-    needed = {"torch": "install the `train` extra there (here: make setup)"}
+    hint_by_package = {"torch": "install the `train` extra there (here: make setup)"}
     if experiment.train["wandb_project"] and not experiment.task.external:
-        needed["wandb"] = "pip install wandb, or remove wandb_project"
+        hint_by_package["wandb"] = "pip install wandb, or remove wandb_project"
     installed = list_installed_packages(list(replies.facts.values()))
-    names = [name for name in installed if name != "wandb" or name in needed]
-    versions = {name: _version_of(facts.python, name) for name in (*names, *needed)}
-    for name, hint in needed.items():
+    names = [name for name in installed if name != "wandb" or name in hint_by_package]
+    versions = {name: _version_of(facts.python, name) for name in (*names, *hint_by_package)}
+    for name, hint in hint_by_package.items():
         if versions[name] == "none":
             return Check("packages", False, f"its Python has no {name}", hint)
-    differing = [name for name in names if versions[name] != usual[name]]
+    differing = [name for name in names if versions[name] != common_versions[name]]
     if differing:
-        text = ", ".join(f"{name} {versions[name]} (others: {usual[name]})" for name in differing)
+        text = ", ".join(
+            f"{name} {versions[name]} (others: {common_versions[name]})" for name in differing
+        )
         return Check("packages", False, text, "install the same versions on every host")
     return Check("packages", True, ", ".join(f"{name} {versions[name]}" for name in names[:3]))
 
@@ -177,41 +184,47 @@ def _check_packages(
 def _check_code(experiment: Experiment, replies: HostReplies, facts: HostFacts) -> Check:
     if facts.python is None:
         return Check("code", False, "its Python did not answer")
-    same = facts.python.code == replies.code
-    if copies_code(experiment, here=replies.here):
-        return Check("code", True, "the same as here" if same else "copied when the run starts")
+    is_same = facts.python.code == replies.code_digest
+    if copies_code(experiment, is_local=replies.is_local):
+        return Check("code", True, "the same as here" if is_same else "copied when the run starts")
     hint = "install it there, or let `experiment.runner.sync: code` copy it"
     if not facts.has_project:
         return Check("code", False, "there is no flagscale where it should be", hint)
-    if replies.code and not same:
+    if replies.code_digest and not is_same:
         text = f"flagscale or {BACKEND_DIRECTORY} is not what it is here"
         return Check("code", False, text, hint)
-    return Check("code", True, "the same as here" if replies.code else "shared")
+    return Check("code", True, "the same as here" if replies.code_digest else "shared")
 
 
-def _check_paths(needed: Mapping[str, str], facts: HostFacts) -> Check:
-    missing = [f"{needed[path]}: {path}" for path in facts.missing]
-    if not missing:
-        text = "the program and its data are there" if needed else "none are known of"
+def _check_paths(key_by_path: Mapping[str, str], facts: HostFacts) -> Check:
+    missing_entries = [f"{key_by_path[path]}: {path}" for path in facts.missing_paths]
+    if not missing_entries:
+        text = "the program and its data are there" if key_by_path else "none are known of"
         return Check("files", True, text)
-    listed = "; ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    missing_text = "; ".join(missing_entries[:3]) + (
+        f" and {len(missing_entries) - 3} more" if missing_entries[3:] else ""
+    )
     hints = []
-    if any(needed[path] == BACKEND for path in facts.missing):
+    if any(key_by_path[path] == TRAINING_BACKEND for path in facts.missing_paths):
         hints.append("run: python tools/patch/unpatch.py --backend Megatron-LM")
-    if any("data/quickstart/" in path for path in facts.missing):
+    if any("data/quickstart/" in path for path in facts.missing_paths):
         hints.append("run: make data")
     hint = "; ".join(hints) or "copy them, or name others"
-    return Check("files", False, f"not there: {listed}", hint)
+    return Check("files", False, f"not there: {missing_text}", hint)
 
 
 def _check_interface(
-    plan: LaunchPlan, host: HostPlan, facts: HostFacts, master: HostFacts | None
+    plan: LaunchPlan, host: HostPlan, facts: HostFacts, master_facts: HostFacts | None
 ) -> Check:
     if len(plan.hosts) == 1:
         return Check("interface", True, "not needed by one host")
     hint = "give the hostfile's addr=, or experiment.runner.master_addr"
     # Host names of one machine, recognized by its boot id, may reach each other over loopback.
-    if facts.is_master_loopback and master is not None and facts.boot_id != master.boot_id:
+    if (
+        facts.is_master_loopback
+        and master_facts is not None
+        and facts.boot_id != master_facts.boot_id
+    ):
         text = f"{plan.master_addr} is a loopback address there, not that of {plan.hosts[0].name}"
         return Check("interface", False, text, hint)
     variable = next((v for v in host.environment if v.name.endswith("_SOCKET_IFNAME")), None)
@@ -233,15 +246,16 @@ def _check_directories(
     for rank, facts in sorted(replies.facts.items()):
         settings = replies.settings[rank]
         host_paths = directories.collect_host_paths(
-            experiment, plan.layout, settings, first=rank == 0
+            experiment, plan.layout, settings, is_first=rank == 0
         )
-        loaded = checkpoint.check_checkpoint(
+        checkpoint_check = checkpoint.check_checkpoint(
             host_paths, facts, replies.facts.get(0), plan.world_size
         )
         for check in filter(
-            None, (*directories.check_output_paths(host_paths, facts.output_paths), loaded)
+            None,
+            (*directories.check_output_paths(host_paths, facts.output_paths), checkpoint_check),
         ):
-            row = _without_exact_space(check, host_paths.written.get(check.name, ""))
+            row = _without_exact_space(check, host_paths.output_paths.get(check.name, ""))
             rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
     for results in rows.values():
         yield from _merge_equal_rows(results)
@@ -256,21 +270,21 @@ def _without_exact_space(check: Check, path: str) -> Check:
 
 def _check_clock(facts: HostFacts) -> Check:
     skew = abs(facts.clock_offset)
-    if skew < _SKEW_WARNS:
-        return Check("clock", True, f"within {_SKEW_WARNS:g} s of ours")
+    if skew < _SKEW_WARNING_SECONDS:
+        return Check("clock", True, f"within {_SKEW_WARNING_SECONDS:g} s of ours")
     finding = f"{round(skew)} s {'ahead of' if facts.clock_offset > 0 else 'behind'} ours"
     hint = "set the clocks right (chrony, ntpd): times of logs and failures would mislead"
-    return Check("clock", skew < _SKEW_FAILS, finding, hint, warning=True)
+    return Check("clock", skew < _MAX_SKEW_SECONDS, finding, hint, warning=True)
 
 
 def _check_earlier_run(facts: HostFacts, previous: RunState | None) -> Check:
-    if not facts.alive:
+    if not facts.live_run_id:
         return Check(EARLIER_RUN, True, "none alive")
-    if previous is not None and previous.run_id == facts.alive:
+    if previous is not None and previous.run_id == facts.live_run_id:
         finding, hint = alive_message(previous)
         return Check(EARLIER_RUN, False, finding, hint)
     hint = "stop it with action=stop, or give this one another experiment.exp_dir"
-    return Check(EARLIER_RUN, False, f"{facts.alive} is alive there", hint)
+    return Check(EARLIER_RUN, False, f"{facts.live_run_id} is alive there", hint)
 
 
 def _check_ports(experiment: Experiment, plan: LaunchPlan, replies: HostReplies) -> Iterator[Check]:
@@ -280,7 +294,7 @@ def _check_ports(experiment: Experiment, plan: LaunchPlan, replies: HostReplies)
     if conflict is not None:
         yield Check("master port", False, conflict.message, conflict.hint or "", hosts=host)
         return
-    origin = port_origin(runner)
+    origin = describe_port_origin(runner)
     yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
     if plan.liveness_port is None:
         return

@@ -1,6 +1,7 @@
 """Checks that a user's packages and files named in the YAML exist on each host.
 
-The host's own Python looks for them, in the environment of its ranks.
+The host's own Python looks for them, in the environment of its ranks. :mod:`.host_probe` sends
+the queries, :mod:`.hosts` evaluates the replies.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from flagscale.launcher.preflight.checks import Check
 
 @dataclass(frozen=True)
 class UserCode:
-    """An argument that names code of the user's."""
+    """An argument that names code of the user's. ``check`` is the name of the check."""
 
     check: str
     argument: str
     module: str
     """Module that the host's Python runs, with the argument's value as its argument."""
-    applies: Callable[[Any], bool]
-    """Predicate on the arguments: true if the named code comes from the user."""
+    is_user_code: Callable[[Any], bool]
+    """Predicate on the arguments: True if the named code comes from the user."""
 
-    def query_words(self, experiment: Experiment) -> list[str] | None:
+    def query_arguments(self, experiment: Experiment) -> list[str] | None:
         """Return the arguments of :attr:`module`, or None if the code is built in or the training
-        program is foreign.
+        program belongs to another project.
         """
         args = experiment.train
-        needed = not experiment.task.external and self.applies(args)
-        return [str(args[self.argument])] if needed else None
+        is_needed = not experiment.task.external and self.is_user_code(args)
+        return [str(args[self.argument])] if is_needed else None
 
     def check_host(self, experiment: Experiment, _: HostPlan, facts: HostFacts) -> Check:
         """Return the check of one host, from its reply."""
         args = experiment.train
-        reply = facts.module_reply(self.check) or {"problem": "its Python was not asked"}
+        reply = facts.module_reply(self.check) or {"problem": "its Python was not queried"}
         if problem := reply.get("problem"):
             problem_text = str(args.problem(self.argument, problem))
             return Check(self.check, False, problem_text, str(reply.get("hint") or ""))

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from flagscale.config.runners import DEFAULT, RUNNERS
+from flagscale.config.runners import DEFAULT_RUNNER, RUNNERS
 
 # Imports are deferred so that each action loads only the modules it uses.
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Runner(Protocol):
 
 def runner_for_experiment(experiment: Experiment) -> Runner:
     """Create the runner that an experiment selects."""
-    return _create_runner(experiment.runner.type or DEFAULT)
+    return _create_runner(experiment.runner.type or DEFAULT_RUNNER)
 
 
 def runner_for_run(state: RunState) -> Runner:

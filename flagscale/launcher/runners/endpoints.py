@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flagscale.config.schema import Experiment
+from flagscale.config.schema import Runner
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
 from flagscale.hosts.connection import Endpoint
@@ -16,13 +16,12 @@ from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import RunState
 
 
-def make_handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
+def make_handle(runner: Runner, hosts: Sequence[Host]) -> RunnerHandle:
     """Return the handle of a run on ``hosts``.
 
     If this machine is the only host, it is not reached over SSH, unless the user requests SSH to
     the hosts of a hostfile.
     """
-    runner = experiment.runner
     ssh_requested = runner.type == "ssh" and runner.hostfile is not None
     if is_local_only(hosts) and not ssh_requested:
         return RunnerHandle("local", {"machine": os.uname().nodename})
@@ -61,8 +60,8 @@ def require_same_machine(state: RunState) -> None:
     if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.read_boot_id()}):
         raise UnreachableError(
             f"run {state.run_id} was started on {machine}, which this machine, "
-            f"{os.uname().nodename}, cannot ask",
-            hint=f"give the command on {machine}",
+            f"{os.uname().nodename}, cannot query",
+            hint=f"run the command on {machine}",
         )
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -23,6 +23,7 @@ from flagscale.files import write_atomic
 from flagscale.hosts import probe, processes
 from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.fan_out import Hosts, format_host_errors, raise_host_errors
+from flagscale.hosts.names import compress_names
 from flagscale.hosts.processes import KilledProcesses
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan
@@ -39,6 +40,7 @@ from flagscale.launcher.state import (
     save_plan,
     start_lock,
 )
+from flagscale.status import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from flagscale.launcher.preflight.host_probe import HostReplies
@@ -73,8 +75,8 @@ class HostRunner:
         from flagscale.launcher.plan_builder import build_unprobed_plan, select_hosts
 
         hosts = select_hosts(experiment)
-        handle = endpoints.make_handle(experiment, hosts)
-        return build_unprobed_plan(experiment, hosts, handle, here=endpoints.is_local(handle))
+        handle = endpoints.make_handle(experiment.runner, hosts)
+        return build_unprobed_plan(experiment, hosts, handle, is_local=endpoints.is_local(handle))
 
     @contextmanager
     def prepare(
@@ -85,24 +87,30 @@ class HostRunner:
         from flagscale.launcher.preflight.hosts import check_hosts, require_usable
 
         hosts = select_hosts(experiment)
-        handle = endpoints.make_handle(experiment, hosts)
-        with endpoints.open_hosts(handle, [host.name for host in hosts]) as connected:
-            here = endpoints.is_local(handle)
+        handle = endpoints.make_handle(experiment.runner, hosts)
+        with endpoints.open_hosts(handle, [host.name for host in hosts]) as connected_hosts:
+            is_local = endpoints.is_local(handle)
             probe_results = query_hosts(
-                experiment, hosts, connected, here=here, thorough=checking, fresh=fresh
+                experiment,
+                hosts,
+                connected_hosts,
+                is_local=is_local,
+                for_preflight=checking,
+                ignore_cache=fresh,
             )
             plan = build_plan(experiment, probe_results, new_run_id(), handle)
             # A preflight detects by itself whether the hosts are one machine.
-            plan = check_plan(experiment, plan, *(() if checking else note_loopback_address(plan)))
+            notes = () if checking else note_loopback_address(plan.master_addr, len(hosts))
+            plan = check_plan(experiment, plan, *notes)
             prepared = PreparedRun(
-                plan, copy_code=lambda: _copy_code(experiment, probe_results, connected)
+                plan, copy_code=lambda: _copy_code(experiment, probe_results, connected_hosts)
             )
             if checking:
                 previous = load_state(plan.layout.state)
                 prepared.checks = check_hosts(experiment, plan, probe_results, previous)
             else:
                 require_usable(experiment, probe_results)
-            self._hosts = connected
+            self._hosts = connected_hosts
             yield prepared
 
     # -- start --------------------------------------------------------------------------------
@@ -116,8 +124,15 @@ class HostRunner:
 
         layout = plan.layout
         start_time = time.monotonic()
+        # Held from the first check of the previous run to the last write, so that only one of
+        # several launches starts, and the others do not touch the files of its run.
         with start_lock(layout):
             previous = load_state(layout.state)
+            # A start of which the launcher was killed may still be in progress on a host: from now
+            # on it does nothing.
+            write_atomic(layout.claim, f"{plan.run_id}\n")
+            if previous is not None:
+                _require_ended(previous)
             self._write_files(plan, texts, previous)
             state = make_state(plan)
             # Saved before anything starts, so that the run can be stopped if this launcher dies
@@ -127,19 +142,23 @@ class HostRunner:
 
             def start_host(number: int, connection: HostConnection) -> start.ScriptProcess:
                 if foreground and isinstance(connection, LocalConnection):
-                    result, self._children[number] = connection.run_tied(programs[number])
+                    result, self._children[number] = connection.run_exec_script(
+                        programs[number], {RUN_ID_VARIABLE: plan.run_id}
+                    )
                 else:
-                    result = connection.run_script(programs[number], timeout=start.SECONDS)
+                    result = connection.run_script(
+                        programs[number], timeout=start.START_TIMEOUT_SECONDS
+                    )
                 return start.parse_result(connection.name, result)
 
-            started, errors = self._open_hosts(state).each(start_host)
+            started, errors = self._open_hosts(state).run_on_hosts(start_host)
             hosts = list(state.hosts)
             for number, process in started.items():
                 hosts[number] = replace(hosts[number], **vars(process))
             state = replace(state, hosts=tuple(hosts))
             state.save(layout.state)
-        if errors:
-            self._abort_start(state, errors, previous)
+            if errors:
+                self._abort_start(state, errors, previous)
         if not endpoints.is_local(state.runner):
             summary = f"started on {len(started)} host(s) in {time.monotonic() - start_time:.2f} s"
             print(summary, file=sys.stderr, flush=True)
@@ -149,16 +168,13 @@ class HostRunner:
         """Write the plan's files on this machine; on a shared file system the hosts see them."""
         save_plan(plan, texts.config, texts.overrides)
         if plan.shared_fs:
-            # Hosts write the scripts themselves; they are made executable here, once for all hosts.
-            for host in plan.hosts:
-                host.script.touch(mode=0o700)
-            return
+            return  # each host writes its script
         from flagscale.launcher.planning.script import render
 
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700)
-        for old in previous.hosts if previous is not None else ():
-            old.set_output_aside()
+        for previous_host in previous.hosts if previous is not None else ():
+            previous_host.set_output_aside()
 
     def _abort_start(
         self, state: RunState, errors: Mapping[int, FlagscaleError], previous: RunState | None
@@ -172,19 +188,21 @@ class HostRunner:
             UnreachableError: Otherwise, with the reason of each host.
         """
         names = [host.name for host in state.hosts]
-        stopped = self.stop(state)
-        refused = [isinstance(e, start.StartError) and e.already_running for e in errors.values()]
-        if any(refused) and previous is not None:
+        stop_result = self.stop(state)
+        already_running = [
+            isinstance(e, start.StartError) and e.already_running for e in errors.values()
+        ]
+        if any(already_running) and previous is not None:
             # The previous run is alive, so `query` and `stop` have to find its state.
             previous.save(Layout(state.exp_dir).state)
-            if all(refused):
+            if all(already_running):
                 message, hint = alive_message(previous, [names[number] for number in errors])
                 raise RunStateError(message, hint=hint)
         text = (
             f"run {state.run_id} was not started on {len(errors)} of {len(names)} host(s), "
             "and was stopped on the others"
         )
-        if len(stopped.unreachable) > len(errors):
+        if len(stop_result.unreachable) > len(errors):
             text += ", except on those that do not answer"
         error_type = RunStateError if endpoints.is_local(state.runner) else UnreachableError
         raise error_type(f"{text}\n{format_host_errors(errors, names)}")
@@ -215,7 +233,7 @@ class HostRunner:
             if result.error is not None
         }
         if errors:
-            print(f"warning: no news from\n{format_host_errors(errors, names)}", file=sys.stderr)
+            print(f"warning: no answer from\n{format_host_errors(errors, names)}", file=sys.stderr)
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         if len(self._children) == len(state.hosts):
@@ -255,8 +273,10 @@ class HostRunner:
 
     def _probe_if_stale(self, state: RunState, request: ProbeRequest) -> None:
         """Probe the hosts, unless they were probed a moment ago."""
-        pause = _LOCAL_PROBE_SECONDS if endpoints.is_local(state.runner) else _PROBE_SECONDS
-        if time.monotonic() - self._probed_at >= max(pause, len(state.hosts) / _HOSTS_PER_SECOND):
+        min_interval = _LOCAL_PROBE_SECONDS if endpoints.is_local(state.runner) else _PROBE_SECONDS
+        if time.monotonic() - self._probed_at >= max(
+            min_interval, len(state.hosts) / _HOSTS_PER_SECOND
+        ):
             self._probe_hosts(state, request)
 
     def _probe_hosts(self, state: RunState, request: ProbeRequest) -> None:
@@ -268,7 +288,7 @@ class HostRunner:
         hosts = self._open_hosts(state)
         numbers: Sequence[int] = range(len(state.hosts))
         for _ in range(1000):
-            results, errors = hosts.each(probe_host, numbers)
+            results, errors = hosts.run_on_hosts(probe_host, numbers)
             self._results.update(results)
             self._results.update({number: ProbeResult.failed(e) for number, e in errors.items()})
             numbers = [number for number in results if results[number].more]
@@ -282,9 +302,9 @@ class HostRunner:
         """End the run on every host that answers, and report the hosts that do not."""
         from flagscale.launcher.stop_result import StopResult, killed_ranks, record_stop
 
-        stopping = replace(state, stop_requested=round(time.time(), 3))
-        unrecorded = record_stop(stopping)
-        began = time.monotonic()
+        stopping_state = replace(state, stop_requested=round(time.time(), 3))
+        unrecorded = record_stop(stopping_state)
+        start_time = time.monotonic()
 
         def stop_host(number: int, connection: HostConnection) -> KilledProcesses | None:
             spared: Sequence[int] = ()
@@ -293,32 +313,34 @@ class HostRunner:
             return stop.stop_on_host(connection, state, state.hosts[number], spared)
 
         hosts = self._open_hosts(state)
-        results, errors = hosts.each(stop_host)
+        results, errors = hosts.run_on_hosts(stop_host)
         self._probed_at = float("-inf")
-        swept = {
+        ended_processes = {
             state.hosts[number].name: result
             for number, result in sorted(results.items())
             if result is not None
         }
-        if not swept and not errors:
+        if not ended_processes and not errors:
             # The run had ended before, so its state must not record a stop.
             record_stop(state)
             return StopResult()
         if unrecorded is not None:
-            unrecorded = record_stop(stopping)
+            unrecorded = record_stop(stopping_state)
         killed: dict[str, tuple[int, ...]] = {}
-        waited = time.monotonic() - began >= state.stop_grace
-        if waited or any(host_swept.killed for host_swept in swept.values()):
+        grace_expired = time.monotonic() - start_time >= state.stop_grace
+        if grace_expired or any(host_swept.killed for host_swept in ended_processes.values()):
             # These files only serve a warning, so errors of reading or fetching are ignored.
             with suppress(OSError):
                 if not state.shared_fs:
                     self._probe_hosts(state, ProbeRequest(fetch=True))
                 killed = {
-                    host.name: killed_ranks(host, swept[host.name])
+                    host.name: killed_ranks(host, ended_processes[host.name])
                     for host in state.hosts
-                    if host.name in swept
+                    if host.name in ended_processes
                 }
-        return StopResult(swept, [errors[number] for number in sorted(errors)], killed, unrecorded)
+        return StopResult(
+            ended_processes, [errors[number] for number in sorted(errors)], killed, unrecorded
+        )
 
     def _open_hosts(self, state: RunState) -> Hosts:
         if self._hosts is None:
@@ -326,6 +348,36 @@ class HostRunner:
                 endpoints.require_same_machine(state)
             self._hosts = endpoints.open_hosts(state.runner, [host.name for host in state.hosts])
         return self._hosts
+
+
+def _require_ended(previous: RunState) -> None:
+    """Check that the previous run of a directory has ended on all of its hosts.
+
+    Hosts that do not answer are noted: such a run may have been given up because a host was lost.
+
+    Raises:
+        RunStateError: If processes of the run are alive.
+    """
+    if previous.runner.type not in ("local", "ssh"):
+        from flagscale.launcher.runners.base import runner_for_run
+
+        if not runner_for_run(previous).ended(previous):
+            message, hint = alive_message(previous)
+            raise RunStateError(message, hint=hint)
+        return
+    with closing(HostRunner()) as runner:
+        runner._probe_hosts(previous, ProbeRequest(await_start=True))
+        results = {previous.hosts[number].name: r for number, r in runner._results.items()}
+    alive = [name for name, result in results.items() if result.alive]
+    if alive:
+        message, hint = alive_message(previous, alive)
+        raise RunStateError(message, hint=hint)
+    if unreachable_hosts := [name for name, result in results.items() if result.trouble]:
+        print(
+            f"note: run {previous.run_id} may be alive on {compress_names(unreachable_hosts)}, "
+            "which did not answer",
+            file=sys.stderr,
+        )
 
 
 def _start_programs(
@@ -350,6 +402,8 @@ def _start_programs(
             plan.run_id,
             {**plan_files, host.script: render(plan, host)},
             previous=previous_hosts.get(host.name),
+            previous_run_id=previous.run_id if previous else "",
+            claim_file=plan.layout.claim if plan.shared_fs else None,
             tied=tied,
         )
         for host in plan.hosts
@@ -361,7 +415,7 @@ def _copy_code(experiment: Experiment, probe_results: HostReplies, hosts: Hosts)
     from flagscale.launcher.preflight.host_probe import copies_code, rank_python
     from flagscale.launcher.runners.programs import code
 
-    if not copies_code(experiment, here=probe_results.here):
+    if not copies_code(experiment, is_local=probe_results.is_local):
         return
     files = probe.build_manifest(str(PROJECT))
     digest = probe.digest_manifest(files)
@@ -382,5 +436,5 @@ def _copy_code(experiment: Experiment, probe_results: HostReplies, hosts: Hosts)
             setup=settings.setup,
         )
 
-    _, errors = hosts.each(copy_to_host, outdated)
+    _, errors = hosts.run_on_hosts(copy_to_host, outdated)
     raise_host_errors(errors, probe_results.names, "the code could not be copied")

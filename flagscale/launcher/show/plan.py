@@ -1,4 +1,4 @@
-"""Plan as text: hosts whose scripts are equal are shown once. Pure."""
+"""Plan as text for ``dryrun``: hosts whose scripts are equal are shown once. Pure."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _MAX_CHARACTERS = 200
 
 def format_plan(plan: LaunchPlan, hosts: Sequence[HostPlan] | None = None) -> str:
     """Return a plan and the scripts of its hosts (or of ``hosts``) as plain text."""
-    return "\n".join(_plan_lines(plan, plan.hosts if hosts is None else hosts))
-
-
-def _plan_lines(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> Iterator[str]:
-    yield f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts)} host(s)"
     port = plan.master_port or "a port that is free there"
-    yield f"# ranks meet at {restore_references(plan.master_addr)}:{port}"
-    for note in plan.notes:
-        yield f"# note: {note}"
+    lines = [
+        f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts)} host(s)",
+        f"# rendezvous of the ranks at {restore_references(plan.master_addr)}:{port}",
+        *(f"# note: {note}" for note in plan.notes),
+    ]
     if plan.job is not None:
-        yield from _batch_job_lines(plan.job)
+        lines += _batch_job_lines(plan.job)
     groups: dict[tuple[object, ...], list[HostPlan]] = {}
-    for host in hosts:
+    for host in plan.hosts if hosts is None else hosts:
         groups.setdefault(_script_shape(host), []).append(host)
-    for equal in groups.values():
-        yield ""
-        yield from _heading_lines(equal)
-        yield from _setting_lines(equal[0])
-        yield f"# --- {equal[0].script}"
-        yield render(plan, equal[0])
+    for equal_hosts in groups.values():
+        first = equal_hosts[0]
+        lines += [
+            "",
+            *_heading_lines(equal_hosts),
+            *_setting_lines(first.environment, first.origins),
+            f"# --- {first.script}",
+            render(plan, first),
+        ]
+    return "\n".join(lines)
 
 
 def _batch_job_lines(job: BatchJob) -> Iterator[str]:
@@ -62,7 +63,7 @@ def _script_shape(host: HostPlan) -> tuple[object, ...]:
     """
     run_dir, prefix = str(host.run_dir), f"{host.name}:"
 
-    def shared(value: EnvironmentVariable) -> str:
+    def shared_part(value: EnvironmentVariable) -> str:
         per_host_fields = value.origin in ("run", "default")
         return (
             value.value.replace(run_dir, "").removeprefix(prefix)
@@ -71,7 +72,7 @@ def _script_shape(host: HostPlan) -> tuple[object, ...]:
         )
 
     variables = (value for value in host.environment if value.origin != NOTIFY)
-    environment = tuple((value.name, value.origin, shared(value)) for value in variables)
+    environment = tuple((value.name, value.origin, shared_part(value)) for value in variables)
     starter = tuple(
         word.replace(run_dir, "")
         for before, word in zip(("", *host.starter), host.starter, strict=False)
@@ -97,48 +98,50 @@ def _script_shape(host: HostPlan) -> tuple[object, ...]:
         "starter": starter,
         "agent": tuple(agent_options.values()),
     }
-    same = {key: value for key, value in vars(host).items() if key not in host_specific}
-    return tuple({**same, **derived}.values())
+    common_fields = {key: value for key, value in vars(host).items() if key not in host_specific}
+    return tuple({**common_fields, **derived}.values())
 
 
 def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
     first = hosts[0]
-    kind = f" ({first.device_type})" if first.device_type else ""
+    type_text = f" ({first.device_type})" if first.device_type else ""
     if len(hosts) == 1:
-        yield f"# host {first.node_rank} {first.name}{kind}: ranks {_format_ranks(first)}"
+        ranks = _format_ranks(first.ranks)
+        yield f"# host {first.node_rank} {first.name}{type_text}: ranks {ranks}"
         return
     names = _format_names([host.name for host in hosts])
-    yield f"# {len(hosts)} hosts {names}{kind}: {first.nproc} rank(s) each, one script but for"
-    varying = list(_varying_fields(hosts))
-    width = max(len(what) for what, _ in varying)
-    for what, how in varying:
-        yield f"#   {what:{width}}  {how}"
-    yield f"# host=NAME shows another one's; this is {first.name}'s:"
+    ranks = f"{first.nproc} rank(s) each"
+    yield f"# {len(hosts)} hosts {names}{type_text}: {ranks}, one script except for"
+    varying_fields = list(_varying_fields(hosts))
+    width = max(len(field) for field, _ in varying_fields)
+    for field, values in varying_fields:
+        yield f"#   {field:{width}}  {values}"
+    yield f"# host=NAME shows the script of another host; this is the script of {first.name}:"
 
 
-def _format_ranks(host: HostPlan) -> str:
-    return f"{host.ranks.start}-{host.ranks.stop - 1}"
+def _format_ranks(ranks: range) -> str:
+    return f"{ranks.start}-{ranks.stop - 1}"
 
 
 def _varying_fields(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:
     """Yield what differs between hosts of the same shape, and how."""
     yield "name", _format_names([host.name for host in hosts])
     yield "node_rank", _first_and_last([str(host.node_rank) for host in hosts])
-    yield "ranks", _first_and_last([_format_ranks(host) for host in hosts])
+    yield "ranks", _first_and_last([_format_ranks(host.ranks) for host in hosts])
     if any(host.address != host.name for host in hosts):
         yield "address", _format_names([host.address for host in hosts])
-    for what in ("run_dir", "pid_file"):
-        labels = ((str(getattr(h, what)), host_label(h.node_rank, h.name)) for h in hosts)
+    for field in ("run_dir", "pid_file"):
+        labels = ((str(getattr(h, field)), host_label(h.node_rank, h.name)) for h in hosts)
         patterns = (path.replace(label, "host_<node_rank>_<name>") for path, label in labels)
-        yield what, _first_and_last(list(dict.fromkeys(patterns)))
-    for what in _ROLE_OPTIONS:
-        yield from _values_by_host(what, hosts, [getattr(host.agent, what) for host in hosts])
+        yield field, _first_and_last(list(dict.fromkeys(patterns)))
+    for field in _ROLE_OPTIONS:
+        yield from _values_by_host(field, hosts, [getattr(host.agent, field) for host in hosts])
     notified = [[v.name for v in host.environment if v.origin == NOTIFY] for host in hosts]
     yield from _values_by_host(NOTIFY, hosts, notified)
 
 
 def _values_by_host(
-    what: str, hosts: Sequence[HostPlan], values: Sequence[str | Sequence[str]]
+    field: str, hosts: Sequence[HostPlan], values: Sequence[str | Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield the values of a field by host, if they are not all equal."""
     groups: dict[str, list[str]] = {}
@@ -146,7 +149,10 @@ def _values_by_host(
         text = value if isinstance(value, str) else _format_names(value)
         groups.setdefault(text or "none", []).append(host.name)
     if len(groups) > 1:
-        yield what, "; ".join(f"{text} on {_format_names(names)}" for text, names in groups.items())
+        yield (
+            field,
+            "; ".join(f"{text} on {_format_names(names)}" for text, names in groups.items()),
+        )
 
 
 def _format_names(names: Sequence[str]) -> str:
@@ -160,17 +166,22 @@ def _first_and_last(values: Sequence[str]) -> str:
     return f"{values[0]}, {values[1]} ... {values[-1]}"
 
 
-def _setting_lines(host: HostPlan) -> Iterator[str]:
-    """Yield the host's variables and own settings, each with its origin."""
-    origins = [*(value.origin for value in host.environment), *(o for o, _ in host.origins)]
-    width = max(map(len, origins), default=0)
-    for origin, text in host.origins:
-        yield f"#   {origin:{width}}  {_escape_line_ends(text) if text else '(taken away)'}"
-    for value in host.environment:
-        text_of_value = (
-            "<secret, not written>" if value.secret else shlex.quote(value.readable_value)
-        )
-        yield f"#   {value.origin:{width}}  {value.name}={_escape_line_ends(text_of_value)}"
+def _setting_lines(
+    environment: Sequence[EnvironmentVariable], settings: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """Yield the variables of a host and the settings that only this host has, with their origins.
+
+    Args:
+        environment: Variables of the ranks.
+        settings: Dotted key and value of each setting. An empty value removes an argument.
+    """
+    keys = [*(variable.origin for variable in environment), *(key for key, _ in settings)]
+    width = max(map(len, keys), default=0)
+    for key, value in settings:
+        yield f"#   {key:{width}}  {_escape_line_ends(value) if value else '(removed)'}"
+    for variable in environment:
+        text = "<secret, not written>" if variable.secret else shlex.quote(variable.readable_value)
+        yield f"#   {variable.origin:{width}}  {variable.name}={_escape_line_ends(text)}"
 
 
 def _escape_line_ends(text: str) -> str:

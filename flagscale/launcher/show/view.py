@@ -31,7 +31,7 @@ STYLES = {
 _LAST_LINE_CHARACTERS = 120
 # Host names get this many characters before figures get room.
 _HOST_WIDTH = 24
-_FIGURES = ("step", "loss", "tokens/s", "memory", "left")
+_METRICS = ("step", "loss", "tokens/s", "memory", "left")
 # Width if the output is not a terminal and COLUMNS is not set.
 _UNKNOWN_WIDTH = 120
 
@@ -65,9 +65,9 @@ def print_run(snapshot: Snapshot) -> None:
 
 
 def _format_title(snapshot: Snapshot) -> Text:
-    lasted = format_duration(time.time() - snapshot.since)
+    duration = format_duration(time.time() - snapshot.since)
     phase = snapshot.phase
-    since = f"ended {lasted} ago" if phase.ended else f"{phase.value} for {lasted}"
+    since = f"ended {duration} ago" if phase.ended else f"{phase.value} for {duration}"
     title = Text(f"{snapshot.name} · run {snapshot.run_id} · {since}")
     if snapshot.attempts > 1:
         title.append(f" · attempt {snapshot.attempt} of {snapshot.attempts}")
@@ -77,16 +77,16 @@ def _format_title(snapshot: Snapshot) -> Text:
 def _host_table(snapshot: Snapshot, with_lines: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     groups = _group_equal_rows(snapshot.hosts)
-    figures = [_format_figures(snapshot, rows[0]) for rows in groups]
+    metric_cells = [_format_metrics(snapshot, rows[0]) for rows in groups]
     # An empty column, such as the memory of a CPU, is left out.
-    used_columns = [i for i in range(len(_FIGURES)) if any(cells[i] for cells in figures)]
+    used_columns = [i for i in range(len(_METRICS)) if any(cells[i] for cells in metric_cells)]
     longest = max((len(compress_names(row.host for row in rows)) for rows in groups), default=0)
     table.add_column("host", min_width=min(longest, _HOST_WIDTH))
-    for heading in ("state", "since", "ranks", *(_FIGURES[i] for i in used_columns)):
+    for heading in ("state", "since", "ranks", *(_METRICS[i] for i in used_columns)):
         table.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
     if with_lines:
         table.add_column("last line")
-    for rows, cells in zip(groups, figures, strict=True):
+    for rows, cells in zip(groups, metric_cells, strict=True):
         # Hosts in one row are in the same state: show the line of any that printed one.
         line = next((row.last_line for row in rows if row.last_line), "")
         last = [Text(line[-_LAST_LINE_CHARACTERS:])] if with_lines else []
@@ -95,21 +95,21 @@ def _host_table(snapshot: Snapshot, with_lines: bool) -> Table:
 
 
 def _notes_below(snapshot: Snapshot) -> list[Text]:
-    below = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
+    texts = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
     waits = dict.fromkeys(row.waits for row in snapshot.hosts if row.waits)
-    below += [Text(reason, "yellow") for reason in waits]
-    below += [
+    texts += [Text(reason, "yellow") for reason in waits]
+    texts += [
         Text(f"{compress_names(row.host for row in rows)}: {rows[0].trouble}", "bold red")
         for rows in _group_equal_rows(snapshot.hosts)
         if rows[0].trouble
     ]
-    below += [
+    texts += [
         Text(f"attempt {number} failed: {failure.headline()}", "yellow")
         for number, failure in snapshot.earlier
     ]
     if snapshot.failure is not None:
-        below.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
-    return below
+        texts.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
+    return texts
 
 
 def _group_equal_rows(hosts: Sequence[HostRow]) -> list[list[HostRow]]:
@@ -138,15 +138,15 @@ def _format_ranks(phase: Phase, joined: int, ranks: int) -> str:
     return f"{joined}/{ranks}" if phase is Phase.STARTING else f"{ranks}"
 
 
-def _format_figures(
+def _format_metrics(
     snapshot: Snapshot, row: HostRow | None = None
 ) -> tuple[str, str, str, str, str]:
     """Return step, loss, speed, memory and time left.
 
     They belong to the job; only the step may be a host's own.
     """
-    at = snapshot.step if row is None or row.step is None else row.step
-    step = "" if at is None else f"{at}"
+    step_number = snapshot.step if row is None or row.step is None else row.step
+    step = "" if step_number is None else f"{step_number}"
     if snapshot.train_steps is not None and step:
         step += f"/{snapshot.train_steps}"
     speed = snapshot.tokens_per_second
@@ -161,15 +161,15 @@ def _format_figures(
 
 def format_one_line(snapshot: Snapshot) -> str:
     """Format a run in one line, for output that is not a terminal."""
-    step, loss, speed, _, time_left = _format_figures(snapshot)
+    step, loss, speed, _, time_left = _format_metrics(snapshot)
     ranks = _format_ranks(snapshot.phase, snapshot.joined, snapshot.world_size)
     parts = [snapshot.phase.value, f"ranks {ranks}"]
-    named = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", time_left))
-    return "  ".join(parts + [f"{name} {value}" for name, value in named if value])
+    metrics = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", time_left))
+    return "  ".join(parts + [f"{name} {value}" for name, value in metrics if value])
 
 
 def show_snapshots(
-    query: Callable[[], Snapshot], *, follow: bool, as_json: bool, every: float
+    query: Callable[[], Snapshot], *, follow: bool, as_json: bool, interval_seconds: float
 ) -> Snapshot:
     """Show the result of ``query`` as a table or as one JSON object per line.
 
@@ -180,7 +180,7 @@ def show_snapshots(
         last = query()
         print(strict_json(last.to_json(), 2), flush=True) if as_json else print_run(last)
         return last
-    snapshots = _poll_until_ended(query, every)
+    snapshots = _poll_until_ended(query, interval_seconds)
     if as_json:
         for last in snapshots:
             print(strict_json(last.to_json()), flush=True)
@@ -197,20 +197,20 @@ def show_snapshots(
     return last
 
 
-def _poll_until_ended(query: Callable[[], Snapshot], every: float) -> Iterator[Snapshot]:
+def _poll_until_ended(query: Callable[[], Snapshot], interval_seconds: float) -> Iterator[Snapshot]:
     """Yield snapshots until the run has ended."""
     while not (last := query()).phase.ended:
         yield last
-        time.sleep(every)
+        time.sleep(interval_seconds)
     yield last
 
 
-def _show_live(looks: Iterator[Snapshot]) -> Snapshot:
+def _show_live(snapshots: Iterator[Snapshot]) -> Snapshot:
     from rich.live import Live
 
-    last = next(looks)
+    last = next(snapshots)
     with Live(run_table(last, with_lines=True), console=make_console(), auto_refresh=False) as live:
-        for last in looks:
+        for last in snapshots:
             live.update(run_table(last, with_lines=True), refresh=True)
     return last
 
@@ -226,8 +226,8 @@ def checks_table(checks: list[Check]) -> RenderableType:
         if check.ok and check.warning:
             result = Text("warning", "yellow")
         finding = check.found + (f"\n→ {check.hint}" if check.hint and not check.ok else "")
-        where = (Text(check.hosts),) if on_hosts else ()
-        table.add_row(check.name, *where, result, Text(finding))
+        hosts_cell = (Text(check.hosts),) if on_hosts else ()
+        table.add_row(check.name, *hosts_cell, result, Text(finding))
     return table
 
 

@@ -31,7 +31,9 @@ DEVICE_ALIAS = "accelerator"
 
 @dataclass(frozen=True)
 class Bindings:
-    """Names that a file binds by imports, and names that it binds in other ways."""
+    """Names that a file binds: ``imported`` maps names to the full names that they are imported
+    from; ``rebound`` are names that are bound in any other way, which are therefore not resolved.
+    """
 
     imported: Mapping[str, str]
     rebound: frozenset[str]
@@ -40,21 +42,22 @@ class Bindings:
 
     @classmethod
     def from_source(cls, source: str) -> Bindings:
-        """Read the bindings of ``source``; a name imported as two things counts as rebound.
+        """Read the bindings of ``source``. A name that is imported from two different modules
+        counts as rebound.
 
         Raises:
             SyntaxError: ``source`` is not Python.
         """
         imported: dict[str, str] = {}
         rebound: set[str] = set()
-        tested: set[str] = set()
+        tested_for_none: set[str] = set()
         for node in ast.walk(ast.parse(source)):
             for name, origin in _imported_names(node):
                 if imported.setdefault(name, origin) != origin:
                     rebound.add(name)
             rebound.update(_bound_names(node))
-            tested.update(_names_compared_with_none(node))
-        return cls(imported, frozenset(rebound), frozenset(tested))
+            tested_for_none.update(_names_compared_with_none(node))
+        return cls(imported, frozenset(rebound), frozenset(tested_for_none))
 
     def resolve_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name, such as ``torch.cuda.synchronize``, or None."""
@@ -67,11 +70,8 @@ class Bindings:
         return f"{self.imported[root]}.{suffix}" if suffix else self.imported[root]
 
     def binds(self, name: str) -> bool:
-        """Return whether the file binds ``name`` at all."""
+        """Return True if the file binds ``name`` by an import or in any other way."""
         return name in self.imported or name in self.rebound
-
-
-_NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
 
 
 def _imported_names(node: ast.AST) -> Iterable[tuple[str, str]]:
@@ -122,7 +122,7 @@ class FileContext:
     """True if any replacement refers to the device module."""
 
     def is_within(self, *kinds: type[cst.CSTNode]) -> bool:
-        """Return whether the node is inside one of ``kinds``."""
+        """Return True if the node is inside a node of one of these types."""
         return any(isinstance(node, kinds) for node in self.ancestors)
 
     def enclosing_function(self) -> str | None:
@@ -271,11 +271,11 @@ def _with_device_import(module: cst.Module) -> cst.Module:
 
     Imports that follow other statements stay in place, because they may depend on them.
     """
-    at = 1 if module.get_docstring() is not None else 0
-    while at < len(module.body) and _is_import(module.body[at]):
-        at += 1
+    position = 1 if module.get_docstring() is not None else 0
+    while position < len(module.body) and _is_import(module.body[position]):
+        position += 1
     line = cst.parse_statement(f"from {DEVICE_PACKAGE} import {DEVICE_MODULE} as {DEVICE_ALIAS}\n")
-    return module.with_changes(body=[*module.body[:at], line, *module.body[at:]])
+    return module.with_changes(body=[*module.body[:position], line, *module.body[position:]])
 
 
 def _is_import(statement: cst.CSTNode) -> bool:

@@ -61,8 +61,8 @@ class CudaCalls(Codemod):
     ) -> cst.CSTNode:
         if isinstance(original, cst.Call) and isinstance(updated, cst.Call):
             name = context.bindings.resolve_name(original.func) or ""
-            bare = isinstance(original.func, cst.Name)
-            target = CLASSES.get(name) or (FUNCTIONS.get(name) if bare else None)
+            is_bare_name = isinstance(original.func, cst.Name)
+            target = CLASSES.get(name) or (FUNCTIONS.get(name) if is_bare_name else None)
             return updated.with_changes(func=device_name(target)) if target else updated
         if context.is_within(cst.Annotation):
             return updated

@@ -18,7 +18,7 @@ from flagscale.patching.codemods.base import (
 #: Keyword arguments whose value is a device or the type of one.
 _DEVICE_KEYWORDS = frozenset({"device", "device_type", "map_location"})
 #: Functions and methods that take a device, or the type of one, by position.
-_DEVICE_TAKERS = frozenset(
+_DEVICE_FUNCTIONS = frozenset(
     {"autocast", "device", "from_group", "init_data", "init_device_mesh", "to", "to_empty"}
 )
 _CUDA_TENSOR = re.compile(r"torch\.cuda\.\w+Tensor")
@@ -68,7 +68,7 @@ class DeviceLiterals(Codemod):
         if argument.keyword is not None:
             takes_device = argument.keyword.value in _DEVICE_KEYWORDS
         else:
-            takes_device = argument.star == "" and _last_name(call.func) in _DEVICE_TAKERS
+            takes_device = argument.star == "" and _last_name(call.func) in _DEVICE_FUNCTIONS
         return device_call("device_type") if takes_device else updated
 
 

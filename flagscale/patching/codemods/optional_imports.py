@@ -37,13 +37,13 @@ class OptionalImports(Codemod):
             if name in bindings.tested_for_none and name not in bindings.rebound
         ]
         node = cst.ensure_type(updated, cst.Try)
-        caught = [m.matches(h, m.ExceptHandler(type=_MISSING)) for h in node.handlers]
-        if not names or not any(caught):
+        catches_import_error = [m.matches(h, m.ExceptHandler(type=_MISSING)) for h in node.handlers]
+        if not names or not any(catches_import_error):
             return updated
         lines = [cst.parse_statement(f"{name} = None\n") for name in names]
         handlers = [
             _append_lines(handler, lines) if it_does else handler
-            for handler, it_does in zip(node.handlers, caught, strict=True)
+            for handler, it_does in zip(node.handlers, catches_import_error, strict=True)
         ]
         return node.with_changes(handlers=handlers)
 

@@ -45,8 +45,8 @@ def _return_early(function: cst.FunctionDef, value: cst.BaseExpression) -> cst.F
         body=cst.IndentedBlock([cst.SimpleStatementLine([cst.Return(value)])]),
     )
     body = cst.ensure_type(function.body, cst.IndentedBlock)
-    at = 1 if function.get_docstring() is not None else 0
-    statements = [*body.body[:at], guard, *body.body[at:]]
+    position = 1 if function.get_docstring() is not None else 0
+    statements = [*body.body[:position], guard, *body.body[position:]]
     return function.with_changes(body=body.with_changes(body=statements))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer", "LoadReport", "SavedCheckpoint"]
 
-_MODULES = {
+_LAZY_ATTRIBUTES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "loading",
     "SavedCheckpoint": "checkpointer",
@@ -25,6 +25,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that :mod:`.store` can be imported without torch."""
-    if name not in _MODULES:
+    if name not in _LAZY_ATTRIBUTES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LAZY_ATTRIBUTES[name]}"), name)

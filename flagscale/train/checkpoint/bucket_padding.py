@@ -16,54 +16,64 @@ from typing import Any
 
 import torch
 
-_GATHER = "get_parameter_state_dp_zero"
+_GATHER_METHOD = "get_parameter_state_dp_zero"
 
 
 @contextmanager
 def keep_bucket_padding(optimizer: Any) -> Iterator[None]:
     """Context manager in which an optimizer's gathered state keeps the padding of its buckets."""
     optimizers = [
-        member
-        for member in getattr(optimizer, "chained_optimizers", [optimizer])
-        if hasattr(member, _GATHER) and hasattr(member, "buffers")
+        candidate
+        for candidate in getattr(optimizer, "chained_optimizers", [optimizer])
+        if hasattr(candidate, _GATHER_METHOD) and hasattr(candidate, "buffers")
     ]
-    for part in optimizers:
-        setattr(part, _GATHER, partial(_gather_with_padding, part.buffers, getattr(part, _GATHER)))
+    for member in optimizers:
+        setattr(
+            member,
+            _GATHER_METHOD,
+            partial(_gather_with_padding, member.buffers, getattr(member, _GATHER_METHOD)),
+        )
     try:
         yield
     finally:
-        for part in optimizers:
-            delattr(part, _GATHER)  # restores the method of the class
+        for member in optimizers:
+            delattr(member, _GATHER_METHOD)  # restores the method of the class
 
 
 def _gather_with_padding(
     buffers: Sequence[Any], original: Callable[..., Any], **options: Any
 ) -> Any:
+    """Call the optimizer's own method and insert the padding into every tensor that it returns."""
     state = original(**options)
     if state is None:
         return None
     for index, buffer in enumerate(buffers):
-        sizes = [(bucket.numel_unpadded, bucket.grad_data.numel()) for bucket in buffer.buckets]
+        bucket_sizes = [
+            (bucket.numel_unpadded, bucket.grad_data.numel()) for bucket in buffer.buckets
+        ]
         for tensors in state[index].values():
             for key, value in tensors.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[key] = insert_padding(value, sizes)
+                    tensors[key] = insert_padding(value, bucket_sizes)
     return state
 
 
-def insert_padding(flat: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+def insert_padding(elements: torch.Tensor, bucket_sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Insert zeros after each bucket of a flat tensor.
 
     Args:
-        flat: the elements of all buckets, one bucket after the other. Shape ``[elements]``.
-        sizes: for each bucket, its number of elements in ``flat`` and in the result.
+        elements: the elements of all buckets, one bucket after the other. Shape ``[elements]``.
+        bucket_sizes: for each bucket, its number of elements without and with padding.
+
+    Returns:
+        Tensor of shape ``[padded elements]``.
     """
-    if all(unpadded == padded for unpadded, padded in sizes[:-1]):
-        return flat
-    result = flat.new_zeros(sum(full for _, full in sizes))
+    if all(unpadded == padded for unpadded, padded in bucket_sizes[:-1]):
+        return elements
+    result = elements.new_zeros(sum(padded_size for _, padded_size in bucket_sizes))
     source = target = 0
-    for bare, full in sizes:
-        result[target : target + bare] = flat[source : source + bare]
-        source += bare
+    for unpadded_size, full in bucket_sizes:
+        result[target : target + unpadded_size] = elements[source : source + unpadded_size]
+        source += unpadded_size
         target += full
     return result

@@ -1,4 +1,8 @@
-"""Checkpointer: saves training state in the foreground or background, and loads it."""
+"""Checkpointer: saves training state in the foreground or background, and loads it.
+
+The trainer calls it. :mod:`.writing` writes the tensors, :mod:`.store` manages the directory of
+checkpoints, and :mod:`.loading` loads.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +36,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk. ``seconds`` is the time since saving began."""
+    """A checkpoint that is complete on disk.
+
+    Attributes:
+        iteration: iteration of the training state.
+        path: directory of the checkpoint.
+        save_seconds: time from the start of saving until the checkpoint was complete.
+    """
 
     iteration: int
     path: Path
-    seconds: float
+    save_seconds: float
 
 
 @dataclass
 class _PendingSave:
+    """A save in progress.
+
+    Attributes:
+        iteration: iteration of the training state.
+        manifest_entries: entries of the manifest about the run.
+        write: the tensors being written.
+        start_time: time of the start, of ``time.monotonic``.
+    """
+
     iteration: int
-    description: dict[str, Any]
-    writing: CheckpointWrite
-    started: float
+    manifest_entries: dict[str, Any]
+    write: CheckpointWrite
+    start_time: float
 
 
 class Checkpointer:
@@ -76,12 +95,12 @@ class Checkpointer:
         self._args = args
         self._warn = warn or _log_on_rank_0
         self._store = CheckpointStore(Path(args.save)) if args.save else None
-        self._pending: _PendingSave | None = None
-        self._saved: list[SavedCheckpoint] = []
-        self._failure: CheckpointError | None = None
-        self._has_earlier = False
+        self._pending_save: _PendingSave | None = None
+        self._completed: list[SavedCheckpoint] = []
+        self._save_error: CheckpointError | None = None
+        self._has_earlier_checkpoint = False
         self._sharding_validated = False
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
+        self._removal_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
         self._removals: list[Future[None]] = []
 
     def load(self, state: TrainState) -> LoadReport | None:
@@ -92,12 +111,12 @@ class Checkpointer:
             checkpoint.
 
         Raises:
-            CheckpointError: on all ranks, if all checkpoints are damaged, or the newest belongs to
-                another model or optimizer or cannot be read.
+            CheckpointError: on all ranks, if all checkpoints are damaged, or if the newest one
+                belongs to another model or optimizer or cannot be read.
         """
         report = loading.load(self._args, state)
         if report is not None and self._args.load == self._args.save:
-            self._has_earlier = True
+            self._has_earlier_checkpoint = True
         return report
 
     def check_writable(self) -> bool:
@@ -138,27 +157,27 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks, if saving fails and ``required`` is set.
         """
-        self._finish_pending()
-        iteration, started = state.progress.iteration, time.monotonic()
+        self._finish_pending_save()
+        iteration, start_time = state.progress.iteration, time.monotonic()
         try:
-            writing = self._start_writing(iteration, state)
+            write = self._start_writing(iteration, state)
         except CheckpointError as error:
             self._record_failure(iteration, error)
         else:
-            description = sharded_state.describe_run(self._args, state)
-            self._pending = _PendingSave(iteration, description, writing, started)
+            manifest_entries = sharded_state.describe_run(self._args, state)
+            self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time)
             if required or not self._args.async_save:
-                self._finish_pending()
-        if required and self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+                self._finish_pending_save()
+        if required and self._save_error is not None:
+            save_error, self._save_error = self._save_error, None
+            raise save_error
 
     def poll(self) -> list[SavedCheckpoint]:
         """Return the checkpoints completed since the last call. Called once per step."""
-        if self._pending is not None and true_on_all_ranks(self._pending.writing.is_done()):
-            self._finish_pending()
-        saved, self._saved = self._saved, []
-        return saved
+        if self._pending_save is not None and true_on_all_ranks(self._pending_save.write.is_done()):
+            self._finish_pending_save()
+        completed, self._completed = self._completed, []
+        return completed
 
     def close(self) -> None:
         """Wait for background saves and deletions.
@@ -166,95 +185,99 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks, if the last save failed.
         """
-        self._finish_pending()
+        self._finish_pending_save()
         for removal in self._removals:
             removal.result()
-        self._remover.shutdown()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._removal_pool.shutdown()
+        if self._save_error is not None:
+            save_error, self._save_error = self._save_error, None
+            raise save_error
 
     def _start_writing(self, iteration: int, state: TrainState) -> CheckpointWrite:
+        """Create the directory of a checkpoint, and write it or start to write it. Collective."""
         args = self._args
-        # Fully parallel saving needs replicas on some rank. All ranks must decide the same.
-        replicas = args.data_parallel_size * args.context_parallel_size
-        writing = CheckpointWrite(
+        # Fully parallel saving distributes replicated tensors, so some rank must have replicas. All
+        # ranks must decide the same.
+        replica_count = args.data_parallel_size * args.context_parallel_size
+        write = CheckpointWrite(
             self._create_directory(iteration),
             self._build_state_dict(state),
             fully_parallel=args.ckpt_fully_parallel_save
-            and (replicas > 1 or args.meshes is not None),
-            background=self._args.async_save,
-            validate=not self._sharding_validated,
+            and (replica_count > 1 or args.meshes is not None),
+            in_background=self._args.async_save,
+            validate_sharding=not self._sharding_validated,
         )
         self._sharding_validated = True
-        return writing
+        return write
 
     def _create_directory(self, iteration: int) -> Path:
         """Create the temporary directory of a checkpoint; check that every rank can write to it."""
         store = self._require_store()
         directory = run_on_rank_0(lambda: store.begin(iteration))
-        usable = os.access(directory, os.W_OK | os.X_OK)
+        is_writable = os.access(directory, os.W_OK | os.X_OK)
         raise_on_all_ranks(
-            None if usable else f"{directory} is not visible on this host, or not writable"
+            None if is_writable else f"{directory} is not visible on this host, or not writable"
         )
         return directory
 
     def _build_state_dict(self, state: TrainState) -> dict[str, Any]:
+        """Return everything to save as a sharded state dict."""
         args = self._args
         metadata = sharded_state.sharding_metadata()
-        with_group = sharded_state.add_data_parallel_group(metadata)
-        content = sharded_state.build_model_state_dict(args, state, with_group)
+        group_metadata = sharded_state.add_data_parallel_group(metadata)
+        state_dict = sharded_state.build_model_state_dict(args, state, group_metadata)
         if not args.no_save_optim:
-            model = dict(content)
-            content["optimizer"] = sharded_state.build_optimizer_state_dict(
-                state, model, with_group, is_loading=False
+            model_state_dict = dict(state_dict)
+            state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
+                state, model_state_dict, group_metadata, is_loading=False
             )
-            content["scheduler"] = state.scheduler.state_dict()
+            state_dict["scheduler"] = state.scheduler.state_dict()
         if not args.no_save_rng:
-            content.update(sharded_state.build_rng_state())
-        content["progress"] = state.progress.state_dict()
+            state_dict.update(sharded_state.build_rng_state())
+        state_dict["progress"] = state.progress.state_dict()
         if state.measured_shares is not None:
-            content["measured_shares"] = state.measured_shares.state_dict()
-        content[sharded_state.METADATA_KEY] = metadata
-        return content
+            state_dict["measured_shares"] = state.measured_shares.state_dict()
+        state_dict[sharded_state.METADATA_KEY] = metadata
+        return state_dict
 
-    def _finish_pending(self) -> None:
+    def _finish_pending_save(self) -> None:
         """Wait for the save in progress, if any; publish the checkpoint or record the failure."""
-        if self._pending is None:
+        if self._pending_save is None:
             return
-        pending, self._pending = self._pending, None
+        pending, self._pending_save = self._pending_save, None
         try:
-            pending.writing.finish()
+            pending.write.finish()
             path = run_on_rank_0(lambda: self._publish(pending))
         except CheckpointError as error:
             self._record_failure(pending.iteration, error)
             return
-        self._failure, self._has_earlier = None, True
-        seconds = time.monotonic() - pending.started
-        self._saved.append(SavedCheckpoint(pending.iteration, path, seconds))
+        self._save_error, self._has_earlier_checkpoint = None, True
+        seconds = time.monotonic() - pending.start_time
+        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds))
 
     def _publish(self, pending: _PendingSave) -> Path:
-        """Publish a checkpoint, then delete superseded ones in the background. Runs on rank 0."""
+        """Publish a checkpoint, then delete superseded ones in the background (rank 0)."""
         store = self._require_store()
-        path = store.publish(pending.iteration, pending.description)
-        retained = self._args.save_retain_interval
-        if keep := self._args.keep_last or (1 if retained else None):
-            superseded = store.list_superseded(pending.iteration, keep, retained)
+        path = store.publish(pending.iteration, pending.manifest_entries)
+        retain_interval = self._args.save_retain_interval
+        if keep_count := self._args.keep_last or (1 if retain_interval else None):
+            superseded = store.list_superseded(pending.iteration, keep_count, retain_interval)
             self._removals = [item for item in self._removals if not item.done()]
-            self._removals.append(self._remover.submit(store.remove, superseded))
+            self._removals.append(self._removal_pool.submit(store.remove, superseded))
         return path
 
     def _record_failure(self, iteration: int, error: CheckpointError) -> None:
+        """Delete the incomplete checkpoint, keep the error for later, and warn the user."""
         if dist.get_rank() == 0:
             self._require_store().abandon(iteration)
         fallback_hint = (
-            "the checkpoints saved before it are in place" if self._has_earlier else None
+            "the checkpoints saved before it are in place" if self._has_earlier_checkpoint else None
         )
-        self._failure = CheckpointError(
+        self._save_error = CheckpointError(
             f"the checkpoint of iteration {iteration} was not saved: {error.message}",
             hint=error.hint or fallback_hint,
         )
-        self._warn(self._failure.message)
+        self._warn(self._save_error.message)
 
     def _require_store(self) -> CheckpointStore:
         if self._store is None:

@@ -17,36 +17,38 @@ from flagscale.train.checkpoint.byte_range_file import ByteRangeFile
 _BUFFER_BYTES = 1 << 20
 
 
-def verify_checksums(path: Path, storage: Any, share: int, shares: int) -> None:
-    """Verify the checksums of one share of a checkpoint's records.
+def verify_checksums(path: Path, storage_items: Any, partition: int, partition_count: int) -> None:
+    """Verify the checksums of one partition of a checkpoint's records.
 
     Args:
         path: directory of the checkpoint.
-        storage: items of ``storage_data`` of its ``.metadata``.
-        share: index of the share to read, from 0.
-        shares: number of equal shares, usually the number of ranks.
+        storage_items: items of ``storage_data`` of its ``.metadata``.
+        partition: index of the partition to read, from 0; usually the rank.
+        partition_count: number of partitions of about the same size; usually the number of ranks.
 
     Raises:
         CheckpointError: a record cannot be read or its checksum differs.
     """
     tensor_names = {
-        (location.relative_path, location.offset, location.length): key for key, location in storage
+        (location.relative_path, location.offset, location.length): key
+        for key, location in storage_items
     }
-    for name, offset, length in sorted(tensor_names)[share::shares]:
+    for name, offset, length in sorted(tensor_names)[partition::partition_count]:
         fqn = getattr(tensor_names[name, offset, length], "fqn", "")
         if Path(name).name != name:
-            raise CheckpointError(f"{path}: {fqn}: {name!r} is no file beside its metadata")
+            raise CheckpointError(f"{path}: {fqn}: {name!r} is not a file next to its metadata")
         try:
             with (path / name).open("rb") as file:
                 _read_archive(_FileRange(file, offset, length))
         except (OSError, zipfile.BadZipFile) as error:
             message = f"{path / name}: {fqn} is not as it was written: {error}"
             raise CheckpointError(
-                message, hint="remove this checkpoint to go on from the one before it"
+                message, hint="remove this checkpoint to continue from the previous one"
             ) from error
 
 
 def _read_archive(file: _FileRange) -> None:
+    """Read all records of a zip archive; the zipfile module compares their CRC-32."""
     with zipfile.ZipFile(io.BufferedReader(file, _BUFFER_BYTES)) as archive:
         for record in archive.infolist():
             if record.CRC == 0:  # the first versions of flagscale convert wrote no checksums

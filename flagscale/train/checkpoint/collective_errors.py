@@ -29,10 +29,10 @@ def raise_on_all_ranks(error: str | None) -> None:
     """
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise CheckpointError(f"{failed[0]}{more}")
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if failures:
+        further_ranks = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise CheckpointError(f"{failures[0]}{further_ranks}")
 
 
 def run_on_rank_0(function: Callable[[], T]) -> T:
@@ -44,19 +44,19 @@ def run_on_rank_0(function: Callable[[], T]) -> T:
     Raises:
         CheckpointError: on all ranks, if ``function`` raised it or an OSError.
     """
-    outcome: list[Any] = [None, None]
+    result_and_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = function()
+            result_and_error[0] = function()
         except CheckpointError as error:
-            outcome[1] = (error.message, error.hint)
+            result_and_error[1] = (error.message, error.hint)
         except OSError as error:
-            outcome[1] = (describe_error(error), None)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        message, hint = outcome[1]
+            result_and_error[1] = (describe_error(error), None)
+    dist.broadcast_object_list(result_and_error, src=0)
+    if result_and_error[1] is not None:
+        message, hint = result_and_error[1]
         raise CheckpointError(message, hint=hint)
-    return outcome[0]  # type: ignore[no-any-return]
+    return result_and_error[0]  # type: ignore[no-any-return]
 
 
 def true_on_all_ranks(value: bool) -> bool:
@@ -72,12 +72,12 @@ def describe_error(error: BaseException) -> str:
     torch's archive writer replaces a failed write by an error of its own. The OSError is then found
     among the causes and contexts of that error.
     """
-    root: BaseException | None = error
-    while root is not None:
-        if isinstance(root, OSError) and root.strerror:
-            file_name = f": {root.filename}" if root.filename else ""
-            return f"{root.strerror}{file_name}"
-        root = root.__cause__ or root.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            file_name = f": {cause.filename}" if cause.filename else ""
+            return f"{cause.strerror}{file_name}"
+        cause = cause.__cause__ or cause.__context__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

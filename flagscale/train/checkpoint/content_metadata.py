@@ -1,4 +1,7 @@
-"""Content metadata of a checkpoint: how megatron.core sharded its tensors. Imports no torch."""
+"""Content metadata of a checkpoint: options with which megatron.core shards its tensors.
+
+The module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 METADATA_KEY = "content_metadata"
 """Key in ``common.pt`` that megatron.core reads the metadata from."""
-BACKEND = {
+STORAGE_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",

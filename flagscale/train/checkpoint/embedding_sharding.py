@@ -1,8 +1,9 @@
 """Sharding of the embedding when pipeline stages have different tensor-parallel sizes.
 
 All shards of a tensor in a checkpoint must have the same size. An embedding that is tied to the
-output layer lives on both ends of the pipeline, which have different tensor-parallel sizes on
-heterogeneous meshes. It is saved in shards so small that each rank holds a whole number of them.
+output layer is on both ends of the pipeline. On heterogeneous meshes, these have different
+tensor-parallel sizes. The embedding is therefore saved in shards so small that each rank holds a
+whole number of them.
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def shard_embedding_rows(sharded: dict[str, Any], shards: int) -> None:
-    """Replace the embedding in a sharded state dict by ``shards`` shards of equally many rows.
+def shard_embedding_rows(state_dict: dict[str, Any], shard_count: int) -> None:
+    """Replace the embedding in a sharded state dict by shards of equally many rows.
 
     Args:
-        sharded: sharded state dict of one model chunk; modified in place.
-        shards: number of shards of the whole embedding.
+        state_dict: sharded state dict of one model chunk; modified in place.
+        shard_count: number of shards of the whole embedding.
     """
-    for name, weight in sharded.items():
+    for name, weight in state_dict.items():
         if isinstance(weight, ShardedTensor) and weight.key == _EMBEDDING:
-            rows = weight.global_shape[0] // shards
-            first_shard = weight.global_offset[0] // rows
-            sharded[name] = ShardedTensorFactory(
+            rows_per_shard = weight.global_shape[0] // shard_count
+            first_shard = weight.global_offset[0] // rows_per_shard
+            state_dict[name] = ShardedTensorFactory(
                 weight.key,
                 weight.data,
-                partial(_split_rows, rows=rows, first_shard=first_shard, shards=shards),
+                partial(
+                    _split_rows,
+                    rows_per_shard=rows_per_shard,
+                    first_shard=first_shard,
+                    shard_count=shard_count,
+                ),
                 torch.cat,
                 weight.replica_id,
             )
@@ -39,14 +45,17 @@ def shard_embedding_rows(sharded: dict[str, Any], shards: int) -> None:
 def _split_rows(
     key: str,
     weight: torch.Tensor,
-    replica: Any,
+    replica_id: Any,
     _: Any,
     *,
-    rows: int,
+    rows_per_shard: int,
     first_shard: int,
-    shards: int,
+    shard_count: int,
 ) -> list[ShardedTensor]:
+    """Split a rank's part of the embedding into shards of ``rows_per_shard`` rows."""
     return [
-        ShardedTensor.from_rank_offsets(key, part, (0, first_shard + i, shards), replica_id=replica)
-        for i, part in enumerate(torch.split(weight, rows))
+        ShardedTensor.from_rank_offsets(
+            key, shard, (0, first_shard + i, shard_count), replica_id=replica_id
+        )
+        for i, shard in enumerate(torch.split(weight, rows_per_shard))
     ]

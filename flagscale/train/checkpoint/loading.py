@@ -1,4 +1,7 @@
-"""Loading of a checkpoint into a training state, whatever parallel layout wrote it."""
+"""Loading of a checkpoint into a training state, whatever parallel layout wrote it.
+
+:class:`flagscale.train.checkpoint.checkpointer.Checkpointer` calls :func:`load`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from flagscale.checkpoint_metadata import read_metadata
 from flagscale.checkpoints import CheckpointDirectory, LatestCheckpoint
-from flagscale.config.arguments.hetero.measured_split import MeasuredSplit
+from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
 from flagscale.config.arguments.rules.resuming import PartsToLoad, parts_to_load, schedule_error
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import checksums, sharded_state
@@ -47,17 +50,25 @@ _SCHEDULE_VALUES = re.compile(r"class input value (.*) and checkpoint\s*value (.
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The checkpoint that was loaded, notes about omitted parts, and skipped checkpoints."""
+    """Result of loading, for the log.
+
+    Attributes:
+        path: directory of the checkpoint that was loaded.
+        iteration: iteration of the checkpoint.
+        notes: messages about parts that were not loaded, such as the optimizer.
+        skipped_checkpoints: newer checkpoints that were skipped because they are damaged, each
+            with the reason.
+    """
 
     path: Path
     iteration: int
     notes: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"iteration {self.iteration} from {self.path}"]
         lines += [f"  {note}" for note in self.notes]
-        lines += [f"  skipped {item}" for item in self.skipped]
+        lines += [f"  skipped {item}" for item in self.skipped_checkpoints]
         return "\n".join(lines)
 
 
@@ -81,20 +92,26 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     run_on_rank_0(lambda: _require_safe_metadata(checkpoint.path))
     if args.verify_checkpoint:
         raise_on_all_ranks(_find_damage(checkpoint.path))
-    tokens = sharded_state.vocabulary_range(args, state)
-    selected = parts_to_load(checkpoint.content, vars(args), dist.get_world_size(), tokens)
-    loaded = _read_shards(args, checkpoint, state, selected)
+    vocabulary_range = sharded_state.vocabulary_range(args, state)
+    selected_parts = parts_to_load(
+        checkpoint.content, vars(args), dist.get_world_size(), vocabulary_range
+    )
+    loaded_state = _read_shards(args, checkpoint, state, selected_parts)
     error = None
     try:
-        _apply_state(loaded, state, selected)
+        _apply_state(loaded_state, state, selected_parts)
     except (RuntimeError, KeyError, ValueError) as problem:
         error = f"{checkpoint.path} does not fit this run: {describe_error(problem)}"
     raise_on_all_ranks(error)
-    return LoadReport(checkpoint.path, checkpoint.iteration, selected.notes, checkpoint.skipped)
+    return LoadReport(
+        checkpoint.path, checkpoint.iteration, selected_parts.notes, checkpoint.skipped
+    )
 
 
 def _require_safe_metadata(path: Path) -> None:
-    """Refuse a ``.metadata`` that names classes other than a checkpoint's: torch would execute it.
+    """Refuse a ``.metadata`` that names classes other than those of a checkpoint.
+
+    torch unpickles the file, which would run the code of any class.
 
     Raises:
         CheckpointError: see :func:`read_metadata`.
@@ -103,7 +120,7 @@ def _require_safe_metadata(path: Path) -> None:
 
 
 def _find_damage(path: Path) -> str | None:
-    """Return the first checksum error in this rank's share of the checkpoint, or None."""
+    """Verify this rank's fraction of the checksums; return the first error, or None."""
     storage = read_metadata(path).storage_data.items()
     try:
         checksums.verify_checksums(path, storage, dist.get_rank(), dist.get_world_size())
@@ -113,7 +130,10 @@ def _find_damage(path: Path) -> str | None:
 
 
 def _read_shards(
-    args: argparse.Namespace, checkpoint: LatestCheckpoint, state: TrainState, selected: PartsToLoad
+    args: argparse.Namespace,
+    checkpoint: LatestCheckpoint,
+    state: TrainState,
+    selected_parts: PartsToLoad,
 ) -> dict[str, Any]:
     """Read this rank's shards of the selected parts of a checkpoint."""
     path = str(checkpoint.path)
@@ -124,26 +144,29 @@ def _read_shards(
             dist_checkpointing.load_content_metadata(path) or sharded_state.sharding_metadata()
         )
         metadata = sharded_state.add_data_parallel_group(metadata)
-        sharded = sharded_state.build_model_state_dict(args, state, metadata)
-        if selected.optimizer:
-            model = dict(sharded)
-            sharded["optimizer"] = sharded_state.build_optimizer_state_dict(
-                state, model, metadata, is_loading=True
+        sharded_state_dict = sharded_state.build_model_state_dict(args, state, metadata)
+        if selected_parts.optimizer:
+            model_state_dict = dict(sharded_state_dict)
+            sharded_state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
+                state, model_state_dict, metadata, is_loading=True
             )
-        if selected.rng:
-            sharded.update(sharded_state.build_rng_state())
+        if selected_parts.rng:
+            sharded_state_dict.update(sharded_state.build_rng_state())
         strategy = get_default_load_sharded_strategy(path)
         if args.ckpt_fully_parallel_load:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-        loaded = dist_checkpointing.load(sharded, path, strategy)
+        loaded = dist_checkpointing.load(sharded_state_dict, path, strategy)
     except _READ_ERRORS as problem:
         error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
     raise_on_all_ranks(error)
     return loaded
 
 
-def _apply_state(loaded: dict[str, Any], state: TrainState, selected: PartsToLoad) -> None:
+def _apply_state(
+    loaded_state: dict[str, Any], state: TrainState, selected_parts: PartsToLoad
+) -> None:
+    """Put the loaded state into the modules, the optimizer, the schedule and the generators."""
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     for name, module in zip(names, modules, strict=True):
@@ -151,24 +174,24 @@ def _apply_state(loaded: dict[str, Any], state: TrainState, selected: PartsToLoa
         has_adapters = any(
             lora.is_adapter(name_of_parameter) for name_of_parameter, _ in module.named_parameters()
         )
-        module.load_state_dict(loaded[name], strict=not has_adapters)
-    if selected.optimizer:
+        module.load_state_dict(loaded_state[name], strict=not has_adapters)
+    if selected_parts.optimizer:
         with torch.no_grad():
-            state.optimizer.load_state_dict(loaded["optimizer"])
-        _synchronize_step(state.optimizer)
-        _load_schedule(loaded, state)
+            state.optimizer.load_state_dict(loaded_state["optimizer"])
+        _synchronize_optimizer_step(state.optimizer)
+        _load_schedule(loaded_state, state)
     else:
         # The optimizer's fp32 copies still hold the initial weights.
         state.optimizer.reload_model_params()
-    if selected.progress:
-        state.progress.load_state_dict(loaded["progress"])
-        if "measured_shares" in loaded:
-            state.measured_shares = MeasuredSplit.from_state(loaded["measured_shares"])
-    if selected.rng:
-        sharded_state.restore_rng(loaded)
+    if selected_parts.progress:
+        state.progress.load_state_dict(loaded_state["progress"])
+        if "measured_shares" in loaded_state:
+            state.measured_shares = MeasuredSplit.from_state(loaded_state["measured_shares"])
+    if selected_parts.rng:
+        sharded_state.restore_rng(loaded_state)
 
 
-def _synchronize_step(optimizer: Any) -> None:
+def _synchronize_optimizer_step(optimizer: Any) -> None:
     """Give every parameter group the largest step of all ranks and groups.
 
     The saved values of parameter groups are rank 0's. If rank 0 has no parameter of a group
@@ -184,9 +207,10 @@ def _synchronize_step(optimizer: Any) -> None:
             group["step"] = int(step)
 
 
-def _load_schedule(loaded: dict[str, Any], state: TrainState) -> None:
+def _load_schedule(loaded_state: dict[str, Any], state: TrainState) -> None:
+    """Load the learning-rate schedule; rephrase megatron.core's error if the arguments differ."""
     try:
-        state.scheduler.load_state_dict(loaded["scheduler"])
+        state.scheduler.load_state_dict(loaded_state["scheduler"])
     except AssertionError as error:
         # The manifest lacks the schedule: an older version or Megatron-LM wrote the checkpoint.
         raise schedule_error(_describe_schedule_error(error)) from error
@@ -197,6 +221,6 @@ def _describe_schedule_error(error: AssertionError) -> str:
     match = _SCHEDULE_VALUES.search(str(error))
     if match is None:
         return str(error)
-    ours, saved, name = match.groups()
+    configured, saved, name = match.groups()
     unit = " (in samples)" if "iterations" in name else ""
-    return f"{name}{unit}: the checkpoint has {saved}, the arguments {ours}"
+    return f"{name}{unit}: the checkpoint has {saved}, the arguments {configured}"

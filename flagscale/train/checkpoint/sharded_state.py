@@ -40,7 +40,7 @@ __all__ = [
     "vocabulary_range",
 ]
 
-_RNG = "rng_state"
+_RNG_KEY = "rng_state"
 
 
 def add_data_parallel_group(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,17 +61,17 @@ def build_model_state_dict(
     """
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
-    sharded: dict[str, Any] = {}
+    sharded_state_dict: dict[str, Any] = {}
     for name, module in zip(names, modules, strict=True):
         state_dict = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        sharded[name] = {
+        sharded_state_dict[name] = {
             key: _shard_gated_lora(key, tensor, module)
             for key, tensor in state_dict.items()
             if lora.is_adapter(key) == bool(args.peft_type)
         }
         if args.meshes is not None:
-            shard_embedding_rows(sharded[name], vocabulary_parts(vars(args)))
-    return sharded
+            shard_embedding_rows(sharded_state_dict[name], vocabulary_parts(vars(args)))
+    return sharded_state_dict
 
 
 def _shard_gated_lora(name: str, tensor: Any, module: Any) -> Any:
@@ -85,28 +85,32 @@ def _shard_gated_lora(name: str, tensor: Any, module: Any) -> Any:
 
 
 def build_optimizer_state_dict(
-    state: TrainState, model: dict[str, Any], metadata: Mapping[str, Any], *, is_loading: bool
+    state: TrainState,
+    model_state_dict: dict[str, Any],
+    metadata: Mapping[str, Any],
+    *,
+    is_loading: bool,
 ) -> dict[str, Any]:
     """Return the sharded optimizer state that belongs to a model's sharded weights.
 
     Args:
         state: the training state.
-        model: result of :func:`build_model_state_dict`.
+        model_state_dict: result of :func:`build_model_state_dict`.
         metadata: result of :func:`add_data_parallel_group`.
-        is_loading: whether the result receives a checkpoint instead of being saved.
+        is_loading: the result is to be filled from a checkpoint instead of being saved.
     """
-    model_weights = model["model"] if len(model) == 1 else model
+    model_weights = model_state_dict["model"] if len(model_state_dict) == 1 else model_state_dict
     if not is_loading:
         _initialize_moments(state.optimizer)
     with nullcontext() if is_loading else keep_bucket_padding(state.optimizer):
-        sharded: dict[str, Any] = state.optimizer.sharded_state_dict(
+        sharded_state_dict: dict[str, Any] = state.optimizer.sharded_state_dict(
             model_weights, is_loading=is_loading, metadata=metadata
         )
-    return sharded
+    return sharded_state_dict
 
 
 def _initialize_moments(optimizer: Any) -> None:
-    """Create zero moments for parameters without a step yet, because saving expects all moments."""
+    """Create zero moments for parameters without a step yet; megatron.core saves all moments."""
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if member.optimizer is not None and member.init_state_fn is not None:
             member.init_state_fn(member.optimizer, member.config)
@@ -115,42 +119,42 @@ def _initialize_moments(optimizer: Any) -> None:
 def build_rng_state() -> dict[str, Any]:
     """Return this rank's RNG states as an object sharded by rank, to save or to load into."""
     rng_state = ShardedObject(
-        _RNG,
+        _RNG_KEY,
         _get_rng_state(),
         global_shape=(dist.get_world_size(),),
         global_offset=(dist.get_rank(),),
         replica_id=0,
     )
-    return {_RNG: rng_state}
+    return {_RNG_KEY: rng_state}
 
 
 def _get_rng_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     trackers = tensor_parallel.get_cuda_rng_tracker().get_states()
-    chip = current_device().accelerator
+    accelerator = current_device().accelerator
     return {
         "python": random.getstate(),
         # Lists, because checkpoints are unpickled without permission to load other classes.
         "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         # The key is torch's name of the device type, as in older checkpoints.
-        chip.torch_type: chip.get_rng_state(),
+        accelerator.torch_type: accelerator.get_rng_state(),
         "trackers": {name: value.clone() for name, value in trackers.items()},
     }
 
 
-def restore_rng(loaded: Mapping[str, Any]) -> None:
+def restore_rng(loaded_state: Mapping[str, Any]) -> None:
     """Set this rank's random number generators to the states saved by :func:`build_rng_state`."""
-    saved = loaded[_RNG]
-    version, internal, gauss = saved["python"]
+    rng_state = loaded_state[_RNG_KEY]
+    version, internal, gauss = rng_state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *position = saved["numpy"]
+    kind, keys, *position = rng_state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))
-    torch.set_rng_state(saved["torch"])
-    chip = current_device().accelerator
-    if (state := saved.get(chip.torch_type)) is not None:
-        chip.set_rng_state(state)
-    tensor_parallel.get_cuda_rng_tracker().set_states(saved["trackers"])
+    torch.set_rng_state(rng_state["torch"])
+    accelerator = current_device().accelerator
+    if (accelerator_state := rng_state.get(accelerator.torch_type)) is not None:
+        accelerator.set_rng_state(accelerator_state)
+    tensor_parallel.get_cuda_rng_tracker().set_states(rng_state["trackers"])
 
 
 def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
 
 
 def vocabulary_range(args: argparse.Namespace, state: TrainState) -> list[int]:
-    """Return the smallest and the largest vocabulary that pads to the model's vocabulary."""
-    rows = int(state.modules()[0].vocab_size)  # type: ignore[arg-type]
+    """Return the smallest and the largest vocabulary size that is padded to the model's."""
+    padded_size = int(state.modules()[0].vocab_size)  # type: ignore[arg-type]
     multiple = args.make_vocab_size_divisible_by * vocabulary_parts(vars(args))
-    return [rows - multiple + 1, rows]
+    return [padded_size - multiple + 1, padded_size]

@@ -1,6 +1,7 @@
 """Writing below a directory of checkpoints: publishing, retention, cleanup of incomplete ones.
 
-Needs neither torch nor a process group: one rank changes the directory on behalf of all.
+The module needs neither torch nor a process group: one rank changes the directory on behalf of
+all. Readers use :class:`flagscale.checkpoints.CheckpointDirectory`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.checkpoints import (
-    MANIFEST,
-    REQUIRED,
-    TRACKER,
+    MANIFEST_FILE,
+    REQUIRED_FILES,
+    TRACKER_FILE,
     CheckpointDirectory,
     check_complete,
     compute_seal,
@@ -40,11 +41,12 @@ class CheckpointStore(CheckpointDirectory):
         """Create the temporary directory for the checkpoint of an iteration.
 
         Args:
-            resume: keep the files that an interrupted writer left in it.
+            iteration: iteration of the checkpoint.
+            resume: keep the files that an interrupted writer left in the directory.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         directory = self.partial_directory(iteration)
-        self._remove_leftovers(keep=directory if resume else None)
+        self._remove_leftovers(kept_directory=directory if resume else None)
         directory.mkdir(exist_ok=resume)
         return directory
 
@@ -52,62 +54,78 @@ class CheckpointStore(CheckpointDirectory):
         """Delete the temporary directory of a checkpoint that failed."""
         shutil.rmtree(self.partial_directory(iteration), ignore_errors=True)
 
-    def publish(self, iteration: int, content: Mapping[str, Any]) -> Path:
-        """Publish a complete checkpoint: write its manifest, rename it, update the tracker file."""
-        partial, final = self.partial_directory(iteration), self.path(iteration)
-        write_manifest(partial, {"iteration": iteration, **content})
-        fsync_path(partial)
-        replaced = self.root / f".{final.name}.replaced"
-        # Written before and renamed after, so that a disk that fills up in between does no harm.
-        tracker = _write_synced(self.root / f".{TRACKER}.new", f"{iteration}\n")
-        if final.exists():  # training went back and reached this iteration again
-            final.rename(replaced)
-        partial.rename(final)
-        tracker.replace(self.root / TRACKER)
-        fsync_path(self.root)
-        shutil.rmtree(replaced, ignore_errors=True)
-        return final
+    def publish(self, iteration: int, manifest_entries: Mapping[str, Any]) -> Path:
+        """Publish a complete checkpoint: write its manifest, rename it, update the tracker file.
 
-    def list_superseded(self, newest: int, keep: int, retained: int | None = None) -> list[Path]:
+        Args:
+            iteration: iteration of the checkpoint.
+            manifest_entries: entries of the manifest about the run.
+
+        Returns:
+            The final directory.
+        """
+        temporary_directory, final_directory = (
+            self.partial_directory(iteration),
+            self.path(iteration),
+        )
+        write_manifest(temporary_directory, {"iteration": iteration, **manifest_entries})
+        fsync_path(temporary_directory)
+        replaced_directory = self.root / f".{final_directory.name}.replaced"
+        # The tracker is written before the rename and takes effect after it, so that a disk that
+        # fills up in between does no harm.
+        tracker = _write_synced(self.root / f".{TRACKER_FILE}.new", f"{iteration}\n")
+        # The run went back to an earlier checkpoint and reached this iteration again.
+        if final_directory.exists():
+            final_directory.rename(replaced_directory)
+        temporary_directory.rename(final_directory)
+        tracker.replace(self.root / TRACKER_FILE)
+        fsync_path(self.root)
+        shutil.rmtree(replaced_directory, ignore_errors=True)
+        return final_directory
+
+    def list_superseded(
+        self, newest: int, keep_count: int, retain_interval: int | None = None
+    ) -> list[Path]:
         """List the checkpoints that may be deleted once ``newest`` is complete.
 
         Checkpoints newer than ``newest`` (after training went back) are never listed.
 
         Args:
             newest: iteration of the checkpoint that was just published.
-            keep: number of newest complete checkpoints to keep, including ``newest``.
-            retained: keep every checkpoint whose iteration is a multiple of this.
+            keep_count: number of newest complete checkpoints to keep, including ``newest``.
+            retain_interval: also keep every checkpoint whose iteration is a multiple of this.
         """
         kept_count = 1
-        removable = []
+        superseded = []
         for iteration in self.iterations():
-            if iteration >= newest or (retained and iteration % retained == 0):
+            if iteration >= newest or (retain_interval and iteration % retain_interval == 0):
                 continue
             path = self.path(iteration)
-            if kept_count < keep and _is_complete(path):
+            if kept_count < keep_count and _is_complete(path):
                 kept_count += 1
-            elif kept_count >= keep:
-                removable.append(path)
-        return removable
+            elif kept_count >= keep_count:
+                superseded.append(path)
+        return superseded
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Delete checkpoints. Each is renamed first, so that none is visible while half deleted."""
+        """Delete checkpoints. Each is renamed first, so that no half-deleted one is visible."""
         for path in paths:
             hidden = self.root / f".{path.name}.removed"
             try:
                 path.rename(hidden)
             except OSError:
-                continue  # another process removed it
+                continue  # another process removed the checkpoint
             shutil.rmtree(hidden, ignore_errors=True)
 
-    def _remove_leftovers(self, keep: Path | None = None) -> None:
-        """Delete half-written or half-deleted directories of a killed run, except ``keep``."""
+    def _remove_leftovers(self, kept_directory: Path | None = None) -> None:
+        """Delete half-written or half-deleted directories of a killed run, except one."""
         for item in list(self.root.iterdir()):
             match = _LEFTOVER.fullmatch(item.name)
-            if match is None or item == keep:
+            if match is None or item == kept_directory:
                 continue
             if match[2] == "replaced" and not (self.root / match[1]).exists():
-                item.rename(self.root / match[1])  # killed between the two renames
+                # the run was killed between the two renames of publish
+                item.rename(self.root / match[1])
             else:
                 shutil.rmtree(item, ignore_errors=True)
 
@@ -120,21 +138,27 @@ def _is_complete(path: Path) -> bool:
     return True
 
 
-def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest: ``content``, the size of each file, and the SHA-256 of the small files.
+def write_manifest(path: Path, manifest_entries: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint.
 
-    Tensors have CRC-32 checksums in their own files (:mod:`.checksums`). Hashing them here would
-    take as long as reading them.
+    It holds ``manifest_entries``, the size of each file, the SHA-256 of the small files, and a seal
+    (hash) of all that. Tensors have CRC-32 checksums in their own files (:mod:`.checksums`);
+    hashing them here would take as long as reading them.
     """
-    files = {
+    file_sizes = {
         item.relative_to(path).as_posix(): item.stat().st_size
         for item in sorted(path.rglob("*"))
         if item.is_file()
     }
-    digests = {name: hash_file(path / name) for name in REQUIRED if name in files}
-    manifest = {"version": _MANIFEST_VERSION, **content, "files": files, "digests": digests}
-    sealed = {**manifest, "seal": compute_seal(manifest)}
-    _write_synced(path / MANIFEST, json.dumps(sealed, indent=1) + "\n")
+    digests = {name: hash_file(path / name) for name in REQUIRED_FILES if name in file_sizes}
+    manifest = {
+        "version": _MANIFEST_VERSION,
+        **manifest_entries,
+        "files": file_sizes,
+        "digests": digests,
+    }
+    sealed_manifest = {**manifest, "seal": compute_seal(manifest)}
+    _write_synced(path / MANIFEST_FILE, json.dumps(sealed_manifest, indent=1) + "\n")
 
 
 def _write_synced(path: Path, text: str) -> Path:

@@ -3,8 +3,10 @@
 Ranks plan a checkpoint collectively, and each rank then writes on its own. megatron.core's own
 asynchronous save starts a manager process per rank (seconds, and another copy of torch), and an
 error on rank 0 between its collectives leaves the other ranks waiting. This module keeps
-megatron.core's planning and file format, and runs the steps between so that every failure is
+megatron.core's planning and file format, and runs the steps in between so that every failure is
 reported on all ranks.
+
+megatron.core divides the tensors of a rank into buckets; each bucket becomes one file.
 """
 
 from __future__ import annotations
@@ -45,14 +47,19 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
 )
 
-_BACKEND, _VERSION = "torch_dist", 1
+_STORAGE_BACKEND, _STORAGE_VERSION = "torch_dist", 1
 
 
 @dataclass
 class WriteResult:
-    """Write results of PyTorch distributed checkpointing on one rank, or an error."""
+    """Result of writing on one rank.
 
-    results: list[Any] = field(default_factory=list)
+    Attributes:
+        tensor_results: write results of torch.distributed.checkpoint, one per tensor.
+        error: description of the first error, or None.
+    """
+
+    tensor_results: list[Any] = field(default_factory=list)
     error: str | None = None
 
 
@@ -66,39 +73,39 @@ class CheckpointWrite:
     def __init__(
         self,
         directory: Path,
-        state: dict[str, Any],
+        state_dict: dict[str, Any],
         *,
         fully_parallel: bool,
-        background: bool,
-        validate: bool,
+        in_background: bool,
+        validate_sharding: bool,
     ) -> None:
         """Plan the checkpoint, take a snapshot, and write it or start to write it.
 
         Args:
             directory: existing, empty directory on a file system shared by all hosts.
-            state: sharded state dict.
+            state_dict: sharded state dict.
             fully_parallel: distribute the replicated tensors over the data-parallel ranks.
-            background: write from a forked process.
-            validate: check the sharding of all ranks for consistency.
+            in_background: write from a forked process.
+            validate_sharding: check the sharding of all ranks for consistency.
         """
         self._directory = directory
         self._errors: list[str] = []
-        sharded, common = save_preprocess(state, validate)
+        sharded_state, common_state = save_preprocess(state_dict, validate_sharding)
         with collect_errors(self._errors):
-            _write_common(common, directory)
-        self._writer, self._metadata = _plan_writes(sharded, directory, fully_parallel)
+            _write_common_state(common_state, directory)
+        self._writer, self._metadata = _plan_writes(sharded_state, directory, fully_parallel)
         buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets, True)
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
-        self._background: _BackgroundWriter | None = None
+        self._background_writer: _BackgroundWriter | None = None
         self._result = WriteResult()
-        if background:
-            self._background = _BackgroundWriter(buckets, transforms)
+        if in_background:
+            self._background_writer = _BackgroundWriter(buckets, transforms)
         else:
             self._result = write_buckets(buckets, transforms)
 
     def is_done(self) -> bool:
         """Return whether this rank has finished writing."""
-        return self._background is None or self._background.is_done()
+        return self._background_writer is None or self._background_writer.is_done()
 
     def finish(self) -> None:
         """Wait for this rank's writing, then write the checkpoint's metadata. Collective.
@@ -106,27 +113,35 @@ class CheckpointWrite:
         Raises:
             CheckpointError: on all ranks, if any rank failed to write.
         """
-        if self._background is not None:
-            self._result = self._background.wait()
-            self._background = None
+        if self._background_writer is not None:
+            self._result = self._background_writer.wait()
+            self._background_writer = None
         error = self._errors[0] if self._errors else self._result.error
         raise_on_all_ranks(error)
-        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._result.results, results, dst=0)
-        run_on_rank_0(lambda: self._write_metadata(results or []))
+        results_by_rank: list[Any] | None = (
+            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        )
+        dist.gather_object(self._result.tensor_results, results_by_rank, dst=0)
+        run_on_rank_0(lambda: self._write_metadata(results_by_rank or []))
 
-    def _write_metadata(self, results: list[list[Any]]) -> None:
-        for name in {item.storage_data.relative_path for rank in results for item in rank}:
+    def _write_metadata(self, results_by_rank: list[list[Any]]) -> None:
+        """Check that this host sees the files of all ranks, and write the metadata."""
+        for name in {
+            tensor_result.storage_data.relative_path
+            for rank_results in results_by_rank
+            for tensor_result in rank_results
+        }:
             if not (self._directory / name).is_file():
                 raise CheckpointError(
-                    f"{self._directory / name} was written on another host and is not here",
+                    f"{self._directory / name} was written on another host and is not visible on "
+                    "this one",
                     hint="the save directory must be on a file system that all hosts share",
                 )
-        self._writer.finish(self._metadata, results)
-        save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self._directory))
+        self._writer.finish(self._metadata, results_by_rank)
+        save_config(CheckpointingConfig(_STORAGE_BACKEND, _STORAGE_VERSION), str(self._directory))
 
 
-def _write_common(common: Mapping[str, Any], directory: Path) -> None:
+def _write_common_state(common_state: Mapping[str, Any], directory: Path) -> None:
     """Write the part of the state that is not sharded, on rank 0.
 
     It is written through a Python file, because torch's own file writer reports a full disk only as
@@ -135,45 +150,54 @@ def _write_common(common: Mapping[str, Any], directory: Path) -> None:
     if dist.get_rank() != 0:
         return
     with (directory / COMMON_STATE_FNAME).open("wb") as file:
-        torch.save(common, file)
+        torch.save(common_state, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_buckets(buckets: list[Any], transforms: list[Any]) -> WriteResult:
-    """Write buckets of tensors to one file each, in parallel threads."""
+    """Write buckets of tensors to one file each, in parallel threads.
+
+    Args:
+        buckets: megatron.core's write buckets, with the tensors in host memory.
+        transforms: megatron.core's storage writer transforms.
+    """
     if not buckets:
         return WriteResult()
-    total = WriteResult()
+    combined = WriteResult()
     with ThreadPoolExecutor(len(buckets)) as pool:
         for result in pool.map(partial(_write_bucket, transforms=transforms), count(), buckets):
             if isinstance(result, Exception):
-                total.error = total.error or describe_error(result)
+                combined.error = combined.error or describe_error(result)
             else:
-                total.results.extend(result)
-    return total
+                combined.tensor_results.extend(result)
+    return combined
 
 
 def _write_bucket(index: int, bucket: Any, *, transforms: list[Any]) -> Any:
+    """Write one bucket; return its write results, or an exception."""
     # megatron.core runs this function in a process of its own, which reports through queues.
     results: queue.Queue[tuple[int, Any]] = queue.Queue()
-    counts: queue.Queue[int] = queue.Queue()
-    counts.put(index)
-    FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, counts, True)
+    file_numbers: queue.Queue[int] = queue.Queue()
+    file_numbers.put(index)
+    FileSystemWriterAsync.write_preloaded_data(
+        transforms, index, bucket, results, file_numbers, True
+    )
     return results.get_nowait()[1]
 
 
 class _BackgroundWriter:
-    """Forked process that writes. Its copy-on-write memory is the snapshot."""
+    """Forked process that writes. Its copy-on-write memory is the snapshot of the tensors."""
 
     def __init__(self, buckets: list[Any], transforms: list[Any]) -> None:
         context = multiprocessing.get_context("fork")
-        self._connection, theirs = context.Pipe(duplex=False)
+        self._connection, child_connection = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_write_in_child, args=(theirs, buckets, transforms), daemon=True
+            target=_write_in_child, args=(child_connection, buckets, transforms), daemon=True
         )
         self._process.start()
-        theirs.close()  # then the pipe reaches its end when the process exits
+        # The pipe reaches its end only if no other process has this connection open.
+        child_connection.close()
 
     def is_done(self) -> bool:
         return self._connection.poll()  # also true when the process has ended
@@ -181,15 +205,16 @@ class _BackgroundWriter:
     def wait(self) -> WriteResult:
         """Wait for the end of the process and return its result."""
         try:
-            written: WriteResult = self._connection.recv()
+            result: WriteResult = self._connection.recv()
         except EOFError:
-            written = WriteResult(error="the process that writes the checkpoint was killed")
+            result = WriteResult(error="the process that writes the checkpoint was killed")
         self._process.join()
         self._connection.close()
-        return written
+        return result
 
 
 def _write_in_child(connection: Connection, buckets: list[Any], transforms: list[Any]) -> None:
+    """Entry point of the forked process."""
     gc.disable()  # collecting would free device tensors that belong to the parent
     # The trainer handles a stop request, and waits for this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -208,19 +233,19 @@ class _PlanningStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _plan_writes(
-    sharded: Mapping[str, Any], directory: Path, fully_parallel: bool
+    sharded_state: Mapping[str, Any], directory: Path, fully_parallel: bool
 ) -> tuple[Any, Any]:
     """Plan which rank writes which tensors.
 
     Returns:
         The writer and, on rank 0, the metadata to complete after writing.
     """
-    strategy: Any = _PlanningStrategy(_BACKEND, _VERSION)
+    strategy: Any = _PlanningStrategy(_STORAGE_BACKEND, _STORAGE_VERSION)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if fully_parallel:
         strategy = FullyParallelSaveStrategyWrapper(strategy, group)
     with _without_manager_process():
-        writer, metadata = strategy.async_save(sharded, str(directory))
+        writer, metadata = strategy.async_save(sharded_state, str(directory))
     return writer, metadata
 
 

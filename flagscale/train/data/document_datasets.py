@@ -1,4 +1,9 @@
-"""megatron.core's text datasets with fast mock data and with document numbers in samples."""
+"""megatron.core's text datasets with checked token ids, fast mock data, and document numbers.
+
+A model family names these classes in its dataset specification
+(:class:`flagscale.train.models.base.DatasetSpec`). Document numbers restrict attention to tokens
+of the same document.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,31 @@ from megatron.core.datasets.gpt_dataset import (
     MockGPTLowLevelDataset,
 )
 
-from flagscale.train.models.base import DOCUMENTS
+from flagscale.errors import DataError
+from flagscale.train.models.base import DOCUMENT_NUMBERS_KEY
+
+
+class TextDataset(GPTDataset):  # type: ignore[misc]
+    """Dataset of indexed files that refuses token ids outside the vocabulary.
+
+    megatron.core would take -1 for padding and mask it, and fail on other ids in the middle of a
+    step.
+    """
+
+    def _query_document_sample_shuffle_indices(self, index: int) -> Any:
+        text, documents = super()._query_document_sample_shuffle_indices(index)
+        # Only the end of the last sample is padding.
+        padding_begin = len(text)
+        while padding_begin and text[padding_begin - 1] == self._pad_token_id:
+            padding_begin -= 1
+        tokens, vocab_size = text[:padding_begin], self.config.tokenizer.vocab_size
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+            wrong_id = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise DataError(
+                f"{self.dataset.path_prefix}: sample {index} has the token id {wrong_id}, but ids "
+                f"are 0 to {vocab_size - 1}: the file is damaged or was made with another tokenizer"
+            )
+        return text, documents
 
 
 class MockText(MockGPTLowLevelDataset):  # type: ignore[misc]
@@ -23,13 +52,13 @@ class MockText(MockGPTLowLevelDataset):  # type: ignore[misc]
     """
 
     def __init__(self, config: GPTDatasetConfig) -> None:
-        share = min(1.0, config.sequence_length / self.max_sequence_length)
-        self.size = max(1, round(MockGPTLowLevelDataset.size * share))
+        size_ratio = min(1.0, config.sequence_length / self.max_sequence_length)
+        self.size = max(1, round(MockGPTLowLevelDataset.size * size_ratio))
         super().__init__(config.tokenizer)
 
 
 class FastMockDataset(MockGPTDataset):  # type: ignore[misc]
-    """Dataset of mock text; reads no file."""
+    """Dataset of mock text, which reads no file."""
 
     @staticmethod
     def build_low_level_dataset(_: str | None, config: GPTDatasetConfig) -> MockText:
@@ -37,20 +66,20 @@ class FastMockDataset(MockGPTDataset):  # type: ignore[misc]
         return MockText(config)
 
 
-def number_documents(tokens: torch.Tensor, end: int) -> torch.Tensor:
+def number_documents(tokens: torch.Tensor, eod_id: int) -> torch.Tensor:
     """Number the documents in a sequence.
 
     An end-of-document token belongs to the document that it ends.
 
     Args:
-        tokens: shape ``[sequence]``.
-        end: the end-of-document token.
+        tokens: shape ``[length]``.
+        eod_id: id of the end-of-document token.
 
     Returns:
-        Document numbers from 0, shape ``[sequence]``, int32.
+        Document numbers from 0, shape ``[length]``, int32.
     """
     starts = torch.zeros_like(tokens, dtype=torch.int32)
-    starts[1:] = tokens[:-1] == end
+    starts[1:] = tokens[:-1] == eod_id
     return starts.cumsum(0, dtype=torch.int32)
 
 
@@ -61,10 +90,13 @@ class _DocumentNumberMixin:
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         sample: dict[str, Any] = super().__getitem__(index)  # type: ignore[misc]
-        return {**sample, DOCUMENTS: number_documents(sample["tokens"], self.config.tokenizer.eod)}
+        return {
+            **sample,
+            DOCUMENT_NUMBERS_KEY: number_documents(sample["tokens"], self.config.tokenizer.eod),
+        }
 
 
-class NumberedDataset(_DocumentNumberMixin, GPTDataset):  # type: ignore[misc]
+class NumberedDataset(_DocumentNumberMixin, TextDataset):
     """Dataset of indexed files, with document numbers."""
 
 
@@ -76,8 +108,8 @@ def select_dataset_classes(*, with_documents: bool) -> tuple[type, type]:
     """Return the dataset classes for indexed files and for mock data.
 
     Args:
-        with_documents: samples have document numbers.
+        with_documents: samples have document numbers, to mask attention between documents.
     """
     if with_documents:
         return NumberedDataset, MockNumberedDataset
-    return GPTDataset, FastMockDataset
+    return TextDataset, FastMockDataset

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-from flagscale.train.data.document_datasets import FastMockDataset
+from flagscale.train.data.document_datasets import FastMockDataset, TextDataset
 from flagscale.train.data.token_masking import MaskingSettings, mask_tokens
 
 
 @dataclass
 class MaskedConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """GPT dataset configuration with masking settings."""
+    """megatron.core's GPT dataset configuration with masking settings."""
 
-    masks: MaskingSettings | None = None
+    masking: MaskingSettings | None = None
 
 
 class _MaskingMixin:
@@ -32,12 +32,12 @@ class _MaskingMixin:
 
     def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
         sample: dict[str, Any] = super().__getitem__(index)  # type: ignore[misc]
-        assert self.config.masks is not None
-        seed = [self.config.random_seed, 0 if index is None else int(index)]
-        return mask_tokens(sample["tokens"], self.config.masks, np.random.default_rng(seed))
+        assert self.config.masking is not None
+        seeds = [self.config.random_seed, 0 if index is None else int(index)]
+        return mask_tokens(sample["tokens"], self.config.masking, np.random.default_rng(seeds))
 
 
-class MaskedDataset(_MaskingMixin, GPTDataset):  # type: ignore[misc]
+class MaskedDataset(_MaskingMixin, TextDataset):
     """Masked dataset of indexed files."""
 
 

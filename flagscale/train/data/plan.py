@@ -1,4 +1,9 @@
-"""Plan of the data that a run reads, with all checks that can be made before datasets are built."""
+"""Plan of a run's data, with all checks that can be made before datasets are built.
+
+:mod:`flagscale.train.data.datasets` builds the datasets from the plan. The terms are
+megatron.core's: a blend is one dataset or a weighted mixture of several, and a split is the
+training, validation or test part of the data.
+"""
 
 from __future__ import annotations
 
@@ -25,44 +30,65 @@ _DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's default
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Plan of one split.
+    """Plan of the training, validation or test split.
 
-    ``samples`` is the number of samples that the run needs of it; 0 if the split is not used.
-    ``blend`` is the split's own blend, if it has one.
+    Attributes:
+        name: name of the split.
+        sample_count: number of samples that the run needs of the split; 0 if the split is not used.
+        blend: the blend of this split alone, if the arguments name one (``train_data_path`` etc.).
     """
 
     name: SplitName
-    samples: int
+    sample_count: int
     blend: Blend | None = None
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """Everything that building the datasets needs.
+    """Parameters of the datasets of a run.
 
-    ``blend`` is divided by ``shares``. Without it, each split has a blend of its own, or the data
-    is mock data. ``cache_by`` names the argument that ``cache`` follows from.
+    The data comes from one of three sources: ``blend``, which is divided between the splits; a
+    blend per split (:attr:`SplitPlan.blend`); or mock data.
+
+    Attributes:
+        splits: training, validation and test.
+        blend: blend that is divided by ``split_fractions``, or None.
+        split_fractions: fractions of ``blend`` for training, validation and test; they sum to 1.
+        seq_length: tokens of a sample.
+        seed: seed of megatron.core's shuffles.
+        cache_directory: directory of megatron.core's index cache, or None without a cache.
+        cache_argument: name of the argument from which ``cache_directory`` is derived; empty
+            without a cache.
+        sample_order: ``single`` reads the training samples once, ``cyclic`` reads them in epochs.
+        is_mock: the data is generated, and no file is read.
+        phases: blends of the training data that follow each other, if there are several.
+        validation_blends: blends of the validation datasets that are evaluated separately, by name.
+        reader_options: options of megatron.core's datasets that affect how data is read, but not
+            which data.
     """
 
     splits: tuple[SplitPlan, SplitPlan, SplitPlan]
     blend: Blend | None
-    shares: tuple[float, float, float]
+    split_fractions: tuple[float, float, float]
     seq_length: int
     seed: int
-    cache: Path | None
-    cache_by: str
-    order: Literal["single", "cyclic"]
-    mock: bool
+    cache_directory: Path | None
+    cache_argument: str
+    sample_order: Literal["single", "cyclic"]
+    is_mock: bool
     phases: Phases | None = None
-    """Blends of the training data that follow each other."""
-    validations: Mapping[str, Blend] = field(default_factory=dict)
-    """Validation datasets that are evaluated separately, by name."""
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    """Options of megatron.core's datasets that affect how data is read, but not which."""
+    validation_blends: Mapping[str, Blend] = field(default_factory=dict)
+    reader_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
-    """Resolve the data arguments and check the files that they name. Needs no torch and no ranks.
+    """Resolve the data arguments and check the files that they name.
+
+    This needs neither torch nor an initialized process group.
+
+    Args:
+        args: resolved training arguments.
+        tokenizer: the run's tokenizer, which must match the data.
 
     Raises:
         DataError: no data is named, or contradictory data; files are missing or damaged; a split
@@ -77,32 +103,32 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
         blend, split_blends[0] = (
             (phases.combined_blend, split_blends[0]) if blend else (None, phases.combined_blend)
         )
-    shares = parse_split(args.split or _DEFAULT_SPLIT)
+    split_fractions = parse_split(args.split or _DEFAULT_SPLIT)
     splits = []
-    for name, count, own_blend, share in zip(
-        SPLITS, _count_samples(args), split_blends, shares, strict=True
+    for name, needed_samples, split_blend, fraction in zip(
+        SPLITS, _count_samples(args), split_blends, split_fractions, strict=True
     ):
-        has_data = args.mock_data or own_blend or (blend and share > 0)
-        used = count if has_data else 0
-        splits.append(SplitPlan(name, used, own_blend if used else None))
+        has_data = args.mock_data or split_blend or (blend and fraction > 0)
+        sample_count = needed_samples if has_data else 0
+        splits.append(SplitPlan(name, sample_count, split_blend if sample_count else None))
     files = _validate_datasets(blend, splits, tokenizer)
-    _check_tokens(files, blend, splits, shares, args.split or _DEFAULT_SPLIT)
-    root, cache_by = data_cache_of(vars(args)) or (None, "")
+    _check_tokens(files, blend, splits, split_fractions, args.split or _DEFAULT_SPLIT)
+    cache_root, cache_argument = data_cache_of(vars(args)) or (None, "")
     return DataPlan(
         splits=(splits[0], splits[1], splits[2]),
         blend=blend,
-        shares=shares,
+        split_fractions=split_fractions,
         seq_length=args.seq_length,
         seed=args.seed,
         # megatron.core keys its cache by path alone; the fingerprint invalidates it when a dataset
         # is rewritten.
-        cache=None if root is None else root / fingerprint_datasets(files.values()),
-        cache_by=cache_by,
-        order=args.dataloader_type,
+        cache_directory=cache_root and cache_root / fingerprint_datasets(files.values()),
+        cache_argument=cache_argument,
+        sample_order=args.dataloader_type,
         phases=phases,
-        validations=_plan_validations(args, splits[1].blend),
-        mock=bool(args.mock_data),
-        reading={
+        validation_blends=_list_validation_blends(args, splits[1].blend),
+        is_mock=bool(args.mock_data),
+        reader_options={
             "mmap_bin_files": args.mmap_bin_files,
             "num_dataset_builder_threads": args.num_dataset_builder_threads,
             "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
@@ -111,12 +137,14 @@ def plan_data(args: Any, tokenizer: Tokenizer) -> DataPlan:
 
 
 def _parse_split_blend(args: Any, name: SplitName) -> Blend | None:
-    key = f"{name}_data_path"
-    values = getattr(args, key)
-    return parse_blend(values, key) if values else None
+    """Parse ``train_data_path``, ``valid_data_path`` or ``test_data_path``."""
+    argument = f"{name}_data_path"
+    value = getattr(args, argument)
+    return parse_blend(value, argument) if value else None
 
 
-def _plan_validations(args: Any, blend: Blend | None) -> dict[str, Blend]:
+def _list_validation_blends(args: Any, blend: Blend | None) -> dict[str, Blend]:
+    """Return a blend per validation dataset if ``multiple_validation_sets`` is set."""
     if blend is None or not args.multiple_validation_sets:
         return {}
     names = make_unique([Path(prefix).name for prefix in blend.prefixes])
@@ -124,20 +152,25 @@ def _plan_validations(args: Any, blend: Blend | None) -> dict[str, Blend]:
 
 
 def _check_sources(args: Any, blend: Blend | None, split_blends: list[Blend | None]) -> None:
-    split_keys = [
-        f"{name}_data_path" for name, item in zip(SPLITS, split_blends, strict=True) if item
+    """Check that the arguments name one source of data, and name it completely."""
+    split_arguments = [
+        f"{name}_data_path"
+        for name, split_blend in zip(SPLITS, split_blends, strict=True)
+        if split_blend
     ]
-    if args.mock_data and (blend or split_keys):
+    if args.mock_data and (blend or split_arguments):
         raise DataError(
-            f"mock_data makes data up, but {'data_path' if blend else split_keys[0]} is set"
+            f"mock_data makes data up, but {'data_path' if blend else split_arguments[0]} is set"
         )
-    if blend and split_keys:
-        raise DataError(f"data_path and {split_keys[0]} are both set; use one or the other")
-    if split_keys and split_blends[0] is None and _count_samples(args)[0]:
-        raise DataError(f"{split_keys[0]} is set, but train_data_path is not")
-    if split_keys and args.split:
-        raise DataError(f"split cuts data_path, but {split_keys[0]} names the data of each split")
-    if not (args.mock_data or blend or split_keys):
+    if blend and split_arguments:
+        raise DataError(f"data_path and {split_arguments[0]} are both set; use one or the other")
+    if split_arguments and split_blends[0] is None and _count_samples(args)[0]:
+        raise DataError(f"{split_arguments[0]} is set, but train_data_path is not")
+    if split_arguments and args.split:
+        raise DataError(
+            f"split cuts data_path, but {split_arguments[0]} names the data of each split"
+        )
+    if not (args.mock_data or blend or split_arguments):
         raise DataError(
             "no training data: data_path is not set",
             hint="tools/data/preprocess.py makes a data set of text; mock_data: true needs none",
@@ -149,16 +182,20 @@ def _count_samples(args: Any) -> tuple[int, int, int]:
     steps, evaluations = args.train_iters or 0, 0
     if args.eval_iters and args.eval_interval:
         evaluations = steps // args.eval_interval + 1
-    per_evaluation = (args.eval_iters or 0) * args.global_batch_size
-    train = args.train_samples or steps * args.global_batch_size
-    return int(train), int(evaluations * per_evaluation), int(per_evaluation)
+    samples_per_evaluation = (args.eval_iters or 0) * args.global_batch_size
+    train_samples = args.train_samples or steps * args.global_batch_size
+    return (
+        int(train_samples),
+        int(evaluations * samples_per_evaluation),
+        int(samples_per_evaluation),
+    )
 
 
 def _validate_datasets(
     blend: Blend | None, splits: list[SplitPlan], tokenizer: Tokenizer
 ) -> dict[str, IndexedFiles]:
     """Validate every dataset that is read; return them by prefix."""
-    blends = [blend] if blend else [s.blend for s in splits if s.samples]
+    blends = [blend] if blend else [s.blend for s in splits if s.sample_count]
     prefixes = dict.fromkeys(p for item in blends if item for p in item.prefixes)
     files = {prefix: validate_dataset(prefix) for prefix in prefixes}
     for prefix, dataset in files.items():
@@ -167,21 +204,28 @@ def _validate_datasets(
 
 
 def _check_vocabulary(prefix: str, files: IndexedFiles, tokenizer: Tokenizer) -> None:
-    size = tokenizer.vocab_size
+    """Check that the token ids of a dataset are in the tokenizer's vocabulary."""
+    vocab_size = tokenizer.vocab_size
     if files.dtype.kind not in "iu":
         raise DataError(f"{files.bin}: holds {files.dtype} values, expected token ids")
-    limit = 1 << (8 * files.dtype.itemsize)
-    if size > limit:
+    dtype_limit = 1 << (8 * files.dtype.itemsize)
+    if vocab_size > dtype_limit:
         raise DataError(
-            f"{prefix}: its tokens are {files.dtype} (below {limit}), but the tokenizer has "
-            f"{size} entries: the data was made with another tokenizer",
+            f"{prefix}: its tokens are {files.dtype} (below {dtype_limit}), but the tokenizer has "
+            f"{vocab_size} entries: the data was made with another tokenizer",
             hint="preprocess the text again with this tokenizer, or name the data's own",
         )
-    largest = files.find_largest_token()
-    if largest >= size:
+    smallest_token, largest_token = files.find_token_range()
+    if smallest_token < 0:
         raise DataError(
-            f"{prefix}: holds token id {largest}, but the tokenizer has {size} entries: the data "
-            "was made with another tokenizer",
+            f"{prefix}: holds the token id {smallest_token}: the file is damaged or holds no "
+            "token ids",
+            hint="preprocess the text again",
+        )
+    if largest_token >= vocab_size:
+        raise DataError(
+            f"{prefix}: holds token id {largest_token}, but the tokenizer has {vocab_size} "
+            "entries: the data was made with another tokenizer",
             hint="preprocess the text again with this tokenizer, or name the data's own",
         )
 
@@ -190,27 +234,28 @@ def _check_tokens(
     files: dict[str, IndexedFiles],
     blend: Blend | None,
     splits: list[SplitPlan],
-    shares: tuple[float, float, float],
+    split_fractions: tuple[float, float, float],
     split: str,
 ) -> None:
     """Check that each dataset has tokens for each split that reads it."""
     begin = 0.0
-    for plan, share in zip(splits, shares, strict=True):
-        end = begin + share
-        part = (begin, end) if blend else (0.0, 1.0)
+    for plan, fraction in zip(splits, split_fractions, strict=True):
+        end = begin + fraction
+        fraction_range = (begin, end) if blend else (0.0, 1.0)
         begin = end
-        source = blend or plan.blend
-        if not plan.samples or source is None:
+        split_blend = blend or plan.blend
+        if not plan.sample_count or split_blend is None:
             continue
-        for prefix in source.prefixes:
+        for prefix in split_blend.prefixes:
             dataset = files[prefix]
-            first, last = (round(edge * dataset.sequences) for edge in part)  # as megatron.core
+            # megatron.core rounds in the same way.
+            first, last = (round(edge * dataset.sequence_count) for edge in fraction_range)
             if int(dataset.map_lengths()[first:last].sum(dtype="int64")) > 0:
                 continue
-            suffix = f" with split {split}" if blend else ""
+            split_text = f" with split {split}" if blend else ""
             raise DataError(
-                f"{prefix}: nothing is left for {plan.name}{suffix}: the data set has "
-                f"{dataset.sequences} sequences in {dataset.documents} documents",
+                f"{prefix}: nothing is left for {plan.name}{split_text}: the data set has "
+                f"{dataset.sequence_count} sequences in {dataset.document_count} documents",
                 hint="give this split a larger share, set eval_iters: 0 to do without "
                 "evaluation, or use more data",
             )

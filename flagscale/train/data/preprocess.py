@@ -2,7 +2,7 @@
 
 Worker processes tokenize chunks of the input. This process writes their results in the order of the
 input, so the output does not depend on the number of workers. Output files get their final names
-only when they are complete.
+only when they are complete. ``tools/data/preprocess.py`` is the command.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flagscale.errors import DataError
+from flagscale.files import write_json
 from flagscale.train.data import corpus
 from flagscale.train.data.corpus import BadRecordError, CorpusChunk, CorpusFormat
 from flagscale.train.data.progress_bar import ProgressCallback
@@ -34,19 +35,30 @@ from flagscale.train.data.tokenizers import Tokenizer, TokenizerSpec, open_token
 class PreprocessJob:
     """Settings of one preprocessing run.
 
-    Each of ``keys`` is written to ``<output_prefix>_<key>_document.bin`` and ``.idx``. If
-    ``format`` is None, it follows from each file's name.
+    Attributes:
+        inputs: files to read, in order.
+        output_prefix: prefix of the output: the texts of key ``k`` are written to
+            ``<output_prefix>_<k>_document.bin`` and ``.idx``.
+        tokenizer: parameters to open the tokenizer.
+        keys: keys of a JSON object whose strings are tokenized.
+        file_format: format of all inputs; None to guess it from the name of each file.
+        append_eod: append the end-of-document token to each document.
+        prepend_bos: begin each document with the begin-of-document token.
+        workers: number of worker processes.
+        overwrite: replace existing output.
+        skipped: files that the search for inputs left out, with the reason; for the summary.
     """
 
     inputs: tuple[Path, ...]
     output_prefix: str
     tokenizer: TokenizerSpec
     keys: tuple[str, ...] = ("text",)
-    format: CorpusFormat | None = None
+    file_format: CorpusFormat | None = None
     append_eod: bool = False
     prepend_bos: bool = False
     workers: int = 1
     overwrite: bool = False
+    skipped: Mapping[Path, str] = field(default_factory=dict)
 
     def output_prefixes(self) -> dict[str, str]:
         """Return the prefix of the output for each key."""
@@ -55,22 +67,36 @@ class PreprocessJob:
 
 @dataclass
 class PreprocessSummary:
-    """Result of a run: prefixes of the output, numbers of documents and tokens, bytes of input."""
+    """Result of a preprocessing run.
+
+    Attributes:
+        prefixes: prefix of the output of each key.
+        document_count: number of documents written for the first key.
+        empty_texts: number of texts without tokens, which are skipped.
+        token_count: number of tokens of all keys.
+        input_bytes: size of the input in bytes.
+    """
 
     prefixes: list[str]
-    documents: int = 0
-    empty: int = 0
-    tokens: int = 0
-    bytes: int = 0
+    document_count: int = 0
+    empty_texts: int = 0
+    token_count: int = 0
+    input_bytes: int = 0
 
 
 @dataclass
 class EncodedChunk:
-    """Tokens of a chunk: for each key, one flat array and the length of each document."""
+    """Tokens of a chunk.
+
+    Attributes:
+        tokens: for each key, the concatenated tokens of all documents.
+        lengths: for each key, the number of tokens of each document.
+        empty_texts: number of texts without tokens.
+    """
 
     tokens: list[NDArray[Any]]
     lengths: list[list[int]]
-    empty: int
+    empty_texts: int
 
 
 def preprocess(job: PreprocessJob, progress: ProgressCallback | None = None) -> PreprocessSummary:
@@ -78,54 +104,96 @@ def preprocess(job: PreprocessJob, progress: ProgressCallback | None = None) -> 
 
     Args:
         job: the settings.
-        progress: called with the bytes of input done and their total.
+        progress: called with the bytes of input that are written, and the total bytes of input.
 
     Raises:
         DataError: invalid input (with file and line), an output that exists or cannot be written,
             or a tokenizer that cannot be opened. No output is created or changed in this case.
     """
-    chunks = [chunk for path in job.inputs for chunk in _split_input(path, job.format)]
-    if not chunks:
-        names = ", ".join(str(path) for path in job.inputs[:5])
-        raise DataError(f"nothing to preprocess: the input is empty ({names})")
-    if job.keys != ("text",) and any(chunk.format != "jsonl" for chunk in chunks):
-        raise DataError(f"json keys {', '.join(job.keys)} need JSON lines; an input is plain text")
+    formats = {path: job.file_format or corpus.guess_format(path) for path in job.inputs}
+    for path, file_format in formats.items():
+        if job.keys != ("text",) and file_format not in ("jsonl", "parquet"):
+            raise DataError(
+                f"json keys {', '.join(job.keys)} need JSON lines or Parquet; {path} is plain text"
+            )
     _check_outputs(job)
     vocab_size = _check_tokenizer(job)
-    total = sum(chunk.end - chunk.begin for chunk in chunks)
-    summary = PreprocessSummary(list(job.output_prefixes().values()), bytes=total)
-    dtype = np.uint16 if vocab_size < 65500 else np.int32  # as megatron.core's DType.optimal_dtype
+    try:
+        input_bytes = sum(path.stat().st_size for path in job.inputs if path != corpus.STDIN)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    chunks = _require_any(_split_inputs(formats), job.inputs)
+    summary = PreprocessSummary(list(job.output_prefixes().values()), input_bytes=input_bytes)
+    # The same limit as in megatron.core's DType.optimal_dtype.
+    dtype = np.uint16 if vocab_size < 65500 else np.int32
     with ExitStack() as stack:
         writers: list[_DatasetWriter] = []
         bytes_done = 0
-        for chunk, encoded in _encode_all(job, chunks, dtype):
-            if not writers:  # imports for seconds, while the workers already tokenize
+        for chunk, encoded_chunk in _encode_chunks(job, chunks, dtype):
+            if not writers:  # The import takes seconds; the workers tokenize meanwhile.
                 writers = [stack.enter_context(_DatasetWriter(p, dtype)) for p in summary.prefixes]
             for writer, tokens, lengths in zip(
-                writers, encoded.tokens, encoded.lengths, strict=True
+                writers, encoded_chunk.tokens, encoded_chunk.lengths, strict=True
             ):
                 writer.add(tokens, lengths)
-            bytes_done += chunk.end - chunk.begin
-            summary.documents += len(encoded.lengths[0])
-            summary.tokens += sum(int(tokens.size) for tokens in encoded.tokens)
-            summary.empty += encoded.empty
+            bytes_done += chunk.input_bytes
+            summary.document_count += len(encoded_chunk.lengths[0])
+            summary.token_count += sum(int(tokens.size) for tokens in encoded_chunk.tokens)
+            summary.empty_texts += encoded_chunk.empty_texts
             if progress:
-                progress(bytes_done, total)
-        if not summary.tokens:
-            raise DataError(f"nothing to write: all {summary.empty} documents are empty")
+                progress(bytes_done, input_bytes)
+        if not summary.token_count:
+            raise DataError(f"nothing to write: all {summary.empty_texts} documents are empty")
         for writer in writers:
             writer.commit()
+    _write_summary(job, summary)
     return summary
 
 
-def _split_input(path: Path, kind: CorpusFormat | None) -> Iterator[CorpusChunk]:
-    try:
-        yield from corpus.split_file(path, kind or corpus.guess_format(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+def _write_summary(job: PreprocessJob, summary: PreprocessSummary) -> None:
+    """Write the summary next to the data, as ``<output_prefix>.summary.json``."""
+    record = {
+        "documents": summary.document_count,
+        "tokens": summary.token_count,
+        "empty_texts": summary.empty_texts,
+        "input_bytes": summary.input_bytes,
+        "inputs": [str(path) for path in job.inputs],
+        "skipped": {str(path): reason for path, reason in job.skipped.items()},
+        "keys": list(job.keys),
+        "tokenizer": {"type": job.tokenizer.tokenizer_type, "path": job.tokenizer.path},
+        "append_eod": job.append_eod,
+        "prepend_bos": job.prepend_bos,
+        "outputs": summary.prefixes,
+    }
+    with _wrap_write_errors(job.output_prefix):
+        write_json(Path(f"{job.output_prefix}.summary.json"), record)
+
+
+def _split_inputs(formats: Mapping[Path, CorpusFormat]) -> Iterator[CorpusChunk]:
+    for path, file_format in formats.items():
+        try:
+            yield from corpus.split_file(path, file_format)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _require_any(chunks: Iterator[CorpusChunk], inputs: Sequence[Path]) -> Iterator[CorpusChunk]:
+    """Yield the chunks.
+
+    Raises:
+        DataError: there is none.
+    """
+    is_empty = True
+    for chunk in chunks:
+        is_empty = False
+        yield chunk
+    if is_empty:
+        names = ", ".join(str(path) for path in inputs[:5])
+        raise DataError(f"nothing to preprocess: the input is empty ({names})")
 
 
 def _check_outputs(job: PreprocessJob) -> None:
+    """Check that the output can be written and, unless ``overwrite`` is set, does not exist."""
     for prefix in job.output_prefixes().values():
         for suffix in (".bin", ".idx"):
             path = Path(prefix + suffix)
@@ -141,13 +209,14 @@ def _check_outputs(job: PreprocessJob) -> None:
 
 
 def _check_tokenizer(job: PreprocessJob) -> int:
+    """Check that the tokenizer can be opened; return its vocabulary size."""
     tokenizer = open_tokenizer(job.tokenizer)
     if job.prepend_bos and tokenizer.bos is None:
         raise DataError(f"the tokenizer {job.tokenizer.path} has no token that begins a document")
     return tokenizer.vocab_size
 
 
-# In a worker process: its tokenizer, set once when the process starts.
+# Tokenizer of a worker process, set once when the process starts.
 _tokenizer: Tokenizer | None = None
 
 
@@ -157,12 +226,12 @@ def _start_worker(spec: TokenizerSpec) -> None:
     _tokenizer = open_tokenizer(spec)
 
 
-def _encode_all(
-    job: PreprocessJob, chunks: Sequence[CorpusChunk], dtype: Any
+def _encode_chunks(
+    job: PreprocessJob, chunks: Iterable[CorpusChunk], dtype: Any
 ) -> Iterator[tuple[CorpusChunk, EncodedChunk]]:
     """Yield each chunk with its tokens, in order.
 
-    Only a few chunks per worker are in progress, so that a slow disk does not fill the memory.
+    At most three chunks per worker are pending, so that a slow disk does not fill the memory.
     """
     encode = partial(_encode_chunk, job=job, dtype=dtype)
     with ProcessPoolExecutor(
@@ -171,14 +240,14 @@ def _encode_all(
         initializer=_start_worker,
         initargs=(job.tokenizer,),
     ) as pool:
-        waiting: deque[tuple[CorpusChunk, Future[EncodedChunk]]] = deque()
+        pending: deque[tuple[CorpusChunk, Future[EncodedChunk]]] = deque()
         try:
             for chunk in chunks:
-                waiting.append((chunk, pool.submit(encode, chunk)))
-                if len(waiting) >= 3 * job.workers:
-                    yield _get_result(*waiting.popleft())
-            while waiting:
-                yield _get_result(*waiting.popleft())
+                pending.append((chunk, pool.submit(encode, chunk)))
+                if len(pending) >= 3 * job.workers:
+                    yield _get_result(*pending.popleft())
+            while pending:
+                yield _get_result(*pending.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -186,6 +255,7 @@ def _encode_all(
 def _get_result(
     chunk: CorpusChunk, future: Future[EncodedChunk]
 ) -> tuple[CorpusChunk, EncodedChunk]:
+    """Wait for the tokens of a chunk; raise a worker's error as a DataError."""
     try:
         return chunk, future.result()
     except BadRecordError as error:
@@ -201,23 +271,23 @@ def _get_result(
 
 def _encode_chunk(chunk: CorpusChunk, *, job: PreprocessJob, dtype: Any) -> EncodedChunk:
     assert _tokenizer is not None  # _start_worker ran
-    keys = job.keys if chunk.format == "jsonl" else ("text",)
-    flat: list[list[int]] = [[] for _ in keys]
+    keys = job.keys if chunk.format in ("jsonl", "parquet") else ("text",)
+    tokens: list[list[int]] = [[] for _ in keys]
     lengths: list[list[int]] = [[] for _ in keys]
-    empty = 0
+    empty_texts = 0
     for texts in corpus.read_documents(chunk, keys):
         for index, text in enumerate(texts):
             ids = _encode_document(_tokenizer, text, job)
             if not ids:
-                empty += 1
+                empty_texts += 1
                 continue
-            flat[index].extend(ids)
+            tokens[index].extend(ids)
             lengths[index].append(len(ids))
-    return EncodedChunk([np.array(ids, dtype=dtype) for ids in flat], lengths, empty)
+    return EncodedChunk([np.array(ids, dtype=dtype) for ids in tokens], lengths, empty_texts)
 
 
 def _encode_document(tokenizer: Tokenizer, text: str, job: PreprocessJob) -> list[int]:
-    """Tokenize a document. An empty text gives no tokens, not even a begin or end token."""
+    """Tokenize a document. The result of an empty text is empty, without begin or end token."""
     ids = [i for part in corpus.slice_text(text) for i in tokenizer.tokenize(part)]
     if ids and job.prepend_bos and tokenizer.bos is not None:
         ids.insert(0, tokenizer.bos)
@@ -235,7 +305,7 @@ class _DatasetWriter:
     _builder: Any = field(default=None, init=False)
     _committed: bool = field(default=False, init=False)
 
-    def _partial(self, suffix: str) -> Path:
+    def _temporary_path(self, suffix: str) -> Path:
         return Path(f"{self.prefix}{suffix}.partial-{os.getpid()}")
 
     def __enter__(self) -> _DatasetWriter:
@@ -244,7 +314,9 @@ class _DatasetWriter:
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         with _wrap_write_errors(self.prefix):
-            self._builder = IndexedDatasetBuilder(str(self._partial(".bin")), dtype=self.dtype)
+            self._builder = IndexedDatasetBuilder(
+                str(self._temporary_path(".bin")), dtype=self.dtype
+            )
         return self
 
     def add(self, tokens: NDArray[Any], lengths: list[int]) -> None:
@@ -261,13 +333,13 @@ class _DatasetWriter:
         An existing index is deleted first, so that it never belongs to other tokens.
         """
         with _wrap_write_errors(self.prefix):
-            self._builder.finalize(str(self._partial(".idx")))
+            self._builder.finalize(str(self._temporary_path(".idx")))
             for suffix in (".bin", ".idx"):
-                with self._partial(suffix).open("rb") as file:
+                with self._temporary_path(suffix).open("rb") as file:
                     os.fsync(file.fileno())
             Path(self.prefix + ".idx").unlink(missing_ok=True)
             for suffix in (".bin", ".idx"):
-                self._partial(suffix).replace(self.prefix + suffix)
+                self._temporary_path(suffix).replace(self.prefix + suffix)
         self._committed = True
 
     def __exit__(self, *_: object) -> None:
@@ -277,12 +349,12 @@ class _DatasetWriter:
             with suppress(OSError):  # a full disk has been reported already
                 self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
-            self._partial(suffix).unlink(missing_ok=True)
+            self._temporary_path(suffix).unlink(missing_ok=True)
 
 
 @contextmanager
 def _wrap_write_errors(prefix: str) -> Iterator[None]:
-    """Raise an operating system's error as one that names the output."""
+    """Convert an OSError into a DataError that names the output."""
     try:
         yield
     except OSError as error:

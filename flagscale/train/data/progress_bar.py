@@ -1,4 +1,4 @@
-"""Progress bar on a terminal; a few plain lines otherwise."""
+"""Progress display: a bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ ProgressCallback = Callable[[int, int], None]
 
 @contextmanager
 def show_progress(label: str, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
-    """Show the progress of work, measured in bytes, on ``stream`` (default: stderr).
+    """Show the progress of work, measured in bytes.
+
+    Args:
+        label: name of the work.
+        stream: where the progress is shown; stderr by default.
 
     Yields:
         A callback to report progress.
@@ -30,14 +34,14 @@ def show_progress(label: str, stream: TextIO | None = None) -> Iterator[Progress
     with Progress(*columns, console=Console(file=stream)) as bar:
         task = bar.add_task(label, total=None)
 
-        def report(done: int, total: int) -> None:
+        def update_bar(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        yield report
+        yield update_bar
 
 
 class _LinePrinter:
-    """Prints a line at each quarter of the work."""
+    """Progress callback that prints a line at each quarter of the work."""
 
     def __init__(self, label: str, stream: TextIO) -> None:
         self._label = label

@@ -1,9 +1,12 @@
-"""Sampler: which samples a data-parallel rank reads, and when.
+"""Sampler: the samples that a data-parallel rank reads, and their order.
 
 The order of samples is one sequence for the whole job, whatever its layout. The global batch of a
 step is the next ``global_batch_size`` samples. Micro-batch ``m`` of a step takes the next
-``micro_batch_size x size`` samples, of which rank ``r`` reads the ``r``-th part. A run that resumes
-after ``consumed`` samples with any other layout therefore continues with the very next sample.
+``micro_batch_size * data_parallel_size`` samples, of which data-parallel rank ``r`` reads the
+``r``-th of the equal parts. A run that resumes after ``consumed`` samples with any other layout
+therefore continues with the very next sample.
+
+Replicas whose micro-batches differ in size read unequal parts: see :class:`Shard`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Order = Literal["single", "wrapped", "cyclic"]
+SampleOrder = Literal["single", "wrapped", "cyclic"]
 """``single`` reads samples 0, 1, 2, … and ends; ``wrapped`` starts over after the last one;
 ``cyclic`` reads each epoch in another random order and never ends.
 """
@@ -23,76 +26,85 @@ Order = Literal["single", "wrapped", "cyclic"]
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of the samples.
+    """Positions of the samples that a data-parallel rank reads.
 
-    Of every ``width`` consecutive samples, it reads ``micro_batches`` one after the other, each a
-    range of positions among them.
+    The ranks divide every ``width`` consecutive samples of the job between them. This rank reads
+    ``micro_batches`` of these, one after the other; each is a range of positions in ``[0, width)``.
     """
 
     width: int
     micro_batches: tuple[range, ...]
 
     @classmethod
-    def even(cls, rank: int = 0, size: int = 1, micro_batch_size: int = 1) -> Shard:
-        """Return the ``rank``-th of ``size`` equal parts of each micro-batch."""
-        if not 0 <= rank < size:
-            raise ValueError(f"data-parallel rank {rank} is not in [0, {size})")
+    def for_equal_ranks(
+        cls, rank: int = 0, rank_count: int = 1, micro_batch_size: int = 1
+    ) -> Shard:
+        """Return the shard of a rank when all ranks read micro-batches of the same size.
+
+        Args:
+            rank: data-parallel rank.
+            rank_count: number of data-parallel ranks.
+            micro_batch_size: samples of a micro-batch of one rank.
+        """
+        if not 0 <= rank < rank_count:
+            raise ValueError(f"data-parallel rank {rank} is not in [0, {rank_count})")
         first = rank * micro_batch_size
-        return cls(size * micro_batch_size, (range(first, first + micro_batch_size),))
+        return cls(rank_count * micro_batch_size, (range(first, first + micro_batch_size),))
 
     def __post_init__(self) -> None:
-        inside = range(self.width)
+        valid_positions = range(self.width)
         if not self.micro_batches or not all(
-            part and part[0] in inside and part[-1] in inside for part in self.micro_batches
+            positions and positions[0] in valid_positions and positions[-1] in valid_positions
+            for positions in self.micro_batches
         ):
-            raise ValueError(f"{self.micro_batches} are no parts of {self.width} samples")
+            raise ValueError(f"{self.micro_batches} are not positions in {self.width} samples")
 
 
 class MicroBatchSampler:
     """``batch_sampler`` of a DataLoader that yields the sample indices of each micro-batch.
 
-    It is endless unless ``order`` is ``single``.
+    The sampler is endless unless ``order`` is ``single``.
     """
 
     def __init__(
         self,
-        samples: int,
+        sample_count: int,
         shard: Shard,
         *,
         consumed: int = 0,
-        order: Order = "single",
+        order: SampleOrder = "single",
         seed: int = 0,
     ) -> None:
         """Create a sampler.
 
         Args:
-            samples: number of samples in the dataset.
-            shard: this rank's part.
-            consumed: samples that all ranks have consumed before.
+            sample_count: number of samples in the dataset.
+            shard: the samples that this rank reads.
+            consumed: samples of the dataset that all ranks have consumed before.
             order: order of samples.
             seed: seed of the random order.
         """
-        if samples < 1 or consumed < 0:
-            raise ValueError(f"bad sizes: {samples=} {consumed=}")
-        self._samples = samples
+        if sample_count < 1 or consumed < 0:
+            raise ValueError(f"bad sizes: {sample_count=} {consumed=}")
+        self._sample_count = sample_count
         self._shard = shard
         self._consumed = consumed
         self._order = order
         self._seed = seed
-        self._epoch: tuple[int, NDArray[np.int64]] | None = None
+        self._epoch_permutation: tuple[int, NDArray[np.int64]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        position, width = self._consumed, self._shard.width
-        while self._order != "single" or position + width <= self._samples:
-            for part in self._shard.micro_batches:
-                yield [self._get_sample(position + offset) for offset in part]
-            position += width
+        first_position, width = self._consumed, self._shard.width
+        while self._order != "single" or first_position + width <= self._sample_count:
+            for positions in self._shard.micro_batches:
+                yield [self._sample_at(first_position + offset) for offset in positions]
+            first_position += width
 
-    def _get_sample(self, position: int) -> int:
-        epoch, index = divmod(position, self._samples)
+    def _sample_at(self, position: int) -> int:
+        epoch, index = divmod(position, self._sample_count)
         if self._order != "cyclic":
             return index
-        if self._epoch is None or self._epoch[0] != epoch:
+        if self._epoch_permutation is None or self._epoch_permutation[0] != epoch:
             generator = np.random.default_rng([self._seed, epoch])
-            self._epoch = (epoch, generator.permutation(self._samples))
-        return int(self._epoch[1][index])
+            self._epoch_permutation = (epoch, generator.permutation(self._sample_count))
+        return int(self._epoch_permutation[1][index])

@@ -1,4 +1,8 @@
-"""Masked language modeling: selection and replacement of the tokens that a model predicts."""
+"""Masked language modeling: selection and replacement of the tokens that a model predicts.
+
+:mod:`flagscale.train.data.masked_dataset` applies it to each sample; the BERT family
+(:mod:`flagscale.train.models.bert`) chooses the settings.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +22,29 @@ class MaskingSettings:
     """Settings of masked language modeling.
 
     Attributes:
-        share: fraction of a sequence's tokens to predict.
-        mask: id of the mask token.
-        end: id of the end-of-document token, which is never predicted.
-        others: number of ids that random tokens are drawn from.
-        first: id that begins a sequence, if any.
-        last: id that ends a sequence, if any.
+        predicted_fraction: fraction of a sequence's tokens to predict.
+        mask_id: id of the mask token.
+        eod_id: id of the end-of-document token, which is never predicted.
+        random_id_limit: random tokens are drawn from the ids below this one.
+        cls_id: id of the token that begins every sequence (``[CLS]``), if any.
+        sep_id: id of the token that ends every sequence (``[SEP]``), if any.
     """
 
-    share: float
-    mask: int
-    end: int
-    others: int
-    first: int | None = None
-    last: int | None = None
+    predicted_fraction: float
+    mask_id: int
+    eod_id: int
+    random_id_limit: int
+    cls_id: int | None = None
+    sep_id: int | None = None
 
     @property
-    def has_frame(self) -> bool:
-        return self.first is not None and self.last is not None
+    def adds_cls_and_sep(self) -> bool:
+        """Whether each sequence is put between ``[CLS]`` and ``[SEP]``."""
+        return self.cls_id is not None and self.sep_id is not None
 
 
 def mask_tokens(
-    text: torch.Tensor, masks: MaskingSettings, generator: np.random.Generator
+    token_ids: torch.Tensor, settings: MaskingSettings, generator: np.random.Generator
 ) -> dict[str, torch.Tensor]:
     """Mask the tokens of a sample.
 
@@ -47,26 +52,32 @@ def mask_tokens(
     does not depend on the micro-batch size.
 
     Args:
-        text: token ids, shape ``[length]``.
-        masks: the settings.
+        token_ids: tokens of the sample, shape ``[length]``.
+        settings: masking settings.
         generator: source of randomness.
 
     Returns:
-        ``tokens`` with framing tokens, partly masked; ``labels`` before masking; ``loss_mask``, 1.0
-        for predicted tokens; ``position_ids``.
+        ``tokens``, partly masked; ``labels``, the tokens before masking; ``loss_mask``, 1.0 for
+        predicted tokens; ``position_ids``. Each has shape ``[length]``, or ``[length + 2]`` with
+        the tokens that begin and end a sequence.
     """
-    labels = text.numpy()
-    if masks.has_frame:
-        labels = np.concatenate([[masks.first], labels, [masks.last]])
-    special = [token for token in (masks.first, masks.last, masks.end) if token is not None]
-    candidates = np.flatnonzero(~np.isin(labels, special))
-    count = min(max(1, round(masks.share * len(labels))), len(candidates))
-    chosen = generator.choice(candidates, count, replace=False)
-    drawn, random_tokens = generator.random(count), generator.integers(masks.others, size=count)
+    labels = token_ids.numpy()
+    if settings.adds_cls_and_sep:
+        labels = np.concatenate([[settings.cls_id], labels, [settings.sep_id]])
+    special_ids = [
+        token for token in (settings.cls_id, settings.sep_id, settings.eod_id) if token is not None
+    ]
+    candidates = np.flatnonzero(~np.isin(labels, special_ids))
+    predicted_count = min(max(1, round(settings.predicted_fraction * len(labels))), len(candidates))
+    predicted = generator.choice(candidates, predicted_count, replace=False)
+    draws = generator.random(predicted_count)
+    random_tokens = generator.integers(settings.random_id_limit, size=predicted_count)
     tokens, loss_mask = labels.copy(), np.zeros(len(labels), dtype=np.float32)
-    loss_mask[chosen] = 1.0
-    unmasked = np.where(drawn < _MASKED_FRACTION + _RANDOM_FRACTION, random_tokens, labels[chosen])
-    tokens[chosen] = np.where(drawn < _MASKED_FRACTION, masks.mask, unmasked)
+    loss_mask[predicted] = 1.0
+    visible_tokens = np.where(
+        draws < _MASKED_FRACTION + _RANDOM_FRACTION, random_tokens, labels[predicted]
+    )
+    tokens[predicted] = np.where(draws < _MASKED_FRACTION, settings.mask_id, visible_tokens)
     return {
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),

@@ -1,7 +1,7 @@
-"""Optimized layers of megatron.core's transformer, with the same parameters and outputs.
+"""Optimized layers for megatron.core's transformer, with the same parameters and outputs.
 
 megatron.core's models, TransformerLayer, schedules, data parallelism and optimizer stay unchanged.
-Replaced are:
+These are replaced:
 
 - linear layers and the embedding, which add weight gradients directly to their fp32 accumulators
   (:mod:`linear`, :mod:`embedding`);

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-_OPERATORS: Any = torch.ops._c10d_functional
+_FUNCTIONAL_OPERATORS: Any = torch.ops._c10d_functional
 
 InputSharing = Literal["none", "reduce", "gather"]
-"""Sharing of a column-parallel layer's input between tensor-parallel ranks.
+"""How tensor-parallel ranks share the input of a column-parallel layer.
 
 ``none``: not shared. ``reduce``: the input is replicated and its gradient all-reduced. ``gather``:
 each rank has a part of the sequence (sequence parallelism).
@@ -26,63 +26,65 @@ def get_group_name(group: Any) -> str:
     return str(group.group_name)
 
 
-def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def start_all_gather(tensor: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
     """Start an all_gather along the first dimension; complete it with :func:`wait`."""
-    started: torch.Tensor = _OPERATORS.all_gather_into_tensor(tensor.contiguous(), size, group)
-    return started
-
-
-def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Start a reduce_scatter (sum) along the first dimension; complete it with :func:`wait`."""
-    started: torch.Tensor = _OPERATORS.reduce_scatter_tensor(
-        tensor.contiguous(), "sum", size, group
+    pending: torch.Tensor = _FUNCTIONAL_OPERATORS.all_gather_into_tensor(
+        tensor.contiguous(), group_size, group
     )
-    return started
+    return pending
+
+
+def start_reduce_scatter(tensor: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+    """Start a reduce_scatter (sum) along the first dimension; complete it with :func:`wait`."""
+    pending: torch.Tensor = _FUNCTIONAL_OPERATORS.reduce_scatter_tensor(
+        tensor.contiguous(), "sum", group_size, group
+    )
+    return pending
 
 
 def start_all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Start an all_reduce (sum); complete it with :func:`wait`."""
-    started: torch.Tensor = _OPERATORS.all_reduce(tensor.contiguous(), "sum", group)
-    return started
+    pending: torch.Tensor = _FUNCTIONAL_OPERATORS.all_reduce(tensor.contiguous(), "sum", group)
+    return pending
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a started collective and return its result."""
-    result: torch.Tensor = _OPERATORS.wait_tensor(tensor)
+    result: torch.Tensor = _FUNCTIONAL_OPERATORS.wait_tensor(tensor)
     return result
 
 
-def all_to_all(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+def all_to_all(tensor: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
     """Run an all_to_all of ``tensor``, split evenly along the first dimension.
 
     Returns:
         The parts for this rank, by source rank: [ranks, ...].
     """
-    splits = [len(tensor) // size] * size
-    started = _OPERATORS.all_to_all_single(tensor.contiguous(), splits, splits, group)
-    return wait(started).view(size, -1, *tensor.shape[1:])
+    splits = [len(tensor) // group_size] * group_size
+    pending = _FUNCTIONAL_OPERATORS.all_to_all_single(tensor.contiguous(), splits, splits, group)
+    return wait(pending).view(group_size, -1, *tensor.shape[1:])
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-        ctx.size, ctx.group = size, group
-        return wait(start_reduce_scatter(tensor, size, group))
+    def forward(ctx: Any, tensor: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+        ctx.group_size, ctx.group = group_size, group
+        return wait(start_reduce_scatter(tensor, group_size, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return wait(start_all_gather(gradient, ctx.size, ctx.group)), None, None
+        return wait(start_all_gather(gradient, ctx.group_size, ctx.group)), None, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-        ctx.size, ctx.group = size, group
-        return wait(start_all_gather(tensor, size, group))
+    def forward(ctx: Any, tensor: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+        ctx.group_size, ctx.group = group_size, group
+        return wait(start_all_gather(tensor, group_size, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return wait(start_reduce_scatter(gradient, ctx.size, ctx.group)), None, None
+        return wait(start_reduce_scatter(gradient, ctx.group_size, ctx.group)), None, None
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -109,14 +111,14 @@ def all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_input_gradient(
-    gradient: torch.Tensor, sharing: InputSharing, size: int, group: str
+    gradient: torch.Tensor, sharing: InputSharing, group_size: int, group: str
 ) -> torch.Tensor:
     """Reduce this rank's contribution to the gradient of a shared input.
 
-    See :func:`compute_gradients`.
+    For the arguments see :func:`compute_gradients`.
     """
     if sharing == "gather":
-        return wait(start_reduce_scatter(gradient, size, group))
+        return wait(start_reduce_scatter(gradient, group_size, group))
     return wait(start_all_reduce(gradient, group)) if sharing == "reduce" else gradient
 
 
@@ -125,12 +127,12 @@ def compute_gradients(
     compute_input_gradient: Callable[[], torch.Tensor],
     compute_weight_gradient: Callable[[torch.Tensor], torch.Tensor | None],
     sharing: InputSharing,
-    size: int,
+    group_size: int,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute both gradients of a layer with a shared input.
 
-    The collective of one gradient overlaps with the matrix product of the other.
+    The collective of one gradient overlaps with the GEMM of the other.
 
     Args:
         input_: input of the layer; with ``gather`` this rank's part of the sequence.
@@ -138,18 +140,18 @@ def compute_gradients(
             input.
         compute_weight_gradient: computes the gradient of the weight from the whole input.
         sharing: sharing of the input.
-        size: number of ranks in the group.
+        group_size: number of ranks in the group.
         group: name of the tensor-parallel group.
 
     Returns:
         Gradient of ``input_``, and gradient of the weight.
     """
     if sharing == "gather":
-        gathered_input = start_all_gather(input_, size, group)
+        gathered_input = start_all_gather(input_, group_size, group)
     input_gradient = compute_input_gradient()
     if sharing == "gather":
         input_ = wait(gathered_input)
-        input_gradient = start_reduce_scatter(input_gradient, size, group)
+        input_gradient = start_reduce_scatter(input_gradient, group_size, group)
     elif sharing == "reduce":
         input_gradient = start_all_reduce(input_gradient, group)
     weight_gradient = compute_weight_gradient(input_)

@@ -1,7 +1,7 @@
 """Cross-entropy over a vocabulary that is split over tensor-parallel ranks.
 
-Between the passes only the 16-bit logits and one number per token are stored, and the gradient
-overwrites the logits. fp32 copies of the logits exist only in registers.
+Between forward and backward pass only the 16-bit logits and one number per token are stored, and
+the gradient overwrites the logits. fp32 copies of the logits exist only in registers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flagscale.train.layers.wgrad_accumulation import flatten_tokens
 
 @compiled_if_faster()
 def _partial_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
+    logits: torch.Tensor, labels: torch.Tensor, vocab_start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return partial softmax results of each token over this rank's part of the vocabulary.
 
     These are the largest logit, the sum of exponentials relative to it, and the logit of the label
-    (0 if another rank holds it). The part of the vocabulary begins at ``first``.
+    (0 if another rank holds it). The part of the vocabulary begins at ``vocab_start``.
     """
     logits = logits.float()
-    is_local = (labels >= first) & (labels < first + logits.shape[-1])
-    column = torch.where(is_local, labels - first, 0)
+    is_local = (labels >= vocab_start) & (labels < vocab_start + logits.shape[-1])
+    column = torch.where(is_local, labels - vocab_start, 0)
     max_logit = logits.amax(-1)
     exp_sum = torch.exp(logits - max_logit[:, None]).sum(-1)
     label_logit = torch.where(is_local, logits.gather(1, column[:, None]).squeeze(1), 0.0)
@@ -37,13 +37,13 @@ def _partial_softmax(
 def _write_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    first: int,
+    vocab_start: int,
     log_sum: torch.Tensor,
     gradient: torch.Tensor,
 ) -> None:
     """Overwrite ``logits`` with ``(softmax - one_hot(label)) · gradient``."""
     columns = torch.arange(logits.shape[-1], device=logits.device)
-    label = columns[None, :] == (labels - first)[:, None]
+    label = columns[None, :] == (labels - vocab_start)[:, None]
     probability = torch.exp(logits.float() - log_sum[:, None])
     logits.copy_((probability - label.float()) * gradient[:, None])
 
@@ -53,8 +53,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        ctx.first = logits.shape[-1] * group.rank()
-        max_logit, exp_sum, label_logit = _partial_softmax(logits, labels, ctx.first)
+        ctx.vocab_start = logits.shape[-1] * group.rank()
+        max_logit, exp_sum, label_logit = _partial_softmax(logits, labels, ctx.vocab_start)
         if group.size() > 1:
             local_max = max_logit.clone()
             dist.all_reduce(max_logit, dist.ReduceOp.MAX, group=group)
@@ -70,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, log_sum = ctx.saved_tensors
         # The logits are not needed after their gradient, so overwriting them saves memory.
         logits = logits.detach()
-        _write_gradient(logits, labels, ctx.first, log_sum, gradient.contiguous())
+        _write_gradient(logits, labels, ctx.vocab_start, log_sum, gradient.contiguous())
         return logits, None, None
 
 

@@ -16,7 +16,8 @@ from flagscale.train.state import unwrap_model
 class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
     """DDP that waits for all parameters of a layer before the layer runs.
 
-    It also marks the weights whose gradients are accumulated without autograd.
+    megatron.core's waits before each module inside the layer. This class also marks the
+    weights whose gradients are accumulated without autograd.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,7 +31,9 @@ class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def enable_forward_pre_hook(self) -> None:
-        """Wait for a module's parameters before it runs, for a layer's before the whole layer.
+        """Register hooks that wait for the parameters of a layer before the layer runs.
+
+        Modules outside layers have hooks of their own.
 
         Hooks inside a layer would break its graph.
         """
@@ -38,8 +41,10 @@ class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
         assert self.use_forward_hook
         assert not handles
         wait = self._make_forward_pre_hook()
-        for module, parts in self._iter_hooked_modules():
-            handles[module] = module.register_forward_pre_hook(_wait_for_modules(wait, parts))
+        for module, awaited_modules in self._iter_hooked_modules():
+            handles[module] = module.register_forward_pre_hook(
+                _wait_for_modules(wait, awaited_modules)
+            )
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Remove the hooks. With ``param_sync``, gather all parameters now."""
@@ -51,20 +56,21 @@ class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
             self.start_param_sync(force_sync=True)
 
     def _iter_hooked_modules(self) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Module]]]:
+        """Yield each module with a hook, and the modules whose parameters the hook waits for."""
         layers = find_transformer_layers(self.module)
-        inside = {part for layer in layers for part in layer.modules()}
+        layer_modules = {module for layer in layers for module in layer.modules()}
         for layer in layers:
             yield layer, list(layer.modules())
         for module in self.module.modules():
-            if module not in inside:
+            if module not in layer_modules:
                 yield module, [module]
 
 
 def _wait_for_modules(
-    wait: Callable[..., None], parts: list[torch.nn.Module]
+    wait: Callable[..., None], modules: list[torch.nn.Module]
 ) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        for part in parts:
-            wait(part)
+        for module in modules:
+            wait(module)
 
     return hook

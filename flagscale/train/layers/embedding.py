@@ -1,6 +1,6 @@
-"""Vocabulary-parallel embedding that accumulates the gradients of the rows it has used.
+"""Vocabulary-parallel embedding that accumulates only the gradients of the rows in use.
 
-The gradient that autograd computes has the size of the whole table and is mostly zeros.
+Autograd would compute a gradient of the size of the whole embedding table, mostly zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ class _Lookup(torch.autograd.Function):
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
-    """Embedding of which each tensor-parallel rank holds some rows."""
+    """Embedding whose rows are split over tensor-parallel ranks.
+
+    Gradients are added to ``accumulator``, the weight's fp32 ``main_grad``, if it is set
+    (:mod:`.wgrad_accumulation`).
+    """
 
     accumulator: torch.Tensor | None = None
 

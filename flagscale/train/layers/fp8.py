@@ -1,12 +1,11 @@
 """FP8 linear layers.
 
-Operands are scaled just before each product (current scaling), so that the largest magnitude maps
-to the maximum of the format. There is one scale per tensor (``tensorwise``), per row (``rowwise``)
-or per block of 128 numbers (``blockwise``, :mod:`flagscale.train.layers.fp8_blockwise`).
-Activations and weights are e4m3. Gradients are e5m2 with ``hybrid``, for more range and less
-precision, and e4m3 with ``e4m3``. Formats and terms follow Micikevicius et al., "FP8 formats for
-deep learning", 2022. Accumulation is fp32, results are 16-bit, and weights are quantized once per
-step.
+Operands are scaled just before each GEMM (current scaling), so that the largest magnitude maps to
+the maximum of the format. There is one scale per tensor (``tensorwise``), per row (``rowwise``) or
+per block of 128 numbers (``blockwise``, :mod:`flagscale.train.layers.fp8_blockwise`). Activations
+and weights are e4m3. Gradients are e5m2 with ``hybrid``, for more range and less precision, and
+e4m3 with ``e4m3``. Formats and terms follow Micikevicius et al., "FP8 formats for deep learning",
+2022. Accumulation is fp32, results are 16-bit, and weights are quantized once per step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from flagscale.train.layers import collectives, fp8_blockwise
 from flagscale.train.layers.jit import compiled_if_faster
 from flagscale.train.layers.wgrad_accumulation import (
     accumulate_gradient,
-    accumulate_product,
+    accumulate_wgrad_gemm,
     flatten_tokens,
 )
 
@@ -28,21 +27,24 @@ Scaling = Literal["tensorwise", "rowwise", "blockwise"]
 FORWARD_DTYPE = torch.float8_e4m3fn
 GRADIENT_DTYPES = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 DIMENSION_MULTIPLE = 16
-"""Every dimension of a product must be a multiple of it."""
+"""Number of which every dimension of an FP8 GEMM must be a multiple."""
 
 _MIN_MAGNITUDE = 1e-12
+"""Lower bound of the largest magnitude, so that the scale of zeros is finite."""
 
 
 class Fp8Recipe(NamedTuple):
     """FP8 settings of a linear layer.
 
-    ``gradients`` is ``hybrid`` or ``e4m3``. ``weight_gradient``: compute the weight gradient in FP8
-    too.
+    Attributes:
+        gradient_format: format of gradients, ``hybrid`` (e5m2) or ``e4m3``.
+        scaling: granularity of scales.
+        fp8_weight_gradient: whether the GEMM of the weight gradient is FP8 too, or 16-bit.
     """
 
-    gradients: str
+    gradient_format: str
     scaling: Scaling
-    weight_gradient: bool
+    fp8_weight_gradient: bool
 
 
 class Fp8Weight(NamedTuple):
@@ -105,16 +107,16 @@ def _scaled_matmul(
     dtype: torch.dtype,
     scaling: Scaling,
     *,
-    fast: bool,
+    fast_accumulation: bool,
 ) -> torch.Tensor:
     """Compute ``left [m, k] · right [n, k]^T``; ``right`` is a weight.
 
-    ``fast`` accumulates with fewer bits, which is too imprecise for gradients. Blockwise products
+    ``fast_accumulation`` uses fewer bits, which is too imprecise for gradients. Blockwise GEMMs
     ignore it.
     """
     if scaling == "blockwise":
         return fp8_blockwise.multiply_blockwise(
-            left, left_scale, right, right_scale, dtype, squares=True
+            left, left_scale, right, right_scale, dtype, square_blocks=True
         )
     return torch._scaled_mm(
         left,
@@ -122,12 +124,12 @@ def _scaled_matmul(
         scale_a=left_scale,
         scale_b=right_scale.t(),
         out_dtype=dtype,
-        use_fast_accum=fast,
+        use_fast_accum=fast_accumulation,
     )
 
 
 class Fp8Linear(torch.autograd.Function):
-    """FP8 product ``input [..., in] · weight [out, in]^T`` with an accumulated weight gradient."""
+    """FP8 GEMM ``input [..., in] · weight [out, in]^T`` with an accumulated weight gradient."""
 
     @staticmethod
     def forward(
@@ -137,21 +139,32 @@ class Fp8Linear(torch.autograd.Function):
         accumulator: torch.Tensor | None,
         *settings: Any,
     ) -> torch.Tensor:
-        """Run the product.
+        """Run the GEMM.
 
-        ``settings`` are the fields of a :class:`Fp8Weight` and of a :class:`Fp8Recipe`, and the
-        sharing of the input.
+        Args:
+            ctx: torch's context for the backward pass.
+            input_: [..., in].
+            weight: 16-bit weight [out, in].
+            accumulator: accumulator of the weight gradient (:mod:`.wgrad_accumulation`), or None.
+            *settings: fields of a :class:`Fp8Weight` and of a :class:`Fp8Recipe`, then ``sharing``,
+                ``group_size`` and ``group`` as in :func:`.collectives.compute_gradients`.
         """
         weight_values, weight_scale, transposed, transposed_scale = settings[:4]
-        ctx.gradients, scaling, ctx.weight_gradient = settings[4:7]
-        sharing, size, group = settings[7:]
+        ctx.gradient_format, scaling, ctx.fp8_weight_gradient = settings[4:7]
+        sharing, group_size, group = settings[7:]
         ctx.save_for_backward(input_, weight, accumulator, transposed, transposed_scale)
-        ctx.scaling, ctx.sharing, ctx.size, ctx.group = scaling, sharing, size, group
+        ctx.scaling, ctx.sharing, ctx.group_size, ctx.group = scaling, sharing, group_size, group
         if sharing == "gather":
-            input_ = collectives.wait(collectives.start_all_gather(input_, size, group))
+            input_ = collectives.wait(collectives.start_all_gather(input_, group_size, group))
         values, input_scale = quantize(flatten_tokens(input_), FORWARD_DTYPE, scaling)
         output = _scaled_matmul(
-            values, input_scale, weight_values, weight_scale, input_.dtype, scaling, fast=True
+            values,
+            input_scale,
+            weight_values,
+            weight_scale,
+            input_.dtype,
+            scaling,
+            fast_accumulation=True,
         )
         # Not a view: in evaluation megatron.core adds to the output in place, which requires a base
         # tensor.
@@ -164,19 +177,19 @@ class Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator, transposed, transposed_scale = ctx.saved_tensors
         values, scale = quantize(
-            flatten_tokens(gradient), GRADIENT_DTYPES[ctx.gradients], ctx.scaling
+            flatten_tokens(gradient), GRADIENT_DTYPES[ctx.gradient_format], ctx.scaling
         )
 
         def compute_input_gradient() -> torch.Tensor:
             settings = (gradient.dtype, ctx.scaling)
             input_gradient = _scaled_matmul(
-                values, scale, transposed, transposed_scale, *settings, fast=False
+                values, scale, transposed, transposed_scale, *settings, fast_accumulation=False
             )
             return input_gradient.view(*gradient.shape[:-1], -1)
 
-        def compute_weight_gradient(whole: torch.Tensor) -> torch.Tensor:
+        def compute_weight_gradient(gathered_input: torch.Tensor) -> torch.Tensor:
             return _compute_weight_gradient(
-                ctx, gradient, values, scale, whole, weight, accumulator
+                ctx, gradient, values, scale, gathered_input, weight, accumulator
             )
 
         input_and_weight_gradients = collectives.compute_gradients(
@@ -184,7 +197,7 @@ class Fp8Linear(torch.autograd.Function):
             compute_input_gradient,
             compute_weight_gradient,
             ctx.sharing,
-            ctx.size,
+            ctx.group_size,
             ctx.group,
         )
         return *input_and_weight_gradients, *[None] * 11
@@ -203,25 +216,27 @@ def _compute_weight_gradient(
 
     ``values`` and ``scale`` are the gradient in FP8, with rows of tokens.
     """
-    if not ctx.weight_gradient:
-        return accumulate_product(accumulator, weight, gradient, input_)
-    dtype = GRADIENT_DTYPES[ctx.gradients]
+    if not ctx.fp8_weight_gradient:
+        return accumulate_wgrad_gemm(accumulator, weight, gradient, input_)
+    dtype = GRADIENT_DTYPES[ctx.gradient_format]
     if ctx.scaling == "blockwise":
         quantized_gradient = fp8_blockwise.quantize_columns(flatten_tokens(gradient), dtype)
         quantized_input = fp8_blockwise.quantize_columns(flatten_tokens(input_), FORWARD_DTYPE)
-        product = fp8_blockwise.multiply_blockwise(
-            *quantized_gradient, *quantized_input, gradient.dtype, squares=False
+        weight_gradient = fp8_blockwise.multiply_blockwise(
+            *quantized_gradient, *quantized_input, gradient.dtype, square_blocks=False
         )
-        return accumulate_gradient(accumulator, weight, product)
+        return accumulate_gradient(accumulator, weight, weight_gradient)
     if ctx.scaling == "tensorwise":
         left, left_scale = values.t().contiguous(), scale
         right, right_scale = quantize(flatten_tokens(input_), FORWARD_DTYPE, ctx.scaling)
         right = right.t().contiguous()
-    else:  # rows are features, so both are quantized anew
+    else:  # rowwise: scales are per feature here, so both are quantized anew
         left, left_scale = quantize(flatten_tokens(gradient).t().contiguous(), dtype, ctx.scaling)
         right, right_scale = quantize(
             flatten_tokens(input_).t().contiguous(), FORWARD_DTYPE, ctx.scaling
         )
     settings = (gradient.dtype, ctx.scaling)
-    product = _scaled_matmul(left, left_scale, right, right_scale, *settings, fast=False)
-    return accumulate_gradient(accumulator, weight, product)
+    weight_gradient = _scaled_matmul(
+        left, left_scale, right, right_scale, *settings, fast_accumulation=False
+    )
+    return accumulate_gradient(accumulator, weight, weight_gradient)

@@ -1,4 +1,4 @@
-"""Blockwise FP8 matrix products: operands have one scale per block of 128 numbers.
+"""Blockwise FP8 GEMMs: operands have one scale per block of 128 numbers.
 
 Blocks of activations and gradients are 128 numbers of a row. Blocks of weights are squares of
 128 x 128 (DeepSeek-AI, "DeepSeek-V3", 2024). An outlier thus reduces the precision of its own block
@@ -17,12 +17,13 @@ from torch.nn import functional
 from flagscale.accelerators.registry import list_accelerators
 from flagscale.train.layers.jit import compiled_if_faster
 
-BLOCK = 128
+BLOCK_SIZE = 128
 MAX_WEIGHT_SHAPES = 64
 """Limit of weight shapes per compiled function. MLA with shared experts has 11 of them."""
 _SCALE_ALIGNMENT = 4
 """Alignment of the scales of a row of squares; the padding is never read."""
 _MIN_MAGNITUDE = 1e-30
+"""Lower bound of the largest magnitude of a block, so that the scale of zeros is finite."""
 _LIBRARY: Any = torch.library.Library("flagscale", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
@@ -43,7 +44,7 @@ def quantize_rows(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
         Values [rows, columns], padded to whole blocks, and scales [rows, blocks] in column-major
         order.
     """
-    blocks = _pad_to_multiple(tensor, 0, BLOCK).reshape(len(tensor), -1, BLOCK)
+    blocks = _pad_to_multiple(tensor, 0, BLOCK_SIZE).reshape(len(tensor), -1, BLOCK_SIZE)
     values, scale = _quantize_blocks(blocks, dtype, 2)
     return values.flatten(1), scale.squeeze(2).t().contiguous().t()
 
@@ -59,7 +60,7 @@ def quantize_columns(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
         Values [columns, rows], padded to whole blocks, and scales [columns, blocks] in column-major
         order.
     """
-    blocks = _pad_to_multiple(tensor, BLOCK, 0).reshape(-1, BLOCK, tensor.shape[1])
+    blocks = _pad_to_multiple(tensor, BLOCK_SIZE, 0).reshape(-1, BLOCK_SIZE, tensor.shape[1])
     values, scale = _quantize_blocks(blocks, dtype, 1)
     return values.flatten(0, 1).t().contiguous(), scale.squeeze(1).t()
 
@@ -69,13 +70,16 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     """Quantize ``weight`` [out, in] with one scale per square.
 
     Returns:
-        Values [out, in], rows padded to whole blocks, and scales [squares down, squares across],
-        rows padded for cuBLAS; then values and scales of the transpose, which are the same numbers.
+        Values [out, in], with ``in`` padded to whole blocks; scales [squares along out, squares
+        along in], with the last dimension padded for cuBLAS; then the same values and scales
+        transposed.
     """
     rows, columns = weight.shape
-    padded = _pad_to_multiple(weight, BLOCK, BLOCK)
-    across = padded.shape[1] // BLOCK
-    values, scale = _quantize_blocks(padded.reshape(-1, BLOCK, across, BLOCK), dtype, (1, 3))
+    padded = _pad_to_multiple(weight, BLOCK_SIZE, BLOCK_SIZE)
+    squares_per_row = padded.shape[1] // BLOCK_SIZE
+    values, scale = _quantize_blocks(
+        padded.reshape(-1, BLOCK_SIZE, squares_per_row, BLOCK_SIZE), dtype, (1, 3)
+    )
     padded, scale = values.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
     return (
         padded[:rows].contiguous(),
@@ -86,11 +90,14 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
 
 
 def _quantize_blocks(
-    blocks: torch.Tensor, dtype: torch.dtype, within: int | tuple[int, ...]
+    blocks: torch.Tensor, dtype: torch.dtype, dimensions: int | tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``blocks`` in FP8, and one fp32 scale for all numbers along dimensions ``within``."""
+    """Return ``blocks`` in FP8, and one fp32 scale per block.
+
+    A block is all numbers along ``dimensions``.
+    """
     dtype_max = torch.finfo(dtype).max
-    block_max = blocks.abs().amax(within, keepdim=True).float()
+    block_max = blocks.abs().amax(dimensions, keepdim=True).float()
     factor = dtype_max / block_max.clamp(min=_MIN_MAGNITUDE)
     values = (blocks.float() * factor).clamp(-dtype_max, dtype_max).to(dtype)
     return values, factor.reciprocal()
@@ -99,7 +106,8 @@ def _quantize_blocks(
 def _pad_to_multiple(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Pad ``tensor`` with zeros to multiples of ``rows`` and ``columns``; 0 means no padding."""
     padding = [
-        -size % of if of else 0 for size, of in zip(tensor.shape, (rows, columns), strict=True)
+        -size % multiple if multiple else 0
+        for size, multiple in zip(tensor.shape, (rows, columns), strict=True)
     ]
     return functional.pad(tensor, (0, padding[1], 0, padding[0])) if any(padding) else tensor
 
@@ -111,22 +119,22 @@ def multiply_blockwise(
     right_scale: torch.Tensor,
     dtype: torch.dtype,
     *,
-    squares: bool,
+    square_blocks: bool,
 ) -> torch.Tensor:
     """Compute ``left [m, k] · right [n, k]^T`` with fp32 accumulation.
 
     Args:
         left: FP8 values of :func:`quantize_rows` or :func:`quantize_columns`.
         left_scale: scales of ``left``.
-        right: as ``left``, or with ``squares`` a weight of :func:`quantize_weight`.
+        right: as ``left``, or with ``square_blocks`` a weight of :func:`quantize_weight`.
         right_scale: scales of ``right``.
         dtype: dtype of the result.
-        squares: whether the blocks of ``right`` are squares.
+        square_blocks: whether the blocks of ``right`` are squares of 128 x 128.
     """
-    product: torch.Tensor = torch.ops.flagscale.multiply_blocks(
-        left, left_scale, right, right_scale, squares, dtype
+    result: torch.Tensor = torch.ops.flagscale.multiply_blocks(
+        left, left_scale, right, right_scale, square_blocks, dtype
     )
-    return product
+    return result
 
 
 def _multiply_cublas(
@@ -137,15 +145,16 @@ def _multiply_cublas(
     squares: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    rows, square = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    row_scaling = functional.ScalingType.BlockWise1x128
+    square_scaling = functional.ScalingType.BlockWise128x128
     # torch._scaled_mm ignores the row padding of the squares' scales.
     return functional.scaled_mm(
         left,
         right.t(),
         left_scale,
-        rows,
+        row_scaling,
         right_scale.t() if squares else right_scale,
-        square if squares else rows,
+        square_scaling if squares else row_scaling,
         output_dtype=dtype,
     )
 
@@ -158,14 +167,14 @@ def _multiply_dequantized(
     squares: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply the dequantized fp32 values. For CPUs, which have no FP8 kernel."""
+    """Multiply the dequantized fp32 values, on CPUs, for which torch has no FP8 GEMM."""
     if squares:
-        right_scale = right_scale.repeat_interleave(BLOCK, 0)[: len(right)]
+        right_scale = right_scale.repeat_interleave(BLOCK_SIZE, 0)[: len(right)]
     return (_dequantize(left, left_scale) @ _dequantize(right, right_scale).t()).to(dtype)
 
 
 def _dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return values.float() * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+    return values.float() * scale.repeat_interleave(BLOCK_SIZE, 1)[:, : values.shape[1]]
 
 
 def _multiply_meta(

@@ -21,7 +21,7 @@ def enable_fp8(model: Any, config: TransformerConfig, recipe: Fp8Recipe) -> None
     Experts stay in 16 bits, and so do the first and last layers if the configuration selects that.
 
     Raises:
-        ConfigError: a dimension of a weight is not supported by FP8 products.
+        ConfigError: a dimension of a weight is not supported by FP8 GEMMs.
     """
     for layer in find_transformer_layers(model):
         if _uses_fp8(layer.layer_number, config):
@@ -39,15 +39,16 @@ def invalidate_fp8_weights(model: torch.nn.Module) -> None:
             layer.fp8_weights_stale = True
 
 
-def _uses_fp8(number: int, config: TransformerConfig) -> bool:
+def _uses_fp8(layer_number: int, config: TransformerConfig) -> bool:
     if not config.first_last_layers_bf16:
         return True
-    first = config.num_layers_at_start_in_bf16
-    last = config.num_layers - config.num_layers_at_end_in_bf16
-    return bool(first < number <= last)
+    first_bf16_layers = config.num_layers_at_start_in_bf16
+    last_fp8_layer = config.num_layers - config.num_layers_at_end_in_bf16
+    return bool(first_bf16_layers < layer_number <= last_fp8_layer)
 
 
 def _find_fp8_linears(layer: Any) -> Iterator[Any]:
+    """Yield the linear layers of a transformer layer that use FP8: all except experts."""
     for name, module in layer.named_modules():
         is_linear = isinstance(module, AccumulatingColumnLinear | AccumulatingRowLinear)
         if is_linear and not module.is_expert:
@@ -55,8 +56,8 @@ def _find_fp8_linears(layer: Any) -> Iterator[Any]:
                 if size % DIMENSION_MULTIPLE:
                     raise ConfigError(
                         f"fp8: {name} of layer {layer.layer_number} has a weight of "
-                        f"{' x '.join(map(str, module.weight.shape))} on a rank; 8-bit products "
-                        f"take multiples of {DIMENSION_MULTIPLE}",
+                        f"{' x '.join(map(str, module.weight.shape))} on a rank; 8-bit GEMMs "
+                        f"require multiples of {DIMENSION_MULTIPLE}",
                         hint="lower tensor_model_parallel_size, or leave fp8 out",
                     )
             yield module
@@ -82,11 +83,14 @@ def _quantize_before_forward(layer: Any, linears: list[Any], forward: Any) -> An
 
 @torch.no_grad()
 def _quantize_in_place(linear: Any) -> Fp8Weight:
-    """Quantize a weight into the memory of its last FP8 values, whose addresses graphs contain."""
-    fresh = quantize_weight(linear.weight.detach(), linear.fp8_recipe.scaling)
+    """Quantize a weight and return its FP8 values.
+
+    They are written to the memory of the previous values, because CUDA graphs contain its address.
+    """
+    new_values = quantize_weight(linear.weight.detach(), linear.fp8_recipe.scaling)
     if linear.fp8_weight is None:
-        return fresh
-    for stored, value in zip(linear.fp8_weight, fresh, strict=True):
+        return new_values
+    for stored, value in zip(linear.fp8_weight, new_values, strict=True):
         stored.copy_(value)
     weight: Fp8Weight = linear.fp8_weight
     return weight

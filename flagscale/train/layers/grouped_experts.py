@@ -1,4 +1,4 @@
-"""MoE experts of a rank computed by grouped matrix products.
+"""MoE experts of a rank computed by grouped GEMMs, each of which covers all experts of the rank.
 
 The weights of all experts of a rank are one tensor per matrix. Checkpoints and initial weights are
 the same as of megatron.core's sequential experts, which have one module per expert.
@@ -20,22 +20,23 @@ from flagscale.errors import ConfigError
 from flagscale.train.layers.jit import compiled_if_faster
 from flagscale.train.layers.wgrad_accumulation import accumulate_gradient
 
-ALIGNMENT = 16
-"""Multiple to which the rows of each expert are padded, as grouped products on GPUs require."""
+ROW_ALIGNMENT = 16
+"""Multiple to which the rows of each expert are padded, as grouped GEMMs on GPUs require."""
 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Layout of rows for grouped products.
+    """Layout of the rows of a grouped GEMM: one row per token and expert, ordered by expert.
 
-    ``ends`` [experts] (int32) is the end row of each expert, a multiple of :data:`ALIGNMENT`.
-    Padding rows are 0.
+    Attributes:
+        ends: row after the last one of each expert, [experts] (int32), multiples of
+            :data:`ROW_ALIGNMENT`. Padding rows are 0.
     """
 
     ends: torch.Tensor
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedLinear(torch.autograd.Function):
     """Compute ``input [rows, in] · weight [expert, out, in]^T``.
 
     Expert e has the rows from ``ends[e - 1]`` to ``ends[e]``.
@@ -62,29 +63,29 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute one product per group.
+    """Compute one GEMM per group, of which each is the rows up to an entry of ``ends``.
 
     Either ``left`` [rows, k] · ``right`` [group, k, n] by rows, or ``left`` [m, rows] · ``right``
     [rows, n] by the shared dimension, with the result [group, m, n].
     """
     if left.dtype == torch.bfloat16:
         return torch._grouped_mm(left, right, offs=ends)
-    # Grouped products support bf16 only.
-    products, begin = [], 0
+    # torch's grouped GEMM supports bf16 only.
+    results, begin = [], 0
     for group, end in enumerate(ends.tolist()):
         if right.dim() == 3:
-            products.append(left[begin:end] @ right[group])
+            results.append(left[begin:end] @ right[group])
         else:
-            products.append(left[:, begin:end] @ right[begin:end])
+            results.append(left[:, begin:end] @ right[begin:end])
         begin = end
     if right.dim() == 2:
-        return torch.stack(products)
+        return torch.stack(results)
     padding = left.new_zeros(left.shape[0] - begin, right.shape[2])
-    return torch.cat([*products, padding])
+    return torch.cat([*results, padding])
 
 
 class _GroupedWeight(torch.nn.Module):
-    """One weight matrix of all experts of a rank, [expert, out, in]."""
+    """The same weight matrix of all experts of a rank, [expert, out, in]."""
 
     accumulator: torch.Tensor | None = None
 
@@ -98,7 +99,7 @@ class _GroupedWeight(torch.nn.Module):
         return self.weight
 
     def forward(self, input_: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _GroupedProduct.apply(  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
             input_, self.weight, self.accumulator, ends
         )
         return output
@@ -146,7 +147,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         if isinstance(tokens_per_expert, GroupedRows):
             return self._run_experts(tokens, weights, tokens_per_expert.ends), None
         rows, ends = pad_expert_rows(tokens_per_expert.to(tokens.device), len(tokens))
-        padded_rows = len(tokens) + self.num_local_experts * ALIGNMENT
+        padded_rows = len(tokens) + self.num_local_experts * ROW_ALIGNMENT
         padded = tokens.new_zeros(padded_rows, tokens.shape[1]).index_copy(0, rows, tokens)
         weights = weights.new_zeros(padded_rows).index_copy(0, rows, weights)
         return self._run_experts(padded, weights, ends).index_select(0, rows), None
@@ -177,7 +178,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the sharded state of sequential experts.
 
-        It has one array per matrix, with all experts of the model.
+        It has one array per weight matrix, which contains all experts of the model.
         """
         gated = self.config.gated_linear_unit
         sharded_state = {
@@ -254,20 +255,21 @@ def _drop_extra_state(state: dict[str, Any], prefix: str, *_: Any) -> None:
 
 
 def pad_expert_rows(counts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Assign rows to tokens so that each expert's rows begin at a multiple of :data:`ALIGNMENT`.
+    """Assign rows to tokens so that each expert's rows begin at a multiple of
+    :data:`ROW_ALIGNMENT`.
 
     Args:
-        counts: tokens of each expert.
-        tokens: their sum, known without synchronizing the device.
+        counts: number of tokens of each expert, [experts].
+        tokens: their sum, which the caller knows without synchronizing the device.
 
     Returns:
         The row of each token, and the end row of each expert (int32).
     """
-    padded_counts = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    padded_counts = (counts + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
     ends = padded_counts.cumsum(0)
-    shift = (ends - padded_counts) - (counts.cumsum(0) - counts)
+    padding_before = (ends - padded_counts) - (counts.cumsum(0) - counts)
     rows = torch.arange(tokens, device=counts.device)
-    rows = rows + torch.repeat_interleave(shift, counts, output_size=tokens)
+    rows = rows + torch.repeat_interleave(padding_before, counts, output_size=tokens)
     return rows, ends.to(torch.int32)
 
 
@@ -275,6 +277,7 @@ def pad_expert_rows(counts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, to
 def _weighted_activation(
     hidden: torch.Tensor, weights: torch.Tensor, activation: Callable[..., Any], gated: bool
 ) -> torch.Tensor:
+    """Return ``activation(hidden)`` times the router probability of each row."""
     if gated:
         gate, up = hidden.chunk(2, -1)
         activated = activation(gate) * up

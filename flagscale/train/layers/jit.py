@@ -1,4 +1,4 @@
-"""Conditional compilation of functions."""
+"""Compilation of single functions with ``torch.compile``, on devices on which it is faster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPILED_DEVICE_TYPES = frozenset(kind.torch_type for kind in list_accelerators
 
 
 @functools.cache
-def host_compile_obstacle() -> str | None:
+def explain_missing_compiler() -> str | None:
     """Return the reason why this host cannot compile for a device, or None.
 
     Triton builds a small Python extension with a C compiler for every kernel it launches.
@@ -32,30 +32,33 @@ def host_compile_obstacle() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang")):
-        return "there is no C compiler (gcc, clang, or what CC names)"
+        return "there is no C compiler (gcc, clang, or $CC)"
     include = sysconfig.get_paths()["include"]
     if not (Path(include) / "Python.h").is_file():
         return f"Python's headers are not installed ({include}/Python.h)"
     return None
 
 
-def _limit_recompiles(limit: int | None) -> AbstractContextManager[None]:
-    if limit is None:
+def _limit_recompiles(max_recompiles: int | None) -> AbstractContextManager[None]:
+    if max_recompiles is None:
         return nullcontext()
-    context: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=limit)
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=max_recompiles
+    )
     return context
 
 
 def compiled_if_faster(
     *, dynamic: bool = False, max_shapes: int | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile a function for devices that benefit, according to the device of its first argument.
+    """Return a decorator that compiles a function for devices on which this is faster.
 
-    On a CPU compilation takes longer than it saves.
+    The device of the first argument decides. On a CPU compilation takes longer than it saves.
 
     Args:
         dynamic: compile once for all shapes instead of once per shape.
-        max_shapes: maximum number of shapes; more are an error. None uses torch's limit of 8.
+        max_shapes: maximum number of shapes for which the function is compiled. torch raises an
+            error if there are more. None uses torch's limit of 8.
     """
 
     def decorator(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -65,11 +68,11 @@ def compiled_if_faster(
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            first = args[0]
-            benefits = (
-                isinstance(first, torch.Tensor) and first.device.type in _COMPILED_DEVICE_TYPES
+            tensor = args[0]
+            is_faster = (
+                isinstance(tensor, torch.Tensor) and tensor.device.type in _COMPILED_DEVICE_TYPES
             )
-            if benefits and host_compile_obstacle() is None:
+            if is_faster and explain_missing_compiler() is None:
                 with _limit_recompiles(max_shapes):
                     return compiled(*args, **kwargs)
             return function(*args, **kwargs)

@@ -22,17 +22,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.torch_version import TorchVersion
 
 from flagscale.errors import ConfigError
-from flagscale.train.layers.jit import host_compile_obstacle
+from flagscale.train.layers.jit import explain_missing_compiler
 
 
-def layer_compile_obstacle(config: TransformerConfig) -> str | None:
+def explain_uncompiled_layers(config: TransformerConfig) -> str | None:
     """Return the reason why layers of this configuration cannot be compiled as a whole, or None."""
     if config.recompute_granularity == "selective":
         return "recompute_granularity: selective recomputes parts of a layer"
     if config.attention_backend == AttnBackend.local:
-        return "attention_backend: local is megatron.core's own attention, in several graphs"
+        return (
+            "attention_backend: local is megatron.core's attention, which requires several graphs"
+        )
     if config.attention_dropout and not config.sequence_parallel:
-        return "attention_dropout draws from a state of its own for each tensor-parallel rank"
+        return "attention_dropout uses a separate RNG state for each tensor-parallel rank"
     if config.fine_grained_activation_offloading or config.cpu_offloading:
         return "offloading moves parts of a layer's activations"
     if (
@@ -44,7 +46,7 @@ def layer_compile_obstacle(config: TransformerConfig) -> str | None:
             f"torch {torch.__version__} compiles multi_latent_attention with sequence_parallel "
             "incorrectly; 2.12 compiles it correctly"
         )
-    return host_compile_obstacle()
+    return explain_missing_compiler()
 
 
 def _miscompiles_backward_collectives() -> bool:
@@ -60,8 +62,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
 
     Of an MoE layer only attention is compiled, because the number of tokens per expert varies.
 
-    A layer that cannot be compiled as one graph runs eagerly with a warning. If ranks share the
-    work of a layer (tensor or context parallelism), this is an error instead: the other ranks would
+    A layer that cannot be compiled as one graph runs eagerly with a warning. If ranks communicate
+    within a layer (tensor or context parallelism), this is an error instead: the other ranks would
     run a graph with another order of collectives, and hang or mix up messages.
 
     Args:
@@ -69,23 +71,25 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         backend: compiler backend of torch.
 
     Raises:
-        ConfigError: at the first run, if a shared layer cannot be compiled.
+        ConfigError: at the first run, if a layer in which ranks communicate cannot be compiled.
     """
     _use_concat_kernel()
     layers, failures = find_transformer_layers(model), list[Exception]()
-    shared = any(
+    ranks_communicate = any(
         layer.config.tensor_model_parallel_size * layer.config.context_parallel_size > 1
         for layer in layers
     )
     for layer in layers:
-        # Without this, a bias would add its backward graph to evaluation, and require a graph of
-        # its own.
+        # megatron.core would enable gradients for adding a bias even in evaluation, which would
+        # require an additional graph.
         layer.bias_dropout_add_exec_handler = contextlib.nullcontext
         method = "_forward_attention" if isinstance(layer.mlp, MoELayer) else "forward"
         setattr(
             layer,
             method,
-            compile_with_fallback(getattr(layer, method), failures, backend, shared=shared),
+            compile_with_fallback(
+                getattr(layer, method), failures, backend, raise_on_failure=ranks_communicate
+            ),
         )
     if layers:
         layers[0].register_forward_pre_hook(_normalize_strides, with_kwargs=True)
@@ -96,12 +100,12 @@ def compile_with_fallback(
     failures: list[Exception],
     backend: str = "inductor",
     *,
-    shared: bool = False,
+    raise_on_failure: bool = False,
 ) -> Callable[..., Any]:
     """Compile ``function`` as one graph, with a fallback to eager execution.
 
     If compilation fails, before anything has run, all functions that share the list ``failures``
-    run eagerly, with a warning. With ``shared``, ConfigError is raised instead.
+    run eagerly, with a warning. With ``raise_on_failure``, ConfigError is raised instead.
     """
     # Imported here because it takes a second.
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -116,7 +120,7 @@ def compile_with_fallback(
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 failures.append(error)
                 reason = str(error).strip().splitlines()[0]
-                if shared:
+                if raise_on_failure:
                     raise ConfigError(
                         f"layers cannot be compiled on this rank: {reason}",
                         hint="transformer_impl: local trains without compiling, more slowly",
@@ -141,7 +145,7 @@ def _normalize_strides(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any,
     """Give the first layer's input the strides of the other layers' inputs.
 
     The output of the embedding is a transposed view with different strides if a dimension has size
-    1. A graph would treat it as another kind of input.
+    1, for which the layer would be compiled again.
     """
     hidden = options["hidden_states"]
     return args, {**options, "hidden_states": hidden.reshape(-1).view(hidden.shape)}
@@ -162,9 +166,9 @@ def _use_concat_kernel() -> None:
     try:
         from torch._inductor import ir, lowering
 
-        create, box = ir.ConcatKernel.create, ir.TensorBox
+        create_concat, tensor_box = ir.ConcatKernel.create, ir.TensorBox
         is_expected_api = callable(lowering.pointwise_cat)
     except (ImportError, AttributeError):
         return
     if is_expected_api:
-        lowering.pointwise_cat = lambda inputs, dim=0: box(create(inputs, dim))
+        lowering.pointwise_cat = lambda inputs, dim=0: tensor_box(create_concat(inputs, dim))

@@ -1,7 +1,7 @@
 """megatron.core's parallel linear layers with in-place accumulation of weight gradients.
 
 megatron.core writes ``weight.grad`` in 16 bits, reads it, and adds it to the fp32 accumulator. Here
-the matrix product adds to the accumulator. Construction, sharding attributes and checkpoint keys
+the GEMM adds to the accumulator. Construction, sharding attributes and checkpoint keys
 are megatron.core's: only ``forward`` differs.
 """
 
@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch.nn import functional
 
-from flagscale.train.layers import collectives
+from flagscale.train.layers import collectives, unaligned_gemm
 from flagscale.train.layers.collectives import InputSharing, get_group_name
 from flagscale.train.layers.fp8 import Fp8Linear, Fp8Recipe, Fp8Weight
 from flagscale.train.layers.tp_comm_overlap import AllGatherLinear, LinearReduceScatter
-from flagscale.train.layers.wgrad_accumulation import accumulate_product
+from flagscale.train.layers.wgrad_accumulation import accumulate_wgrad_gemm
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -36,42 +35,50 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         accumulator: torch.Tensor | None,
         sharing: InputSharing,
-        size: int,
+        group_size: int,
         group: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(input_, weight, accumulator)
-        ctx.sharing, ctx.size, ctx.group = sharing, size, group
+        ctx.sharing, ctx.group_size, ctx.group = sharing, group_size, group
         if sharing == "gather":
-            input_ = collectives.wait(collectives.start_all_gather(input_, size, group))
-        return functional.linear(input_, weight)
+            input_ = collectives.wait(collectives.start_all_gather(input_, group_size, group))
+        return unaligned_gemm.linear(input_, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:  # frozen weight
             input_gradient = collectives.reduce_input_gradient(
-                gradient @ weight, ctx.sharing, ctx.size, ctx.group
+                unaligned_gemm.multiply_gradient(gradient, weight),
+                ctx.sharing,
+                ctx.group_size,
+                ctx.group,
             )
             return input_gradient, None, None, None, None, None
 
-        def compute_weight_gradient(whole: torch.Tensor) -> torch.Tensor | None:
-            return accumulate_product(accumulator, weight, gradient, whole)
+        def compute_weight_gradient(gathered_input: torch.Tensor) -> torch.Tensor | None:
+            return accumulate_wgrad_gemm(accumulator, weight, gradient, gathered_input)
 
         input_and_weight_gradients = collectives.compute_gradients(
             input_,
-            lambda: gradient @ weight,
+            lambda: unaligned_gemm.multiply_gradient(gradient, weight),
             compute_weight_gradient,
             ctx.sharing,
-            ctx.size,
+            ctx.group_size,
             ctx.group,
         )
         return *input_and_weight_gradients, None, None, None, None
 
 
 class _ParallelLinearMixin:
-    """Common part of both layers: gradient accumulator, FP8 and communication overlap.
+    """Common part of column- and row-parallel layers: gradient accumulation, FP8 and overlap.
 
-    For the overlap see :mod:`flagscale.train.layers.tp_comm_overlap`.
+    Attributes:
+        accumulator: fp32 accumulator of the weight gradient (:mod:`.wgrad_accumulation`), or None.
+        fp8_recipe: FP8 settings, or None for 16-bit GEMMs.
+        fp8_weight: current FP8 values of the weight (:mod:`.fp8_layers`), or None.
+        overlaps_communication: whether communication overlaps with the GEMM
+            (:mod:`.tp_comm_overlap`).
     """
 
     weight: Any
@@ -88,7 +95,7 @@ class _ParallelLinearMixin:
         return weight
 
     def is_tensor_parallel(self) -> bool:
-        """Return whether the layer is split over several ranks that communicate for its product."""
+        """Return whether the layer is split over several ranks that communicate in it."""
         # The token dispatcher of experts communicates instead of the layer.
         return not (self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1)
 
@@ -121,7 +128,7 @@ class _ParallelLinearMixin:
 
 
 class AccumulatingColumnLinear(_ParallelLinearMixin, ColumnParallelLinear):  # type: ignore[misc]
-    """Column-parallel linear layer: each rank holds some output features."""
+    """Column-parallel linear layer: output features are split over tensor-parallel ranks."""
 
     def forward(
         self,
@@ -147,7 +154,7 @@ class AccumulatingColumnLinear(_ParallelLinearMixin, ColumnParallelLinear):  # t
 
 
 class AccumulatingRowLinear(_ParallelLinearMixin, RowParallelLinear):  # type: ignore[misc]
-    """Row-parallel linear layer: each rank holds some input features, outputs are reduced."""
+    """Row-parallel linear layer: input features are split over ranks, outputs are reduced."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output [s, b, features], and the bias if ``skip_bias_add``.

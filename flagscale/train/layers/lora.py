@@ -3,10 +3,11 @@
 The weight W of a layer is frozen. Trained are A [rank, in] and B [out, rank], and the output is
 ``W x + alpha / rank · B A x``. B starts at zero, so that training starts from the base model. The
 matrix on the side that tensor parallelism splits is split with W. The other one is replicated, and
-the communication between them is ``rank`` wide.
+the tensor that ranks communicate between them has only ``rank`` features.
 
-A layer may combine several layers of Hugging Face's model. If only some of them get an adapter, B's
-rows of the others stay zero: in every layout, for every optimizer, in checkpoints and when merged.
+A layer may combine several layers of Hugging Face's model, for example query, key and value
+projection. If only some of them get an adapter, the rows of B for the others stay zero: in every
+layout, for every optimizer, in checkpoints and when merged.
 
 Dropout applies to ``x``, or to the output of the adapter.
 """
@@ -39,7 +40,7 @@ from flagscale.train.layers.mla import (
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 _SPLIT_DIMENSION = {LORA_A: 1, LORA_B: 0}
-"""Dimension along which each matrix is split, if it is."""
+"""Dimension along which a matrix is split over tensor-parallel ranks, if it is split."""
 _EXCLUDED_MODULES = ("experts", "shared_experts", "mtp")
 """Modules whose layers get no adapters."""
 
@@ -64,12 +65,12 @@ class LoraConfig:
 
     def initial_std(self, in_features: int) -> float:
         """Return the standard deviation of A's initial values for a number of input features."""
-        deviations = {
+        standard_deviations = {
             "kaiming": 1.0 / math.sqrt(3.0 * in_features),  # as of peft's uniform distribution
             "xavier": math.sqrt(2.0 / (in_features + self.rank)),  # Glorot and Bengio (2010)
             "normal": 0.2,  # as in Megatron-Bridge
         }
-        return deviations[self.init_method]
+        return standard_deviations[self.init_method]
 
 
 class _LoraMixin:
@@ -118,17 +119,18 @@ class _LoraMixin:
         )
 
     def _project_down(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return ``A x``, from this rank's part of ``x`` or all of it."""
+        """Return ``A x``, where ``x`` is this rank's input of the layer."""
         if not self.lora_config.dropout_on_output:
             input_ = self._apply_dropout(input_, split=self.lora_split == LORA_A)
         return functional.linear(input_, self.lora_a)
 
-    def _project_up(self, narrow: torch.Tensor) -> torch.Tensor:
+    def _project_up(self, low_rank: torch.Tensor) -> torch.Tensor:
+        """Return ``alpha / rank · B low_rank``."""
         lora_b: torch.Tensor = self.lora_b
         if self.lora_zero_rows is not None:
-            # Their gradients are then zero, so no optimizer changes them.
+            # The gradients of masked rows are zero, so no optimizer changes them.
             lora_b = lora_b.masked_fill(self.lora_zero_rows, 0.0)
-        output = functional.linear(narrow, lora_b) * (
+        output = functional.linear(low_rank, lora_b) * (
             self.lora_config.alpha / self.lora_config.rank
         )
         if self.lora_config.dropout_on_output:
@@ -176,12 +178,12 @@ class _ColumnLoraMixin(_LoraMixin):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add the adapter's output to the layer's output."""
         output, bias = super().forward(input_, *args, **options)  # type: ignore[misc]
-        narrow, group = self._project_down(input_), self.tp_group
+        low_rank, group = self._project_down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
-            narrow = collectives.all_gather(narrow, group)
+            low_rank = collectives.all_gather(low_rank, group)
         elif group.size() > 1:
-            narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=group)
-        return output + self._project_up(narrow), bias
+            low_rank = mappings.copy_to_tensor_model_parallel_region(low_rank, group=group)
+        return output + self._project_up(low_rank), bias
 
 
 class _RowLoraMixin(_LoraMixin):
@@ -190,12 +192,12 @@ class _RowLoraMixin(_LoraMixin):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add the adapter's output to the layer's output."""
         output, bias = super().forward(input_)  # type: ignore[misc]
-        narrow, group = self._project_down(input_), self.tp_group
+        low_rank, group = self._project_down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
-            narrow = collectives.reduce_scatter(narrow, group)
+            low_rank = collectives.reduce_scatter(low_rank, group)
         elif group.size() > 1:
-            narrow = mappings.reduce_from_tensor_model_parallel_region(narrow, group=group)
-        return output + self._project_up(narrow), bias
+            low_rank = mappings.reduce_from_tensor_model_parallel_region(low_rank, group=group)
+        return output + self._project_up(low_rank), bias
 
 
 class LoraColumnLinear(_ColumnLoraMixin, ColumnParallelLinear):  # type: ignore[misc]
@@ -260,22 +262,25 @@ def attach_adapters(
     Args:
         model: unwrapped model chunk, before it is wrapped in DDP.
         targets: names of layers, and for each the parts that get an adapter
-            (``config.arguments.adapters``).
+            (``config.arguments.rules.adapters``).
         adapter: configuration of all adapters.
     """
     model.requires_grad_(False)
     for name, module in _find_target_layers(model, targets):
-        # The classes differ only in methods.
+        # The new class differs only in methods from the old one.
         module.__class__ = _LORA_CLASSES[type(module)]
-        module.add_adapter(adapter, _rows_without_adapter(module, name, targets[name]))
+        module.add_adapter(adapter, _mask_rows_without_adapter(module, name, targets[name]))
     if model.pre_process:
         model.embedding.register_forward_hook(_require_output_grad)
 
 
-def _rows_without_adapter(module: Any, name: str, parts: tuple[str, ...]) -> torch.Tensor | None:
+def _mask_rows_without_adapter(
+    module: Any, name: str, parts: tuple[str, ...]
+) -> torch.Tensor | None:
     """Return the mask [rows, 1] of rows without an adapter, or None if all rows have one.
 
-    A layer may combine several layers of Hugging Face's model. Those in ``parts`` have an adapter.
+    A layer may combine several layers of Hugging Face's model. ``parts`` names those with an
+    adapter.
     """
     config, part_rows = module.config, tuple[torch.Tensor, ...]()
     rows = torch.zeros(len(module.weight), dtype=torch.bool, device=module.weight.device)
@@ -296,6 +301,7 @@ def _rows_without_adapter(module: Any, name: str, parts: tuple[str, ...]) -> tor
 def _find_target_layers(
     model: torch.nn.Module, targets: Collection[str]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield name and module of the layers that get an adapter."""
     for name, module in model.named_modules():
         *parents, leaf = name.split(".")
         if (
@@ -320,7 +326,7 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (LORA_A, LORA_B)
 
 
-def initial_std_of(parameter: Any) -> float:
+def get_initial_std(parameter: Any) -> float:
     """Return the standard deviation of the initial values of A."""
     std: float = parameter.initial_std
     return std

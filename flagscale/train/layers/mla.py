@@ -20,9 +20,10 @@ from flagscale.train.layers.linear import AccumulatingColumnLinear
 
 
 class _AllReduceGradient(torch.autograd.Function):
-    """Identity for a tensor that each rank uses for its own heads; all-reduces the gradient.
+    """Identity whose backward pass all-reduces the gradient.
 
-    megatron.core's version reduces a copy if the gradient is a view of another tensor.
+    It is used for a tensor that each rank uses for its own heads. megatron.core's version has no
+    effect if the gradient is a view of another tensor, of which it then reduces a copy.
     """
 
     @staticmethod
@@ -36,7 +37,7 @@ class _AllReduceGradient(torch.autograd.Function):
 
 
 class _GatherLatent(torch.autograd.Function):
-    """Gather the last dimension over ranks. The gradient is equal on all ranks.
+    """All-gather along the last dimension. The gradient is equal on all ranks.
 
     With ``sequence_parallel`` each rank keeps its part of the sequence, and the gradient of that
     part.
@@ -44,20 +45,31 @@ class _GatherLatent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, rank: int, size: int, group: str, sequence_parallel: bool
+        ctx: Any,
+        tensor: torch.Tensor,
+        rank: int,
+        group_size: int,
+        group: str,
+        sequence_parallel: bool,
     ) -> torch.Tensor:
-        ctx.rank, ctx.size, ctx.group, ctx.parted = rank, size, group, sequence_parallel
-        gathered = collectives.wait(collectives.start_all_gather(tensor, size, group))
-        parts = list(gathered.chunk(size))
+        ctx.rank, ctx.group_size, ctx.group = rank, group_size, group
+        ctx.sequence_parallel = sequence_parallel
+        gathered = collectives.wait(collectives.start_all_gather(tensor, group_size, group))
+        rank_outputs = list(gathered.chunk(group_size))
         return torch.cat(
-            [part.chunk(size)[rank] for part in parts] if sequence_parallel else parts, -1
+            [output.chunk(group_size)[rank] for output in rank_outputs]
+            if sequence_parallel
+            else rank_outputs,
+            -1,
         )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.parted:
-            gradient = collectives.wait(collectives.start_all_gather(gradient, ctx.size, ctx.group))
-        return gradient.chunk(ctx.size, -1)[ctx.rank], None, None, None, None
+        if ctx.sequence_parallel:
+            gradient = collectives.wait(
+                collectives.start_all_gather(gradient, ctx.group_size, ctx.group)
+            )
+        return gradient.chunk(ctx.group_size, -1)[ctx.rank], None, None, None, None
 
 
 class QueryDownProjection(ColumnParallelLinear):  # type: ignore[misc]
@@ -95,13 +107,13 @@ class KeyDownProjection(QueryDownProjection):
         # With sequence parallelism megatron.core gathers the rotary part and reduces its gradient.
         if self.tp_group.size() == 1 or self.sequence_parallel:
             return gathered, bias
-        latent, keys = gathered.split(
+        latent, rotary_keys = gathered.split(
             [gathered.shape[-1] - self.rotary_width, self.rotary_width], -1
         )
-        keys = _AllReduceGradient.apply(  # type: ignore[no-untyped-call]
-            keys, collectives.get_group_name(self.tp_group)
+        rotary_keys = _AllReduceGradient.apply(  # type: ignore[no-untyped-call]
+            rotary_keys, collectives.get_group_name(self.tp_group)
         )
-        return torch.cat((latent, keys), -1), bias
+        return torch.cat((latent, rotary_keys), -1), bias
 
 
 class AccumulatingQueryDownProjection(QueryDownProjection, AccumulatingColumnLinear):

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021) from a table of cosines and sines.
 
-megatron.core passes angles to every layer, which computes their cosine and sine, and when compiled
-even once per head. Here the table is computed once per sequence length.
+megatron.core passes rotation angles to every layer. Each layer computes their cosine and sine, if
+compiled even once per head. Here a table of both is computed once per sequence length.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class RotaryTable(RotaryEmbedding):  # type: ignore[misc]
         tables: dict[Any, torch.Tensor] = self.__dict__.setdefault("_tables", {})
         if key not in tables:
             angles = super().forward(max_seq_len, *args, **options).float()
+            # megatron.core repeats every angle in the second half.
             half = angles[..., : angles.shape[-1] // 2]
             tables[key] = torch.stack((half.cos(), half.sin()))
         return tables[key]
@@ -37,9 +38,9 @@ class RotaryPair(torch.nn.Module):
     Both have the same width. Their results are concatenated along the last dimension.
     """
 
-    def __init__(self, full: RotaryEmbedding, windowed: RotaryEmbedding) -> None:
+    def __init__(self, full_attention: RotaryEmbedding, sliding_window: RotaryEmbedding) -> None:
         super().__init__()
-        self.embeddings = torch.nn.ModuleList((full, windowed))
+        self.embeddings = torch.nn.ModuleList((full_attention, sliding_window))
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         """Return the number of positions, as megatron.core's embedding computes it."""
@@ -51,25 +52,27 @@ class RotaryPair(torch.nn.Module):
         return torch.cat([embedding(*args, **options) for embedding in self.embeddings], -1)
 
 
-def select_rotary_half(positions: torch.Tensor, *, second: bool) -> torch.Tensor:
-    """Return the result of the first or the second embedding of a :class:`RotaryPair`."""
-    return positions.chunk(2, -1)[second]
+def select_rotary_half(pair: torch.Tensor, *, second: bool) -> torch.Tensor:
+    """Return the part of a :class:`RotaryPair`'s result that is its first or second embedding's."""
+    return pair.chunk(2, -1)[second]
 
 
 def apply_rotary(
-    tensor: torch.Tensor, positions: torch.Tensor, *args: Any, **options: Any
+    tensor: torch.Tensor, table: torch.Tensor, *args: Any, **options: Any
 ) -> torch.Tensor:
-    """Rotate ``tensor`` [s, b, heads, d] by a table, or by angles as megatron.core does.
+    """Rotate ``tensor`` [s, b, heads, d] by a ``table`` of cosines and sines, or by angles.
 
     Dimensions beyond the table's width are not rotated.
     """
-    if positions.dim() != _TABLE_DIMENSIONS:
-        rotated: torch.Tensor = apply_rotary_pos_emb(tensor, positions, *args, **options)
+    if table.dim() != _TABLE_DIMENSIONS:  # angles, as megatron.core passes them
+        rotated: torch.Tensor = apply_rotary_pos_emb(tensor, table, *args, **options)
         return rotated
-    cosine, sine = positions[0], positions[1]
+    cosine, sine = table[0], table[1]
     width = 2 * cosine.shape[-1]
-    first, second = tensor[..., :width].float().chunk(2, -1)
-    rotated_part = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    first_half, second_half = tensor[..., :width].float().chunk(2, -1)
+    rotated_part = torch.cat(
+        (first_half * cosine - second_half * sine, second_half * cosine + first_half * sine), -1
+    )
     rotated_part = rotated_part.to(tensor.dtype)
     if width == tensor.shape[-1]:
         return rotated_part
@@ -93,7 +96,7 @@ def select_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tens
 
 
 def use_rotary_tables(model: Any) -> None:
-    """Use tables in ``model`` if it has rotary positions that are not interleaved."""
+    """Use tables in ``model`` if it has a rotary embedding that is not interleaved."""
     rotary: Any = getattr(model, "rotary_pos_emb", None)
     for embedding in rotary.embeddings if isinstance(rotary, RotaryPair) else (rotary,):
         if type(embedding) is RotaryEmbedding and not embedding.rotary_interleaved:

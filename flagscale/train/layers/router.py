@@ -1,10 +1,11 @@
 """MoE router whose auxiliary losses do not depend on the parallel layout or on the loss reduction.
 
-In megatron.core each data-parallel rank balances its own part of a micro-batch. On a mesh all ranks
-share a micro-batch. Here its losses equal those of one rank with the whole micro-batch, so that
-stages on heterogeneous meshes are trained identically. With ``calculate_per_token_loss``,
-megatron.core weights the losses by the tokens of a rank, and ``seq_aux_loss`` by the tokens of one
-sequence. With tensor or context parallelism, or several sequences, this is less than without
+In megatron.core each data-parallel rank computes the losses of its own micro-batch. The
+data-parallel ranks of a heterogeneous mesh (:mod:`flagscale.train.meshes.groups`) divide one
+micro-batch instead. Here the losses equal those of one rank with the whole micro-batch, so that
+stages on different meshes are trained identically. With ``calculate_per_token_loss``, megatron.core
+weights the losses by the tokens of a rank, and ``seq_aux_loss`` by the tokens of one sequence. With
+tensor or context parallelism, or several sequences, this is less than without
 ``calculate_per_token_loss``.
 """
 
@@ -29,7 +30,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 @dataclass(frozen=True)
 class MeshMicroBatch:
-    """Size of a micro-batch over all ranks of a mesh."""
+    """Size of a micro-batch over all data-parallel ranks of a mesh, in sequences and in tokens."""
 
     sequences: int
     tokens: int
@@ -104,7 +105,8 @@ class LayoutIndependentRouter(TopKRouter):  # type: ignore[misc]
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
-        # Treat sequences as additional experts, so that the result is the sum over sequences.
+        # As in megatron.core: sequences are treated as additional experts, so that the result is
+        # the sum over sequences.
         scores = scores_for_aux_loss.reshape(seq_length, -1)
         counts = _count_tokens_per_expert(routing_map.reshape(seq_length, -1), self.tp_cp_group)
         tokens = seq_length * self.tp_cp_group.size()
@@ -173,7 +175,7 @@ class LayoutIndependentRouter(TopKRouter):  # type: ignore[misc]
             name, loss / coefficient, self.layer_number, layers, reduce_group=group
         )
         # Gradients are divided by the tokens of the step, or by the number of data-parallel ranks.
-        # If these share the micro-batch, each has a part of this loss.
+        # If these share the micro-batch, each has a summand of this loss.
         weight = self._loss_group.size() / self.tp_cp_group.size()
         if self.calculate_per_token_loss:
             weight = self._count_tokens(activation)

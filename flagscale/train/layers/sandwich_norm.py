@@ -62,11 +62,11 @@ def _normalize_before_add(
     def build_bda(*args: Any) -> BiasDropoutAdd:
         add = bda_factory(*args)
 
-        def normalise_and_add(output: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        def normalize_and_add(output: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             hidden, bias = output
             hidden = norm(hidden if bias is None else hidden + bias)
             return add((hidden, None), residual, dropout)
 
-        return normalise_and_add
+        return normalize_and_add
 
     return build_bda

@@ -1,13 +1,15 @@
-"""Matrix products on parts of the sequence, pipelined with copies over torch's symmetric memory.
+"""GEMMs on parts of the sequence, pipelined with copies over torch's symmetric memory.
 
-Each rank of a group has a workspace that its peers can read. Products run on the current stream.
-Peers' parts are fetched on a second stream by copy engines, which use no multiprocessors. A signal
-from a peer announces that a part is ready. A barrier ensures that all peers have finished reading
-the workspace of the previous operation.
+Each rank of a group has a workspace that its peers can read. GEMMs run on the current stream.
+Peers' parts are fetched on a second stream by copy engines, which use no multiprocessors. A peer
+sends a signal when a part is ready. A barrier ensures that all peers have finished reading the
+workspace of the previous operation.
 
 With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an operation starts only when all
-earlier ones can start. Therefore a copy is launched just before the product that overlaps it, with
+earlier ones can start. Therefore a copy is launched just before the GEMM that overlaps it, with
 nothing in between that waits for the copy.
+
+:mod:`.tp_comm_overlap` registers these functions as torch operators and documents their arguments.
 
 The decomposition follows Wang et al., "Overlap communication with dependent computation via
 decomposition in large deep learning models", ASPLOS 2023.
@@ -24,8 +26,9 @@ import torch
 from flagscale.train.layers.wgrad_accumulation import add_product, flatten_tokens
 
 _BARRIER_CHANNEL, _INPUT_CHANNEL, _SUMMAND_CHANNEL = 0, 1, 2
-"""Signal channels."""
-_ALIGNMENT = 256
+"""Signal channels: of the barrier, of parts of the input, of summands of the output."""
+_ALIGNMENT_BYTES = 256
+"""Alignment of the parts of a workspace."""
 _Result = TypeVar("_Result")
 MIN_WORKSPACE_BYTES = 1 << 20
 """Minimum size of a workspace in bytes."""
@@ -33,8 +36,8 @@ _WORKSPACES: dict[str, tuple[torch.Tensor, Any]] = {}
 """Workspace of each group by name, with torch's handle."""
 
 
-def get_workspace(group: str, size: int, device: torch.device) -> Any:
-    """Return torch's handle of the workspace of a group, with at least ``size`` bytes.
+def get_workspace(group: str, min_bytes: int, device: torch.device) -> Any:
+    """Return torch's handle of the workspace of a group, with at least ``min_bytes``.
 
     All ranks of the group call it with the same size; they replace a smaller workspace together.
 
@@ -42,16 +45,18 @@ def get_workspace(group: str, size: int, device: torch.device) -> Any:
         RuntimeError: the devices cannot read each other's memory (raised by torch).
     """
     buffer, handle = _WORKSPACES.get(group, (None, None))
-    if buffer is None or buffer.numel() < size:
+    if buffer is None or buffer.numel() < min_bytes:
         # Imported here because it takes half a second.
         from torch.distributed import _symmetric_memory
 
         symmetric: Any = _symmetric_memory
         # After this, no rank reads the old workspace any more.
         torch.get_device_module(device).synchronize()
-        larger = symmetric.empty(max(size, MIN_WORKSPACE_BYTES), dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(larger, group)
-        _WORKSPACES[group] = (larger, handle)
+        new_buffer = symmetric.empty(
+            max(min_bytes, MIN_WORKSPACE_BYTES), dtype=torch.uint8, device=device
+        )
+        handle = symmetric.rendezvous(new_buffer, group)
+        _WORKSPACES[group] = (new_buffer, handle)
     return handle
 
 
@@ -61,13 +66,17 @@ def _get_copy_stream(device: torch.device) -> Any:
 
 
 class _WorkspaceExchange:
-    """Use of the workspace by one operation, on two streams."""
+    """Exchange of parts between the ranks of a group by one operation, over their workspaces."""
 
-    def __init__(self, group: str, device: torch.device, *sizes: int) -> None:
-        """Acquire the workspace; ``sizes`` are the bytes of its parts."""
-        aligned_sizes = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        self.handle = get_workspace(group, sum(aligned_sizes), device)
-        self._offsets = [sum(aligned_sizes[:index]) for index in range(len(aligned_sizes))]
+    def __init__(self, group: str, device: torch.device, *part_bytes: int) -> None:
+        """Acquire the workspace; ``part_bytes`` are the sizes of its parts."""
+        aligned_part_bytes = [
+            -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in part_bytes
+        ]
+        self.handle = get_workspace(group, sum(aligned_part_bytes), device)
+        self._offsets = [
+            sum(aligned_part_bytes[:index]) for index in range(len(aligned_part_bytes))
+        ]
         self._module = torch.get_device_module(device)
         self._copy_stream = _get_copy_stream(device)
         self.rank, self.size = int(self.handle.rank), int(self.handle.world_size)
@@ -96,16 +105,16 @@ class _WorkspaceExchange:
         for rank in self.peers():
             self.signal(rank, _INPUT_CHANNEL)
 
-    def fetch(self, rank: int, channel: int, into: torch.Tensor, source: torch.Tensor) -> Any:
+    def fetch(self, rank: int, channel: int, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy from a peer on the copy stream after its signal; return the completion event."""
         with self._module.stream(self._copy_stream):
             self.handle.wait_signal(rank, channel=channel)
-        return self.copy(into, source)
+        return self.copy(target, source)
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Any:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy on the copy stream; return the completion event."""
         with self._module.stream(self._copy_stream):
-            into.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             return self._copy_stream.record_event()
 
     def join_streams(self) -> None:
@@ -118,46 +127,46 @@ class _WorkspaceExchange:
 
 
 def gathered_product(
-    part: torch.Tensor, factor: torch.Tensor, size: int, group: str, return_gathered: bool
+    part: torch.Tensor, factor: torch.Tensor, group_size: int, group: str, return_gathered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run :meth:`~.tp_comm_overlap._SequentialOperators.gathered_product` with overlap."""
     rows = flatten_tokens(part)
-    gathered = rows.new_empty(size, *rows.shape)
-    product = rows.new_empty(size, len(rows), factor.shape[1])
+    gathered = rows.new_empty(group_size, *rows.shape)
+    output = rows.new_empty(group_size, len(rows), factor.shape[1])
     exchange = _WorkspaceExchange(group, part.device, _count_bytes(rows))
     own_rank, dtype = exchange.rank, rows.dtype
     exchange.publish(rows)
     source, source_rank = rows, own_rank
     for rank in exchange.peers():
         peer_rows = exchange.buffer(rank, 0, rows.shape, dtype)
-        arrived = exchange.fetch(rank, _INPUT_CHANNEL, gathered[rank], peer_rows)
-        torch.mm(source, factor, out=product[source_rank])
-        exchange.wait(arrived)
+        fetch_event = exchange.fetch(rank, _INPUT_CHANNEL, gathered[rank], peer_rows)
+        torch.mm(source, factor, out=output[source_rank])
+        exchange.wait(fetch_event)
         source, source_rank = gathered[rank], rank
     if return_gathered:
         exchange.copy(gathered[own_rank], rows)
-    torch.mm(source, factor, out=product[source_rank])
+    torch.mm(source, factor, out=output[source_rank])
     exchange.join_streams()
     inner = part.shape[1:-1]
     return (
         gathered.view(-1, *inner, gathered.shape[-1]) if return_gathered else gathered.new_empty(0),
-        product.view(-1, *inner, product.shape[-1]),
+        output.view(-1, *inner, output.shape[-1]),
     )
 
 
 def scattered_product(
-    input_: torch.Tensor, factor: torch.Tensor, size: int, group: str
+    input_: torch.Tensor, factor: torch.Tensor, group_size: int, group: str
 ) -> torch.Tensor:
     """Run :meth:`~.tp_comm_overlap._SequentialOperators.scattered_product` with overlap."""
-    parts = flatten_tokens(input_).view(size, -1, input_.shape[-1])
-    summands = parts.new_empty(size, parts.shape[1], factor.shape[1])
+    parts = flatten_tokens(input_).view(group_size, -1, input_.shape[-1])
+    summands = parts.new_empty(group_size, parts.shape[1], factor.shape[1])
     exchange = _WorkspaceExchange(group, input_.device, _count_bytes(summands))
     own_rank, shape, dtype = exchange.rank, summands.shape, summands.dtype
     own_summands = exchange.buffer(own_rank, 0, shape, dtype)
     for step, rank in enumerate(exchange.peers(), 1):
         torch.mm(parts[rank], factor, out=own_summands[rank])
         exchange.signal(rank, _SUMMAND_CHANNEL)
-        source = (own_rank - step) % size
+        source = (own_rank - step) % group_size
         peer_summands = exchange.buffer(source, 0, shape, dtype)[own_rank]
         exchange.fetch(source, _SUMMAND_CHANNEL, summands[source], peer_summands)
     torch.mm(parts[own_rank], factor, out=summands[own_rank])
@@ -166,11 +175,16 @@ def scattered_product(
 
 
 def shared_gradients(
-    gradient: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, size: int, group: str
+    gradient: torch.Tensor, weight: torch.Tensor, part: torch.Tensor, group_size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run :meth:`~.tp_comm_overlap._SequentialOperators.shared_gradients` with overlap."""
     return _overlap_gradients(
-        gradient, weight, part, size, group, lambda whole: flatten_tokens(gradient).t() @ whole
+        gradient,
+        weight,
+        part,
+        group_size,
+        group,
+        lambda gathered: flatten_tokens(gradient).t() @ gathered,
     )
 
 
@@ -179,29 +193,32 @@ def add_shared_gradients(
     gradient: torch.Tensor,
     weight: torch.Tensor,
     part: torch.Tensor,
-    size: int,
+    group_size: int,
     group: str,
 ) -> torch.Tensor:
     """Run :meth:`~.tp_comm_overlap._SequentialOperators.add_shared_gradients` with overlap."""
 
-    def accumulate(whole: torch.Tensor) -> None:
-        add_product(accumulator, gradient, whole)
+    def accumulate(gathered: torch.Tensor) -> None:
+        add_product(accumulator, gradient, gathered)
 
-    return _overlap_gradients(gradient, weight, part, size, group, accumulate)[0]
+    return _overlap_gradients(gradient, weight, part, group_size, group, accumulate)[0]
 
 
 def _overlap_gradients(
     gradient: torch.Tensor,
     weight: torch.Tensor,
     part: torch.Tensor,
-    size: int,
+    group_size: int,
     group: str,
     use_input: Callable[[torch.Tensor], _Result],
 ) -> tuple[torch.Tensor, _Result]:
-    """Return the summands of the input's gradient, and ``use_input`` of the whole input."""
-    rows, upstream = flatten_tokens(part), flatten_tokens(gradient)
-    gathered = rows.new_empty(size, *rows.shape)
-    summands = upstream.new_empty(size, len(rows), weight.shape[1])
+    """Return the summands of the input's gradient, and the result of ``use_input``.
+
+    ``use_input`` is called with the gathered input, while the summands are exchanged.
+    """
+    rows, gradient_rows = flatten_tokens(part), flatten_tokens(gradient)
+    gathered = rows.new_empty(group_size, *rows.shape)
+    summands = gradient_rows.new_empty(group_size, len(rows), weight.shape[1])
     exchange = _WorkspaceExchange(group, part.device, _count_bytes(rows), _count_bytes(summands))
     own_rank, shape, dtype = exchange.rank, summands.shape, rows.dtype
     own_summands = exchange.buffer(own_rank, 1, shape, dtype)
@@ -210,11 +227,11 @@ def _overlap_gradients(
         peer_buffer = exchange.buffer(rank, 0, rows.shape, dtype)
         exchange.fetch(rank, _INPUT_CHANNEL, gathered[rank], peer_buffer)
         if index == 0:
-            torch.mm(upstream, weight, out=own_summands.view(-1, shape[-1]))
-    complete = exchange.copy(gathered[own_rank], rows)
+            torch.mm(gradient_rows, weight, out=own_summands.view(-1, shape[-1]))
+    copy_event = exchange.copy(gathered[own_rank], rows)
     for rank in exchange.peers():
         exchange.signal(rank, _SUMMAND_CHANNEL)
-    exchange.wait(complete)
+    exchange.wait(copy_event)
     for index, rank in enumerate(exchange.peers()):
         peer_buffer = exchange.buffer(rank, 1, shape, dtype)[own_rank]
         exchange.fetch(rank, _SUMMAND_CHANNEL, summands[rank], peer_buffer)
@@ -225,9 +242,9 @@ def _overlap_gradients(
     return _view_by_rank(summands, gradient), result
 
 
-def _view_by_rank(summands: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``summands`` as [ranks, s/tp, ..., out]."""
-    return summands.view(len(summands), -1, *like.shape[1:-1], summands.shape[-1])
+def _view_by_rank(summands: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return ``summands`` as [ranks, s/tp, ..., out]; ``whole`` is [s, ..., in]."""
+    return summands.view(len(summands), -1, *whole.shape[1:-1], summands.shape[-1])
 
 
 def _count_bytes(tensor: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
-"""MoE token dispatcher for experts that are all on this rank.
+"""MoE token dispatcher for layers whose experts are all on this rank.
 
+The experts' input has a row for each pair of a token and one of its experts, ordered by expert.
 Every token has the same number of experts, so the number of rows is known without synchronizing the
-device, and shapes are static. Permutation copies a token to several rows; unpermutation sums
-several rows. Each is the gradient of the other, and sums have a fixed order.
+device, and shapes are static. Permutation copies a token to its rows; unpermutation sums the rows
+of a token. Each is the gradient of the other, and sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from flagscale.train.layers.grouped_experts import ALIGNMENT, GroupedExperts, GroupedRows
+from flagscale.train.layers.grouped_experts import ROW_ALIGNMENT, GroupedExperts, GroupedRows
 from flagscale.train.layers.jit import compiled_if_faster
 
 
@@ -24,8 +25,9 @@ class TokenRoutes:
 
     Attributes:
         experts: experts of each token in ascending order, [tokens, k].
-        rows: row of each choice, [tokens, k].
-        choices: choice of each row as an index into ``experts.flatten()``, [rows]; -1 for padding.
+        rows: row of each token for each of its experts, [tokens, k].
+        choices: inverse of ``rows``: for each row the index into ``rows.flatten()``, [rows]; -1 for
+            padding rows.
         ends: see :class:`~.grouped_experts.GroupedRows`.
     """
 
@@ -38,8 +40,8 @@ class TokenRoutes:
 def build_routes(routing_map: torch.Tensor, k: int) -> TokenRoutes:
     """Compute the rows of a ``routing_map`` [tokens, experts] with ``k`` true entries per token.
 
-    The rows of an expert begin at a multiple of :data:`~.grouped_experts.ALIGNMENT`. There are
-    tokens · ``k`` + experts · ``ALIGNMENT`` rows.
+    The rows of an expert begin at a multiple of :data:`~.grouped_experts.ROW_ALIGNMENT`. There are
+    tokens · ``k`` + experts · ``ROW_ALIGNMENT`` rows.
     """
     return TokenRoutes(*_compute_routes(routing_map, k))
 
@@ -50,14 +52,14 @@ def _compute_routes(routing_map: torch.Tensor, k: int) -> tuple[torch.Tensor, ..
     selected = routing_map.to(torch.int32)
     rank_in_expert, rank_in_token = selected.cumsum(0), selected.cumsum(1)
     counts = rank_in_expert[-1]
-    padded_counts = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    padded_counts = (counts + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
     ends = padded_counts.cumsum(0)
     # Unselected experts are written to an extra column that is dropped.
     column = torch.where(routing_map, rank_in_token - 1, k)
     numbers = torch.arange(experts, device=selected.device).expand(tokens, experts)
     token_experts = numbers.new_zeros(tokens, k + 1).scatter(1, column, numbers)[:, :k]
     rows = (ends - padded_counts)[token_experts] + rank_in_expert.gather(1, token_experts) - 1
-    choices = rows.new_full((tokens * k + experts * ALIGNMENT,), -1)
+    choices = rows.new_full((tokens * k + experts * ROW_ALIGNMENT,), -1)
     choices = choices.scatter(0, rows.flatten(), torch.arange(tokens * k, device=selected.device))
     return token_experts, rows, choices, ends.to(torch.int32)
 

@@ -1,9 +1,12 @@
 """Operators that accumulate weight gradients in place, and the modules that use them.
 
+The accumulator of a weight is ``main_grad``, which megatron.core's DDP creates in fp32.
+
 The operators have no autograd formula and do not increment the version counter of the accumulator.
-All accumulators are views of one buffer. With a version counter, the first write would invalidate
-every accumulator that another layer has saved for backward, or a second forward pass before the
-first backward pass. ``torch.library.custom_op`` increments it, so the lower-level API is used.
+All accumulators are views of one buffer and would share a version counter. The first write would
+then invalidate every accumulator that another layer has saved for backward, or a second forward
+pass before the first backward pass. ``torch.library.custom_op`` increments the counter, so the
+lower-level API is used.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from flagscale.accelerators.registry import list_accelerators
+from flagscale.train.layers import unaligned_gemm
 from flagscale.train.layers.jit import compiled_if_faster
 
 _LIBRARY: Any = torch.library.Library("flagscale", "DEF")  # type: ignore[no-untyped-call]
@@ -28,12 +32,20 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tens
     with _preserve_version(total):
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), input_)
+        elif unaligned_gemm.is_unaligned(gradient.t()):
+            gradient = unaligned_gemm.align_rows(gradient)
+            for rows in unaligned_gemm.split_rows(total):
+                _add_product_on_cuda(total[rows], gradient[:, rows], input_)
         elif total.device.type == "cuda":
-            # 16-bit factors with an fp32 sum: one kernel that reads and writes the accumulator
-            # once. torch has it only for CUDA.
-            torch.addmm(total, gradient.t(), input_, out_dtype=total.dtype, out=total)
+            _add_product_on_cuda(total, gradient, input_)
         else:
             total.add_(gradient.t() @ input_)
+
+
+def _add_product_on_cuda(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tensor) -> None:
+    # A GEMM of 16-bit operands that accumulates in fp32, in one kernel, as Megatron's
+    # wgrad_gemm_accum_fp32. torch has it only for CUDA.
+    torch.addmm(total, gradient.t(), input_, out_dtype=total.dtype, out=total)
 
 
 @compiled_if_faster(dynamic=True)
@@ -64,7 +76,7 @@ for _name, _function in (
 
 
 def add_product(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tensor) -> None:
-    """Add the gradient of a weight to its accumulator.
+    """Compute the gradient of a linear layer's weight and add it to its accumulator.
 
     Args:
         total: accumulator [out, in].
@@ -85,7 +97,7 @@ def add_rows(total: torch.Tensor, rows: torch.Tensor, value: torch.Tensor) -> No
 
 
 def flatten_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as a matrix [product of leading dimensions, last dimension]."""
+    """Return ``tensor`` as a matrix: [..., width] becomes [tokens, width]."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -98,13 +110,13 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight)
 
 
-def accumulate_product(
+def accumulate_wgrad_gemm(
     accumulator: torch.Tensor | None,
     weight: torch.Tensor,
     gradient: torch.Tensor,
     input_: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the gradient of a linear weight, ``gradient^T · input``.
+    """Compute the gradient of a linear layer's weight, ``gradient^T · input``.
 
     If there is an accumulator, add the gradient to it and return a placeholder.
     """

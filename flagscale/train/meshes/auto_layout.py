@@ -1,4 +1,9 @@
-"""Resolution of ``auto`` settings of heterogeneous meshes: parallel sizes and layers per stage."""
+"""Resolution of automatic settings of heterogeneous meshes: parallel sizes and layers per stage.
+
+A mesh is a number of ranks with the same parallel sizes that hold consecutive pipeline stages. An
+open mesh is one whose sizes are to be chosen here. Both choices minimize the step time that is
+predicted from measured costs of layers (:mod:`.rank_costs`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ def resolve_auto_layout(
 ) -> tuple[argparse.Namespace, MeshGroups | None]:
     """Resolve the automatic choices of this rank's mesh layout.
 
-    All ranks call it after the layout is initialized, with the same result.
+    Collective: all ranks call it after the layout is initialized, and get the same result.
 
     Args:
         args: arguments of this rank.
@@ -41,7 +46,7 @@ def resolve_auto_layout(
         The arguments and groups of this rank, unchanged if nothing is automatic.
 
     Raises:
-        ConfigError: no sizes fit the arguments, or the models to measure do not fit the device.
+        ConfigError: no sizes fit the arguments, or a model to measure does not fit in memory.
     """
     meshes: Meshes | None = args.meshes
     if meshes is None or not (meshes.open or is_split_automatic(args.hetero_pipeline_layer_split)):
@@ -54,7 +59,7 @@ def resolve_auto_layout(
     split_meshes = _choose_layer_split(
         args, meshes, pad_vocabulary(unpadded_vocabulary, vars(args)), device, log
     )
-    distributed.seed_generators(args)  # measuring has used the generators
+    distributed.seed_generators(args)  # the measured models have drawn random numbers
     return rank_arguments(
         argparse.Namespace(**{**vars(args), "meshes": split_meshes}), dist.get_rank()
     ), groups
@@ -82,7 +87,7 @@ def _choose_layer_split(
         costs,
         split.layer_kinds(args),
         args.num_microbatches,
-        empty_first=args.standalone_embedding_stage,
+        has_empty_first_stage=args.standalone_embedding_stage,
     )
     layers = broadcast_from_rank_0(lambda: split.find_best_split(problem))
     for line in split.explain_split(problem, layers):

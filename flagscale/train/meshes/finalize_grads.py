@@ -1,9 +1,10 @@
 """Gradient finalization for a model on heterogeneous meshes.
 
-Within a mesh megatron.core's finalization is used. Two things cross meshes: an embedding that both
-ends of the pipeline hold, because it is tied to the output layer or read by multi-token prediction
-layers, and the number of tokens that divides a step's gradients. The gradient norm is computed in
-:mod:`flagscale.train.optim.global_norm`.
+Finalization reduces the gradients over data-parallel ranks after the backward pass. Within a mesh,
+a number of ranks with the same parallel sizes, megatron.core's is used. Two reductions involve
+several meshes: of an embedding that the first and the last stage hold, because it is tied to the
+output layer or read by multi-token prediction layers, and of the number of tokens that divides a
+step's gradients. The gradient norm is computed in :mod:`flagscale.train.optim.global_norm`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MeshGradientFinalizer:
         """
         self._tied_weights = list(_find_tied_weights(chunks)) if tied_embedding_groups else []
         self._tied_groups = tied_embedding_groups
-        self._counts_tokens = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self._is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def __call__(
         self,
@@ -59,42 +60,46 @@ class MeshGradientFinalizer:
             chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce
         )
         for chunk, weight in self._tied_weights:
-            self._reduce_tied_gradient(chunk, weight, whole=force_all_reduce)
+            self._reduce_tied_gradient(chunk, weight, force_all_reduce=force_all_reduce)
         if num_tokens is not None:
             total = self._count_tokens(num_tokens)
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / total)
 
-    def _reduce_tied_gradient(self, chunk: Any, weight: torch.nn.Parameter, *, whole: bool) -> None:
-        """Reduce the gradient of a tied weight over both ends of the pipeline.
+    def _reduce_tied_gradient(
+        self, chunk: Any, weight: torch.nn.Parameter, *, force_all_reduce: bool
+    ) -> None:
+        """Sum the gradient of a tied weight over the first and the last stage.
 
-        The replicas of a mesh have equal gradients, and each contributes its share. With a
-        distributed optimizer each contributes the slice that it owns.
+        The data-parallel replicas of a mesh have equal gradients, and each contributes an equal
+        fraction. With a distributed optimizer, each contributes the slice that it owns; with
+        ``force_all_reduce`` its gradients are complete nevertheless.
         """
         gradient = weight.main_grad  # type: ignore[attr-defined]
-        if chunk.ddp_config.use_distributed_optimizer and not whole:
+        if chunk.ddp_config.use_distributed_optimizer and not force_all_reduce:
             low, high = _owned_slice(chunk, weight, gradient)
             flat = gradient.view(-1)
             flat[:low].zero_()
             flat[high:].zero_()
         else:
             gradient.div_(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+        # Slices of the gradient correspond to the groups, see MeshGroups.
         for rows, group in zip(
             gradient.chunk(len(self._tied_groups)), self._tied_groups, strict=True
         ):
             dist.all_reduce(rows, group=group)
 
     def _count_tokens(self, local_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of the step over all ranks.
+        """Return the number of tokens of the step over all ranks, at least 1.
 
-        Tensor-parallel ranks count the same tokens, so each contributes its share.
+        Tensor-parallel ranks count the same tokens, so each contributes an equal fraction.
         """
         total = local_tokens.double() / parallel_state.get_tensor_model_parallel_world_size()
-        if not self._counts_tokens:
+        if not self._is_last_stage:
             total = torch.zeros_like(total)
         dist.all_reduce(total)
-        at_least_one: torch.Tensor = total.clamp(min=1.0)
-        return at_least_one
+        positive_total: torch.Tensor = total.clamp(min=1.0)
+        return positive_total
 
 
 def _find_tied_weights(chunks: Sequence[Any]) -> Iterator[tuple[Any, torch.nn.Parameter]]:

@@ -1,10 +1,13 @@
 """Process groups of a job with heterogeneous meshes.
 
+A mesh is a number of ranks with the same parallel sizes that hold consecutive pipeline stages
+(:mod:`flagscale.config.arguments.hetero.meshes`). The meshes of a job differ in their sizes.
+
 megatron.core keeps the groups of a rank in :mod:`megatron.core.parallel_state`, created for one
-layout of all ranks. Here they are created for the layout of the rank's own mesh and stored there,
+layout of all ranks. Here they are created for the layout of the rank's mesh and stored there,
 so that layers, data parallelism, optimizer, router and checkpoints work unchanged. Only the
-pipeline has no group: it spans all meshes, and only this rank's stage and the number of stages are
-needed (:class:`PipelineStagePosition`).
+pipeline has no group, because it spans all meshes. :class:`PipelineStagePosition`, with this rank's
+stage and the number of stages, takes the place of its group.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from flagscale.config.arguments.hetero.meshes import Mesh, Meshes, Stage
 
 _RANK_ORDER = "tp-cp-ep-dp-pp"
 
-# Attribute of parallel_state for each group, and the parallel dimensions that the group spans.
-_DENSE_GROUPS = {
+# Attribute of parallel_state that holds each group, and the parallel dimensions that the group
+# spans.
+_DENSE_GROUP_DIMENSIONS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_CONTEXT_PARALLEL_GROUP": "cp",
     "_DATA_PARALLEL_GROUP": "dp",
@@ -36,7 +40,7 @@ _DENSE_GROUPS = {
     "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp-dp",
     "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp-dp-cp",
 }
-_EXPERT_GROUPS = {
+_EXPERT_GROUP_DIMENSIONS = {
     "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "_EXPERT_TENSOR_PARALLEL_GROUP": "tp",
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp-ep",
@@ -44,8 +48,8 @@ _EXPERT_GROUPS = {
     "_EXPERT_DATA_PARALLEL_GROUP": "dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "dp",
 }
-# Attribute with the ranks of a group, for the groups that have one.
-_RANK_LISTS = {
+# Attribute of parallel_state with the list of ranks of a group, for the groups that have one.
+_RANK_LIST_ATTRIBUTES = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
     "_CONTEXT_PARALLEL_GROUP": "_CONTEXT_PARALLEL_GLOBAL_RANKS",
     "_DATA_PARALLEL_GROUP": "_DATA_PARALLEL_GLOBAL_RANKS",
@@ -57,7 +61,12 @@ _RANK_LISTS = {
 
 @dataclass(frozen=True)
 class PipelineStagePosition:
-    """Substitute for the pipeline's process group: index of this rank's stage, number of stages."""
+    """Position of this rank in the pipeline, in place of megatron.core's pipeline process group.
+
+    Attributes:
+        index: index of this rank's stage, from 0.
+        count: number of stages.
+    """
 
     index: int
     count: int
@@ -71,7 +80,7 @@ class PipelineStagePosition:
 
 @dataclass(frozen=True)
 class StageCommunicationGroups:
-    """Groups of all ranks for communication between stages.
+    """Process groups for communication between stages, each of all ranks of the job.
 
     Activations and gradients have separate groups, because both may be in flight between two ranks,
     and NCCL delivers the messages of a group in order only.
@@ -79,14 +88,14 @@ class StageCommunicationGroups:
     Attributes:
         forward: group for activations.
         backward: group for gradients.
-        through_host: whether messages are sent from host memory.
-        mixed_devices: whether meshes may have different kinds of devices, which can only
-            communicate through host memory.
+        via_host_memory: whether messages are staged through host memory and sent by gloo.
+        mixed_devices: whether meshes may have different kinds of devices. These communicate through
+            host memory in any case.
     """
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
-    through_host: bool
+    via_host_memory: bool
     mixed_devices: bool = False
 
 
@@ -94,8 +103,11 @@ class StageCommunicationGroups:
 class MeshGroups:
     """Additional groups of heterogeneous training.
 
-    ``tied_embedding_groups``: for each piece of a tied embedding's rows on this rank, in order, the
-    ranks of the first and the last stage that hold the same rows.
+    Attributes:
+        stage_groups: groups for communication between stages.
+        tied_embedding_groups: groups for the gradients of a tied embedding. This rank's rows of the
+            embedding are divided into as many equal blocks; each group has the ranks of the first
+            and the last stage that hold the same block.
     """
 
     stage_groups: StageCommunicationGroups
@@ -109,7 +121,7 @@ class MeshGroups:
 class _GroupFactory:
     """Creates process groups, only one for each set of ranks.
 
-    All ranks request the same groups in order.
+    All ranks must request the same groups in the same order.
     """
 
     def __init__(self, timeout_minutes: float) -> None:
@@ -128,15 +140,17 @@ class _GroupFactory:
 
 
 def create_mesh_groups(
-    meshes: Meshes, stage: Stage, *, timeout_minutes: float, through_host: bool
+    meshes: Meshes, stage: Stage, *, timeout_minutes: float, via_host_memory: bool
 ) -> MeshGroups:
-    """Create the groups of every mesh and store this rank's in parallel_state. All ranks call it.
+    """Create the groups of every mesh and store those of this rank in parallel_state.
+
+    Collective: all ranks call it.
 
     Args:
         meshes: meshes of the whole job.
         stage: stage of this rank.
         timeout_minutes: timeout of collectives.
-        through_host: whether stages communicate through host memory.
+        via_host_memory: whether stages communicate through host memory.
     """
     rank, factory = dist.get_rank(), _GroupFactory(timeout_minutes)
     for index, mesh in enumerate(meshes.meshes):
@@ -148,17 +162,18 @@ def create_mesh_groups(
             group = factory.get_or_create(ranks, " ".join(descriptions[ranks]))
             if rank in ranks:
                 setattr(parallel_state, name, group)
-                if name in _RANK_LISTS:
-                    setattr(parallel_state, _RANK_LISTS[name], list(ranks))
+                if name in _RANK_LIST_ATTRIBUTES:
+                    setattr(parallel_state, _RANK_LIST_ATTRIBUTES[name], list(ranks))
     _set_pipeline_state(meshes, stage)
-    backend = "gloo" if through_host else None
+    backend = "gloo" if via_host_memory else None
     stage_groups = StageCommunicationGroups(
-        factory.create_world_group(backend), factory.create_world_group(backend), through_host
+        factory.create_world_group(backend), factory.create_world_group(backend), via_host_memory
     )
     return MeshGroups(stage_groups, tuple(_create_tied_embedding_groups(meshes, rank, factory)))
 
 
 def _iter_groups(mesh: Mesh, first_rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield attribute of parallel_state and global ranks of all groups of a mesh."""
     dense = RankGenerator(
         tp=mesh.tp,
         ep=1,
@@ -178,9 +193,12 @@ def _iter_groups(mesh: Mesh, first_rank: int) -> Iterator[tuple[str, tuple[int, 
         order=_RANK_ORDER,
         rank_offset=first_rank,
     )
-    for generator, names in ((dense, _DENSE_GROUPS), (experts, _EXPERT_GROUPS)):
-        for name, token in names.items():
-            for ranks in generator.get_ranks(token):
+    for generator, group_dimensions in (
+        (dense, _DENSE_GROUP_DIMENSIONS),
+        (experts, _EXPERT_GROUP_DIMENSIONS),
+    ):
+        for name, dimensions in group_dimensions.items():
+            for ranks in generator.get_ranks(dimensions):
                 yield name, tuple(ranks)
 
 
@@ -205,17 +223,18 @@ def _create_tied_embedding_groups(
 ) -> Iterator[dist.ProcessGroup]:
     """Yield the groups for gradients of a tied embedding.
 
-    The vocabulary is divided into as many pieces as the tensor parallel sizes of the first and the
-    last stage require. For each piece on this rank, the group contains all ranks that hold it.
+    The vocabulary is divided into blocks such that every tensor-parallel rank of the first and of
+    the last stage holds whole blocks. For each block on this rank, the group contains all ranks
+    that hold it.
     """
     first, last = meshes.stages[0], meshes.stages[-1]
-    pieces = math.lcm(first.mesh.tp, last.mesh.tp)
-    for piece in range(pieces):
+    blocks = math.lcm(first.mesh.tp, last.mesh.tp)
+    for block in range(blocks):
         ranks = tuple(
             stage_rank
             for stage in (first, last)
             for stage_rank in stage.ranks
-            if stage.place(stage_rank)[2] == piece * stage.mesh.tp // pieces
+            if stage.position_of(stage_rank)[2] == block * stage.mesh.tp // blocks
         )
         group = factory.get_or_create(ranks)
         if rank in ranks:

@@ -43,9 +43,9 @@ class _MessageFlow:
         receives: transfers of a micro-batch to this rank.
         sends_from_host: whether device tensors are sent from host memory.
         receives_on_host: whether device tensors are received in host memory.
-        receives_left: number of receives of this step that may still be posted ahead of the
-            schedule.
-        posted: receive that was posted ahead.
+        early_receives_left: number of receives of this step that may still be posted before the
+            schedule requests them.
+        posted_receive: receive that was posted early and not yet requested, or None.
     """
 
     group: dist.ProcessGroup
@@ -53,8 +53,8 @@ class _MessageFlow:
     receives: tuple[BlockTransfer, ...] = ()
     sends_from_host: bool = False
     receives_on_host: bool = False
-    receives_left: int = 0
-    posted: _PendingReceive | None = None
+    early_receives_left: int = 0
+    posted_receive: _PendingReceive | None = None
 
 
 class MeshP2PCommunicator:
@@ -72,7 +72,7 @@ class MeshP2PCommunicator:
         tensor_parallel: dist.ProcessGroup,
         device: Device,
         *,
-        sequence: int,
+        sequence_length: int,
     ) -> None:
         """Plan the transfers of this rank.
 
@@ -83,10 +83,11 @@ class MeshP2PCommunicator:
             stage_groups: process groups for messages.
             tensor_parallel: tensor-parallel group of this rank.
             device: device of this rank.
-            sequence: number of tokens of a whole sequence.
+            sequence_length: number of tokens of a whole sequence.
         """
         self.config = config
-        # The schedule derives the number of warm-up forward passes from this.
+        # The schedule derives the number of warm-up forward passes from the distance to the last
+        # stage. With hetero_eager_1f1b distances are doubled, and so is that number.
         virtual_positions = 2 if meshes.eager else 1
         self.pp_group = PipelineStagePosition(
             virtual_positions * stage.index, virtual_positions * (len(meshes.stages) - 1) + 1
@@ -95,19 +96,19 @@ class MeshP2PCommunicator:
         self._tensor_parallel = tensor_parallel
         self._device = device
         rank, stages = dist.get_rank(), meshes.stages
-        self._region = compute_region(meshes, stage, rank, sequence)
+        self._region = compute_region(meshes, stage, rank, sequence_length)
         next_stage = stages[(stage.index + 1) % len(stages)]
         previous_stage = stages[stage.index - 1]
 
         def uses_host_memory(peer_stage: Stage) -> bool:
-            different_devices = (
+            has_other_devices = (
                 stage_groups.mixed_devices and peer_stage.mesh_index != stage.mesh_index
             )
-            return not device.is_host and (stage_groups.through_host or different_devices)
+            return not device.is_host and (stage_groups.via_host_memory or has_other_devices)
 
         def build_flow(group: dist.ProcessGroup, target: Stage, origin: Stage) -> _MessageFlow:
-            outgoing = plan_transfers(meshes, stage, target, sequence)
-            incoming = plan_transfers(meshes, origin, stage, sequence)
+            outgoing = plan_transfers(meshes, stage, target, sequence_length)
+            incoming = plan_transfers(meshes, origin, stage, sequence_length)
             return _MessageFlow(
                 group,
                 tuple(transfer for transfer in outgoing if transfer.sender == rank),
@@ -120,38 +121,38 @@ class MeshP2PCommunicator:
         self._forward = build_flow(stage_groups.forward, next_stage, previous_stage)
         self._backward = build_flow(stage_groups.backward, previous_stage, next_stage)
         # The loss of a rank is the mean over its part of a micro-batch, and gradients are averaged
-        # over the parts of a mesh. Gradients from a mesh with fewer parts are scaled up
-        # accordingly.
-        parts = stage.mesh.dp * stage.mesh.cp
-        self._scale = 1.0
+        # over the data- and context-parallel ranks of a mesh. Gradients from a mesh with fewer of
+        # these are scaled up accordingly.
+        self._gradient_scale = 1.0
         if not config.calculate_per_token_loss:
-            self._scale = parts / (next_stage.mesh.dp * next_stage.mesh.cp)
+            own_parts = stage.mesh.dp * stage.mesh.cp
+            self._gradient_scale = own_parts / (next_stage.mesh.dp * next_stage.mesh.cp)
         self._pending_sends: deque[_PendingSend] = deque()
         # A single thread keeps messages in order.
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="exchange")
+        self._send_executor = ThreadPoolExecutor(1, thread_name_prefix="pipeline-send")
 
     def begin_step(self, micro_batches: int, *, forward_only: bool) -> None:
         """Prepare a step of ``micro_batches``.
 
-        With virtual stages the schedule itself receives ahead.
+        With virtual stages the schedule itself requests receives early.
         """
         if self.virtual_pipeline_model_parallel_size is not None:
             return
         for flow in (self._forward, self._backward):
-            receives_ahead = dist.get_backend(flow.group) not in _DEVICE_BLOCKING_BACKENDS
-            flow.receives_left = micro_batches if receives_ahead else 0
+            can_receive_early = dist.get_backend(flow.group) not in _DEVICE_BLOCKING_BACKENDS
+            flow.early_receives_left = micro_batches if can_receive_early else 0
         if forward_only:
-            self._backward.receives_left = 0
+            self._backward.early_receives_left = 0
 
     # --- interface of megatron.core's schedules ---------------------------------------------------
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         received = None if is_first_stage else self._receive(self._forward)
-        return _match_shapes(tensor_shapes, received)
+        return _wrap_as_requested(tensor_shapes, received)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         received = None if is_last_stage else self._receive(self._backward)
-        return _match_shapes(tensor_shapes, received)
+        return _wrap_as_requested(tensor_shapes, received)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         if not is_last_stage:
@@ -165,8 +166,8 @@ class MeshP2PCommunicator:
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Any:
         if is_last_stage:
-            return _match_shapes(tensor_shapes, None)
-        return _match_shapes(
+            return _wrap_as_requested(tensor_shapes, None)
+        return _wrap_as_requested(
             tensor_shapes, self._send_and_receive(self._backward, self._forward, output_tensors)
         )
 
@@ -174,9 +175,9 @@ class MeshP2PCommunicator:
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
         if is_first_stage:
-            return _match_shapes(tensor_shapes, None)
+            return _wrap_as_requested(tensor_shapes, None)
         received = self._send_and_receive(self._forward, self._backward, input_tensor_grads)
-        return _match_shapes(tensor_shapes, received)
+        return _wrap_as_requested(tensor_shapes, received)
 
     def send_forward_recv_forward(
         self, output_tensor: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
@@ -231,9 +232,9 @@ class MeshP2PCommunicator:
 
     def _post_receive(self, flow: _MessageFlow) -> _PendingReceive:
         """Return the next receive of a flow, which may be posted already."""
-        pending, flow.posted = flow.posted, None
+        pending, flow.posted_receive = flow.posted_receive, None
         if pending is None:
-            flow.receives_left -= 1
+            flow.early_receives_left -= 1
             pending = self._post_messages(flow, None, receives=True)
         assert pending is not None
         return pending
@@ -241,8 +242,8 @@ class MeshP2PCommunicator:
     def _complete_receive(self, flow: _MessageFlow, pending: _PendingReceive) -> torch.Tensor:
         """Wait for a receive and post the next one, so that it arrives during the computation."""
         tensor = pending.wait()
-        if flow.receives_left > 0:
-            flow.posted = self._post_receive(flow)
+        if flow.early_receives_left > 0:
+            flow.posted_receive = self._post_receive(flow)
         return tensor
 
     def _post_messages(
@@ -289,7 +290,7 @@ class MeshP2PCommunicator:
                 wait()
             return _start_operations(flow, ops)
 
-        future = self._sender.submit(wait_and_send)
+        future = self._send_executor.submit(wait_and_send)
         self._pending_sends.append(
             _PendingSend(future.result, [*blocks, *(host for host, _ in host_copies)])
         )
@@ -298,10 +299,12 @@ class MeshP2PCommunicator:
         """Return the blocks of ``tensor`` that this rank sends."""
         while len(self._pending_sends) >= _MAX_PENDING_SENDS:
             self._complete_oldest_send()
-        (whole,) = tensor if isinstance(tensor, list) else (tensor,)
-        whole = whole.detach()
+        (activations,) = tensor if isinstance(tensor, list) else (tensor,)
+        activations = activations.detach()
         blocks = [
-            _select_block(whole, send.source, send.length, send.source_batch, send.sequences)
+            _select_block(
+                activations, send.source_token, send.length, send.source_sequence, send.sequences
+            )
             for send in flow.sends
         ]
         return [block.contiguous() for block in blocks]
@@ -323,7 +326,11 @@ class MeshP2PCommunicator:
         blocks, ops = [], []
         for receive in flow.receives:
             target = _select_block(
-                tensor, receive.target, receive.length, receive.target_batch, receive.sequences
+                tensor,
+                receive.target_token,
+                receive.length,
+                receive.target_sequence,
+                receive.sequences,
             )
             block = target
             if flow.receives_on_host:
@@ -333,13 +340,18 @@ class MeshP2PCommunicator:
             blocks.append((target, block))
             ops.append(dist.P2POp(dist.irecv, block, receive.sender, flow.group))
         gather_group = self._tensor_parallel if region.slice_length < region.length else None
-        scale = self._scale if flow is self._backward else 1.0
+        scale = self._gradient_scale if flow is self._backward else 1.0
         return _PendingReceive(tensor, ops, blocks, region, gather_group, scale)
 
 
 @dataclass
 class _PendingSend:
-    """Incomplete send: its works, once started, and the memory that it reads."""
+    """Incomplete send.
+
+    Attributes:
+        works: returns torch's work handles; waits until the send has started.
+        memory: tensors that the send reads, kept until it is complete.
+    """
 
     works: Callable[[], Sequence[Any]]
     memory: list[torch.Tensor]
@@ -347,7 +359,17 @@ class _PendingSend:
 
 @dataclass
 class _PendingReceive:
-    """Incomplete receive; the tensor is valid after :meth:`wait`."""
+    """Incomplete receive.
+
+    Attributes:
+        tensor: tensor to receive, valid after :meth:`wait`.
+        ops: receive operations, one per block.
+        blocks: pairs of a part of ``tensor`` and the buffer in which it is received.
+        region: region of this rank.
+        gather_group: group of the all-gather of tensor-parallel slices, or None.
+        scale: factor of the received values.
+        works: torch's work handles, once the operations have started.
+    """
 
     tensor: torch.Tensor
     ops: list[dist.P2POp]
@@ -368,17 +390,18 @@ class _PendingReceive:
             if target is not block:
                 target.copy_(block, non_blocking=True)
         start = self.region.slice_start
-        own_slice = self.tensor[start : start + self.region.slice_length]
+        rank_slice = self.tensor[start : start + self.region.slice_length]
         if self.scale != 1.0:
-            own_slice.mul_(self.scale)
+            rank_slice.mul_(self.scale)
         if self.gather_group is not None:
-            dist.all_gather_into_tensor(self.tensor, own_slice.clone(), group=self.gather_group)
+            dist.all_gather_into_tensor(self.tensor, rank_slice.clone(), group=self.gather_group)
         return self.tensor.requires_grad_()
 
 
 def _select_block(
     tensor: torch.Tensor, token: int, length: int, sequence: int, sequences: int
 ) -> torch.Tensor:
+    """Return the block [length, sequences, h] of ``tensor`` that begins at [token, sequence]."""
     return tensor[token : token + length, sequence : sequence + sequences]
 
 
@@ -397,14 +420,15 @@ def _start_operations(flow: _MessageFlow, ops: list[dist.P2POp]) -> Sequence[Any
 def _overlapped_result(pending: _PendingReceive | None, name: str, overlap: bool) -> Any:
     """Return the result of a receive as the interleaved schedule expects it.
 
-    This is the tensor, or with overlap the tensor to come and a dictionary of wait handles.
+    This is the tensor, or with overlap the tensor before it is complete and a dictionary of handles
+    with a method ``wait``.
     """
     if not overlap:
         return pending.wait() if pending else None
     return (pending.tensor, {name: pending}) if pending else (None, {})
 
 
-def _match_shapes(shapes: Any, tensor: torch.Tensor | None) -> Any:
+def _wrap_as_requested(shapes: Any, tensor: torch.Tensor | None) -> Any:
     """Return the tensor as the schedule expects it.
 
     The interleaved schedule passes one shape and expects a tensor. The other schedules pass a list

@@ -1,4 +1,8 @@
-"""Costs of model parts for a rank of each mesh, read from a cache or measured."""
+"""Costs of model parts for a rank of each mesh, read from a cache or measured.
+
+A mesh is a number of ranks with the same parallel sizes. Costs are the seconds and bytes of a
+layer, of the embedding and of the output layer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ def load_or_measure_costs(
 
     Costs in the cache of rank 0's host are used if all were measured under the current conditions.
     Otherwise all ranks measure. The slowest rank of each mesh determines the costs, which are
-    cached. All ranks call it after the layout is initialized.
+    cached. Collective: all ranks call it after the layout is initialized.
 
     Args:
         args: arguments of this rank.
@@ -54,14 +58,14 @@ def load_or_measure_costs(
         device: device of this rank.
         on_measure: called before measuring.
     """
-    origins = gather_from_ranks(_measurement_conditions(vocabulary, device))
-    origins = [origins[meshes.first_rank(index)] for index in range(len(meshes.meshes))]
+    rank_conditions = gather_from_ranks(_measurement_conditions(vocabulary, device))
+    conditions = [rank_conditions[meshes.first_rank(index)] for index in range(len(meshes.meshes))]
     paths = [
         cost_cache.cost_path(vars(args), meshes, index, max_sequences)
         for index, max_sequences in enumerate(sequences)
     ]
     cached: tuple[RankCosts, ...] | None = broadcast_from_rank_0(
-        lambda: _read_cache(paths, origins)
+        lambda: _read_cache(paths, conditions)
     )
     if cached is not None:
         return cached
@@ -69,18 +73,18 @@ def load_or_measure_costs(
     rank_costs = gather_from_ranks(measure_costs(args, vocabulary, device))
     mesh_costs = []
     for index, mesh in enumerate(meshes.meshes):
-        first = meshes.first_rank(index)
-        mesh_costs.append(max_costs(rank_costs[first : first + mesh.ranks]))
+        first_rank = meshes.first_rank(index)
+        mesh_costs.append(max_costs(rank_costs[first_rank : first_rank + mesh.ranks]))
         if dist.get_rank() == 0:
             today = datetime.now(timezone.utc).date().isoformat()
             cost_cache.write_costs(
-                paths[index], cost_cache.CachedCosts(mesh_costs[-1], origins[index], today)
+                paths[index], cost_cache.CachedCosts(mesh_costs[-1], conditions[index], today)
             )
     return tuple(mesh_costs)
 
 
 def _measurement_conditions(vocabulary: int, device: Device) -> dict[str, str]:
-    """Return the conditions of a measurement that are not arguments."""
+    """Return the conditions of a measurement in addition to the arguments."""
     conditions = {
         "vocabulary": str(vocabulary),
         "device": device.product,
@@ -95,12 +99,13 @@ def _measurement_conditions(vocabulary: int, device: Device) -> dict[str, str]:
 
 
 def _read_cache(
-    paths: Sequence[Any], origins: Sequence[Mapping[str, str]]
+    paths: Sequence[Any], conditions: Sequence[Mapping[str, str]]
 ) -> tuple[RankCosts, ...] | None:
+    """Return the cached costs of all meshes, or None if any was measured under other conditions."""
     costs = []
-    for path, origin in zip(paths, origins, strict=True):
+    for path, current_conditions in zip(paths, conditions, strict=True):
         entry = cost_cache.read_costs(path)
-        if entry is None or entry.origin != origin:
+        if entry is None or entry.origin != current_conditions:
             return None
         costs.append(entry.costs)
     return tuple(costs)

@@ -40,8 +40,8 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
     """Causal or bidirectional attention over the heads of this tensor-parallel rank.
 
     ``attention_backend`` selects torch's kernel for the process (:func:`select_sdp_kernels`):
-    ``auto`` (the fastest supported), ``flash``, ``fused`` (cuDNN) or ``unfused`` (plain matrix
-    products).
+    ``auto`` (the fastest supported), ``flash``, ``fused`` (cuDNN) or ``unfused`` (separate GEMMs
+    and softmax).
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         mask: torch.Tensor,
         dropout: float,
     ) -> torch.Tensor:
-        """Compute causal attention within documents; ``mask`` is ``ends`` or ``visible``."""
+        """Compute causal attention within documents; ``mask`` has the form
+        ``cu_seqlens`` or ``visible``.
+        """
         if mask.dim() == 1:
             return attend_within_documents(
                 query, key, value, mask, scale=self.scale, dropout=dropout

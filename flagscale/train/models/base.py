@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
     from flagscale.train.data.tokenizers import Tokenizer
 
-KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-"""Tensors of a micro-batch, [b, s] each."""
-DOCUMENTS = "documents"
-"""Key of an additional tensor [b, s] with the document number of each token, if documents are
-masked.
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+"""Keys of a micro-batch, which maps each of them to a tensor [b, s]."""
+DOCUMENT_NUMBERS_KEY = "documents"
+"""Key of an additional tensor [b, s] with the document number of each token. Micro-batches have it
+if a token attends only to its own document (document masking).
 """
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """Description of a model chunk: the part of a model that one module holds.
+    """Description of a model chunk: the layers of a pipeline stage, or of a virtual pipeline stage.
 
     Attributes:
         vocabulary: size of the padded vocabulary.
         vp_stage: virtual pipeline stage of the chunk on its rank, None if a rank has one chunk.
         first: whether the chunk has the embedding.
         last: whether the chunk has the output layer.
-        optimized: whether to build it of this project's optimized layers
+        optimized: whether to build it from this project's optimized layers
             (:mod:`flagscale.train.models.optimized`).
     """
 
@@ -70,11 +70,14 @@ class DatasetSpec:
     config: type
     length: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    keys: tuple[str, ...] = KEYS
+    keys: tuple[str, ...] = BATCH_KEYS
 
 
 class ModelSpec(ModelFamily, ABC):
-    """A model family. ``args`` are resolved arguments in all methods."""
+    """A model family: building, data and initialization of its models.
+
+    In all methods ``args`` are arguments as :mod:`flagscale.config.arguments.derive` resolves them.
+    """
 
     @abstractmethod
     def build(
@@ -82,7 +85,7 @@ class ModelSpec(ModelFamily, ABC):
     ) -> torch.nn.Module:
         """Build a chunk of the model, a ``MegatronModule`` with uninitialized weights.
 
-        Required of the module:
+        Requirements of the module:
 
         - ``pre_process`` and ``post_process`` state whether it has the embedding and the output
           layer, ``share_embeddings_and_output_weights`` whether their weights are tied.
@@ -130,7 +133,10 @@ class ModelSpec(ModelFamily, ABC):
         }
 
     def trial(self, args: Namespace, vocabulary: int) -> dict[str, torch.Tensor]:
-        """Return a random micro-batch for timing layers. ``vocabulary`` is the number of tokens."""
+        """Return a random micro-batch for timing layers.
+
+        Its tokens are less than ``vocabulary``.
+        """
         import torch
 
         shape = (args.micro_batch_size, args.seq_length)
@@ -147,7 +153,7 @@ class ModelSpec(ModelFamily, ABC):
         model: torch.nn.Module,
         config: TransformerConfig,
         seed: int,
-        norms: float | None,
+        norm_init_value: float | None,
         *,
         on_host: bool,
     ) -> None:
@@ -157,12 +163,12 @@ class ModelSpec(ModelFamily, ABC):
             model: unwrapped model chunk.
             config: the model's configuration.
             seed: seed of the run.
-            norms: initial value of norm weights; 1 if None.
+            norm_init_value: initial value of norm weights; 1 if None.
             on_host: draw in host memory, so that weights are identical on all device kinds.
         """
         from flagscale.train.models.initialize import initialize_weights
 
-        initialize_weights(model, config, seed, norms=norms, on_host=on_host)
+        initialize_weights(model, config, seed, norm_init_value=norm_init_value, on_host=on_host)
 
     def flops_per_token(self, args: Namespace, vocabulary: int) -> float | None:
         """Return the floating-point operations of training on one token, over all ranks.

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from flagscale.train.data.tokenizers import Tokenizer
 
 _SPECIAL_TOKENS = 2
-"""Special tokens of a sequence if the tokenizer has them: the first (CLS) and the last (SEP)."""
+"""Number of special tokens of a sequence if the tokenizer has them: the first (CLS) and the last
+(SEP).
+"""
 
 
 class Bert(ModelSpec):
@@ -38,14 +40,17 @@ class Bert(ModelSpec):
 
     def broken(self, values: Values) -> Iterator[Violation]:
         for name, reason in (
-            ("reset_position_ids", "positions are counted through a sequence, whatever is in it"),
-            ("reset_attention_mask", "a token attends to all of its sequence, whatever is in it"),
-            ("eval_prompts", "nothing is continued"),
-            ("peft_type", "adapters are of models of text, token by token"),
+            ("reset_position_ids", "positions always count through the whole sequence"),
+            ("reset_attention_mask", "a token always attends to its whole sequence"),
+            ("eval_prompts", "text generation is not supported"),
+            ("peft_type", "adapters are supported for autoregressive models only"),
             ("sft", "answers are not predicted token by token"),
-            ("eod_mask_loss", "the end of a document is never masked, and so never in the loss"),
-            ("window_size", "a token attends to all of its sequence"),
-            *((name, "layers have no such part") for name in ARCHITECTURE_OPTIONS),
+            (
+                "eod_mask_loss",
+                "the end of a document is never masked, so it is never part of the loss",
+            ),
+            ("window_size", "a token always attends to its whole sequence"),
+            *((name, "it is not supported") for name in ARCHITECTURE_OPTIONS),
         ):
             if values[name]:
                 yield name, f"{format_value(values[name])}: with family bert {reason}; leave it out"
@@ -74,16 +79,16 @@ class Bert(ModelSpec):
 
         size = tokenizer.vocab_size
         has_special_tokens = tokenizer.cls is not None and tokenizer.sep is not None
-        masks = MaskingSettings(
-            share=args.mask_prob,
-            mask=size if tokenizer.mask is None else tokenizer.mask,
-            end=tokenizer.eod,
-            others=size,
-            first=tokenizer.cls if has_special_tokens else None,
-            last=tokenizer.sep if has_special_tokens else None,
+        masking = MaskingSettings(
+            predicted_fraction=args.mask_prob,
+            mask_id=size if tokenizer.mask is None else tokenizer.mask,
+            eod_id=tokenizer.eod,
+            random_id_limit=size,
+            cls_id=tokenizer.cls if has_special_tokens else None,
+            sep_id=tokenizer.sep if has_special_tokens else None,
         )
         options = {
-            "masks": masks,
+            "masking": masking,
             "reset_position_ids": False,
             "reset_attention_mask": False,
             "eod_mask_loss": False,

@@ -161,7 +161,7 @@ class Bert(LanguageModule):  # type: ignore[misc]
 
 
 class OptimizedBert(OptimizedModelMixin, Bert):
-    """BERT chunk of optimized layers with the same parameters and outputs."""
+    """BERT chunk built from optimized layers, with the same parameters and outputs."""
 
 
 def build_bert(args: Namespace, config: TransformerConfig, chunk: ChunkSpec) -> Any:

@@ -1,9 +1,11 @@
-"""Check of a host for a model family, run by the preflight in the host's Python.
+"""Check whether a host provides a model family.
+
+The preflight checks of the launcher run it in the Python of each host:
 
     python -m flagscale.train.models.check NAME
 
-prints one line of JSON: ``found`` with the display name of the family, or ``problem`` and ``hint``.
-Does not import torch.
+It prints one line of JSON: ``found`` with the display name of the family, or ``problem`` and
+``hint``. It does not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from flagscale.train.models.base import get_model_spec
 
 
 def check_family(name: str) -> dict[str, str | None]:
-    """Return the result of the check for the family ``name``."""
+    """Return the record to print for the family ``name``."""
     try:
-        return {"found": get_model_spec(Namespace(family=name)).shown}
+        return {"found": get_model_spec(Namespace(family=name)).display_name}
     except ConfigError as error:
         return {
             "problem": error.message,
-            "hint": error.hint or "install the package that brings it there",
+            "hint": error.hint or "install the package that provides it on the host",
         }
 
 

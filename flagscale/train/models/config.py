@@ -24,7 +24,7 @@ _Config = TypeVar("_Config")
 
 @dataclass
 class LayerConfig(Architecture, TransformerConfig):  # type: ignore[misc]
-    """Configuration of a transformer model."""
+    """Configuration of a transformer model without multi-latent attention (MLA)."""
 
 
 @dataclass
@@ -115,7 +115,7 @@ def _tanh_gelu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
-    """Initialization function that does nothing."""
+    """Return ``tensor`` unchanged, in place of an initialization."""
     return tensor
 
 
@@ -146,4 +146,4 @@ def _build_config(
     try:
         return config_class(**values)
     except (ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"megatron.core refuses this configuration: {error}") from error
+        raise ConfigError(f"megatron.core rejects this configuration: {error}") from error

@@ -18,40 +18,49 @@ from flagscale.train.layers import collectives
 from flagscale.train.models.document_mask import attend_masked, visible_mask
 
 
-def select_chunks(tensor: torch.Tensor, dimension: int, rank: int, size: int) -> torch.Tensor:
-    """Return the two chunks of ``tensor`` that ``rank`` holds, concatenated along ``dimension``."""
-    pieces = tensor.chunk(2 * size, dimension)
-    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]), dimension)
+def select_chunks(tensor: torch.Tensor, dimension: int, rank: int, cp_size: int) -> torch.Tensor:
+    """Return the two chunks of ``tensor`` that ``rank`` holds, concatenated along ``dimension``.
+
+    ``cp_size`` is the context parallel size.
+    """
+    chunks = tensor.chunk(2 * cp_size, dimension)
+    return torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank]), dimension)
 
 
 def split_batch(
-    batch: Mapping[str, torch.Tensor], rank: int, size: int
+    batch: Mapping[str, torch.Tensor], rank: int, cp_size: int
 ) -> Mapping[str, torch.Tensor]:
-    """Return a rank's part of a micro-batch, whose tensors are [b, s]."""
-    if size == 1:
+    """Return the part of ``rank`` of a micro-batch, whose tensors are [b, s].
+
+    ``cp_size`` is the context parallel size.
+    """
+    if cp_size == 1:
         return batch
-    return {name: select_chunks(tensor, 1, rank, size) for name, tensor in batch.items()}
+    return {name: select_chunks(tensor, 1, rank, cp_size) for name, tensor in batch.items()}
 
 
-def restore_sequence_order(rank_ordered: torch.Tensor, size: int) -> torch.Tensor:
-    """Reorder the first dimension of an all-gathered tensor from rank order to sequence order."""
-    pieces = rank_ordered.chunk(2 * size)
-    first = [pieces[2 * rank] for rank in range(size)]
-    return torch.cat([*first, *(pieces[2 * rank + 1] for rank in reversed(range(size)))])
+def restore_sequence_order(rank_ordered: torch.Tensor, cp_size: int) -> torch.Tensor:
+    """Reorder the first dimension of an all-gathered tensor from rank order to sequence order.
+
+    ``cp_size`` is the context parallel size.
+    """
+    chunks = rank_ordered.chunk(2 * cp_size)
+    first_half = [chunks[2 * rank] for rank in range(cp_size)]
+    return torch.cat([*first_half, *(chunks[2 * rank + 1] for rank in reversed(range(cp_size)))])
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All-gather of the sequence. The backward pass reduce-scatters the gradients."""
+    """All-gather along the first dimension. The backward pass reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: torch.Tensor, size: int, group: str) -> torch.Tensor:
-        ctx.size, ctx.group = size, group
-        return collectives.wait(collectives.start_all_gather(chunks, size, group))
+    def forward(ctx: Any, local: torch.Tensor, cp_size: int, group: str) -> torch.Tensor:
+        ctx.cp_size, ctx.group = cp_size, group
+        return collectives.wait(collectives.start_all_gather(local, cp_size, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        summed = collectives.start_reduce_scatter(gradient, ctx.size, ctx.group)
-        return collectives.wait(summed), None, None
+        reduced = collectives.start_reduce_scatter(gradient, ctx.cp_size, ctx.group)
+        return collectives.wait(reduced), None, None
 
 
 def attend_context_parallel(
@@ -81,11 +90,12 @@ def attend_context_parallel(
     Returns:
         [b, heads, s/cp, d].
     """
-    size, rank, group_name = group.size(), group.rank(), collectives.get_group_name(group)
+    cp_size, rank, group_name = group.size(), group.rank(), collectives.get_group_name(group)
     key_value = torch.cat((key, value), -1)
-    gathered: torch.Tensor = _GatherSequence.apply(key_value, size, group_name)  # type: ignore[no-untyped-call]
-    all_key_value, width = restore_sequence_order(gathered, size).permute(1, 2, 0, 3), key.shape[-1]
-    keys, values = all_key_value[..., :width], all_key_value[..., width:]
+    gathered: torch.Tensor = _GatherSequence.apply(key_value, cp_size, group_name)  # type: ignore[no-untyped-call]
+    all_key_value = restore_sequence_order(gathered, cp_size).permute(1, 2, 0, 3)
+    key_width = key.shape[-1]
+    keys, values = all_key_value[..., :key_width], all_key_value[..., key_width:]
     queries = query.permute(1, 2, 0, 3)
     if not causal:
         return functional.scaled_dot_product_attention(
@@ -94,7 +104,7 @@ def attend_context_parallel(
     chunk_length = query.shape[0] // 2
     outputs = []
     for chunk_queries, chunk_index in zip(
-        queries.chunk(2, 2), (rank, 2 * size - 1 - rank), strict=True
+        queries.chunk(2, 2), (rank, 2 * cp_size - 1 - rank), strict=True
     ):
         end = (chunk_index + 1) * chunk_length
         visible_key_value = keys[:, :, :end], values[:, :, :end]

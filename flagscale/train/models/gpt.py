@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from flagscale.config.arguments.rules.model_family import FAMILY_LAYOUTS, Transformer
 from flagscale.config.arguments.spec.model_arguments import ARCHITECTURE_OPTIONS
-from flagscale.train.models.base import DOCUMENTS, KEYS, ChunkSpec, DatasetSpec, ModelSpec
+from flagscale.train.models.base import (
+    BATCH_KEYS,
+    DOCUMENT_NUMBERS_KEY,
+    ChunkSpec,
+    DatasetSpec,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +61,8 @@ class Gpt(ModelSpec):
             "create_attention_mask": False,
         }
         mask_documents = args.reset_attention_mask
-        keys = (*KEYS, DOCUMENTS) if mask_documents else KEYS
-        real, made_up = select_dataset_classes(with_documents=mask_documents)
-        return DatasetSpec(real, made_up, GPTDatasetConfig, args.seq_length, options, keys)
+        keys = (*BATCH_KEYS, DOCUMENT_NUMBERS_KEY) if mask_documents else BATCH_KEYS
+        indexed_class, mock_class = select_dataset_classes(with_documents=mask_documents)
+        return DatasetSpec(
+            indexed_class, mock_class, GPTDatasetConfig, args.seq_length, options, keys
+        )

@@ -1,4 +1,4 @@
-"""Construction of megatron.core's GPTModel, of its local layers or of optimized ones."""
+"""Construction of megatron.core's GPTModel from its local layers or from optimized layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flagscale.train.models.optimized import OptimizedModelMixin
 
 
 class OptimizedGPT(OptimizedModelMixin, GPTModel):  # type: ignore[misc]
-    """GPTModel of optimized layers, with the same parameters and outputs."""
+    """GPTModel built from optimized layers, with the same parameters and outputs."""
 
 
 class _BatchPositionsMixin:
@@ -46,7 +46,7 @@ class _GemmaMixin:
     """Mixin that precedes a model class, for features of Gemma.
 
     It scales embeddings, soft-caps logits, and gives sliding-window layers a rotary base of their
-    own, if the configuration sets these.
+    own, each if the configuration enables it.
     """
 
     config: Any
@@ -91,9 +91,13 @@ def _softcap_logits(
 
 def _model_class(args: Namespace, config: LayerConfig, chunk: ChunkSpec) -> type[Any]:
     mixins: list[type] = [MultiTokenPredictionMixin] if config.mtp_num_layers else []
-    # layers count positions themselves, and attention depends only on distances
-    counts_positions = args.multi_latent_attention
-    if args.reset_position_ids and args.position_embedding_type == "rope" and not counts_positions:
+    # MLA layers count positions themselves, and attention depends only on distances.
+    layers_count_positions = args.multi_latent_attention
+    if (
+        args.reset_position_ids
+        and args.position_embedding_type == "rope"
+        and not layers_count_positions
+    ):
         mixins.append(_BatchPositionsMixin)
     if config.scale_embeddings or config.final_logit_softcapping or config.window_rotary_base:
         mixins.append(_GemmaMixin)

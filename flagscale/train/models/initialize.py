@@ -38,22 +38,23 @@ def initialize_weights(
     config: TransformerConfig,
     seed: int,
     *,
-    norms: float | None = None,
+    norm_init_value: float | None = None,
     on_host: bool = False,
     selected: Callable[[str], bool] | None = None,
 ) -> None:
     """Initialize all weights of a model chunk in place.
 
-    Norm weights keep 1 or get the value ``norms``. Biases and the second matrix of LoRA adapters
-    become zero.
+    Norm weights keep 1 or are set to ``norm_init_value``. Biases and the second matrix of LoRA
+    adapters are set to zero.
 
     Args:
         model: unwrapped model chunk.
         config: the model's configuration.
         seed: seed of the run.
-        norms: initial value of norm weights.
+        norm_init_value: initial value of norm weights; 1 if None.
         on_host: draw in host memory, so that weights are identical on all device kinds.
-        selected: predicate on global names; only these weights are initialized.
+        selected: predicate on global names that selects the weights to initialize; None selects
+            all.
     """
     for name, parameter in iter_global_parameters(model, config):
         if selected is not None and not selected(name):
@@ -62,19 +63,23 @@ def initialize_weights(
             parameter.zero_()
         elif parameter.dim() > 1:
             std = (
-                lora.initial_std_of(parameter)
+                lora.get_initial_std(parameter)
                 if lora.is_adapter(name)
                 else _standard_deviation(name, config)
             )
             generator = _parameter_generator(seed, name, "cpu" if on_host else parameter.device)
             parameter.copy_(_draw_shard(name, parameter, config, generator, std))
-        elif norms is not None:
-            parameter.fill_(norms - config.layernorm_zero_centered_gamma)
+        elif norm_init_value is not None:
+            parameter.fill_(norm_init_value - config.layernorm_zero_centered_gamma)
 
 
 def find_transformer_blocks(model: torch.nn.Module) -> dict[str, Any]:
     """Return the transformer blocks of ``model``, by module name."""
-    return {n: part for n, part in model.named_modules() if isinstance(part, TransformerBlock)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TransformerBlock)
+    }
 
 
 def iter_global_parameters(
@@ -142,16 +147,16 @@ def _draw_shard(
 ) -> torch.Tensor:
     """Return this rank's shard of the parameter ``name``, with the shape of ``parameter``."""
     shape = list(parameter.shape)
-    dimension, rank, size = _tensor_parallel_split(parameter)
-    shape[dimension] *= size
+    dimension, shard_index, shard_count = _tensor_parallel_split(parameter)
+    shape[dimension] *= shard_count
     full = torch.empty(shape, dtype=torch.float32, device=generator.device)
     full.normal_(0.0, std, generator=generator)
-    if size == 1:
+    if shard_count == 1:
         return full
     if config.gated_linear_unit and _GATED_NAME.search(name):
         # Gate and up projections are stacked; each rank holds a shard of both.
-        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
-    return full.chunk(size, dimension)[rank]
+        return torch.cat([half.chunk(shard_count)[shard_index] for half in full.chunk(2)])
+    return full.chunk(shard_count, dimension)[shard_index]
 
 
 def _tensor_parallel_split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:

@@ -32,9 +32,9 @@ from flagscale.train.models.config import LayerConfig
 from flagscale.train.models.mtp import RecomputableMtpLayer
 from flagscale.train.models.norm import select_norm_class
 from flagscale.train.models.optimized import LINEAR_REPLACEMENTS
-from flagscale.train.models.sliding_window import SlidingWindowAttention, uses_plain_attention
+from flagscale.train.models.sliding_window import SlidingWindowAttention, uses_standard_attention
 
-_MASK = "attn_mask_type"
+_MASK_TYPE_PARAMETER = "attn_mask_type"
 _UNREPLACED_SUBMODULES = ("linear_q_down_proj", "linear_kv_down_proj")
 """Submodules of MLA for which megatron.core requires its own class."""
 
@@ -57,7 +57,7 @@ def decoder_block_spec(
         config, vp_stage=chunk.vp_stage, **_local_layer_options(config)
     )
     replacements = _module_replacements(args, config, chunk)
-    parameters = {} if causal else {_MASK: AttnMaskType.no_mask}
+    parameters = {} if causal else {_MASK_TYPE_PARAMETER: AttnMaskType.no_mask}
     spec.layer_norm = replacements[WrappedTorchNorm]
     spec.layer_specs = [
         _replace_modules(layer, replacements, parameters) for layer in spec.layer_specs
@@ -97,8 +97,9 @@ def _module_replacements(args: Namespace, config: LayerConfig, chunk: ChunkSpec)
     replacements: dict[Any, Any] = {WrappedTorchNorm: select_norm_class(config)}
     replacements[MLASelfAttention] = LocalMLASelfAttention
     if config.attention_backend != AttnBackend.local:
-        no_windows = uses_plain_attention(config)
-        replacements[DotProductAttention] = SDPAttention if no_windows else SlidingWindowAttention
+        replacements[DotProductAttention] = (
+            SDPAttention if uses_standard_attention(config) else SlidingWindowAttention
+        )
     if config.sandwich_norm or config.window_rotary_base:
         replacements[TransformerLayer] = SandwichNormLayer
     if chunk.optimized:
@@ -121,12 +122,12 @@ def _replace_modules(
         parameters: new value for each parameter, where a module has one of that name.
     """
     if isinstance(spec, ModuleSpec):
-        spec_params = {
+        replaced_params = {
             name: parameters.get(name, value) for name, value in (spec.params or {}).items()
         }
         return ModuleSpec(
             module=replacements.get(spec.module, spec.module),
-            params=spec_params,
+            params=replaced_params,
             submodules=_replace_modules(spec.submodules, replacements, parameters),
         )
     if hasattr(spec, "__dataclass_fields__") and not isinstance(spec, type):

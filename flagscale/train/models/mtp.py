@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP; DeepSeek-AI, "DeepSeek-V3", 2024).
+"""Multi-token prediction (MTP; DeepSeek-AI, "DeepSeek-V3", 2024): layers, loss masks and losses.
 
 MTP layers follow the last decoder layer. Layer k combines the previous layer's output for a token
 with the embedding of the token k positions ahead and predicts the following token. Embedding and
@@ -7,8 +7,8 @@ output layer are shared with the main model. MTP layers are used in training onl
 The layers and the way their losses enter the backward pass are megatron.core's. The main loss stays
 unchanged: MTP losses are masked and counted separately here.
 
-The label of a position is the next token. MTP layer k, from 1 on, predicts the label k positions
-ahead, and counts where that label counts.
+The label of a position is the next token. MTP layer k, from 1 on, predicts the label that is k
+positions ahead. Its loss is masked where that label is masked.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ def mtp_loss_masks(
         mask: loss mask of whole sequences, [b, s].
         documents: document number of each token, if documents are masked. A layer does not predict
             tokens of another document.
-        depth: number of MTP layers.
+        depth: number of MTP layers, k = 1 to ``depth``.
     """
-    return {
-        f"loss_mask_{ahead}": _shift_mask(mask, documents, ahead) for ahead in range(1, depth + 1)
-    }
+    return {f"loss_mask_{k}": _shift_mask(mask, documents, k) for k in range(1, depth + 1)}
 
 
 def _shift_mask(mask: torch.Tensor, documents: torch.Tensor | None, offset: int) -> torch.Tensor:
+    """Return the mask of the labels that are ``offset`` positions ahead."""
     shifted = torch.zeros_like(mask)
     shifted[:, :-offset] = mask[:, offset:]
     if documents is not None:
@@ -70,8 +69,8 @@ class RecomputableMtpLayer(MultiTokenPredictionLayer):  # type: ignore[misc]
     def _checkpointed_forward(self, forward_func: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.recompute_method != "uniform":
             return forward_func(*args, **kwargs)
-        spread = self.config.distribute_saved_activations
-        return tensor_parallel.checkpoint(forward_func, spread, *args, *kwargs.values())
+        distribute = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(forward_func, distribute, *args, *kwargs.values())
 
 
 class MultiTokenPredictionMixin:
@@ -179,13 +178,13 @@ class MultiTokenPredictionMixin:
         """Return the divisor of this rank's losses of a micro-batch.
 
         With ``calculate_per_token_loss`` the schedule divides by the tokens of the main loss, so it
-        is 1. Otherwise it is the number of tokens of the sequences, of which data parallelism
-        averages over the context-parallel ranks.
+        is 1. Otherwise it is the number of unmasked tokens of the whole sequences, divided by the
+        number of context-parallel ranks, because data parallelism averages over these.
         """
         if self.config.calculate_per_token_loss:
             return 1.0
-        count, ranks = mask.sum(), self.cp_group.size()
+        token_count, ranks = mask.sum(), self.cp_group.size()
         if ranks > 1:
-            dist.all_reduce(count, group=self.cp_group)
-        divisor: torch.Tensor = count.clamp(min=1) / ranks
+            dist.all_reduce(token_count, group=self.cp_group)
+        divisor: torch.Tensor = token_count.clamp(min=1) / ranks
         return divisor

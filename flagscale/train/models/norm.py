@@ -1,8 +1,8 @@
 """Norms that support sequence parallelism.
 
-megatron.core's fallback without Transformer Engine and Apex does not. With sequence parallelism
-each rank normalizes its part of the sequence, so the gradients of norm weights are partial sums.
-The attribute ``sequence_parallel`` of a weight makes megatron.core reduce them.
+megatron.core's norms without Transformer Engine and Apex do not support it. With sequence
+parallelism each rank normalizes its part of the sequence, so the gradients of norm weights are
+partial sums. The attribute ``sequence_parallel`` of a weight makes megatron.core reduce them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimized builds of megatron.core's models.
+"""Models of megatron.core built from optimized layers (``transformer_impl: compiled``).
 
 They use this project's linear layers, loss, embedding and rotary tables, and optionally FP8,
 communication overlap and compiled layers.
@@ -26,10 +26,10 @@ from flagscale.train.layers.cross_entropy import vocab_parallel_cross_entropy
 from flagscale.train.layers.embedding import AccumulatingEmbedding
 from flagscale.train.layers.fp8 import Fp8Recipe
 from flagscale.train.layers.fp8_layers import enable_fp8
-from flagscale.train.layers.layer_compilation import compile_layers, layer_compile_obstacle
+from flagscale.train.layers.layer_compilation import compile_layers, explain_uncompiled_layers
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 from flagscale.train.layers.rotary import use_rotary_tables
-from flagscale.train.layers.tp_comm_overlap import enable_overlap, overlap_obstacle
+from flagscale.train.layers.tp_comm_overlap import enable_overlap, explain_no_overlap
 from flagscale.train.models.config import resolve_transformer_impl
 
 LINEAR_REPLACEMENTS: dict[type, type] = {
@@ -57,9 +57,10 @@ class OptimizedModelMixin:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # megatron.core builds these modules without a specification. The classes differ only in
-        # methods. Adding embedding gradients by rows is not deterministic on CUDA.
-        embeds = self.pre_process or self.mtp_process
-        if embeds and not self.config.deterministic_mode:
+        # methods. AccumulatingEmbedding adds gradients row by row, which is not deterministic on
+        # CUDA.
+        has_embedding = self.pre_process or self.mtp_process
+        if has_embedding and not self.config.deterministic_mode:
             _replace_class(
                 self.embedding.word_embeddings, VocabParallelEmbedding, AccumulatingEmbedding
             )
@@ -79,43 +80,43 @@ def _replace_class(module: torch.nn.Module, old_class: type, new_class: type) ->
         module.__class__ = new_class
 
 
-def build_notes(
+def list_build_notes(
     args: argparse.Namespace, config: TransformerConfig, device: Device
 ) -> Iterator[str]:
-    """Yield remarks for the user about the build of the model, one line each."""
+    """Yield lines for the log about options without effect and about slow or 8-bit computation."""
     if captures_steps(vars(args)) and device.is_host:
-        yield f"cuda_graph_impl: {device.name} has no graphs; steps run as always"
+        yield f"cuda_graph_impl: {device.name} does not support graphs; steps run without"
     if args.tp_comm_overlap and args.sequence_parallel:
-        reason = overlap_obstacle(args, device)
+        reason = explain_no_overlap(args, device)
         if reason is not None:
             yield f"no effect of tp_comm_overlap: {reason}"
     if (args.bf16 or args.fp16) and device.is_host and _lacks_fast_16_bit_matmul():
         yield (
             f"{'bf16' if args.bf16 else 'fp16'}: this CPU has no AVX-512, without which torch "
-            "multiplies 16-bit numbers a hundred times slower than 32-bit ones; false is faster"
+            "computes 16-bit GEMMs a hundred times slower than 32-bit ones; false is faster"
         )
     if resolve_transformer_impl(args, device) == "compiled":
-        reason = layer_compile_obstacle(config) or _adapter_compile_obstacle(args)
+        reason = explain_uncompiled_layers(config) or _explain_uncompiled_adapters(args)
         if reason is not None and device.compiles:
             yield f"the layers are not compiled, which costs speed: {reason}"
         if args.fp8:
-            experts = ", but for experts," if args.num_moe_experts else ""
+            experts = ", except those of experts," if args.num_moe_experts else ""
             yield (
-                f"fp8: the layers' linear products{experts} take 8-bit numbers ({args.fp8}, "
+                f"fp8: GEMMs of the layers{experts} have 8-bit operands ({args.fp8}, "
                 f"{args.fp8_recipe}); attention, embedding, head and loss are in bf16"
             )
 
 
 def _lacks_fast_16_bit_matmul() -> bool:
-    """Return whether torch has no fast 16-bit matrix products on this CPU."""
+    """Return whether torch has no fast 16-bit GEMM for this CPU."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
-def _adapter_compile_obstacle(args: argparse.Namespace) -> str | None:
+def _explain_uncompiled_adapters(args: argparse.Namespace) -> str | None:
     """Return the reason why layers with adapters cannot be compiled as a whole, or None."""
     if args.peft_type and args.lora_dropout and args.tensor_model_parallel_size > 1:
-        return "lora_dropout draws from a state of its own for each tensor-parallel rank"
+        return "lora_dropout uses a separate RNG state for each tensor-parallel rank"
     return None
 
 
@@ -134,24 +135,24 @@ def apply_optimizations(
         ConfigError: the device or the layer sizes do not support FP8, or the devices of a
             tensor-parallel group cannot access each other's memory.
     """
-    if args.tp_comm_overlap and overlap_obstacle(args, device) is None:
+    if args.tp_comm_overlap and explain_no_overlap(args, device) is None:
         enable_overlap(model, device)
     if (
         device.compiles
-        and layer_compile_obstacle(config) is None
-        and _adapter_compile_obstacle(args) is None
+        and explain_uncompiled_layers(config) is None
+        and _explain_uncompiled_adapters(args) is None
     ):
         compile_layers(model)
     if args.fp8:
         if not device.supports_fp8:
             raise ConfigError(
-                f"fp8: {device.name} has no matrix products of 8-bit numbers",
-                hint="leave fp8 out; it takes Ada, Hopper or later",
+                f"fp8: {device.name} does not support 8-bit GEMMs",
+                hint="leave fp8 out; it requires Ada, Hopper or later",
             )
         if args.fp8_recipe == "blockwise" and not device.supports_block_scaled_fp8:
             raise ConfigError(
-                f"fp8_recipe: blockwise: {device.name} has no 8-bit matrix products that are "
+                f"fp8_recipe: blockwise: {device.name} does not support 8-bit GEMMs that are "
                 "scaled by blocks",
-                hint="take fp8_recipe: tensorwise; blockwise takes Hopper and CUDA 12.9 or later",
+                hint="set fp8_recipe: tensorwise; blockwise requires Hopper and CUDA 12.9 or later",
             )
         enable_fp8(model, config, Fp8Recipe(args.fp8, args.fp8_recipe, args.fp8_wgrad))

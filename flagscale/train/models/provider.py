@@ -1,4 +1,7 @@
-"""Construction of the model chunks of a rank."""
+"""Construction of the model chunks of a rank.
+
+A model chunk is the part of the model that one pipeline stage or virtual pipeline stage holds.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def build_chunks(
     select_sdp_kernels(config, device)
     spec = get_model_spec(args)
     models: list[Any] = [
-        spec.build(args, config, _chunk_spec(vocabulary, stage, optimized=optimized)).to(
+        spec.build(args, config, _build_chunk_spec(vocabulary, stage, optimized=optimized)).to(
             device.torch_device
         )
         for stage in vp_stages
@@ -71,7 +74,7 @@ def build_chunks(
         use_local_dispatcher(model)
         _mark_expert_parameters(model)
         if targets := adapter_parts(vars(args)):
-            attach_adapters(model, targets, _build_adapter(args))
+            attach_adapters(model, targets, _build_lora_config(args))
         on_host = bool(args.use_cpu_initialization)
         if initialize_all:
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
@@ -95,7 +98,7 @@ def build_chunks(
     return chunks
 
 
-def _build_adapter(args: argparse.Namespace) -> LoraConfig:
+def _build_lora_config(args: argparse.Namespace) -> LoraConfig:
     """Return the configuration of the LoRA adapters."""
     return LoraConfig(
         args.lora_dim,
@@ -106,7 +109,7 @@ def _build_adapter(args: argparse.Namespace) -> LoraConfig:
     )
 
 
-def _chunk_spec(vocabulary: int, vp_stage: int | None, *, optimized: bool) -> ChunkSpec:
+def _build_chunk_spec(vocabulary: int, vp_stage: int | None, *, optimized: bool) -> ChunkSpec:
     single_chunk = vp_stage is None
     return ChunkSpec(
         vocabulary=vocabulary,

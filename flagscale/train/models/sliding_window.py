@@ -3,7 +3,7 @@
 With a sliding window (Beltagy et al., "Longformer", 2020) a token attends to itself and a number of
 previous tokens. ``window_attn_skip_freq`` selects the layers with a window; the others use full
 causal attention. Scores are soft-capped to ``c tanh(s / c)`` (``attn_logit_softcapping``). torch
-has no kernel for that, so it is computed with plain operations.
+has no kernel for that, so scores, softmax and output are computed separately.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from flagscale.train.models.attention import SDPAttention
 from flagscale.train.models.document_mask import attend_masked
 
 
-def uses_plain_attention(config: Any) -> bool:
-    """Return whether no layer has a sliding window or soft-capped scores."""
+def uses_standard_attention(config: Any) -> bool:
+    """Return whether no layer has a sliding window or soft-capped scores.
+
+    :class:`SDPAttention` is sufficient then.
+    """
     return not config.window_size and not config.attn_logit_softcapping
 
 

@@ -2,7 +2,7 @@
 
 Without Transformer Engine and Apex, megatron.core falls back to ``torch.optim.AdamW``, whose state
 is not compatible: saving before the first step fails an assertion. After loading, all parameters
-share one step tensor, so Adam's step is incremented once per parameter and the resumed run silently
+share one step tensor, so each step increments it once per parameter and the resumed run silently
 diverges. Transformer Engine's ``FusedAdam`` keeps one integer ``step`` per parameter group and only
 the two moments per parameter. This class follows that contract.
 """

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from flagscale.accelerators.device import current_device
 
 _EPSILON = 1.0e-6
+"""Added to the norm, as in megatron.core, so that a norm of zero is no division by zero."""
 
 
 @torch.no_grad()
@@ -50,8 +51,8 @@ def clip_grads_by_norm(
     """Scale the gradients of ``parameters`` in place to a norm of at most ``max_norm``."""
     parameter_list = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-    attributes = [getattr(owner, attribute, None) for owner in parameter_list]
-    grads = [grad.detach() for grad in attributes if grad is not None]
+    optional_grads = [getattr(parameter, attribute, None) for parameter in parameter_list]
+    grads = [grad.detach() for grad in optional_grads if grad is not None]
     if not grads:
         return
     norm = torch.as_tensor(total_norm, dtype=torch.float32, device=grads[0].device)

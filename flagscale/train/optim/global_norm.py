@@ -1,8 +1,9 @@
 """Global gradient norm and joint skipping of steps across different parallel layouts.
 
-Experts are laid out differently from other layers, and heterogeneous meshes differ from each other.
-megatron.core computes a norm per part of its optimizer, within the part's own process groups. On
-heterogeneous meshes one mesh could then skip a step that the others take.
+megatron.core's optimizer is a chain of optimizers, one for experts and one for the other layers,
+because their parallel layouts differ. Each computes the gradient norm within its process groups. On
+heterogeneous meshes, groups of ranks with different parallel sizes, one mesh could then skip a step
+that the others take. Here all ranks and all optimizers of the chain use one norm.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from megatron.core import parallel_state
 
 
 def use_global_grad_norm(optimizer: Any, device: torch.device) -> None:
-    """Make all optimizer parts of all ranks use one norm and skip steps together.
+    """Make all chained optimizers of all ranks use one gradient norm and skip steps together.
 
     Args:
-        optimizer: a ``ChainedOptimizer`` with the same number of parts on every rank.
+        optimizer: a ``ChainedOptimizer`` with the same number of optimizers on every rank.
         device: device of the gradients.
     """
-    for part in optimizer.chained_optimizers:
-        part.grad_stats_parallel_group = dist.group.WORLD
+    for chained in optimizer.chained_optimizers:
+        chained.grad_stats_parallel_group = dist.group.WORLD
     optimizer.get_grad_norm = partial(_compute_global_norm, optimizer, device)
 
 
@@ -32,13 +33,13 @@ def use_global_grad_norm(optimizer: Any, device: torch.device) -> None:
 def _compute_global_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
     """Return the L2 norm of the whole model's gradients, equal on all ranks.
 
-    A weight that several ranks hold counts once: each replica contributes its share.
+    A weight that several ranks hold counts once: each replica contributes an equal fraction.
     """
     sum_of_squares = torch.zeros((), dtype=torch.float32, device=device)
-    for part in optimizer.chained_optimizers:
-        squares = _sum_squares(part.get_main_grads_for_grad_norm())
+    for chained in optimizer.chained_optimizers:
+        squares = _sum_squares(chained.get_main_grads_for_grad_norm())
         if squares is not None:
-            sum_of_squares += squares / _count_replicas(part)
+            sum_of_squares += squares / _count_replicas(chained)
     dist.all_reduce(sum_of_squares)
     return sum_of_squares.sqrt()
 
@@ -48,10 +49,10 @@ def _sum_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
     return torch.stack([norm.float() for norm in norms]).square().sum() if norms else None
 
 
-def _count_replicas(part: Any) -> int:
-    """Return the number of ranks that hold the gradients of an optimizer part."""
-    if part.config.use_distributed_optimizer:
+def _count_replicas(chained: Any) -> int:
+    """Return the number of ranks that hold the same gradients of a chained optimizer."""
+    if chained.config.use_distributed_optimizer:
         return 1
-    if any(group.get("is_expert_parallel") for group in part.param_groups):
+    if any(group.get("is_expert_parallel") for group in chained.param_groups):
         return int(parallel_state.get_expert_data_parallel_world_size())
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))

@@ -18,7 +18,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from flagscale.config.arguments.rules.schedule import schedule_lengths, weight_decays
+from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.train.device import Device
 from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
@@ -54,10 +54,10 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         build_optimizer_config(args), chunks, use_gloo_process_groups=False
     )
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None and part.init_state_fn is None:
+    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if chained.optimizer is not None and chained.init_state_fn is None:
             # Loading a checkpoint allocates the state first. megatron.core has no function for SGD.
-            part.init_state_fn = _init_sgd_momentum
+            chained.init_state_fn = _init_sgd_momentum
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer
@@ -79,7 +79,7 @@ def build_scheduler(
 
     ``args`` are resolved. Lengths in steps are multiplied by the global batch size.
     """
-    start, end = weight_decays(vars(args))
+    start_weight_decay, end_weight_decay = weight_decays(vars(args))
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
@@ -87,8 +87,8 @@ def build_scheduler(
         min_lr=args.min_lr,
         lr_decay_style=args.lr_decay_style,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
-        start_wd=start,
-        end_wd=end,
+        start_wd=start_weight_decay,
+        end_wd=end_weight_decay,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,

@@ -1,4 +1,4 @@
-"""Running the real command with real ranks."""
+"""Fixture that runs the command line of the benchmark with real ranks."""
 
 from __future__ import annotations
 
@@ -15,38 +15,41 @@ COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a command left."""
+class BenchResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-Bench = Callable[..., Done]
+Bench = Callable[..., BenchResult]
 
 
 @pytest.fixture(scope="session")
 def bench() -> Bench:
-    """Run the benchmark's command line, under a launcher's words where given."""
+    """Return a function that runs ``flagscale bench collectives``.
+
+    Its ``launcher`` is the command that starts the benchmark, such as mpirun's.
+    """
 
     def run(
-        *words: str | Path,
+        *arguments: str | Path,
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> Done:
-        command = [*launcher, *COMMAND, *words]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
-        done = subprocess.run(
+    ) -> BenchResult:
+        command = [*launcher, *COMMAND, *arguments]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
+        completed = subprocess.run(
             [str(word) for word in command],
-            env={**clean, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**inherited, "OMP_NUM_THREADS": "1", **(environment or {})},
             cwd=cwd,
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
-        return Done(done.returncode, done.stdout, done.stderr)
+        return BenchResult(completed.returncode, completed.stdout, completed.stderr)
 
     return run

@@ -1,4 +1,4 @@
-"""The example of the torch API, run by the launcher."""
+"""Test of the example of the torch API, run by the launcher."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
-def test_every_operation_of_the_example_is_right(tmp_path: Path) -> None:
-    words = ["--config-path", "./examples/comm/conf", "--config-name", "torch_api", "action=test"]
-    done = subprocess.run(
-        [sys.executable, "run.py", *words, f"experiment.exp_dir={tmp_path / 'out'}"],
+def test_example_checks_every_operation(tmp_path: Path) -> None:
+    arguments = [
+        "--config-path",
+        "./examples/comm/conf",
+        "--config-name",
+        "torch_api",
+        "action=test",
+    ]
+    completed = subprocess.run(
+        [sys.executable, "run.py", *arguments, f"experiment.exp_dir={tmp_path / 'out'}"],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("FLAGSCALE_")},
         capture_output=True,
@@ -25,6 +31,6 @@ def test_every_operation_of_the_example_is_right(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     for name in ("all_reduce", "reduce_scatter", "all_to_all_v", "scatter", "sendrecv", "objects"):
-        assert f"ok: {name} on gloo, 2 ranks" in done.stdout
+        assert f"ok: {name} on gloo, 2 ranks" in completed.stdout

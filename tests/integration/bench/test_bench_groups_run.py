@@ -1,4 +1,4 @@
-"""The creation of groups, measured in fresh processes."""
+"""Tests of the benchmarks of group creation and of backend agreement, with real ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ COMMAND = (sys.executable, "-m", "flagscale.cli", "bench")
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
-def _run(*words: str | Path) -> str:
-    done = subprocess.run(
-        [*COMMAND, *map(str, words)],
+def _run(*arguments: str | Path) -> str:
+    completed = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_variants_alternate_in_fresh_processes(tmp_path: Path) -> None:
@@ -44,9 +44,13 @@ def test_variants_alternate_in_fresh_processes(tmp_path: Path) -> None:
 def test_agreement_runs_on_a_cpu(tmp_path: Path) -> None:
     result = tmp_path / "agreement.json"
     line = "-r 2 --device cpu --operations allr,allg,bcast -b 1K -e 1K -n 2 -w 1 --rounds 2"
-    # How long either takes here decides nothing.
+    # The limit is so high that the times do not matter.
     out = _run("agreement", *line.split(), "--limit", "1e9", "--json", result)
-    found = json.loads(result.read_text())
-    assert [row["operation"] for row in found["rows"]] == ["all_reduce", "all_gather", "broadcast"]
-    assert all(row["definition"] == pytest.approx(1) for row in found["rows"])
-    assert found["text"] in out
+    agreement = json.loads(result.read_text())
+    assert [row["operation"] for row in agreement["rows"]] == [
+        "all_reduce",
+        "all_gather",
+        "broadcast",
+    ]
+    assert all(row["definition"] == pytest.approx(1) for row in agreement["rows"])
+    assert agreement["text"] in out

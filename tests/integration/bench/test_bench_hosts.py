@@ -1,4 +1,4 @@
-"""The benchmark over SSH, on hosts that share nothing and get into trouble."""
+"""Tests of the benchmark over SSH, on hosts without shared files, and of its failures."""
 
 from __future__ import annotations
 
@@ -29,47 +29,48 @@ pytestmark = [
 _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 
 
-def _files(host: Host) -> list[str]:
-    return [path.name for path in host.path("/tmp").glob("flagscale-bench-*")]
+def list_scratch_directories(host: Host) -> list[str]:
+    return [path.name for path in host.local_path("/tmp").glob("flagscale-bench-*")]
 
 
-def _ranks(bed: Bed) -> list[tuple[str, ...]]:
+def find_ranks(bed: Bed) -> list[tuple[str, ...]]:
     return [p.argv for host in bed.hosts for p in host.find("flagscale.bench")]
 
 
-def _until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], description: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
+            raise TimeoutError(f"not within {seconds:g} s: {description}")
         time.sleep(0.1)
 
 
-def test_unequal_hosts_and_result_files(bench: Any, bed: Bed, tmp_path: Path) -> None:
-    hosts, groups = tmp_path / "hostfile", tmp_path / "groups $HOME 'é.json"
-    hosts.write_text("h00 slots=2\nh01 slots=1  # the small one\n")
+def test_hosts_with_different_slots_and_result_files(bench: Any, bed: Bed, tmp_path: Path) -> None:
+    hostfile, groups = tmp_path / "hostfile", tmp_path / "groups $HOME 'é.json"
+    hostfile.write_text("h00 slots=2\nh01 slots=1  # the small one\n")
     groups.write_text('{"replica_groups": [[0, 2]]}')
-    own = f"--custom-replica-group {shlex.quote(str(groups))}"
-    lines = f"{_SHORT} {own} --json=out.json\n\nbarrier -n 2 --json second/out.json # equal name\n"
+    group_option = f"--custom-replica-group {shlex.quote(str(groups))}"
+    lines = f"{_SHORT} {group_option} --json=out.json\n\n"
+    lines += "barrier -n 2 --json second/out.json # same name\n"
     (tmp_path / "second").mkdir()
     (tmp_path / "batch.txt").write_text(lines)
-    line = f"--batch batch.txt --hosts-file {hosts} --mpi-log-dir logs --env FLAGCX_DEBUG=INFO"
+    line = f"--batch batch.txt --hosts-file {hostfile} --mpi-log-dir logs --env FLAGCX_DEBUG=INFO"
     line += " --env h00:FLAGCX_DEBUG_SUBSYS=INIT --env h01:FLAGCX_DEBUG_SUBSYS=NET"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "3 ranks on 2 hosts: h00 [0-1] 2 x " in done.out
-    assert "; h01 [2] 1 x " in done.out
-    assert "started by SSH" in done.out
-    kept = json.loads((tmp_path / "out.json").read_text())
-    assert [(row["ranks"], row["wrong"]) for row in kept["results"]] == [(2, 0)]
+    completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert completed.code == 0, completed.err
+    assert "3 ranks on 2 hosts: h00 [0-1] 2 x " in completed.out
+    assert "; h01 [2] 1 x " in completed.out
+    assert "started by SSH" in completed.out
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["ranks"], row["wrong"]) for row in record["results"]] == [(2, 0)]
     own_variables = {"FLAGCX_DEBUG": "INFO", "FLAGCX_DEBUG_SUBSYS": "INIT"}
-    assert own_variables.items() <= kept["environment"]["variables"].items()
+    assert own_variables.items() <= record["environment"]["variables"].items()
     rows = json.loads((tmp_path / "second" / "out.json").read_text())["results"]
     assert [(row["operation"], row["ranks"]) for row in rows] == [("barrier", 3)]
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert logs == ["rank_0.log", "rank_1.log", "rank_2.log"]
-    assert [_files(host) for host in bed.hosts] == [[], []]
-    assert _ranks(bed) == []
+    assert [list_scratch_directories(host) for host in bed.hosts] == [[], []]
+    assert find_ranks(bed) == []
 
 
 def test_unreachable_host_exits_with_3_before_any_rank(
@@ -77,28 +78,30 @@ def test_unreachable_host_exits_with_3_before_any_rank(
 ) -> None:
     bed["h01"].stop_sshd()
     line = f"{_SHORT} -r 2 --hosts h00 h01"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 3
-    assert done.err.startswith("error: nothing was measured: 1 of 2 host(s)\nh01: ")
-    assert done.out == ""
-    assert _ranks(bed) == []
-    assert _files(bed["h00"]) == []
+    completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert completed.code == 3
+    assert completed.err.startswith("error: nothing was measured: 1 of 2 host(s)\nh01: ")
+    assert completed.out == ""
+    assert find_ranks(bed) == []
+    assert list_scratch_directories(bed["h00"]) == []
 
 
 def test_result_files_without_sftp(bench: Any, bed: Bed, tmp_path: Path) -> None:
     for host in bed.hosts:
         host.restart_sshd(Subsystem="other internal-sftp")
     line = f"{_SHORT} -r 2 --hosts h00 h01 --json out.json --mpi-log-dir logs"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 0, done.err
+    completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert completed.code == 0, completed.err
     assert json.loads((tmp_path / "out.json").read_text())["complete"]
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
-    assert [_files(host) for host in bed.hosts] == [[], []]
+    assert [list_scratch_directories(host) for host in bed.hosts] == [[], []]
 
 
-def _aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
-    """An SSH configuration in which ``first`` and ``second`` are the hosts, by names that they do
-    not know themselves; ``address`` is that of the first."""
+def _write_ssh_aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
+    """Write an SSH configuration with ``first`` and ``second`` as names of the hosts.
+
+    The hosts do not know these names themselves. ``address`` is the address of the first host.
+    """
     config = tmp_path / "ssh_config"
     config.write_text(
         f"Host first\n  HostName {address}\n  HostKeyAlias h00\n"
@@ -108,27 +111,27 @@ def _aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
 
 
 def test_ssh_aliases_rendezvous(bench: Any, bed: Bed, tmp_path: Path) -> None:
-    config = _aliases(bed, tmp_path, bed["h00"].address)
+    config = _write_ssh_aliases(bed, tmp_path, bed["h00"].address)
     line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config}"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "2 ranks on 2 hosts: h00 [0] 1 x " in done.out
+    completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert completed.code == 0, completed.err
+    assert "2 ranks on 2 hosts: h00 [0] 1 x " in completed.out
 
 
 def test_no_common_rendezvous_address_exits_with_3(bench: Any, bed: Bed, tmp_path: Path) -> None:
-    config = _aliases(bed, tmp_path, bed["h00"].address)
+    config = _write_ssh_aliases(bed, tmp_path, bed["h00"].address)
     line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config} --data-collector-host no-such"
-    done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
-    assert done.code == 3
-    assert "the ranks cannot meet on first: no-such means nothing on first,second" in done.err
-    assert "--data-collector-host" in done.err
-    assert _ranks(bed) == []
-    assert [_files(host) for host in bed.hosts] == [[], []]
+    completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
+    assert completed.code == 3
+    assert "the ranks cannot meet on first: no-such means nothing on first,second" in completed.err
+    assert "--data-collector-host" in completed.err
+    assert find_ranks(bed) == []
+    assert [list_scratch_directories(host) for host in bed.hosts] == [[], []]
 
 
 @contextmanager
 def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A benchmark on both hosts that would take minutes, in the middle of its work."""
+    """Start a benchmark on both hosts that takes minutes, and wait for its first result."""
     line = "allr -r 2 --hosts h00 h01 -d fp32 -b 1K -e 40000 -i 4 -n 3 --json part.json"
     process = subprocess.Popen(
         [*COMMAND, *line.split()],
@@ -139,15 +142,15 @@ def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
         env=bed.environment(OMP_NUM_THREADS="1"),
     )
     try:
-        scratch = bed["h00"].path("/tmp")
-        _until(lambda: any(scratch.glob("flagscale-bench-*/*/part.json")), "the first result")
+        scratch = bed["h00"].local_path("/tmp")
+        wait_until(lambda: any(scratch.glob("flagscale-bench-*/*/part.json")), "the first result")
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-def test_killed_rank_ends_all_and_partial_results_are_kept(bed: Bed, tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_and_partial_results_are_kept(bed: Bed, tmp_path: Path) -> None:
     with _long_run(bed, tmp_path) as process:
         ranks = bed["h01"].find("flagscale.bench.collectives")
         os.kill(ranks[0].pid, signal.SIGKILL)
@@ -158,10 +161,10 @@ def test_killed_rank_ends_all_and_partial_results_are_kept(bed: Bed, tmp_path: P
         data = json.loads((tmp_path / "part.json").read_text())
         assert not data["complete"]
         assert data["results"]
-        assert _ranks(bed) == []
+        assert find_ranks(bed) == []
 
 
-def test_lost_host_exits_with_3_and_leaves_the_other_clean(bed: Bed, tmp_path: Path) -> None:
+def test_lost_host_exits_with_3_and_no_process_remains(bed: Bed, tmp_path: Path) -> None:
     with _long_run(bed, tmp_path) as process:
         bed["h01"].kill()
         _, err = process.communicate(timeout=90)
@@ -177,7 +180,9 @@ def test_no_process_or_file_remains_on_hosts(
     with _long_run(bed, tmp_path) as process:
         process.send_signal(number)
         process.wait(timeout=90)
-        killed = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
-        assert process.returncode == killed
-        _until(lambda: not _ranks(bed), "no rank is left")
-        _until(lambda: not any(_files(host) for host in bed.hosts), "no file is left")
+        expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
+        assert process.returncode == expected
+        wait_until(lambda: not find_ranks(bed), "no rank remains")
+        wait_until(
+            lambda: not any(list_scratch_directories(host) for host in bed.hosts), "no file remains"
+        )

@@ -1,4 +1,4 @@
-"""The benchmark and the creation of groups on two hosts, started by a real mpirun over SSH."""
+"""Tests of the benchmarks on two hosts, started by a real mpirun over SSH."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 
 
-def _environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
-    """In which ``mpirun`` is the one called ``name``, where several are installed."""
+def _make_mpirun_environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
+    """Return an environment whose ``mpirun`` is the program ``name``."""
     program = require_program("mpi", name)
     (directory / "bin").mkdir()
     wrapper = directory / "bin" / "mpirun"
@@ -36,9 +36,9 @@ def _environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
     )
 
 
-def _run(environment: dict[str, str], directory: Path, *words: str | Path) -> str:
-    done = subprocess.run(
-        [str(word) for word in words],
+def _run(environment: dict[str, str], directory: Path, *arguments: str | Path) -> str:
+    completed = subprocess.run(
+        [str(word) for word in arguments],
         env=environment,
         cwd=directory,
         capture_output=True,
@@ -46,17 +46,34 @@ def _run(environment: dict[str, str], directory: Path, *words: str | Path) -> st
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "launcher"), [("mpirun.openmpi", "OpenMPI"), ("mpirun.mpich", "MPICH")]
 )
 def test_mpirun_reaches_two_hosts(bed: Bed, tmp_path: Path, name: str, launcher: str) -> None:
-    environment = _environment(bed, tmp_path, name)
-    start = ["--starter", "mpirun", "--ssh-config", bed.ssh_config, "--hosts", "h00", "h01"]
-    line = [*_SHORT.split(), "-r", "2", *start, "--json", "out.json", "--mpi-log-dir", "logs"]
+    environment = _make_mpirun_environment(bed, tmp_path, name)
+    launch_options = [
+        "--starter",
+        "mpirun",
+        "--ssh-config",
+        bed.ssh_config,
+        "--hosts",
+        "h00",
+        "h01",
+    ]
+    line = [
+        *_SHORT.split(),
+        "-r",
+        "2",
+        *launch_options,
+        "--json",
+        "out.json",
+        "--mpi-log-dir",
+        "logs",
+    ]
     out = _run(environment, tmp_path, *COMMAND, "collectives", *line)
     assert "2 ranks on 2 hosts: h00 [0] 1 x " in out
     assert f"started by {launcher}" in out
@@ -66,8 +83,8 @@ def test_mpirun_reaches_two_hosts(bed: Bed, tmp_path: Path, name: str, launcher:
 
 
 def test_mpich_hosts_command(bed: Bed, tmp_path: Path) -> None:
-    """The ranks find each other through mpirun alone."""
-    environment = _environment(bed, tmp_path, "mpirun.mpich")
+    """Test that mpirun itself can start the ranks on its hosts."""
+    environment = _make_mpirun_environment(bed, tmp_path, "mpirun.mpich")
     environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"-F {bed.ssh_config}"
     mpirun = ["mpirun", "-np", "2", "-hosts", "h00:1,h01:1", *COMMAND, "groups"]
     out = _run(environment, tmp_path, *mpirun, "--groups", "2", "--repeats", "1", "--arms", "warm")

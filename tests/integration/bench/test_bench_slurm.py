@@ -1,4 +1,4 @@
-"""The benchmark inside a real Slurm of two hosts."""
+"""Tests of the benchmark in a real Slurm cluster of two hosts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
-_SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
+_SHORT_RUN = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 
 
 def test_in_a_new_allocation_with_a_setup_script(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "set up $HOME;'.sh"
     script.write_text(f'echo "$(hostname) $SLURM_LOCALID" >>{tmp_path}/setup.txt\ncat\n')
     result = tmp_path / "result.json"
-    line = f"{_SHORT} -r 2 -N 2 -S -u 2 --json {result}"
-    done = bench(
+    line = f"{_SHORT_RUN} -r 2 -N 2 -S -u 2 --json {result}"
+    completed = bench(
         *line.split(), "--slurm-setup-script", script, environment=slurm.environment(), cwd=tmp_path
     )
-    assert done.code == 0, done.err
-    # Once a host, before any rank.
+    assert completed.code == 0, completed.err
+    # The script runs once on each host, before any rank starts.
     assert sorted((tmp_path / "setup.txt").read_text().split("\n")) == ["", "h00 0", "h01 0"]
-    assert "# Slurm job " in done.out
-    assert "2 ranks on 2 hosts: h00 [0] 1 x " in done.out
-    assert "started by Slurm" in done.out
+    assert "# Slurm job " in completed.out
+    assert "2 ranks on 2 hosts: h00 [0] 1 x " in completed.out
+    assert "started by Slurm" in completed.out
     assert json.loads(result.read_text())["results"][0]["wrong"] == 0
-    slurm.wait_empty()
+    slurm.wait_until_no_jobs()
 
 
 def test_in_an_existing_job(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
@@ -44,37 +44,37 @@ def test_in_an_existing_job(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
         return bench(*line.split(), environment=slurm.environment(), cwd=tmp_path)
 
     with slurm.allocation(nodes=2, tasks=2) as job:
-        done = run(f"{_SHORT} -r 2 -N 2 -S --slurm-job-id {job}")
-        assert done.code == 0, done.err
-        assert f"# Slurm job {job}\n" in done.out
-        # The job is the user's: it stays.
-        assert slurm.jobs() == [job]
-        done = run(f"{_SHORT} -r 3 -N 3 -S --slurm-job-id {job}")
-        assert (done.code, done.err.count("it has 2 hosts, and -N asks 3")) == (2, 1)
-    slurm.wait_empty()
-    done = run(f"allr -r 2 -S --slurm-job-id {job}")
-    assert done.code == 2
-    assert f"error: --slurm-job-id {job}: the job " in done.err
+        completed = run(f"{_SHORT_RUN} -r 2 -N 2 -S --slurm-job-id {job}")
+        assert completed.code == 0, completed.err
+        assert f"# Slurm job {job}\n" in completed.out
+        # A job of the user is not cancelled.
+        assert slurm.list_jobs() == [job]
+        completed = run(f"{_SHORT_RUN} -r 3 -N 3 -S --slurm-job-id {job}")
+        assert (completed.code, completed.err.count("it has 2 hosts, and -N asks 3")) == (2, 1)
+    slurm.wait_until_no_jobs()
+    completed = run(f"allr -r 2 -S --slurm-job-id {job}")
+    assert completed.code == 2
+    assert f"error: --slurm-job-id {job}: the job " in completed.err
 
 
 def test_slurm_errors_and_exit_codes(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
-    def run(line: str, *words: str | Path, **environment: str) -> Any:
-        more = slurm.environment(**environment)
-        return bench(*line.split(), *words, environment=more, cwd=tmp_path)
+    def run(line: str, *arguments: str | Path, **environment: str) -> Any:
+        variables = slurm.environment(**environment)
+        return bench(*line.split(), *arguments, environment=variables, cwd=tmp_path)
 
-    done = run(f"{_SHORT} -r 3 -N 3 -S --slurm-wait 1")
-    assert done.code == 3
-    assert "error: Slurm gives no 3 hosts for 3 ranks within 1 s: salloc: error: " in done.err
+    completed = run(f"{_SHORT_RUN} -r 3 -N 3 -S --slurm-wait 1")
+    assert completed.code == 3
+    assert "error: Slurm gives no 3 hosts for 3 ranks within 1 s: salloc: error: " in completed.err
     script = tmp_path / "setup.sh"
     script.write_text("exit 7\n")
-    done = run(f"{_SHORT} -r 2 -N 2 -S", "--slurm-setup-script", script)
-    assert done.code == 1
-    assert f"error: --slurm-setup-script {script} failed; nothing was measured" in done.err
-    # What only the ranks can find out comes back with their own code, and is said once.
-    done = run(f"{_SHORT} -r 2 -N 2 -S --backend mpi")
-    assert done.code == 2
-    assert done.err.count("'mpi' cannot be used here") == 1
-    slurm.wait_empty()
+    completed = run(f"{_SHORT_RUN} -r 2 -N 2 -S", "--slurm-setup-script", script)
+    assert completed.code == 1
+    assert f"error: --slurm-setup-script {script} failed; nothing was measured" in completed.err
+    # An error that only the ranks can detect is printed once and keeps its exit code.
+    completed = run(f"{_SHORT_RUN} -r 2 -N 2 -S --backend mpi")
+    assert completed.code == 2
+    assert completed.err.count("'mpi' cannot be used here") == 1
+    slurm.wait_until_no_jobs()
 
 
 def test_interrupted_run_cancels_its_allocation(slurm: Slurm, tmp_path: Path) -> None:
@@ -91,5 +91,5 @@ def test_interrupted_run_cancels_its_allocation(slurm: Slurm, tmp_path: Path) ->
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
-    slurm.wait_empty()
+    slurm.wait_until_no_jobs()
     assert not [p for host in slurm.bed.hosts for p in host.find("flagscale.bench")]

@@ -1,4 +1,9 @@
-"""Layouts and cases for checkpoint_worker.py, run in as few processes as possible."""
+"""Layouts and cases of checkpoint tests.
+
+A case is a function of ``checkpoint_worker.py`` with the arguments of a training run. Cases with
+the same number of ranks form a stage and share one set of ranks, because starting ranks takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +27,22 @@ LLAMA = """
 --lr-decay-style cosine --device cpu --init-method-std 0.1
 """
 MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
-DO = "--use-distributed-optimizer"
+DIST_OPT = "--use-distributed-optimizer"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-OVERLAP = DO + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
+OVERLAP = DIST_OPT + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 MESHES = "--enable-hetero --hetero-process-meshes"
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that saves a checkpoint and, in other cases, loads one."""
+    """A parallel layout in which cases save and load checkpoints.
+
+    Attributes:
+        world: number of ranks.
+        flags: command-line flags of the layout.
+        model: a key of ``MODELS``.
+    """
 
     world: int
     flags: str = ""
@@ -39,62 +50,67 @@ class Layout:
 
 
 LAYOUTS = {
+    # Names ending in "do" use the distributed optimizer.
     "one": Layout(1),
-    "one-do": Layout(1, DO),
+    "one-do": Layout(1, DIST_OPT),
     "dp2": Layout(2),
-    "dp2-do": Layout(2, DO),
+    "dp2-do": Layout(2, DIST_OPT),
     "dp2-do-overlap": Layout(2, OVERLAP),
     "tp2": Layout(2, TP2),
-    "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}"),
+    "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DIST_OPT}"),
     "pp2": Layout(2, PP2),
-    "pp2-do": Layout(2, f"{PP2} {DO}"),
+    "pp2-do": Layout(2, f"{PP2} {DIST_OPT}"),
     "pp2-vpp2": Layout(2, f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
-    "compiled-tp2-do": Layout(2, f"{TP2} {DO} --transformer-impl compiled"),
+    "compiled-tp2-do": Layout(2, f"{TP2} {DIST_OPT} --transformer-impl compiled"),
     "moe-one": Layout(1, "", "moe"),
     "moe-ep2": Layout(2, "--expert-model-parallel-size 2", "moe"),
     "moe-grouped": Layout(1, "--moe-grouped-gemm", "moe"),
-    "moe-ep2-do": Layout(2, f"--expert-model-parallel-size 2 {DO}", "moe"),
+    "moe-ep2-do": Layout(2, f"--expert-model-parallel-size 2 {DIST_OPT}", "moe"),
     "moe-grouped-ep2-do": Layout(
-        2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DO}", "moe"
+        2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DIST_OPT}", "moe"
     ),
-    "cp2-do": Layout(2, f"--context-parallel-size 2 {DO}"),
+    "cp2-do": Layout(2, f"--context-parallel-size 2 {DIST_OPT}"),
     "meshes": Layout(3, f"{MESHES} 2 1 1 1 1  1 1 1 1 1 --hetero-pipeline-layer-split 3 1"),
     "tied-meshes-do": Layout(
-        4, f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2 --sequence-parallel", "tied"
+        4,
+        f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DIST_OPT} --micro-batch-size 2 --sequence-parallel",
+        "tied",
     ),
     "tied-meshes-turned-do": Layout(
-        4, f"{MESHES} 1 1 1 2 1  2 1 1 1 1 {DO} --hetero-pipeline-layer-split 1 3", "tied"
+        4, f"{MESHES} 1 1 1 2 1  2 1 1 1 1 {DIST_OPT} --hetero-pipeline-layer-split 1 3", "tied"
     ),
     "meshes-vpp2-do": Layout(
         4,
-        f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2 "
+        f"{MESHES} 2 1 1 1 1  1 1 1 2 1 {DIST_OPT} --micro-batch-size 2 "
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
-    "meshes-cp2-do": Layout(4, f"{MESHES} 1 2 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2"),
+    "meshes-cp2-do": Layout(4, f"{MESHES} 1 2 1 1 1  1 1 1 2 1 {DIST_OPT} --micro-batch-size 2"),
     "moe-meshes-ep2-do": Layout(
-        4, f"{MESHES} 1 1 2 2 1  1 1 2 2 1 {DO} --hetero-pipeline-layer-split 3 1", "moe"
+        4, f"{MESHES} 1 1 2 2 1  1 1 2 2 1 {DIST_OPT} --hetero-pipeline-layer-split 3 1", "moe"
     ),
     # Experts in the second mesh alone.
     "moe-meshes-do": Layout(
-        3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DO} --micro-batch-size 2", "moe-last"
+        3, f"{MESHES} 1 1 1 1 1  1 1 2 2 1 {DIST_OPT} --micro-batch-size 2", "moe-last"
     ),
-    "moe-last-one-do": Layout(1, DO, "moe-last"),
-    "mtp-meshes-do": Layout(3, f"{MESHES} 1 1 1 1 1  1 1 1 2 1 {DO} --micro-batch-size 2", "mtp"),
-    "mtp-pp2-do": Layout(2, f"{PP2} {DO}", "mtp"),
+    "moe-last-one-do": Layout(1, DIST_OPT, "moe-last"),
+    "mtp-meshes-do": Layout(
+        3, f"{MESHES} 1 1 1 1 1  1 1 1 2 1 {DIST_OPT} --micro-batch-size 2", "mtp"
+    ),
+    "mtp-pp2-do": Layout(2, f"{PP2} {DIST_OPT}", "mtp"),
     "replicas-pp2-do": Layout(
         4,
-        f"{PP2} {DO} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
+        f"{PP2} {DIST_OPT} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 2 1 1 "
         "--hetero-num-microbatches 1 1 1 2",
     ),
-    "bert-tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DO}", "bert"),
-    "bert-pp2-do": Layout(2, f"{PP2} {DO}", "bert"),
-    "bert-bf16-dp2-do": Layout(2, f"{DO} --bf16", "bert"),
-    "bf16-dp2-do": Layout(2, DO, "bf16"),
+    "bert-tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DIST_OPT}", "bert"),
+    "bert-pp2-do": Layout(2, f"{PP2} {DIST_OPT}", "bert"),
+    "bert-bf16-dp2-do": Layout(2, f"{DIST_OPT} --bf16", "bert"),
+    "bf16-dp2-do": Layout(2, DIST_OPT, "bf16"),
     "sgd-one": Layout(1, "--optimizer sgd --lr 0.1"),
     "sgd-tp2": Layout(2, f"{TP2} --optimizer sgd --lr 0.1"),
     "tied-pp2": Layout(2, PP2, "tied"),
     "tied-one": Layout(1, "", "tied"),
-    "tied-pp2-do": Layout(2, f"{PP2} {DO}", "tied"),
+    "tied-pp2-do": Layout(2, f"{PP2} {DIST_OPT}", "tied"),
 }
 BERT = """
 --family bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
@@ -113,34 +129,47 @@ MODELS = {
 }
 
 
-def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) -> dict[str, Any]:
+def make_case(
+    name: str, function: str, layout: Layout, flags: object = "", **parameters: Any
+) -> dict[str, Any]:
+    """Build a case.
+
+    Args:
+        name: key of the result.
+        function: name of a function of ``checkpoint_worker.py``.
+        layout: the layout that runs the case.
+        flags: further command-line flags.
+        parameters: values that the function reads from ``run.case``.
+    """
     argv = f"{MODELS[layout.model]} {layout.flags} {flags}".split()
-    return {"id": name, "do": do, "argv": argv, **more}
+    return {"id": name, "function": function, "argv": argv, **parameters}
 
 
-class Lab:
-    """Collects cases under one directory and runs them in as few processes as possible."""
+class CheckpointLab:
+    """Collects stages of cases and runs them in one worker process, below one directory."""
 
     def __init__(self, root: Path, *, backend: str = "gloo") -> None:
         self.root, self.backend = root, backend
         self.stages: list[dict[str, Any]] = []
 
-    def stage(self, world: int, *cases: dict[str, Any]) -> None:
+    def add_stage(self, world: int, *cases: dict[str, Any]) -> None:
+        """Add cases that run one after the other on ``world`` ranks."""
         cache = ["--data-cache-path", str(self.root / "cache")]
-        for item in cases:
-            item["argv"] += cache
+        for case in cases:
+            case["argv"] += cache
         self.stages.append({"world": world, "backend": self.backend, "cases": list(cases)})
 
     def run(self) -> dict[str, Any]:
-        plan, answers = self.root / "plan.json", self.root / "results.json"
-        plan.write_text(json.dumps(self.stages))
+        """Run all stages; return the results by case, and ``stderr``."""
+        plan_path, results_path = self.root / "plan.json", self.root / "results.json"
+        plan_path.write_text(json.dumps(self.stages))
         environment = {
             **os.environ,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
             "OMP_NUM_THREADS": "1",
         }
         process = subprocess.run(
-            [sys.executable, str(WORKER), str(plan), str(answers)],
+            [sys.executable, str(WORKER), str(plan_path), str(results_path)],
             env=environment,
             cwd=self.root,
             capture_output=True,
@@ -149,9 +178,9 @@ class Lab:
             check=False,
         )
         assert process.returncode == 0, process.stderr[-4000:]
-        found: dict[str, Any] = json.loads(answers.read_text())
-        found["stderr"] = process.stderr
-        return found
+        results: dict[str, Any] = json.loads(results_path.read_text())
+        results["stderr"] = process.stderr
+        return results
 
 
 def checkpoint_names(*iterations: int) -> list[str]:

@@ -1,10 +1,10 @@
-"""Trains, saves and loads a tiny model in forked ranks and writes down what happened.
+"""Train, save and load a tiny model in forked ranks, and write the results of each case.
 
 usage: checkpoint_worker.py PLAN.json RESULTS.json
 
 PLAN is a list of stages {"world": ranks, "backend": name, "cases": [...]}, run one after the other;
-cases of a stage share their ranks. A case {"id", "do", "argv", ...} names a function below. The
-process imports torch and megatron.core once and forks the ranks.
+cases of a stage share their ranks. A case {"id", "function", "argv", ...} names a function below.
+The process imports torch and megatron.core once and forks the ranks.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # So that the forked ranks need not.
+    # Imported before the fork, so that the ranks share the modules.
     import flagscale.train.build
     import flagscale.train.checkpoint
     import flagscale.train.data.datasets
     import flagscale.train.step  # noqa: F401
 
     for stage in plan:
-        life = partial(run_rank, stage["cases"], stage["backend"])
-        RESULTS.update(run_forked_ranks(stage["world"], life))
+        rank_function = partial(run_rank, stage["cases"], stage["backend"])
+        RESULTS.update(run_forked_ranks(stage["world"], rank_function))
         Path(sys.argv[2]).write_text(json.dumps(RESULTS))
 
 
@@ -62,17 +62,17 @@ def run_rank(cases: list[dict[str, Any]], backend: str) -> Iterator[Record]:
     distributed.init_default_group(rank, device, backend=backend, timeout_minutes=1)
     for case in cases:
         try:
-            results = globals()[case["do"]](Run(case, rank, device))
+            results = globals()[case["function"]](Run(case, rank, device))
         except FlagscaleError as error:
             results = {"error": str(error), "kind": type(error).__name__}
         reset_megatron_state()
-        everyone: list[Any] = [None] * rank.world_size
-        dist.all_gather_object(everyone, results)
-        yield case["id"], {**everyone[0], "ranks": everyone}
+        results_by_rank: list[Any] = [None] * rank.world_size
+        dist.all_gather_object(results_by_rank, results)
+        yield case["id"], {**results_by_rank[0], "ranks": results_by_rank}
 
 
-def overwrite_constant_weights(modules: list[Any]) -> None:
-    """Change weights that are initialized to constants, so that a missing load shows."""
+def fill_weights_with_nan(modules: list[Any]) -> None:
+    """Set weights to NaN, so that a weight that is not loaded shows."""
     from flagscale.train.layers.lora import is_adapter
 
     for module in modules:
@@ -86,7 +86,7 @@ class Run:
 
     def __init__(self, case: dict[str, Any], rank: Any, device: Any) -> None:
         from flagscale.config.arguments.derive import derive_arguments, rank_arguments
-        from flagscale.config.arguments.spec.parser import parse_arguments
+        from flagscale.config.arguments.spec.command_line import parse_arguments
         from flagscale.train import distributed
         from flagscale.train.build import build_state, padded_vocabulary_size
         from flagscale.train.checkpoint import Checkpointer
@@ -102,10 +102,12 @@ class Run:
         self.tokenizer = build_tokenizer(self.args)
         self.config = build_transformer_config(self.args, device)
         vocabulary = padded_vocabulary_size(self.args, self.tokenizer)
-        draw = not overwrites_all_weights(self.args)
-        self.state = build_state(self.args, self.config, vocabulary, device, draw=draw)
-        if not draw:
-            overwrite_constant_weights(self.state.modules())
+        initializes_weights = not overwrites_all_weights(self.args)
+        self.state = build_state(
+            self.args, self.config, vocabulary, device, initialize_all=initializes_weights
+        )
+        if not initializes_weights:
+            fill_weights_with_nan(self.state.modules())
         self.device = device
         self.warnings: list[str] = []
         self.checkpointer = Checkpointer(self.args, warn=self.warnings.append)
@@ -127,20 +129,20 @@ class Run:
         from flagscale.train.step import Stepper
 
         if self.stepper is None:
-            chunks = len(self.state.chunks)
+            model_chunks = len(self.state.chunks)
             self.data = build_data_iterators(
-                self.args, self.tokenizer, self.state.progress, chunks=chunks
+                self.args, self.tokenizer, self.state.progress, model_chunks=model_chunks
             )
             self.stepper = Stepper(
                 self.args, self.config, self.state, self.device, groups=self.groups
             )
-        readings = DeferredMetrics()
+        metrics = DeferredMetrics()
         for _ in range(steps):
-            readings.add(*self.stepper.train(self.data.train, stop=(False, False)))
-        result = list(readings.pop_completed(keep_newest=0))
+            metrics.add(*self.stepper.train(self.data.train, stop_flags=(False, False)))
+        completed_metrics = list(metrics.pop_completed(keep_newest=0))
         return {
-            "loss": [item.loss for item in result],
-            "norm": [item.grad_norm for item in result],
+            "loss": [item.loss for item in completed_metrics],
+            "norm": [item.grad_norm for item in completed_metrics],
         }
 
     def save(self, *, required: bool = False) -> None:
@@ -149,7 +151,7 @@ class Run:
         with gathered_parameters(self.args, self.state.chunks):
             self.checkpointer.save(self.state, required=required)
 
-    def build_result(self, **more: Any) -> dict[str, Any]:
+    def build_result(self, **fields: Any) -> dict[str, Any]:
         saved = [item.iteration for item in self.checkpointer.poll()]
         names: list[str] = []
         if self.args.save and Path(self.args.save).is_dir():
@@ -161,7 +163,7 @@ class Run:
             "saved": saved,
             "names": names,
             "progress": progress,
-            **more,
+            **fields,
         }
 
 
@@ -182,15 +184,15 @@ def train_and_save(run: Run) -> dict[str, Any]:
     """Load (with ``load``), train ``steps``, save (with ``save``)."""
     if run.args.load:
         run.load()
-    numbers = run.train(run.case["steps"])
+    metrics_by_name = run.train(run.case["steps"])
     if run.args.save:
         run.save()
     run.checkpointer.close()
-    return run.build_result(**numbers)
+    return run.build_result(**metrics_by_name)
 
 
 def save_and_go_on(run: Run) -> dict[str, Any]:
-    """Train ``steps``, save, and train the same number again: an uninterrupted run."""
+    """Train ``steps``, save, and train the same number of steps again without interruption."""
     first = run.train(run.case["steps"])
     run.save(required=True)
     second = run.train(run.case["steps"])
@@ -217,9 +219,11 @@ def load_only(run: Run) -> dict[str, Any]:
     import torch
 
     run.load()
-    drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-    total = sum(float(p.double().abs().sum()) for m in run.state.modules() for p in m.parameters())
-    return run.build_result(drawn=drawn, total=total)
+    next_random_numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    weight_sum = sum(
+        float(p.double().abs().sum()) for m in run.state.modules() for p in m.parameters()
+    )
+    return run.build_result(next_random_numbers=next_random_numbers, weight_sum=weight_sum)
 
 
 def draw_and_save(run: Run) -> dict[str, Any]:
@@ -231,8 +235,8 @@ def draw_and_save(run: Run) -> dict[str, Any]:
         random.random(), np.random.rand(), torch.rand(())
     run.save()
     run.checkpointer.close()
-    drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-    return run.build_result(drawn=drawn)
+    next_random_numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    return run.build_result(next_random_numbers=next_random_numbers)
 
 
 def fail_in_the_middle(run: Run) -> dict[str, Any]:
@@ -242,14 +246,14 @@ def fail_in_the_middle(run: Run) -> dict[str, Any]:
     run.train(1)
     with WriteFailure(run):
         run.save()
-        while run.checkpointer._pending is not None:
+        while run.checkpointer._pending_save is not None:
             run.checkpointer.poll()
-    during = list_checkpoints(run.args.save)
+    names_during_failure = list_checkpoints(run.args.save)
     barrier()
-    after = run.train(1)
+    metrics_after_failure = run.train(1)
     run.save()
     run.checkpointer.close()
-    return run.build_result(during=during, **after)
+    return run.build_result(names_during_failure=names_during_failure, **metrics_after_failure)
 
 
 def fail_at_the_end(run: Run) -> dict[str, Any]:
@@ -262,7 +266,7 @@ def fail_at_the_end(run: Run) -> dict[str, Any]:
         run.save()
         try:
             run.checkpointer.close()
-        except Exception as error:  # noqa: BLE001 - told to the test as it is
+        except Exception as error:  # noqa: BLE001 - the test checks its type
             return run.build_result(error=str(error), kind=type(error).__name__)
     return run.build_result(error=None)
 
@@ -315,7 +319,7 @@ def kill_the_writer(run: Run) -> dict[str, Any]:
     if run.rank == 1:
         for child in multiprocessing.active_children():
             child.kill()
-    run.checkpointer._finish_pending()
+    run.checkpointer._finish_pending_save()
     run.train(1)
     run.save()
     run.checkpointer.close()

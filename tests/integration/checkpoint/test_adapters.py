@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.arguments import flatten
 from support.chat_files import make_conversation, write_conversations, write_lines, write_model
-from support.foreign_models import TOKENS, compute_logits, save
+from support.foreign_models import TOKENS, compute_logits, save_model
 
 from flagscale.checkpoints import CheckpointDirectory
+from flagscale.config.arguments.compat.huggingface.config_reader import read_config
 from flagscale.config.arguments.compat.huggingface.models import missing_arguments
-from flagscale.config.arguments.compat.huggingface.reading import read_config
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-"""Of each layer that is several of Hugging Face's, some alone."""
-RUN = (
+"""Some but not all Hugging Face modules of each fused layer of megatron.core."""
+RUN_ARGUMENTS = (
     "--seq-length 96 --global-batch-size 4 --lr 2e-2 --lr-decay-style constant --train-iters 6 "
     "--device cpu --eval-iters 1 --eval-interval 3 --eval-prompt-tokens 5 --num-workers 0 "
     "--hidden-dropout 0 --attention-dropout 0 --sft --split 4,1 --log-interval 1 "
@@ -45,7 +45,7 @@ RUN = (
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-class Runs:
+class AdapterRuns:
     """A model, conversations, and runs of the training program with them."""
 
     def __init__(self, root: Path) -> None:
@@ -54,7 +54,7 @@ class Runs:
         template = [{"messages": make_conversation(1, 9, seed)[:1]} for seed in range(3)]
         self.prompts = write_lines(root / "prompts.jsonl", [*template, {"prompt": "gather"}])
         self.answers: list[list[str]] = []
-        """Of each run, what the model said after three steps."""
+        """For each run, the answers to the prompts after three steps."""
 
     def argv(self, flags: str, save: str) -> list[str]:
         options = {"seq_length": 96}
@@ -70,7 +70,7 @@ class Runs:
         words = [w for k, v in paths.items() for w in (f"--{k.replace('_', '-')}", str(v))]
         model = flatten({"model": missing_arguments(values, options, read_config(self.base))})
         kind = "--tokenizer-type HuggingFaceTokenizer"
-        return [*f"{RUN} {kind} {flags}".split(), *words, *model]
+        return [*f"{RUN_ARGUMENTS} {kind} {flags}".split(), *words, *model]
 
     def train(self, flags: str, save: str, ranks: int = 1) -> list[float]:
         """Train; return the losses of the run's steps."""
@@ -104,18 +104,18 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("adapters"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> AdapterRuns:
+    return AdapterRuns(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
-def whole(runs: Runs) -> list[float]:
+def uninterrupted_losses(runs: AdapterRuns) -> list[float]:
     """Run without interruption; return its losses. Its exports are in ``merged`` and ``peft``."""
     root = runs.root
     return runs.train(f"--export-huggingface {root}/merged --export-peft {root}/peft", "whole")
 
 
-def test_adapters_alone_are_saved(runs: Runs, whole: list[float]) -> None:
+def test_adapters_alone_are_saved(runs: AdapterRuns, uninterrupted_losses: list[float]) -> None:
     names = CheckpointDirectory(runs.root / "whole").find_latest()
     assert names is not None
     tensors = dict(open_tensors(names.path))
@@ -125,18 +125,20 @@ def test_adapters_alone_are_saved(runs: Runs, whole: list[float]) -> None:
     assert tensors["decoder.layers.1.mlp.linear_fc1.lora_b"].shape == (96, 4)
     moments = [name for name in tensors if "exp_avg" in name and "decoder" in name]
     assert all("lora_" in name for name in moments)
-    assert whole[-1] < whole[0]
+    assert uninterrupted_losses[-1] < uninterrupted_losses[0]
 
 
-def test_a_run_goes_on_in_another_layout(runs: Runs, whole: list[float]) -> None:
+def test_a_run_goes_on_in_another_layout(
+    runs: AdapterRuns, uninterrupted_losses: list[float]
+) -> None:
     first = runs.train(f"{TP2_SP} --exit-interval 3", "parts", 2)
     losses = runs.train("", "parts")
-    assert [*first, *losses] == pytest.approx(whole, rel=1e-5)
+    assert [*first, *losses] == pytest.approx(uninterrupted_losses, rel=1e-5)
     assert len(runs.answers[0]) == 4
     assert runs.answers[0] == runs.answers[1]
 
 
-def added(path: Path) -> dict[str, torch.Tensor]:
+def read_weight_updates(path: Path) -> dict[str, torch.Tensor]:
     """Return the weight updates of adapters, by peft's documented layout."""
     tensors = load_file(path / "adapter_model.safetensors")
     config = json.loads((path / "adapter_config.json").read_text())
@@ -149,42 +151,52 @@ def added(path: Path) -> dict[str, torch.Tensor]:
     return updates
 
 
-def applied(base: Path, adapters: Path) -> torch.Tensor:
+def compute_unmerged_logits(base: Path, adapters: Path) -> torch.Tensor:
     """Compute logits of transformers' model with unmerged adapters."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in added(adapters).items():
+        for name, value in read_weight_updates(adapters).items():
             weights[name] += value
         return model.eval()(torch.tensor(TOKENS)).logits
 
 
-def test_merged_logits_equal_unmerged_ones(runs: Runs, whole: list[float]) -> None:
-    assert whole
+def test_merged_logits_equal_unmerged_ones(
+    runs: AdapterRuns, uninterrupted_losses: list[float]
+) -> None:
+    assert uninterrupted_losses
     (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
     expected = compute_logits(merged)
-    assert float((expected - applied(runs.base, adapters)).abs().max()) <= 1e-5
+    assert float((expected - compute_unmerged_logits(runs.base, adapters)).abs().max()) <= 1e-5
     assert float((expected - compute_logits(runs.base)).abs().max()) > 0.1
     assert (merged / "tokenizer.json").is_file()
 
 
-def test_only_the_named_layers_have_adapters(runs: Runs, whole: list[float]) -> None:
-    assert whole
+def test_only_the_named_layers_have_adapters(
+    runs: AdapterRuns, uninterrupted_losses: list[float]
+) -> None:
+    assert uninterrupted_losses
     (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
-    assert {name.split(".")[-2] for name in added(adapters)} == set(TARGETS)
+    assert {name.split(".")[-2] for name in read_weight_updates(adapters)} == set(TARGETS)
     assert json.loads((adapters / "adapter_config.json").read_text())["target_modules"] == TARGETS
-    ours, base = (load_file(path / "model.safetensors") for path in (merged, runs.base))
-    changed = {n.split(".")[-2] for n, weight in ours.items() if not torch.equal(weight, base[n])}
+    merged_weights, base_weights = (
+        load_file(path / "model.safetensors") for path in (merged, runs.base)
+    )
+    changed = {
+        n.split(".")[-2]
+        for n, weight in merged_weights.items()
+        if not torch.equal(weight, base_weights[n])
+    }
     assert changed == set(TARGETS)
 
 
-def test_peft_loads_adapters(runs: Runs, whole: list[float]) -> None:
+def test_peft_loads_adapters(runs: AdapterRuns, uninterrupted_losses: list[float]) -> None:
     import peft
     import transformers
 
-    assert whole
+    assert uninterrupted_losses
     (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
     base = transformers.AutoModelForCausalLM.from_pretrained(runs.base, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapters).eval()
@@ -193,17 +205,20 @@ def test_peft_loads_adapters(runs: Runs, whole: list[float]) -> None:
     assert float((actual - compute_logits(merged)).abs().max()) <= 1e-5
 
 
-def test_the_command_merges_and_writes_for_peft(
-    runs: Runs, whole: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_convert_merges_adapters_and_writes_peft_format(
+    runs: AdapterRuns,
+    uninterrupted_losses: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert whole
+    assert uninterrupted_losses
     source = str(runs.root / "whole")
     assert convert.main([source, str(tmp_path / "merged")]) == 0
     (merged,) = (runs.root / "merged").iterdir()
     assert torch.equal(compute_logits(merged), compute_logits(tmp_path / "merged"))
     assert convert.main([source, str(tmp_path / "peft"), "--to", "peft"]) == 0
     (exported,) = (runs.root / "peft").iterdir()
-    assert added(exported).keys() == added(tmp_path / "peft").keys()
+    assert read_weight_updates(exported).keys() == read_weight_updates(tmp_path / "peft").keys()
     other_model = ["--base", str(tmp_path / "nowhere")]
     assert convert.main([source, str(tmp_path / "again"), *other_model]) == 1
     assert "holds adapters of" in capsys.readouterr().err
@@ -218,15 +233,15 @@ def test_the_command_merges_and_writes_for_peft(
     save_file(turned, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     base = ["--base", str(tmp_path / "other")]
     assert convert.main([source, str(tmp_path / "again"), *base]) == 1
-    assert "it holds other numbers" in capsys.readouterr().err
+    assert "its values differ" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 
 
-def drawn(base: StoredModel) -> Adapters:
+def make_random_adapters(base: StoredModel) -> Adapters:
     """Create random adapters for every layer that supports them."""
     generator = torch.Generator().manual_seed(3)
 
-    def stored(*shape: int) -> MappedTensor:
+    def make_random(*shape: int) -> MappedTensor:
         tensor = torch.randn(shape, generator=generator) * 0.3
         return MappedTensor(shape, tensor.dtype, lambda: tensor)
 
@@ -234,26 +249,30 @@ def drawn(base: StoredModel) -> Adapters:
     targets = adapter_targets(values)
     shapes = {n.removesuffix(".weight"): t.shape for n, t in base.tensors.items()}
     pairs = {
-        name: (stored(4, shape[1]), stored(shape[0], 4))
+        name: (make_random(4, shape[1]), make_random(shape[0], 4))
         for name, shape in shapes.items()
         if name.rpartition(".")[2] in targets and "experts" not in name and "mtp." not in name
     }
-    about = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": list(targets), "base": None}
-    return Adapters(base.path, about, pairs)
+    settings = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": list(targets), "base": None}
+    return Adapters(base.path, settings, pairs)
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
+    ("name", "adapters_per_layer"),
     [("deepseek-v3", 5), ("deepseek-v3-plain", 4), ("qwen3-moe", 2), ("llama", 4)],
 )
-def test_adapters_of_every_kind_of_model(name: str, count: int, tmp_path: Path) -> None:
-    save(name, tmp_path / "base")
+def test_adapters_of_every_kind_of_model(
+    name: str, adapters_per_layer: int, tmp_path: Path
+) -> None:
+    save_model(name, tmp_path / "base")
     base = detect_format(tmp_path / "base").read(tmp_path / "base")
-    adapters = drawn(base)
-    assert len(adapters.pairs) == count * base.values["num_layers"]
+    adapters = make_random_adapters(base)
+    assert len(adapters.pairs) == adapters_per_layer * base.values["num_layers"]
     write_peft(adapters, base, tmp_path / "peft", lambda _size: None)
     detect_format(base.path).write(
         merge_adapters(adapters, base), tmp_path / "merged", lambda _: None, lambda _: None
     )
-    difference = compute_logits(tmp_path / "merged") - applied(tmp_path / "base", tmp_path / "peft")
+    difference = compute_logits(tmp_path / "merged") - compute_unmerged_logits(
+        tmp_path / "base", tmp_path / "peft"
+    )
     assert float(difference.abs().max()) <= 1e-5

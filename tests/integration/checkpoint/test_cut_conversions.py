@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.foreign_models import save
+from support.foreign_models import save_model
 from support.full_disk import fill_disk, small_disk
 
 from flagscale.checkpoint_metadata import read_metadata
@@ -22,16 +22,16 @@ from flagscale.train.checkpoint import checksums
 from flagscale.train.checkpoint.formats import convert, huggingface, torch_dist_writer
 from flagscale.train.checkpoint.formats.base import detect_format
 from flagscale.train.checkpoint.formats.resumable_directory import (
-    RECORD,
+    RECORD_FILE,
     ResumeOptions,
     open_resumable,
 )
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
-SMALL = 20_000
-"""Bytes of a file here, so that a tiny model has several."""
-WORDS = {
+SMALL_FILE_BYTES = 20_000
+"""Maximum bytes of a file in these tests, so that a tiny model has several files."""
+CONVERSION_OPTIONS = {
     "huggingface": ["--to", "huggingface"],
     "torch_dist": ["--to", "torch_dist"],
     "megatron_dist": ["--to", "megatron_dist"],
@@ -42,41 +42,49 @@ WORDS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "llama"
-    save("llama", path)
+    save_model("llama", path)
     return path
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "_MAX_SHARD_BYTES", SMALL)
-    monkeypatch.setattr(torch_dist_writer, "_MAX_FILE_BYTES", SMALL)
+def limit_file_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "_MAX_SHARD_BYTES", SMALL_FILE_BYTES)
+    monkeypatch.setattr(torch_dist_writer, "_MAX_FILE_BYTES", SMALL_FILE_BYTES)
 
 
 def interrupt_conversion(
-    source: Path, target: Path, words: list[str], fraction: float, how: Callable[[], Any]
+    source: Path,
+    target: Path,
+    options: list[str],
+    fraction: float,
+    interrupt_process: Callable[[], Any],
 ) -> int:
-    """Convert in a process that calls ``how`` at ``fraction`` of the work; return its status."""
+    """Convert in a child process that calls ``interrupt_process`` at a fraction of the work.
+
+    Returns:
+        The child's exit status; negative for a signal.
+    """
     if (child := os.fork()) == 0:
 
-        def counted(_report: object, total: int) -> Callable[[int], None]:
+        def count_bytes(_report: object, total: int) -> Callable[[int], None]:
             bytes_done = [0, 0]
 
             def add(size: int) -> None:
                 bytes_done[0] += size
                 if bytes_done[0] > total * fraction and not bytes_done[1]:
                     bytes_done[1] = 1
-                    how()
+                    interrupt_process()
 
             return add
 
-        convert._accumulate = counted
-        code = convert.main([str(source), str(target), *words])
+        convert._report_cumulative = count_bytes
+        code = convert.main([str(source), str(target), *options])
         sys.stderr.flush()
         os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def kill_self() -> None:
+def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -92,26 +100,35 @@ def read_identities(root: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.45, 0.75], ids=["early", "late", "when compared"])
-@pytest.mark.parametrize("to", WORDS)
+@pytest.mark.parametrize("output_format", CONVERSION_OPTIONS)
 def test_a_killed_conversion_resumes_from_its_finished_files(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, fraction: float
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    output_format: str,
+    fraction: float,
 ) -> None:
     """Nothing looks complete in between; the result equals that of an uninterrupted conversion."""
-    target, uncut = tmp_path / "a" / "out", tmp_path / "b" / "out"
-    assert interrupt_conversion(model, target, WORDS[to], fraction, kill_self) == -signal.SIGKILL
+    target, uninterrupted = tmp_path / "a" / "out", tmp_path / "b" / "out"
+    assert (
+        interrupt_conversion(
+            model, target, CONVERSION_OPTIONS[output_format], fraction, kill_this_process
+        )
+        == -signal.SIGKILL
+    )
     with pytest.raises(CheckpointError):
         detect_format(target)
-    (record,) = (tmp_path / "a").rglob(RECORD)
+    (record,) = (tmp_path / "a").rglob(RECORD_FILE)
     names = list(json.loads(record.read_text())["parts"])
-    finished = read_identities(record.parent, names)
-    assert convert.main([str(model), str(target), *WORDS[to]]) == 0
+    finished_identities = read_identities(record.parent, names)
+    assert convert.main([str(model), str(target), *CONVERSION_OPTIONS[output_format]]) == 0
     stderr = f"an earlier conversion has finished: {len(names)}; going on from them"
     assert stderr in capsys.readouterr().err
-    final = target / "iter_0000000" if to == "torch_dist" else target
-    assert read_identities(final, names) == finished
-    assert convert.main([str(model), str(uncut), *WORDS[to]]) == 0
-    assert read_files(target) == read_files(uncut)
-    assert [*tmp_path.rglob(RECORD), *tmp_path.rglob("*.partial")] == []
+    final = target / "iter_0000000" if output_format == "torch_dist" else target
+    assert read_identities(final, names) == finished_identities
+    assert convert.main([str(model), str(uninterrupted), *CONVERSION_OPTIONS[output_format]]) == 0
+    assert read_files(target) == read_files(uninterrupted)
+    assert [*tmp_path.rglob(RECORD_FILE), *tmp_path.rglob("*.partial")] == []
 
 
 def test_a_full_disk_keeps_finished_files(
@@ -129,10 +146,13 @@ def test_a_full_disk_keeps_finished_files(
         (disk / "filler").unlink()
         assert convert.main([str(model), str(target)]) == 0
         assert "going on from them" in capfd.readouterr().err
-        assert detect_format(target).read(target).size == detect_format(model).read(model).size
+        assert (
+            detect_format(target).read(target).total_bytes
+            == detect_format(model).read(model).total_bytes
+        )
 
 
-def _replace_weights(model: Path, _partial: Path) -> list[str]:
+def _replace_weights(model: Path, _temporary_directory: Path) -> list[str]:
     """Replace the weights by others of the same size and with the same time."""
     file = next(model.glob("*.safetensors"))
     stat, content = file.stat(), bytearray(file.read_bytes())
@@ -142,8 +162,8 @@ def _replace_weights(model: Path, _partial: Path) -> list[str]:
     return []
 
 
-def _flip_bit(_model: Path, partial: Path) -> list[str]:
-    file = min(partial.rglob("*.distcp"))
+def _flip_bit(_model: Path, temporary_directory: Path) -> list[str]:
+    file = min(temporary_directory.rglob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -169,11 +189,11 @@ def test_only_an_identical_conversion_is_resumed(
     source.mkdir()
     for item in model.iterdir():
         (source / item.name).write_bytes(item.read_bytes())
-    assert interrupt_conversion(source, target, [], 0.4, kill_self) == -signal.SIGKILL
-    (partial,) = tmp_path.rglob("*.partial")
+    assert interrupt_conversion(source, target, [], 0.4, kill_this_process) == -signal.SIGKILL
+    (temporary_directory,) = tmp_path.rglob("*.partial")
     change, message = CHANGES[case]
-    words = change(source, partial)
-    assert convert.main([str(source), str(target), *words]) == 0
+    options = change(source, temporary_directory)
+    assert convert.main([str(source), str(target), *options]) == 0
     stdout = capsys.readouterr().err
     assert message in stdout
     assert ("going on" in stdout) == (case == "damage")
@@ -182,7 +202,7 @@ def test_only_an_identical_conversion_is_resumed(
     convert.verify(expected.cast(dtype), actual, report=lambda _size: None)
 
 
-RECORDS = {
+INVALID_RECORDS = {
     "cut": "{",
     "no object": "[]",
     "outside": json.dumps({"parts": {"../in/config.json": {"spans": [[0, 9, 1]], "about": 1}}}),
@@ -191,13 +211,13 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("case", RECORDS)
+@pytest.mark.parametrize("case", INVALID_RECORDS)
 def test_an_invalid_record_is_ignored(model: Path, tmp_path: Path, case: str) -> None:
-    source, partial = tmp_path / "in", tmp_path / "out" / ".iter_0000000.partial"
+    source, temporary_directory = tmp_path / "in", tmp_path / "out" / ".iter_0000000.partial"
     shutil.copytree(model, source)
-    partial.mkdir(parents=True)
-    (partial / RECORD).write_text(RECORDS[case])
-    (partial / "__0_0.distcp").write_text("something")
+    temporary_directory.mkdir(parents=True)
+    (temporary_directory / RECORD_FILE).write_text(INVALID_RECORDS[case])
+    (temporary_directory / "__0_0.distcp").write_text("something")
     assert convert.main([str(source), str(tmp_path / "out")]) == 0
     assert sorted(read_files(source)) == sorted(read_files(model))
 

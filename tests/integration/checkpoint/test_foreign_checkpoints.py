@@ -15,12 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from integration.checkpoint.foreign_lab import CASES, LOADED, UNLIKE, Made, argv
+from integration.checkpoint.foreign_lab import (
+    CASES,
+    RELOADED_CASES,
+    SAVE_ONLY_LAYOUTS,
+    ForeignModelRuns,
+    build_argv,
+)
 from safetensors.torch import load_file, save_file
-from support.foreign_models import FURTHER, MODELS, compute_logits, save
+from support.foreign_models import MODELS, MTP_MODEL, compute_logits, save_model
 
 from flagscale import registry
-from flagscale.config.arguments.compat.huggingface.reading import read_config
+from flagscale.config.arguments.compat.huggingface.config_reader import read_config
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
 from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
@@ -28,15 +34,15 @@ from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
-CLOSE = 1e-5
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return Made(tmp_path_factory.mktemp("foreign"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> ForeignModelRuns:
+    return ForeignModelRuns(tmp_path_factory.mktemp("foreign"))
 
 
-def weights(path: Path) -> dict[str, torch.Tensor]:
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         tensors.update(load_file(file))
@@ -44,111 +50,134 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
-    remaining, right = weights(first), weights(second)
-    assert remaining.keys() == right.keys()
+    first_weights, second_weights = read_weights(first), read_weights(second)
+    assert first_weights.keys() == second_weights.keys()
     differing = [
         n
-        for n in remaining
-        if remaining[n].dtype != right[n].dtype or not remaining[n].equal(right[n])
+        for n in first_weights
+        if first_weights[n].dtype != second_weights[n].dtype
+        or not first_weights[n].equal(second_weights[n])
     ]
     assert differing == []
 
 
 def _max_difference(results: dict[str, Any]) -> float:
-    apart = [rank["apart"] for rank in results["ranks"] if rank.get("apart") is not None]
-    assert apart, results
-    return max(apart)
+    differences = [
+        rank["max_difference"]
+        for rank in results["ranks"]
+        if rank.get("max_difference") is not None
+    ]
+    assert differences, results
+    return max(differences)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_run_starts_from_a_model_in_any_layout(models: Made, name: str, layout: str) -> None:
-    assert f"{name}-{layout}" in models.results, models.results["stderr"][-4000:]
-    assert _max_difference(models.results[f"{name}-{layout}"]) <= CLOSE
-
-
-@pytest.mark.parametrize(("name", "layout"), LOADED)
-def test_a_converted_checkpoint_is_loaded_like_any_other(
-    models: Made, name: str, layout: str
+def test_a_run_starts_from_a_model_in_any_layout(
+    models: ForeignModelRuns, name: str, layout: str
 ) -> None:
-    assert _max_difference(models.results[f"{name}-{layout}-loaded"]) <= CLOSE
+    assert f"{name}-{layout}" in models.results, models.results["stderr"][-4000:]
+    assert _max_difference(models.results[f"{name}-{layout}"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "layout"), RELOADED_CASES)
+def test_a_converted_checkpoint_is_loaded_like_any_other(
+    models: ForeignModelRuns, name: str, layout: str
+) -> None:
+    assert _max_difference(models.results[f"{name}-{layout}-loaded"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*CASES, *((first.rpartition("-")[::2]) for first in UNLIKE)]
+    ("name", "layout"),
+    [*CASES, *((layout_name.rpartition("-")[::2]) for layout_name in SAVE_ONLY_LAYOUTS)],
 )
 def test_a_saved_checkpoint_converts_back_bit_by_bit(
-    models: Made, tmp_path: Path, name: str, layout: str
+    models: ForeignModelRuns, tmp_path: Path, name: str, layout: str
 ) -> None:
     out = tmp_path / "out"
     assert (
-        convert.main([str(models.saved(name, layout)), str(out), "--like", str(models.root / name)])
+        convert.main(
+            [str(models.saved_path(name, layout)), str(out), "--like", str(models.root / name)]
+        )
         == 0
     )
     assert_same_weights(models.root / name, out)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_what_training_saved(models: Made, tmp_path: Path, name: str) -> None:
+def test_transformers_reads_what_training_saved(
+    models: ForeignModelRuns, tmp_path: Path, name: str
+) -> None:
     """The config.json is written from the run's arguments alone."""
     out = tmp_path / "out"
-    assert convert.main([str(models.saved(name, "one")), str(out)]) == 0
-    assert float((compute_logits(out) - models.reference[name]).abs().max()) <= CLOSE
+    assert convert.main([str(models.saved_path(name, "one")), str(out)]) == 0
+    assert float((compute_logits(out) - models.reference[name]).abs().max()) <= TOLERANCE
 
 
 def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
     """16-bit weights in several files, with a tokenizer; code is not copied."""
-    there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
-    save("qwen3-moe-mixed", there, dtype="bfloat16", shard="40KB")
-    assert len(list(there.glob("*.safetensors"))) > 1
-    (there / "tokenizer.json").write_text('{"a": "ü"}')
-    (there / "modeling_own.py").write_text("raise SystemExit")
-    assert convert.main([str(there), str(ours)]) == 0
-    assert convert.main([str(ours), str(back)]) == 0
-    assert_same_weights(there, back)
-    assert {tensor.dtype for tensor in weights(back).values()} == {torch.bfloat16}
-    assert json.loads((back / "config.json").read_text()) == read_config(there)
-    assert (back / "tokenizer.json").read_bytes() == (there / "tokenizer.json").read_bytes()
-    assert not (back / "modeling_own.py").exists()
+    source, converted, restored = tmp_path / "source", tmp_path / "converted", tmp_path / "restored"
+    save_model("qwen3-moe-mixed", source, dtype="bfloat16", max_shard_size="40KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    (source / "tokenizer.json").write_text('{"a": "ü"}')
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    assert convert.main([str(source), str(converted)]) == 0
+    assert convert.main([str(converted), str(restored)]) == 0
+    assert_same_weights(source, restored)
+    assert {tensor.dtype for tensor in read_weights(restored).values()} == {torch.bfloat16}
+    assert json.loads((restored / "config.json").read_text()) == read_config(source)
+    assert (restored / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert not (restored / "modeling_own.py").exists()
 
 
 def test_an_incomplete_mtp_layer_is_left_out_with_a_note(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The biases of V3's router keep their 32 bits among 16-bit weights."""
-    there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
-    shutil.copytree(models.root / FURTHER, there)
-    _rewrite(there, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
-    assert read_config(there)["num_nextn_predict_layers"] == 1
-    assert convert.main([str(there), str(ours), "--dtype", "bf16"]) == 0
+    source, converted, restored = tmp_path / "source", tmp_path / "converted", tmp_path / "restored"
+    shutil.copytree(models.root / MTP_MODEL, source)
+    _rewrite(source, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
+    assert read_config(source)["num_nextn_predict_layers"] == 1
+    assert convert.main([str(source), str(converted), "--dtype", "bf16"]) == 0
     assert "such as model.layers.2.eh_proj.weight" in capsys.readouterr().out
-    assert convert.main([str(ours), str(back)]) == 0
-    assert read_config(back)["num_nextn_predict_layers"] == 0
-    config = weights(back)
-    whole = [name for name in weights(there) if not name.startswith("model.layers.2.")]
-    assert config.keys() == set(whole)
-    kinds = {name: tensor.dtype for name, tensor in config.items()}
-    biases = {name for name, kind in kinds.items() if kind == torch.float32}
+    assert convert.main([str(converted), str(restored)]) == 0
+    assert read_config(restored)["num_nextn_predict_layers"] == 0
+    config = read_weights(restored)
+    expected_names = [
+        name for name in read_weights(source) if not name.startswith("model.layers.2.")
+    ]
+    assert config.keys() == set(expected_names)
+    dtypes = {name: tensor.dtype for name, tensor in config.items()}
+    biases = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 def test_an_mtp_layer_shares_the_embedding(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = tmp_path / "there"
-    shutil.copytree(models.root / FURTHER, there)
-    _rewrite(there, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(1))
-    assert convert.main([str(there), str(tmp_path / "ours")]) == 1
+    source = tmp_path / "source"
+    shutil.copytree(models.root / MTP_MODEL, source)
+    _rewrite(source, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(1))
+    assert convert.main([str(source), str(tmp_path / "converted")]) == 1
     assert "are not the model's own" in capsys.readouterr().err
-    alone = HuggingFace().read(there).without_mtp()
-    assert not [name for name in alone.tensors if name.startswith("mtp.")]
-    assert [note for note in alone.notes if "left out: mtp_num_layers is not set" in note]
-    embedding = weights(there)["model.embed_tokens.weight"]
-    assert read_tensor(alone.tensors["embedding.word_embeddings.weight"]).equal(embedding)
+    model_without_mtp = HuggingFace().read(source).without_mtp()
+    assert not [name for name in model_without_mtp.tensors if name.startswith("mtp.")]
+    assert [
+        note for note in model_without_mtp.notes if "left out: mtp_num_layers is not set" in note
+    ]
+    embedding = read_weights(source)["model.embed_tokens.weight"]
+    assert read_tensor(model_without_mtp.tensors["embedding.word_embeddings.weight"]).equal(
+        embedding
+    )
 
 
-def test_the_command_compares_logits(models: Made, tmp_path: Path) -> None:
+def test_the_command_compares_logits(models: ForeignModelRuns, tmp_path: Path) -> None:
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        words = ["convert", str(models.ours("llama")), str(tmp_path / out), *more]
+        words = [
+            "convert",
+            str(models.converted_path("llama")),
+            str(tmp_path / out),
+            *more,
+        ]
         return subprocess.run(
             [sys.executable, "-m", "flagscale.cli", *words],
             capture_output=True,
@@ -157,14 +186,14 @@ def test_the_command_compares_logits(models: Made, tmp_path: Path) -> None:
             check=False,
         )
 
-    # Rounding is no other model.
+    # Rounding to bf16 is within the tolerance.
     process = run("out", "--check", "5,9,2", "--dtype", "bf16")
     assert process.returncode == 0, process.stderr
     assert "logits on 3 tokens: at most" in process.stdout
-    # What cannot be compared on is told before anything is written.
+    # An invalid token is reported before anything is written.
     process = run("none", "--check", "5,9,9999")
     assert (process.returncode, (tmp_path / "none").exists()) == (1, False)
-    assert "--check: 9999 is no token of" in process.stderr
+    assert "--check: 9999 is not below the vocabulary size" in process.stderr
 
 
 def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
@@ -172,15 +201,15 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
 
     With a learning rate of zero, the exported model equals the pretrained one.
     """
-    there, out = tmp_path / "there", tmp_path / "out"
-    save("mixtral", there, dtype="bfloat16")
-    (there / "tokenizer.json").write_text("{}")
-    words = argv("mixtral", there, "ep2")
-    words += f"--pretrained-checkpoint {there} --save {tmp_path / 'saved'}".split()
-    words += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_model("mixtral", source, dtype="bfloat16")
+    (source / "tokenizer.json").write_text("{}")
+    run_arguments = build_argv("mixtral", source, "ep2")
+    run_arguments += f"--pretrained-checkpoint {source} --save {tmp_path / 'saved'}".split()
+    run_arguments += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     process = subprocess.run(
-        [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *words],
+        [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *run_arguments],
         env={**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}"},
         capture_output=True,
         text=True,
@@ -189,14 +218,14 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
         check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    assert f"weights from {there}" in process.stdout
+    assert f"weights from {source}" in process.stdout
     assert f"exported to {out / 'iter_0000001'}" in process.stdout
-    assert_same_weights(there, out / "iter_0000001")
-    assert read_config(out / "iter_0000001") == read_config(there)
+    assert_same_weights(source, out / "iter_0000001")
+    assert read_config(out / "iter_0000001") == read_config(source)
     assert (out / "iter_0000001" / "tokenizer.json").is_file()
 
 
-MEGATRON = [
+MEGATRON_LAYOUTS = [
     pytest.param("llama", (2, 2, 1), True, id="llama-tp2-pp2"),
     pytest.param("qwen2", (1, 2, 1), True, id="qwen2-pp2-vpp2"),
     pytest.param("gpt2", (2, 1, 1), False, id="gpt2-tp2"),
@@ -205,41 +234,47 @@ MEGATRON = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "engine"), MEGATRON)
+@pytest.mark.parametrize(("name", "sizes", "transformer_engine"), MEGATRON_LAYOUTS)
 def test_a_checkpoint_of_megatron_in_its_torch_format(
-    models: Made, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool
+    models: ForeignModelRuns,
+    tmp_path: Path,
+    name: str,
+    sizes: tuple[int, int, int],
+    transformer_engine: bool,
 ) -> None:
-    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    written, out = tmp_path / "written", tmp_path / "out"
     chunks = 2 if name == "qwen2" else 1
-    mark = models.as_megatron(name, theirs, sizes, engine=engine, chunks=chunks)
-    assert convert.main([str(theirs), str(out), "--to", "huggingface"]) == 0
+    mark = models.write_as_megatron(
+        name, written, sizes, transformer_engine=transformer_engine, chunks=chunks
+    )
+    assert convert.main([str(written), str(out), "--to", "huggingface"]) == 0
     assert_same_weights(models.root / name, out)
     assert not mark.exists()
 
 
-def test_a_run_starts_from_a_checkpoint_of_megatron(models: Made) -> None:
-    assert _max_difference(models.results["qwen3-pp2-megatron"]) <= CLOSE
+def test_a_run_starts_from_a_checkpoint_of_megatron(models: ForeignModelRuns) -> None:
+    assert _max_difference(models.results["qwen3-pp2-megatron"]) <= TOLERANCE
 
 
 def test_a_rank_that_megatron_did_not_write_is_named(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models.as_megatron("llama", tmp_path / "in", (2, 1, 1), engine=True)
+    models.write_as_megatron("llama", tmp_path / "in", (2, 1, 1), transformer_engine=True)
     (missing,) = (tmp_path / "in").glob("*/mp_rank_01/*")
     missing.unlink()
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
     assert f"{missing} is missing" in capsys.readouterr().err
 
 
-# --- what is refused -------------------------------------------------------------------------
+# --- refused models -------------------------------------------------------------------------
 
 
-def _config(path: Path, **values: Any) -> None:
+def _change_config(path: Path, **values: Any) -> None:
     config = {**read_config(path), **values}
     (path / "config.json").write_text(json.dumps(config))
 
 
-def _cut(path: Path) -> None:
+def _truncate(path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -250,40 +285,40 @@ def _rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
     save_file(tensors, path / "model.safetensors")
 
 
-def _header(path: Path, text: bytes, data: bytes = b"") -> None:
+def _write_header(path: Path, text: bytes, data: bytes = b"") -> None:
     (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def _lost(tensors: dict[str, torch.Tensor]) -> None:
+def _delete_tensors(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.0.self_attn.k_proj.weight"], tensors["lm_head.weight"]
 
 
-def _reshaped(tensors: dict[str, torch.Tensor]) -> None:
+def _reshape_tensor(tensors: dict[str, torch.Tensor]) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name].reshape(-1, 24)
 
 
-def _index(path: Path, name: str) -> None:
-    places = dict.fromkeys(load_file(path / "model.safetensors"), name)
-    text = json.dumps({"weight_map": places})
+def _write_index(path: Path, name: str) -> None:
+    weight_map = dict.fromkeys(load_file(path / "model.safetensors"), name)
+    text = json.dumps({"weight_map": weight_map})
     (path / "model.safetensors.index.json").write_text(text)
 
 
-Change = Callable[[Path], object]
-HOSTILE: dict[str, tuple[Change, list[str]]] = {
-    "cut": (_cut, ["model.safetensors is cut", "of which there are"]),
-    "empty": (lambda p: (p / "model.safetensors").write_bytes(b""), ["is cut"]),
+ModelChange = Callable[[Path], object]
+DAMAGED_MODELS: dict[str, tuple[ModelChange, list[str]]] = {
+    "cut": (_truncate, ["model.safetensors is truncated", "of which there are"]),
+    "empty": (lambda p: (p / "model.safetensors").write_bytes(b""), ["is truncated"]),
     "long header": (
         lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 64),
-        ["is cut, or no safetensors file"],
+        ["is truncated, or not a safetensors file"],
     ),
-    "damaged header": (lambda p: _header(p, b"{'a'"), ["the header is damaged"]),
+    "damaged header": (lambda p: _write_header(p, b"{'a'"), ["the header is damaged"]),
     "sizes that do not agree": (
-        lambda p: _header(p, b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'),
+        lambda p: _write_header(p, b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'),
         ["a: the header is damaged"],
     ),
     "overlapping tensors": (
-        lambda p: _header(
+        lambda p: _write_header(
             p,
             b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
             b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}} ',
@@ -292,11 +327,11 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
         ["a and b overlap"],
     ),
     "missing tensors": (
-        lambda p: _rewrite(p, _lost),
+        lambda p: _rewrite(p, _delete_tensors),
         ["in lacks tensors: ", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight"],
     ),
     "wrong shape": (
-        lambda p: _rewrite(p, _reshaped),
+        lambda p: _rewrite(p, _reshape_tensor),
         ["model.layers.1.mlp.up_proj.weight: expected shape [48, 32], found [64, 24]"],
     ),
     "extra tensors": (
@@ -320,50 +355,56 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
     ),
     "no numbers": (
         lambda p: _rewrite(p, lambda t: t["model.norm.weight"].fill_(float("nan"))),
-        ["/in cannot be used: decoder.final_layernorm.weight: it holds infinities, or what"],
+        ["/in cannot be used: decoder.final_layernorm.weight: it holds infinities or NaN"],
     ),
     "path out of the directory": (
-        lambda p: _index(p, "../secret.safetensors"),
+        lambda p: _write_index(p, "../secret.safetensors"),
         ["expected the name of a .safetensors file", "../secret.safetensors"],
     ),
-    "absolute path": (lambda p: _index(p, "/etc/passwd.safetensors"), ["found '/etc/passwd.sa"]),
-    "file that is not there": (lambda p: _index(p, "other.safetensors"), ["other.safetensors is"]),
+    "absolute path": (
+        lambda p: _write_index(p, "/etc/passwd.safetensors"),
+        ["found '/etc/passwd.sa"],
+    ),
+    "file that is not there": (
+        lambda p: _write_index(p, "other.safetensors"),
+        ["other.safetensors is"],
+    ),
     "index without files": (
         lambda p: (p / "model.safetensors.index.json").write_text("{}"),
         ["weight_map: expected files"],
     ),
     "endless config.json": (
         lambda p: (p / "config.json").write_text('{"a": "' + "x" * (1 << 21) + '"}'),
-        ["config.json is larger than 1,048,576 bytes"],
+        ["config.json: expected at most 1,048,576 bytes"],
     ),
     "nested config.json": (
         lambda p: (p / "config.json").write_text("[" * 100_000),
-        ["config.json holds no JSON"],
+        ["config.json is not valid JSON"],
     ),
     "other sizes": (
-        lambda p: _config(p, num_hidden_layers=3),
+        lambda p: _change_config(p, num_hidden_layers=3),
         ["lacks tensors", "model.layers.2.input_layernorm.weight"],
     ),
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("case", DAMAGED_MODELS)
 def test_damaged_or_hostile_models_are_refused(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     shutil.copytree(models.root / "llama", source)
-    change, words = HOSTILE[case]
+    change, expected_texts = DAMAGED_MODELS[case]
     change(source)
     assert convert.main([str(source), str(target)]) == 1
     stderr = capsys.readouterr().err
-    assert [word for word in words if word not in stderr] == [], stderr
+    assert [text for text in expected_texts if text not in stderr] == [], stderr
     assert "Traceback" not in stderr
     remaining = list(target.rglob("*")) if target.exists() else []
     assert [path for path in remaining if path.is_file()] == []
 
 
-class Evil:
+class CodeExecution:
     """Object that runs code when it is unpickled without restrictions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -374,36 +415,36 @@ class Evil:
 
 
 def test_a_checkpoint_from_elsewhere_runs_no_code(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import pickle
 
-    shutil.copytree(models.ours("llama") / "iter_0000000", tmp_path / "in")
+    shutil.copytree(models.converted_path("llama") / "iter_0000000", tmp_path / "in")
     (tmp_path / "in" / "manifest.json").unlink()
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "mark")))
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(CodeExecution(tmp_path / "mark")))
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
     assert not (tmp_path / "mark").exists()
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_the_config_of_another_model_is_refused(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     like = ["--like", str(models.root / "llama-linear")]
-    assert convert.main([str(models.ours("llama")), str(tmp_path / "out"), *like]) == 1
+    assert convert.main([str(models.converted_path("llama")), str(tmp_path / "out"), *like]) == 1
     stderr = capsys.readouterr().err
     assert "llama-linear is another model" in stderr
-    assert "rotary_base: 500000 here, config.json has 10000" in stderr
+    assert "rotary_base: 500000, but config.json has 10000" in stderr
 
 
 @pytest.mark.parametrize("direction", ["in", "out"])
 def test_a_full_disk_is_reported_and_leaves_nothing(
-    models: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
+    models: ForeignModelRuns, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
 ) -> None:
-    source = models.root / "llama" if direction == "in" else models.ours("llama")
+    source = models.root / "llama" if direction == "in" else models.converted_path("llama")
     target = tmp_path / "out"
     if (child := os.fork()) == 0:
-        # A file that may not grow is answered as a full disk is: by the system, in mid-write.
+        # A limit on the size of files replaces the full disk: writing fails in the same places.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         code = convert.main([str(source), str(target)])
@@ -415,17 +456,17 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
 
 
 def test_a_target_in_use_is_left_alone(
-    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert convert.main([str(models.root / "llama"), str(tmp_path / "out")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_a_package_brings_a_format(
-    models: Made,
+    models: ForeignModelRuns,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -437,14 +478,14 @@ def test_a_package_brings_a_format(
     (package / "plain-1.0.dist-info" / "entry_points.txt").write_text(entry)
     metadata = "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n"
     (package / "plain-1.0.dist-info" / "METADATA").write_text(metadata)
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
-    assert convert.main([str(models.ours("qwen3")), there, "--to", "plain"]) == 2
+    source, restored = str(tmp_path / "plain"), str(tmp_path / "restored")
+    assert convert.main([str(models.converted_path("qwen3")), source, "--to", "plain"]) == 2
     assert "no checkpoint format is called 'plain'; known: huggingface" in capsys.readouterr().err
     monkeypatch.syspath_prepend(package)
     registry._load_entry_points.cache_clear()
     try:
-        assert convert.main([str(models.ours("qwen3")), there, "--to", "plain"]) == 0
-        assert convert.main([there, back, "--to", "huggingface"]) == 0
+        assert convert.main([str(models.converted_path("qwen3")), source, "--to", "plain"]) == 0
+        assert convert.main([source, restored, "--to", "huggingface"]) == 0
     finally:
         registry._load_entry_points.cache_clear()
-    assert_same_weights(models.root / "qwen3", Path(back))
+    assert_same_weights(models.root / "qwen3", Path(restored))

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[3]
 
 
-def tool(name: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "data" / f"{name}.py"), *map(str, words)]
+def run_tool(name: str, *options: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "data" / f"{name}.py"), *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -28,24 +28,24 @@ def tool(name: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_quickstart_twice(tmp_path: Path) -> None:
-    first = tool("quickstart", "--output", "q s", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "next: python run.py" in first.stdout
+def test_quickstart_is_reused_and_repaired(tmp_path: Path) -> None:
+    first_run = run_tool("quickstart", "--output", "q s", cwd=tmp_path)
+    assert first_run.returncode == 0, first_run.stderr
+    assert "next: python run.py" in first_run.stdout
     output = tmp_path / "q s"
     files = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     summary = validate_dataset(str(output / "stdlib_text_document"))
-    assert 8000 < summary.find_largest_token() < 8192
-    again = tool("quickstart", "--output", "q s", cwd=tmp_path)
-    assert again.returncode == 0
-    assert "already exists" in again.stdout
+    assert 8000 < summary.find_token_range()[1] < 8192
+    second_run = run_tool("quickstart", "--output", "q s", cwd=tmp_path)
+    assert second_run.returncode == 0
+    assert "already exists" in second_run.stdout
     assert {path: path.read_bytes() for path in files} == files
 
     # Damage is noticed and mended, with the very same content.
-    binary = output / "stdlib_text_document.bin"
-    binary.write_bytes(binary.read_bytes()[:-2])
-    mended = tool("quickstart", "--output", "q s", cwd=tmp_path)
-    assert "created in" in mended.stdout
+    tokens_file = output / "stdlib_text_document.bin"
+    tokens_file.write_bytes(tokens_file.read_bytes()[:-2])
+    repair_run = run_tool("quickstart", "--output", "q s", cwd=tmp_path)
+    assert "created in" in repair_run.stdout
     assert {path: path.read_bytes() for path in files} == files
     assert not list(output.glob("*partial*"))
 
@@ -59,11 +59,11 @@ def test_the_corpus_is_sorted_and_without_tests() -> None:
 
 
 @pytest.mark.torch
-def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_and_text_is_preprocessed(tmp_path: Path) -> None:
     source = tmp_path / "my $corpus.jsonl"
     texts = [f"the number {i} is not {i + 1}, 'quoted' \"twice\"\n" * 3 for i in range(50)]
     source.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    trained = tool(
+    training = run_tool(
         "train_tokenizer",
         "--input",
         source,
@@ -75,8 +75,8 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
         "tok en",
         cwd=tmp_path,
     )
-    assert trained.returncode == 0, trained.stderr
-    dataset = tool(
+    assert training.returncode == 0, training.stderr
+    preprocessing = run_tool(
         "preprocess",
         "--input",
         "*.jsonl",
@@ -91,12 +91,12 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
         2,
         cwd=tmp_path,
     )
-    assert dataset.returncode == 0, dataset.stderr
-    assert "50 documents" in dataset.stdout
-    assert "100 %" in dataset.stderr
-    assert "Warning" not in dataset.stderr
-    assert validate_dataset(str(tmp_path / "out" / "a_body_document")).documents == 50
-    again = tool(
+    assert preprocessing.returncode == 0, preprocessing.stderr
+    assert "50 documents" in preprocessing.stdout
+    assert "100 %" in preprocessing.stderr
+    assert "Warning" not in preprocessing.stderr
+    assert validate_dataset(str(tmp_path / "out" / "a_body_document")).document_count == 50
+    second_run = run_tool(
         "preprocess",
         "--input",
         source,
@@ -108,11 +108,11 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
         "tok en",
         cwd=tmp_path,
     )
-    assert (again.returncode, "exists already" in again.stderr) == (1, True)
+    assert (second_run.returncode, "exists already" in second_run.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "message"),
+    ("name", "options", "message"),
     [
         ("preprocess", ["--input", "none.txt", "--output-prefix", "x"], "no such input file"),
         (
@@ -140,9 +140,11 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
     ],
     ids=["no-input", "corrupt", "tokenizer", "train-corrupt"],
 )
-def test_errors_are_one_message(tmp_path: Path, name: str, words: list[str], message: str) -> None:
+def test_errors_are_reported_without_a_traceback(
+    tmp_path: Path, name: str, options: list[str], message: str
+) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text\n')
-    result = tool(name, *words, cwd=tmp_path)
+    result = run_tool(name, *options, cwd=tmp_path)
     assert result.returncode == 1
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Test cases of bounded all_reduce, run on ranks."""
+"""Test cases of bounded all_reduce, run on ranks by fsccl_worker.py."""
 
 from __future__ import annotations
 

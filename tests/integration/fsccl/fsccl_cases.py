@@ -1,4 +1,7 @@
-"""Basic test cases, run on ranks. All ranks of a group call a function with the same arguments."""
+"""Basic test cases, run on ranks by fsccl_worker.py.
+
+All ranks of a group call a function with the same arguments.
+"""
 
 from __future__ import annotations
 
@@ -201,14 +204,14 @@ def check_crossed_groups() -> None:
     assert all(b[0] == dist.get_world_size() for b in buffers)
 
 
-PENDING: list[dist.Work] = []
+TIMED_OUT_WORKS: list[dist.Work] = []
 
 
 def wait_with_timeout(seconds: float) -> str:
     """Wait with a timeout for an operation that other ranks have yet to call, and keep its work."""
     work = dist.all_reduce(torch.ones(4), async_op=True)
     assert work is not None
-    PENDING.append(work)
+    TIMED_OUT_WORKS.append(work)
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -218,8 +221,8 @@ def wait_with_timeout(seconds: float) -> str:
 
 def finish_pending() -> float:
     """Wait for the kept work, or call the operation: a timed-out wait does not affect the group."""
-    if PENDING:
-        work = PENDING.pop()
+    if TIMED_OUT_WORKS:
+        work = TIMED_OUT_WORKS.pop()
         assert work.wait(datetime.timedelta(seconds=60))
         result: float = work.result()[0][0].item()
     else:
@@ -334,7 +337,7 @@ def run_named_algorithms(count: int) -> list[tuple[str, dict[int, int]]]:
     return out
 
 
-def register_gpu_memory() -> list[str]:
+def get_registration_errors() -> list[str]:
     """Return the errors of registering GPU memory with a group of CPU ranks."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert backend.mem_allocator is None

@@ -1,4 +1,7 @@
-"""Checks of every collective against a reference. All ranks call them with the same arguments."""
+"""Checks of every collective against a float64 reference, run on ranks by fsccl_worker.py.
+
+All ranks of a group call a function with the same arguments.
+"""
 
 from __future__ import annotations
 
@@ -100,15 +103,19 @@ def assert_same_bits_on_ranks(result: Tensor, label: str) -> None:
 
 @dataclass(frozen=True)
 class OperationCase:
-    """An operation and its arguments."""
+    """Arguments of a check of one operation."""
 
     dtype: torch.dtype
     count: int
+    """Elements of a rank's input, or of the smallest part if there is a part per rank."""
     red: str
+    """Reduction: a key of :data:`REDUCTIONS`, or ``premul``."""
     root: int
     seed: int
     strided: bool
+    """Use tensors that are not contiguous."""
     label: str
+    """Description of the case, for messages."""
 
 
 def check_operation(

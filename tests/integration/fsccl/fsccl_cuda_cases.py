@@ -1,4 +1,6 @@
-"""Test cases of ranks with a GPU. CPU ranks of the same group run the plain cases."""
+"""Test cases of ranks with a GPU, run by fsccl_worker.py. CPU ranks of the same group run the cases
+of the other modules.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MODULES = (
     fsccl_bounded_cases,
 )
 CASES = {name: case for module in MODULES for name, case in vars(module).items()}
-CYCLES = 2_000_000_000  # about a second on a GPU, longer than any call takes
+SLEEP_CYCLES = 2_000_000_000  # GPU clock cycles: about a second, longer than any call takes
 
 
 def select_own_device() -> torch.device:
@@ -58,7 +60,7 @@ def check_calls_return_early(count: int) -> None:
         warm_up * 2  # loads the kernels, which would synchronize with the GPU later
         torch.cuda.synchronize()
         x = torch.zeros(count, device=device)
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)
         x += dist.get_rank()
         input_ready = torch.cuda.Event()
         input_ready.record()
@@ -77,7 +79,7 @@ def check_side_streams(count: int) -> None:
     n, device = dist.get_world_size(), select_own_device()
     call_stream, wait_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
     with torch.cuda.stream(call_stream):
-        torch.cuda._sleep(CYCLES // 20)
+        torch.cuda._sleep(SLEEP_CYCLES // 20)
         x = torch.full((count,), float(dist.get_rank()), device=device)
         work = dist.all_reduce(x, async_op=True)
     with torch.cuda.stream(wait_stream):
@@ -96,7 +98,7 @@ def check_input_lifetime(count: int) -> None:
     for i in range(8):
         out = torch.empty(n * count, device=device)
         source = torch.full((count,), float(dist.get_rank() + i), device=device)
-        torch.cuda._sleep(CYCLES // 100)
+        torch.cuda._sleep(SLEEP_CYCLES // 100)
         works.append(fsccl_checks.all_gather_single(out, source, async_op=True))
         del source
         torch.full((count,), -1.0, device=device)  # reuses the memory if it was freed
@@ -157,7 +159,7 @@ def measure_all_reduce(size: int, repeats: int) -> float:
     return statistics.median(slowest.tolist())
 
 
-def barrier_fails() -> bool:
+def is_barrier_failing() -> bool:
     try:
         dist.barrier()
     except RuntimeError:
@@ -212,7 +214,7 @@ def check_wait_ignores_later_works(count: int) -> None:
     torch.cuda.synchronize()
     first_work = dist.all_reduce(first, async_op=True)
     if dist.get_rank() > 0:
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)
     second_work = dist.all_reduce(second, async_op=True)
     first_work.wait()
     first_done = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Test cases of groups of native libraries, run on ranks."""
+"""Test cases of groups whose ranks use native libraries, run by fsccl_worker.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fsccl_checks import all_gather_single
 
 
-def get_path() -> str:
-    """Return the path of CPU tensors in the default group: core, engine, or a native library's
-    name.
+def get_cpu_path() -> str:
+    """Return the library that runs collectives of CPU tensors in the default group: ``core``,
+    ``engine``, or a native library's name.
     """
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     path: str = backend.path_of(torch.ones(1))  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Test cases of valid programs: callbacks, short-lived groups, forks, sparse gradients."""
+"""Test cases of valid programs, run on ranks by fsccl_worker.py: callbacks, short-lived groups,
+forks, sparse gradients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GROUPS: list[Any] = []
+OTHER_GROUPS: list[Any] = []
 
 
 def expected_sum() -> float:
@@ -37,7 +39,7 @@ def call_operation(_: Any) -> torch.Tensor:
     return x
 
 
-def wait_for_own_work(_: Any) -> torch.Tensor:
+def wait_for_new_work(_: Any) -> torch.Tensor:
     x = create_input()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -45,7 +47,7 @@ def wait_for_own_work(_: Any) -> torch.Tensor:
     return x
 
 
-def wait_for_own_future(_: Any) -> torch.Tensor:
+def wait_for_new_future(_: Any) -> torch.Tensor:
     work = dist.all_reduce(create_input(), async_op=True)
     assert work is not None
     result: torch.Tensor = work.get_future().wait()[0]
@@ -54,18 +56,18 @@ def wait_for_own_future(_: Any) -> torch.Tensor:
 
 def call_in_other_group(_: Any) -> torch.Tensor:
     x = create_input()
-    dist.all_reduce(x, group=GROUPS[-1])
+    dist.all_reduce(x, group=OTHER_GROUPS[-1])
     return x
 
 
-IN_CALLBACKS = (call_operation, wait_for_own_work, wait_for_own_future, call_in_other_group)
+CALLBACKS = (call_operation, wait_for_new_work, wait_for_new_future, call_in_other_group)
 
 
 def check_collectives_in_callbacks() -> None:
     """Check collectives in callbacks, also while later operations of the group are queued."""
     group = dist.new_group()
-    GROUPS.append(group)
-    for callback in IN_CALLBACKS:
+    OTHER_GROUPS.append(group)
+    for callback in CALLBACKS:
         first = create_input()
         chained = start_all_reduce(first).then(callback)
         later = [create_input() for _ in range(3)]
@@ -74,7 +76,7 @@ def check_collectives_in_callbacks() -> None:
         for work in works:
             work.wait()
         assert all(map(is_reduced, later))
-    GROUPS.remove(group)
+    OTHER_GROUPS.remove(group)
     dist.destroy_process_group(group)
 
 
@@ -86,37 +88,41 @@ def start_all_reduce(x: torch.Tensor) -> Any:
 
 def check_later_works_in_callbacks() -> None:
     """Check callbacks that wait for operations called after their own."""
-    for wait in (wait_for_work, wait_for_future, wait_for_future_made_before):
+    for wait in (wait_for_work, wait_for_future, wait_for_existing_future):
         first, second = create_input(), create_input()
-        held: list[Any] = []
+        works_and_futures: list[Any] = []
 
-        def callback(_: Any, wait: Callable[..., None] = wait, held: list[Any] = held) -> None:
+        def callback(
+            _: Any,
+            wait: Callable[..., None] = wait,
+            works_and_futures: list[Any] = works_and_futures,
+        ) -> None:
             if threading.current_thread() is threading.main_thread():
                 return  # attached too late: the operation had completed
-            while len(held) < 2:
+            while len(works_and_futures) < 2:
                 time.sleep(0.001)
-            wait(held)
+            wait(works_and_futures)
 
         chained = start_all_reduce(first).then(callback)
         work = dist.all_reduce(second, async_op=True)
         assert work is not None
-        held.extend([work, work.get_future()])
+        works_and_futures.extend([work, work.get_future()])
         chained.wait()
         work.wait()
         assert is_reduced(first)
         assert is_reduced(second)
 
 
-def wait_for_work(held: list[Any]) -> None:
-    held[0].wait()
+def wait_for_work(works_and_futures: list[Any]) -> None:
+    works_and_futures[0].wait()
 
 
-def wait_for_future(held: list[Any]) -> None:
-    held[0].get_future().wait()
+def wait_for_future(works_and_futures: list[Any]) -> None:
+    works_and_futures[0].get_future().wait()
 
 
-def wait_for_future_made_before(held: list[Any]) -> None:
-    held[1].wait()
+def wait_for_existing_future(works_and_futures: list[Any]) -> None:
+    works_and_futures[1].wait()
 
 
 def check_message_callbacks() -> None:
@@ -205,7 +211,7 @@ def exchange_identities() -> str:
     return path
 
 
-def run_in_child(function: Callable[[], None], limit: float = 20) -> int:
+def run_in_child(function: Callable[[], None], timeout_seconds: float = 20) -> int:
     """Fork, run ``function`` in the child, and run the interpreter's exit functions there.
 
     Returns the child's exit code, or -9 if it hangs.
@@ -225,8 +231,8 @@ def run_in_child(function: Callable[[], None], limit: float = 20) -> int:
         finally:
             sys.stderr.flush()
             os._exit(code)
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -272,7 +278,7 @@ def do_nothing() -> None:
     pass
 
 
-IN_CHILDREN = (destroy_group, check_calls_raise, create_own_group, do_nothing)
+CHILD_FUNCTIONS = (destroy_group, check_calls_raise, create_own_group, do_nothing)
 
 
 def check_forks() -> None:
@@ -280,10 +286,10 @@ def check_forks() -> None:
     flight.
     """
     me = dist.get_rank()
-    warm = dist.all_reduce(torch.ones(10), async_op=True)
-    assert warm is not None
-    warm.wait()
-    for function in IN_CHILDREN:
+    warm_up = dist.all_reduce(torch.ones(10), async_op=True)
+    assert warm_up is not None
+    warm_up.wait()
+    for function in CHILD_FUNCTIONS:
         x = torch.ones(100_000)
         work = None
         if me == 0:

@@ -1,4 +1,4 @@
-"""Cases that ranks run in tests of torch's features beyond single collectives."""
+"""Test cases of torch's features beyond single collectives, run on ranks by fsccl_worker.py."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def make_model() -> torch.nn.Module:
 
 def make_batch(rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    drawn = torch.randn(8, 16, generator=generator, device="cpu")
-    return drawn.to(torch.get_default_device())
+    batch = torch.randn(8, 16, generator=generator, device="cpu")
+    return batch.to(torch.get_default_device())
 
 
-def train_alone(steps: int) -> list[Tensor]:
+def train_on_one_process(steps: int) -> list[Tensor]:
     """Return the weights of one process that trains on all ranks' batches."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        whole = torch.cat([make_batch(r, step) for r in range(dist.get_world_size())])
-        model(whole).square().mean().backward()
+        global_batch = torch.cat([make_batch(r, step) for r in range(dist.get_world_size())])
+        model(global_batch).square().mean().backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
@@ -43,7 +43,7 @@ def train_ddp(steps: int) -> None:
         optimizer.zero_grad()
         model(make_batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
-    for parameter, expected in zip(model.parameters(), train_alone(steps), strict=True):
+    for parameter, expected in zip(model.parameters(), train_on_one_process(steps), strict=True):
         torch.testing.assert_close(parameter.detach(), expected)
 
 
@@ -62,11 +62,11 @@ def train_fsdp(steps: int) -> None:
         optimizer.zero_grad()
         model(make_batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
-    for parameter, expected in zip(model.parameters(), train_alone(steps), strict=True):
+    for parameter, expected in zip(model.parameters(), train_on_one_process(steps), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
-def dtensors() -> None:
+def check_dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -79,7 +79,7 @@ def dtensors() -> None:
     assert x.sum().full_tensor() == whole.sum()
 
 
-def functional() -> None:
+def check_functional_collectives() -> None:
     import torch.distributed._functional_collectives as funcol
 
     n, me = dist.get_world_size(), dist.get_rank()
@@ -91,8 +91,8 @@ def functional() -> None:
     assert scattered.tolist() == [1.0, 1.0]
 
 
-def subgroups() -> None:
-    """Use overlapping groups of strided ranks in turn."""
+def check_overlapping_groups() -> None:
+    """Check operations of overlapping groups in turn."""
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [list(range(0, n, 2)), list(range(1, n, 2)), [0, n - 1], list(range(n))]
     groups = [dist.new_group(members) for members in lists]
@@ -108,7 +108,7 @@ def subgroups() -> None:
             assert y[0] == members[-1]
 
 
-def compiled(backend: str) -> None:
+def check_compiled_collectives(backend: str) -> None:
     """Run functional collectives inside ``torch.compile``, without a graph break."""
     import torch.distributed._functional_collectives as funcol
 
@@ -138,10 +138,9 @@ def compiled(backend: str) -> None:
     torch.testing.assert_close(step(x), expected)
 
 
-def many_groups(count: int) -> None:
-    """Make groups as Megatron does, each with a first operation.
-
-    Nothing of them must remain, and a few threads serve all of them.
+def check_many_groups(count: int) -> None:
+    """Check that groups created as Megatron does share a few threads, and that no open file remains
+    after they are destroyed.
     """
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [
@@ -163,7 +162,7 @@ def many_groups(count: int) -> None:
         assert torch.equal(x, torch.full_like(x, float(sum(members))))
         dist.all_reduce(x, group=group, async_op=True).wait()
         assert torch.equal(x, torch.full_like(x, float(sum(members) * len(members))))
-    names = sorted(fsccl_threads())
+    names = sorted(list_fsccl_threads())
     assert len(names) <= 8, names
     assert names.count("fsccl-messages") <= 1, names
     assert names.count("fsccl-sends") <= 1, names
@@ -176,7 +175,7 @@ def many_groups(count: int) -> None:
     )
 
 
-def fsccl_threads() -> list[str]:
+def list_fsccl_threads() -> list[str]:
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if name.startswith("fsccl")]
 
@@ -185,8 +184,8 @@ def count_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def split() -> str:
-    """Return the error of a program that splits a group."""
+def get_split_error() -> str:
+    """Return the error of ``split_group``, which fsccl does not support."""
     group = dist.group.WORLD
     assert group is not None
     group.bound_device_id = torch.device("cpu:0")  # without a device torch itself does not try
@@ -199,7 +198,7 @@ def split() -> str:
     return "no error"
 
 
-def monitored(seconds: float, absent: list[int]) -> str:
+def run_monitored_barrier(seconds: float, absent: list[int]) -> str:
     """Run a monitored barrier that some ranks do not enter."""
     group = dist.group.WORLD
     assert group is not None

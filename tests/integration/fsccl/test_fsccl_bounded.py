@@ -1,4 +1,6 @@
-"""Tests of bounded all_reduce on real ranks: replicas stay identical despite packet loss."""
+"""Tests of bounded all_reduce (csrc/datagram) on real ranks: results are identical on all ranks
+despite packet loss.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from bed.plugin import need_bed
+from bed.plugin import require_bed
 from support.fsccl_hosts import HostRanks
 from support.fsccl_ranks import ROOT, wait_for_replies
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-COUNT = 1 << 18  # a MiB of float32
-LEARNING = "exactly: learning what the network carries"
+ELEMENTS = 1 << 18  # a MiB of float32
+EXACT_WHILE_LEARNING = "exactly: learning what the network carries"
 BOUNDED = "by datagrams, in bounded time"
-REPEATED = "by datagrams, then exactly: too much was lost"
+REPEATED_EXACTLY = "by datagrams, then exactly: too much was lost"
 # A rate that a busy machine sustains, so that few packets are late.
-TAIL = {"FSCCL_TAIL": "bounded", "FSCCL_TAIL_RATE": "400"}
+TAIL_SETTINGS = {"FSCCL_TAIL": "bounded", "FSCCL_TAIL_RATE": "400"}
 
 
 @pytest.mark.parametrize(
@@ -34,16 +36,18 @@ def test_replicas_are_identical_on_real_sockets(
     ranks: Any, clusters: str, dtype: str, red: str
 ) -> None:
     members = range(sum(map(int, clusters.split(","))))
-    ranks.join(len(members), **TAIL, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS=clusters)
+    ranks.join(len(members), **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS=clusters)
     results_by_rank = ranks.call(
-        members, "run_all_reduces", count=2 * COUNT + 3, rounds=8, dtype=dtype, red=red
+        members, "run_all_reduces", count=2 * ELEMENTS + 3, rounds=8, dtype=dtype, red=red
     )
     (statistics, *_) = ranks.call(members, "get_tail_statistics")
     ranks.leave(members)
     assert all(results == results_by_rank[0] for results in results_by_rank), (
         "ranks report different operations"
     )
-    assert [algorithm for algorithm, _ in results_by_rank[0]] == [LEARNING] * 4 + [BOUNDED] * 4
+    assert [algorithm for algorithm, _ in results_by_rank[0]] == [EXACT_WHILE_LEARNING] * 4 + [
+        BOUNDED
+    ] * 4
     assert all(exact for _, exact in results_by_rank[0][:4])
     assert (statistics["operations"], statistics["exact"], statistics["repeated"]) == (4, 4, 0)
     assert statistics["forged"] == statistics["foreign"] == statistics["malformed"] == 0
@@ -54,8 +58,8 @@ def test_replicas_are_identical_on_real_sockets(
 @pytest.mark.parametrize("clusters", ["4", "3,1"])
 def test_unsupported_layouts_are_exact(ranks: Any, clusters: str) -> None:
     """A single node loses no packets, and nodes of different sizes form no rails."""
-    ranks.join(4, **TAIL, FSCCL_CLUSTERS=clusters)
-    results_by_rank = ranks.call(range(4), "run_all_reduces", count=COUNT, rounds=5)
+    ranks.join(4, **TAIL_SETTINGS, FSCCL_CLUSTERS=clusters)
+    results_by_rank = ranks.call(range(4), "run_all_reduces", count=ELEMENTS, rounds=5)
     assert all(
         exact and "datagrams" not in algorithm
         for results in results_by_rank
@@ -66,11 +70,11 @@ def test_unsupported_layouts_are_exact(ranks: Any, clusters: str) -> None:
 
 
 @pytest.mark.parametrize("native", ["own", "gloo"])
-def test_asynchronous_works(ranks: Any, native: str) -> None:
-    """Also covers groups whose other operations use an engine: the core reduces for it."""
-    environment = {**TAIL, "FSCCL_TAIL_LIMIT": "0", "FSCCL_CLUSTERS": "2,2"}
+def test_asynchronous_works_run_in_bounded_time(ranks: Any, native: str) -> None:
+    """With gloo, the group's other operations use the device engine, and the core runs these."""
+    environment = {**TAIL_SETTINGS, "FSCCL_TAIL_LIMIT": "0", "FSCCL_CLUSTERS": "2,2"}
     ranks.join(4, **environment, FSCCL_NATIVE=native)
-    ranks.call(range(4), "check_works", count=COUNT)
+    ranks.call(range(4), "check_works", count=ELEMENTS)
     (statistics, *_) = ranks.call(range(4), "get_tail_statistics")
     assert statistics["operations"] > 0
     (algorithms, *_) = ranks.call(range(4), "list_exact_algorithms")
@@ -79,21 +83,22 @@ def test_asynchronous_works(ranks: Any, native: str) -> None:
 
 
 def test_other_operations_and_groups_are_exact(ranks: Any) -> None:
-    ranks.join(2, **TAIL, FSCCL_CLUSTERS="1,1")
+    ranks.join(2, **TAIL_SETTINGS, FSCCL_CLUSTERS="1,1")
     (algorithms, _) = ranks.call(range(2), "list_exact_algorithms")
     assert all(
-        "datagrams" not in algorithm and algorithm != LEARNING for algorithm in algorithms
+        "datagrams" not in algorithm and algorithm != EXACT_WHILE_LEARNING
+        for algorithm in algorithms
     ), algorithms
     ranks.leave(range(2))
     ranks.join(2, FSCCL_CLUSTERS="1,1", FSCCL_TAIL_RATE="400", FSCCL_TAIL_LIMIT="100")
     (algorithms, _) = ranks.call(range(2), "run_group_with_options", tail="bounded")
-    assert algorithms == [LEARNING] * 4 + [BOUNDED] * 2
+    assert algorithms == [EXACT_WHILE_LEARNING] * 4 + [BOUNDED] * 2
     ranks.leave(range(2))
 
 
 def test_groups_are_selected_by_description(ranks: Any) -> None:
     group_settings = {"FSCCL_TAIL_GROUPS": "*DATA_PARALLEL*,mine", "FSCCL_TAIL_LIMIT": "100"}
-    ranks.join(2, **TAIL, **group_settings, FSCCL_CLUSTERS="1,1")
+    ranks.join(2, **TAIL_SETTINGS, **group_settings, FSCCL_CLUSTERS="1,1")
     names = ["EXPERT_DATA_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP", "mine", "not mine"]
     (algorithms, _) = ranks.call(range(2), "run_groups_by_description", descriptions=names)
     assert [algorithms[name] == BOUNDED for name in names] == [True, False, True, False]
@@ -101,8 +106,8 @@ def test_groups_are_selected_by_description(ranks: Any) -> None:
 
 
 def test_survivors_name_a_killed_rank(ranks: Any) -> None:
-    ranks.join(4, **TAIL, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1,1,1")
-    ranks.call(range(4), "run_all_reduces", count=COUNT, rounds=5)
+    ranks.join(4, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1,1,1")
+    ranks.call(range(4), "run_all_reduces", count=ELEMENTS, rounds=5)
     for i in range(3):
         ranks[i].start_case("run_operation", op="all_reduce", repeat=3)
     time.sleep(0.1)
@@ -113,7 +118,7 @@ def test_survivors_name_a_killed_rank(ranks: Any) -> None:
 
 
 def test_mismatched_sizes_are_reported(ranks: Any) -> None:
-    ranks.join(2, timeout=20, **TAIL, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1")
+    ranks.join(2, timeout=20, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1")
     for i in range(2):
         ranks[i].start_case("all_reduce_mismatched_sizes", warm_up=4)
     for reply in ranks.wait_for_replies(range(2)).values():
@@ -125,11 +130,11 @@ def four_hosts(
     built_extension: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[HostRanks, Path]]:
     """Ranks on four hosts, each behind 1 Gbit/s with a 64 KB queue on the switch's side."""
-    need_bed()
+    require_bed()
     log = tmp_path_factory.mktemp("bounded") / "stderr"
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 4) as bed,
-        HostRanks.start(bed, range(4), limit=120, stderr_files={0: log}) as host_ranks,
+        HostRanks.start(bed, range(4), timeout_seconds=120, stderr_files={0: log}) as host_ranks,
     ):
         for host in bed.hosts:
             bucket = ["tbf", "rate", "1gbit", "burst", "96kb", "limit", "64kb"]
@@ -139,14 +144,16 @@ def four_hosts(
         yield host_ranks, log
 
 
-def test_background_traffic_and_total_packet_loss(four_hosts: tuple[HostRanks, Path]) -> None:
+def test_replicas_stay_identical_under_background_traffic_and_total_loss(
+    four_hosts: tuple[HostRanks, Path],
+) -> None:
     hosts, log = four_hosts
     bed = hosts.bed
-    environment = {**TAIL, "FSCCL_TAIL_LIMIT": "60", "FSCCL_TAIL_FEEDBACK": "1"}
+    environment = {**TAIL_SETTINGS, "FSCCL_TAIL_LIMIT": "60", "FSCCL_TAIL_FEEDBACK": "1"}
     hosts.join("tail", 60, **environment)
     traffic = _start_background_traffic(bed, seconds=60)
     try:
-        results_by_rank = hosts.call("run_all_reduces", count=COUNT // 4, rounds=7)
+        results_by_rank = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=7)
     finally:
         traffic.kill()
         traffic.wait()
@@ -158,11 +165,11 @@ def test_background_traffic_and_total_packet_loss(four_hosts: tuple[HostRanks, P
     bed[1].run(["nft", "add rule inet t in meta l4proto udp drop"])
     try:
         # Operations after a repeated one are exact at once, as the first ones may have been.
-        results_by_rank = hosts.call("run_all_reduces", count=COUNT // 4, rounds=16)
+        results_by_rank = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=16)
     finally:
         bed[1].heal()
     assert all(results == results_by_rank[0] for results in results_by_rank)
-    assert REPEATED in [algorithm for algorithm, _ in results_by_rank[0]]
+    assert REPEATED_EXACTLY in [algorithm for algorithm, _ in results_by_rank[0]]
     assert all(exact for algorithm, exact in results_by_rank[0] if algorithm != BOUNDED)
     assert re.search(r"lost too much .*: it is repeated exactly, and the next \d+", log.read_text())
 
@@ -172,12 +179,12 @@ def test_broken_link_names_the_unreachable_rank(four_hosts: tuple[HostRanks, Pat
     hosts, _ = four_hosts
     bed = hosts.bed
     hosts.call("leave")
-    hosts.join("cut", 4, **TAIL, FSCCL_TAIL_LIMIT="100")
-    (results, *_) = hosts.call("run_all_reduces", count=COUNT // 4, rounds=5)
+    hosts.join("cut", 4, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100")
+    (results, *_) = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=5)
     assert results[-1][0] == BOUNDED
-    hosts.start_case("run_operation", op="all_reduce", count=COUNT // 4, repeat=100_000)
+    hosts.start_case("run_operation", op="all_reduce", count=ELEMENTS // 4, repeat=100_000)
     time.sleep(0.2)
-    bed[1].link("down")
+    bed[1].set_link("down")
     try:
         replies = wait_for_replies(hosts.ranks, 30)
     finally:

@@ -13,5 +13,5 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 @pytest.mark.skipif(" " in sys.prefix, reason="torch's compiler does not quote paths with a space")
 def test_functional_collectives_compile_to_one_graph(ranks: Any) -> None:
     ranks.join(2)
-    ranks.call(range(2), "compiled", backend="inductor", limit=120)
+    ranks.call(range(2), "check_compiled_collectives", backend="inductor", limit=120)
     ranks.leave(range(2))

@@ -8,16 +8,16 @@ import signal
 from typing import Any
 
 import pytest
-from support.fsccl_ranks import SLACK, wait_for_errors
+from support.fsccl_ranks import MAX_DELAY_SECONDS, wait_for_errors
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-TIMEOUT = 60.0  # timeout of operations: an error that comes earlier was not caused by a timeout
+OPERATION_TIMEOUT_SECONDS = 60.0  # long, so that no error in these tests is caused by the timeout
 
 
 def collect_errors(pool: Any, members: list[int]) -> list[str]:
     """Return each rank's error without the prefix that names the reporting rank."""
-    errors_by_rank = wait_for_errors(pool, members, SLACK)
+    errors_by_rank = wait_for_errors(pool, members, MAX_DELAY_SECONDS)
     return [error.partition(f", rank {i}: ")[2] or error for i, error in errors_by_rank.items()]
 
 
@@ -33,13 +33,13 @@ def kill_rank(pool: Any, index: int) -> None:
 )
 def test_killed_rank_is_not_confused_with_a_straggler(ranks: Any, shape: str, op: str) -> None:
     """Rank 1 does not call the operation, but is not responsible for the failure."""
-    ranks.join(3, timeout=TIMEOUT, FSCCL_CLUSTERS=shape)
+    ranks.join(3, timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=shape)
     ranks.call(range(3), "exchange_messages")
     ranks.call(range(3), "run_operation", op="barrier")
     ranks[0].start_case("wait_for_all_ranks", op=op)
     if op != "recv_any":
         ranks[2].start_case("wait_for_all_ranks", op=op)
-        ranks.call([1], "sleep_for", seconds=0.3)  # rank 2 is in it
+        ranks.call([1], "sleep_for", seconds=0.3)  # until rank 2 is in the operation
     kill_rank(ranks, 2)
     (error,) = collect_errors(ranks, [0])
     assert re.fullmatch(r"rank 2 \[.*\] ended without leaving the group", error)
@@ -49,7 +49,7 @@ def test_killed_rank_is_not_confused_with_a_straggler(ranks: Any, shape: str, op
 @pytest.mark.parametrize("shape", ["1,1,1", "2,1"])
 def test_rank_failure_is_reported_in_all_groups(ranks: Any, shape: str) -> None:
     """Rank 1 is alive, but never sends the message that rank 0 waits for in the other group."""
-    ranks.join(3, timeout=TIMEOUT, FSCCL_CLUSTERS=shape)
+    ranks.join(3, timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=shape)
     ranks.call(range(3), "exchange_messages")
     ranks.call(range(3), "create_second_group")
     ranks[0].start_case("receive_in_second_group", source=1)
@@ -61,24 +61,24 @@ def test_rank_failure_is_reported_in_all_groups(ranks: Any, shape: str) -> None:
     ranks.leave([0, 1])
 
 
-@pytest.mark.parametrize("leader", [True, False], ids=["leader", "follower"])
-def test_rank_killed_between_rendezvous_and_first_operation(ranks: Any, leader: bool) -> None:
-    ranks.join(3, timeout=TIMEOUT)
+@pytest.mark.parametrize("kills_leader", [True, False], ids=["leader", "follower"])
+def test_rank_killed_between_rendezvous_and_first_operation(ranks: Any, kills_leader: bool) -> None:
+    ranks.join(3, timeout=OPERATION_TIMEOUT_SECONDS)
     ranks.call(range(3), "exchange_identities")
-    dead = 0 if leader else 2
-    survivors = [i for i in range(3) if i != dead]
+    killed_rank = 0 if kills_leader else 2
+    survivors = [i for i in range(3) if i != killed_rank]
     for i in survivors:
         ranks[i].start_case("run_operation", op="barrier")
-    kill_rank(ranks, dead)
+    kill_rank(ranks, killed_rank)
     for error in collect_errors(ranks, survivors):
-        assert re.fullmatch(rf"rank {dead} \[.*\] ended without leaving the group", error)
+        assert re.fullmatch(rf"rank {killed_rank} \[.*\] ended without leaving the group", error)
     ranks.leave(survivors)
 
 
 @pytest.mark.parametrize("shm", ["1", "0"])
 def test_killed_rank_with_running_children_is_detected(ranks: Any, shm: str) -> None:
     """Children inherit copies of the rank's connections unless they are closed on fork."""
-    ranks.join(3, timeout=TIMEOUT, FSCCL_SHM=shm)
+    ranks.join(3, timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_SHM=shm)
     ranks.call(range(3), "exchange_messages")
     (child,) = ranks.call([2], "fork_sleeping_child", seconds=120)
     try:
@@ -92,7 +92,7 @@ def test_killed_rank_with_running_children_is_detected(ranks: Any, shm: str) -> 
         os.kill(child, signal.SIGKILL)
 
 
-PATHS = {
+PATH_SETTINGS = {
     "shared-memory": {},
     "clusters": {"FSCCL_CLUSTERS": "1,1"},
     "pipelined": {"FSCCL_PIPELINE_K": "2", "FSCCL_ONE_SHOT_BYTES": "0"},
@@ -120,13 +120,13 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("path", list(PATH_SETTINGS))
 def test_mismatched_calls_are_reported(ranks: Any, path: str) -> None:
     """Both ranks report the mismatch in the same words, before the timeout."""
     for kind, patterns in MISMATCHES.items():
         if path == "hosts" and kind in ("root", "nothing", "barrier"):
             continue  # the core's barrier has no record of the previous operation
-        ranks.join(2, timeout=TIMEOUT, **PATHS[path])
+        ranks.join(2, timeout=OPERATION_TIMEOUT_SECONDS, **PATH_SETTINGS[path])
         for i in range(2):
             ranks[i].start_case("call_mismatched", kind=kind)
         first, second = collect_errors(ranks, [0, 1])
@@ -146,7 +146,7 @@ def test_mismatched_shared_memory_setting_is_rejected(ranks: Any) -> None:
             "size": 2,
             "port": ranks.port,
             "key": "different-shm",
-            "timeout": TIMEOUT,
+            "timeout": OPERATION_TIMEOUT_SECONDS,
         }
         ranks[i].start_case("join", environment={"FSCCL_SHM": str(i)}, **arguments)
     ranks.wait_for_results([0, 1])

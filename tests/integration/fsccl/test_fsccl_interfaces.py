@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 from bed.lab import Bed
-from bed.plugin import need_bed
+from bed.plugin import require_bed
 from support.fsccl_hosts import HostRanks
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-COUNT = 1 << 22  # 16 MiB of float32
+ELEMENTS = 1 << 22  # 16 MiB of float32
 
 
 @pytest.fixture(scope="module")
 def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostRanks]:
     """Ranks on two hosts with the interfaces ``eth0`` and ``fab0``."""
-    need_bed()
+    require_bed()
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 2, fabric=True) as bed,
-        HostRanks.start(bed, [0, 1], limit=60) as host_ranks,
+        HostRanks.start(bed, [0, 1], timeout_seconds=60) as host_ranks,
     ):
         yield host_ranks
 
@@ -33,7 +33,7 @@ def read_sent_bytes(bed: Bed) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("environment", "shares"),
+    ("environment", "expected_shares"),
     [
         ({}, (1.0, 0.0)),
         ({"FSCCL_SOCKET_IFNAME": "fab"}, (0.0, 1.0)),
@@ -53,15 +53,15 @@ def test_traffic_is_shared_between_interfaces(
     hosts: HostRanks,
     request: pytest.FixtureRequest,
     environment: dict[str, str],
-    shares: tuple[float, float],
+    expected_shares: tuple[float, float],
 ) -> None:
     hosts.join(request.node.callspec.id, 60, **environment)
     case = {"op": "all_reduce", "dtype": "float32", "red": "sum", "root": 0}
     before = read_sent_bytes(hosts.bed)
-    hosts.call("check_operation", **case, count=COUNT, seed=1, strided=False)
+    hosts.call("check_operation", **case, count=ELEMENTS, seed=1, strided=False)
     after = read_sent_bytes(hosts.bed)
     increments = [after[name] - before[name] for name in ("eth0", "fab0")]
     assert [increment / sum(increments) for increment in increments] == pytest.approx(
-        shares, abs=0.1
+        expected_shares, abs=0.1
     )
     hosts.call("leave")

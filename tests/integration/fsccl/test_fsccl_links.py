@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from bed.plugin import need_bed
+from bed.plugin import require_bed
 from support.fsccl_hosts import FIRST_PORT, HostRanks
 from support.fsccl_ranks import ROOT, wait_for_replies
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
-TIMEOUT = 3.0  # timeout of operations in seconds
-SLACK = 8.0  # seconds for a busy machine; a hang takes far longer
-OPS = (
+OPERATION_TIMEOUT_SECONDS = 3.0
+MAX_DELAY_SECONDS = 8.0  # allowed on a busy machine; a hang takes far longer
+OPERATIONS = (
     "all_reduce",
     "reduce",
     "reduce_scatter",
@@ -34,8 +34,8 @@ OPS = (
 )
 
 
-def test_slow_link_tool(built_extension: None, tmp_path: Path) -> None:
-    need_bed()
+def test_slow_link_tool_measures_fsccl_and_gloo(built_extension: None, tmp_path: Path) -> None:
+    require_bed()
     tool, result = ROOT / "tools" / "comm" / "slow_link.py", tmp_path / "result.json"
     options = ["--rate", "300mbit", "--sizes", "256k", "--rounds", "1", "--output", str(result)]
     process = subprocess.run(
@@ -68,12 +68,12 @@ class TwoHosts:
 
 @pytest.fixture(scope="module")
 def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    need_bed()
+    require_bed()
     log = tmp_path_factory.mktemp("links") / "stderr"
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 2) as bed,
         HostRanks.start(
-            bed, [0, 0, 1, 1], limit=60, stderr_files=dict.fromkeys(range(4), log)
+            bed, [0, 0, 1, 1], timeout_seconds=60, stderr_files=dict.fromkeys(range(4), log)
         ) as host_ranks,
     ):
         yield TwoHosts(host_ranks, log)
@@ -82,9 +82,9 @@ def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_collectives_over_a_slow_link(hosts: TwoHosts) -> None:
     """Chunks in flight while others are reduced must not be lost or reordered."""
     hosts.join(60)
-    hosts.ranks.bed[1].shape("300mbit")
+    hosts.ranks.bed[1].limit_rate("300mbit")
     try:
-        for op in OPS:
+        for op in OPERATIONS:
             hosts.ranks.call(
                 "check_operation",
                 op=op,
@@ -105,13 +105,13 @@ def test_collectives_over_a_slow_link(hosts: TwoHosts) -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "barrier", "swap"])
 def test_every_rank_reports_a_broken_link(op: str, hosts: TwoHosts) -> None:
-    hosts.join(TIMEOUT)
+    hosts.join(OPERATION_TIMEOUT_SECONDS)
     hosts.ranks.call("run_operation", op="all_reduce")
     hosts.ranks.start_case("run_operation", op=op, repeat=100_000)
     time.sleep(0.3)
-    hosts.ranks.bed[1].link("down")
+    hosts.ranks.bed[1].set_link("down")
     try:
-        replies = wait_for_replies(hosts.ranks.ranks, TIMEOUT + SLACK)
+        replies = wait_for_replies(hosts.ranks.ranks, OPERATION_TIMEOUT_SECONDS + MAX_DELAY_SECONDS)
     finally:
         hosts.ranks.bed[1].heal()
     for i, reply in replies.items():

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 LAYOUTS = ["4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
 PIPELINED_LAYOUTS = ["4", "1,2,2"]  # layouts for the three operations with pipelined schedules
-OPS = [
+OPERATIONS = [
     "all_reduce",
     "reduce",
     "reduce_scatter",
@@ -30,11 +30,11 @@ INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
 WIDE_UNSIGNED = ["uint16", "uint32", "uint64"]  # types for which torch has few operations
 ARITHMETIC = ["sum", "avg", "min", "max", "product", "premul"]
 BITWISE = ["band", "bor", "bxor"]
-WHOLE = ("all_reduce", "reduce", "broadcast", "gather")
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+OPERATIONS_ON_WHOLE_TENSORS = ("all_reduce", "reduce", "broadcast", "gather")
+REDUCING_OPERATIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
-def members_of(layout: str) -> range:
+def layout_ranks(layout: str) -> range:
     return range(sum(int(n) for n in layout.split(",")))
 
 
@@ -50,9 +50,9 @@ def job(request: pytest.FixtureRequest, ranks: Any) -> Any:
     if pipelined:
         variables |= {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "1000"}
         variables |= {"FSCCL_ONE_SHOT_BYTES": "0"}
-    ranks.join(len(members_of(layout)), **variables)
-    yield ranks, members_of(layout)
-    ranks.leave(members_of(layout))
+    ranks.join(len(layout_ranks(layout)), **variables)
+    yield ranks, layout_ranks(layout)
+    ranks.leave(layout_ranks(layout))
 
 
 def make_case(
@@ -71,24 +71,28 @@ def test_every_type_and_reduction(job: Any) -> None:
         *itertools.product(["bool"], ["sum", "min", "max", "product", *BITWISE]),
         *itertools.product(["complex64", "complex128"], ["sum", "avg"]),
     ]
-    cases = [make_case(op, dtype, 1031, red) for op in REDUCING for dtype, red in combinations]
+    cases = [
+        make_case(op, dtype, 1031, red) for op in REDUCING_OPERATIONS for dtype, red in combinations
+    ]
     pool.call(ranks, "check_operations", cases=cases)
 
 
-def test_stages_of_reductions(job: Any) -> None:
-    """Sizes cover all stages across nodes; each reduction has a step that only one stage runs."""
+def test_reductions_are_correct_in_every_stage(job: Any) -> None:
+    """The size is large enough for all stages of a reduction across nodes. Each of these reductions
+    has a step (such as the division of avg) that only one stage runs.
+    """
     pool, ranks = job
     kinds = [("bfloat16", "avg"), ("int32", "avg"), ("float32", "premul"), ("float16", "max")]
     cases = [make_case("all_reduce", dtype, 200_003, red) for dtype, red in kinds]
     pool.call(ranks, "check_operations", cases=cases)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_size(job: Any, op: str) -> None:
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_operation_and_size(job: Any, op: str) -> None:
     """Sizes range from zero to several megabytes."""
     pool, ranks = job
     # With five ranks or a part per rank, larger sizes would mostly measure the setup of inputs.
-    largest = 1_300_000 if len(ranks) < 5 and op in WHOLE else 150_001
+    largest = 1_300_000 if len(ranks) < 5 and op in OPERATIONS_ON_WHOLE_TENSORS else 150_001
     sizes = [0, 1, 2, 3, 17, 2047, 8193, largest]
     cases = [make_case(op, "float32", n, root=n % 3) for n in sizes]
     pool.call(ranks, "check_operations", cases=cases)
@@ -97,10 +101,12 @@ def test_every_size(job: Any, op: str) -> None:
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint16", "complex64", "bool"])
 def test_types_without_reductions(job: Any, dtype: str) -> None:
     pool, ranks = job
-    moving = [op for op in OPS if op not in REDUCING]
+    copying_operations = [op for op in OPERATIONS if op not in REDUCING_OPERATIONS]
     if dtype == "float8_e4m3fn":
         dtype = "uint8"  # float8 tensors cannot be compared, and only their bytes are moved
-    pool.call(ranks, "check_operations", cases=[make_case(op, dtype, 1000) for op in moving])
+    pool.call(
+        ranks, "check_operations", cases=[make_case(op, dtype, 1000) for op in copying_operations]
+    )
 
 
 def test_strided_tensors(job: Any) -> None:
@@ -108,7 +114,7 @@ def test_strided_tensors(job: Any) -> None:
     pool.call(
         ranks,
         "check_operations",
-        cases=[make_case(op, "float32", 5003, strided=True) for op in OPS],
+        cases=[make_case(op, "float32", 5003, strided=True) for op in OPERATIONS],
     )
 
 
@@ -121,7 +127,7 @@ def test_random_operations(job: Any) -> None:
         st.lists(
             st.builds(
                 make_case,
-                st.sampled_from(OPS),
+                st.sampled_from(OPERATIONS),
                 st.sampled_from(FLOATS + INTEGERS),
                 st.one_of(st.integers(0, 40), st.integers(0, 70_000)),
                 st.sampled_from(ARITHMETIC[:5]),

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from support.fsccl_ranks import SLACK, wait_for_errors
+from support.fsccl_ranks import MAX_DELAY_SECONDS, wait_for_errors
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -37,7 +37,7 @@ def test_settings_that_differ_between_ranks_are_rejected(
     pool.wait_for_results([0, 1])
     for i in range(2):
         pool[i].start_case("run_operation", op="barrier")
-    for error in wait_for_errors(pool, [0, 1], SLACK).values():
+    for error in wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS).values():
         assert f"{name}={values[0]} " in error
         assert f"{name}={values[1]} " in error
         assert "set the same values everywhere" in error
@@ -68,7 +68,7 @@ def test_ranks_need_the_same_secret(pool: Any) -> None:
     pool.wait_for_results([0, 1])
     for i in range(2):
         pool[i].start_case("run_operation", op="barrier")
-    for error in wait_for_errors(pool, [0, 1], SLACK).values():
+    for error in wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS).values():
         assert error.count("FSCCL_SECRET=[") == 2
         assert "set the same values everywhere" in error
         assert not {"0" * 32, "1" * 32} & set(re.findall("[0-9a-f]{32}", error))
@@ -106,7 +106,7 @@ def test_invalid_variables_are_rejected(
     pool[0].start_case(
         "join", rank=0, size=2, port=pool.port, key="wrong", timeout=5, environment=variables
     )
-    assert expected in wait_for_errors(pool, [0], SLACK)[0]
+    assert expected in wait_for_errors(pool, [0], MAX_DELAY_SECONDS)[0]
 
 
 def test_clusters_must_cover_all_ranks(pool: Any) -> None:
@@ -119,6 +119,6 @@ def test_clusters_must_cover_all_ranks(pool: Any) -> None:
     pool.wait_for_results(range(3))
     for i in range(3):
         pool[i].start_case("barrier_in_new_group")
-    for error in wait_for_errors(pool, [0, 1, 2], SLACK).values():
+    for error in wait_for_errors(pool, [0, 1, 2], MAX_DELAY_SECONDS).values():
         assert "FSCCL_CLUSTERS covers 2 ranks, but there is a rank 2" in error
     pool.leave([0, 1, 2])

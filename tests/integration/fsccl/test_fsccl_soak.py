@@ -26,14 +26,16 @@ def run_soak_tool(result: Path, *words: str, seconds: float) -> list[dict[str, A
     return rounds
 
 
-def test_a_few_rounds(built_extension: None, tmp_path: Path) -> None:
+def test_soak_tool_runs_a_few_rounds(built_extension: None, tmp_path: Path) -> None:
     rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "4", "--round", "1", seconds=60)
-    assert {entry["killed"] is None for entry in rounds} == {True, False}, "both kinds are drawn"
+    assert {entry["killed"] is None for entry in rounds} == {True, False}, (
+        "expected rounds with and without a killed rank"
+    )
     assert sum(entry["operations"] for entry in rounds) > 80
     assert sum(entry["groups"] for entry in rounds) > 10
 
 
 @pytest.mark.slow
-def test_one_minute(built_extension: None, tmp_path: Path) -> None:
+def test_soak_tool_runs_for_a_minute(built_extension: None, tmp_path: Path) -> None:
     rounds = run_soak_tool(tmp_path / "soak.json", "--seed", "2", seconds=60)
     assert len(rounds) > 5

@@ -1,4 +1,4 @@
-"""fsccl under torch: works, groups, messages, DDP, FSDP2, DTensor."""
+"""Tests of fsccl with torch's features: works, groups, messages, DDP, FSDP2, DTensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(
     "case",
-    ["check_asynchronous", "subgroups", "check_crossed_groups", "check_coalesced", "check_objects"],
+    [
+        "check_asynchronous",
+        "check_overlapping_groups",
+        "check_crossed_groups",
+        "check_coalesced",
+        "check_objects",
+    ],
 )
 def test_groups_and_works(run_on_four_ranks: Any, case: str) -> None:
     run_on_four_ranks(case)
@@ -34,35 +40,35 @@ def test_training(run_on_four_ranks: Any, case: str) -> None:
     run_on_four_ranks(case, steps=3)
 
 
-@pytest.mark.parametrize("case", ["dtensors", "functional"])
+@pytest.mark.parametrize("case", ["check_dtensors", "check_functional_collectives"])
 def test_features_on_collectives(run_on_four_ranks: Any, case: str) -> None:
     run_on_four_ranks(case)
 
 
 def test_as_many_groups_as_megatron_makes(run_on_four_ranks: Any) -> None:
-    run_on_four_ranks("many_groups", count=33)
+    run_on_four_ranks("check_many_groups", count=33)
 
 
 def test_splitting_is_rejected(run_on_four_ranks: Any) -> None:
-    for error in run_on_four_ranks("split"):
+    for error in run_on_four_ranks("get_split_error"):
         assert "its backend does not support splitting" in error
 
 
 def test_memory_registration_needs_gpus(run_on_four_ranks: Any) -> None:
-    for scattered, symmetric in run_on_four_ranks("register_gpu_memory"):
-        assert "with symm=True you say that all have allocated alike" in scattered
-        assert "GPUs of one host with NVLink between them" in symmetric
+    for default_error, symmetric_error in run_on_four_ranks("get_registration_errors"):
+        assert "pass symm=True to confirm that" in default_error
+        assert "GPUs of one host with NVLink between them" in symmetric_error
 
 
 def test_errors_of_wrong_calls(run_on_four_ranks: Any) -> None:
     for errors in run_on_four_ranks("collect_usage_errors"):
-        band, sparse, odd, sizes, types, place = errors
+        band, sparse, uneven_parts, sizes, types, output_size = errors
         assert "ValueError: fsccl: reduction band is not defined for float32" in band
-        assert "all_reduce of sparse tensors sums only" in sparse
-        assert "5 elements for 5 are not equal parts of 4 ranks" in odd
+        assert "all_reduce of sparse tensors supports only SUM" in sparse
+        assert "5 elements for 5 are not equal parts of 4 ranks" in uneven_parts
         assert "4 elements of Float are not 4 times 2 of Float" in sizes
         assert "8 elements of Double are not 4 times 2 of Float" in types
-        assert "this rank's place has 2 elements for 9" in place
+        assert "the output for this rank has 2 elements and its input 9" in output_size
 
 
 def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:

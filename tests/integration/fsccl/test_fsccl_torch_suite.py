@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 SUITE = Path(__file__).with_name("torch_suite.py")
 ROOT = SUITE.parents[3]
 
-SELECTED = """
+SELECTED_TESTS = """
     DistributedDataParallelCPU all_gather_coalesced_group all_gather_coalesced_with_empty
     all_gather_complex all_gather_group all_gather_object_subgroup all_reduce_coalesced_group_sum
     all_reduce_complex_unsupported_ops all_reduce_full_group_product all_reduce_group_max
@@ -32,8 +32,8 @@ SELECTED = """
     send_recv_with_tag static_graph_api_cpu
 """
 
-# Every test that does not pass, by reason.
-NOT_RUN = {
+# All tests of the suite that do not pass, by the reason that makes them fail or be skipped.
+NOT_PASSING = {
     "need CUDA devices, or call for NCCL by name": """
         1_level_hierarchical_model_averager_equivalent_to_periodic_model_averager
         3_level_hierarchical_model_averager DistributedDataParallel_SyncBatchNorm
@@ -105,7 +105,7 @@ NOT_RUN = {
         sync_bn_logged undefined_grad_parity_unused_parameters
         verify_model_across_rank_with_logger verify_model_across_rank_without_logger
     """,
-    "are skipped by torch on every backend: it knows them to fail": """
+    "are skipped by torch on every backend, because they are known to fail": """
         DistributedDataParallel DistributedDataParallel_non_default_stream barrier_timeout_arg
         broadcast_object_list ddp_has_finalized ddp_model_diff_shape_across_ranks
         ddp_profiling_autograd_profiler ddp_profiling_execution_trace
@@ -114,12 +114,12 @@ NOT_RUN = {
     "need torchvision": """
         SyncBatchNorm_process_group
     """,
-    "make their model for MPI, Gloo and NCCL only, told by the name": """
+    "create their model for MPI, Gloo and NCCL only, by the backend's name": """
         accumulate_gradients_no_sync accumulate_gradients_no_sync_allreduce_hook
         accumulate_gradients_no_sync_allreduce_with_then_hook
         accumulate_gradients_no_sync_grad_is_view
     """,
-    "expect gloo's words; test_fsccl_faults.py expects ours, which name the rank": """
+    "expect gloo's error message; test_fsccl_faults.py expects fsccl's, which names the rank": """
         barrier_timeout_full_group barrier_timeout_global barrier_timeout_group
     """,
     "call dist.monitored_barrier, for gloo only; test_fsccl_faults.py calls the group's": """
@@ -127,7 +127,7 @@ NOT_RUN = {
         monitored_barrier_gloo_rank_0_timeout monitored_barrier_gloo_subgroup
         monitored_barrier_wait_all_ranks
     """,
-    "sum sparse tensors, of gloo or CUDA by name; test_fsccl_programs.py does on CPUs": """
+    "reduce sparse tensors only for gloo or CUDA; test_fsccl_programs.py does so on CPUs": """
         compute_bucket_assignment_by_size_sparse_error_with_logger
         compute_bucket_assignment_by_size_sparse_error_without_logger sparse_all_reduce_sum
         sparse_all_reduce_sum_cuda
@@ -136,22 +136,22 @@ NOT_RUN = {
         ddp_logging_data_cpu
     """,
 }
-NOT_RUN_NAMES = {name for names in NOT_RUN.values() for name in names.split()}
+NOT_PASSING_NAMES = {name for names in NOT_PASSING.values() for name in names.split()}
 
 
 @pytest.fixture(scope="module")
 def run(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Run the suite; return the outcome of each test, by its name without ``test_``."""
     pytest.importorskip("expecttest", reason="torch's tests import it")
-    whole = os.environ.get("FLAGSCALE_TORCH_SUITE") == "all"
-    return run_suite([] if whole else SELECTED.split(), tmp_path_factory.mktemp("suite"))
+    run_all = os.environ.get("FLAGSCALE_TORCH_SUITE") == "all"
+    return run_suite([] if run_all else SELECTED_TESTS.split(), tmp_path_factory.mktemp("suite"))
 
 
 def run_suite(names: Sequence[str], directory: Path) -> dict[str, str]:
-    answer, log = directory / "results.json", directory / "log"
+    results_path, log = directory / "results.json", directory / "log"
     with log.open("wb") as output:
         process = subprocess.run(
-            [sys.executable, str(SUITE), str(answer), *(f"test_{name}" for name in names)],
+            [sys.executable, str(SUITE), str(results_path), *(f"test_{name}" for name in names)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=directory,
             stdout=output,
@@ -159,13 +159,13 @@ def run_suite(names: Sequence[str], directory: Path) -> dict[str, str]:
             check=False,
         )
     assert process.returncode == 0, log.read_text(errors="replace")[-4000:]
-    outcomes: dict[str, str] = json.loads(answer.read_text())
+    outcomes: dict[str, str] = json.loads(results_path.read_text())
     return {name.removeprefix("test_"): outcome for name, outcome in outcomes.items()}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SELECTED.split())
-def test_of_torch(name: str, run: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", SELECTED_TESTS.split())
+def test_selected_test_of_torch_passes(name: str, run: dict[str, str]) -> None:
     assert run[name] == "passed"
 
 
@@ -174,6 +174,10 @@ def test_of_torch(name: str, run: dict[str, str]) -> None:
     reason="takes minutes: set FLAGSCALE_TORCH_SUITE=all",
 )
 def test_other_tests_pass_or_have_a_reason(run: dict[str, str]) -> None:
-    unlisted = {n: how for n, how in run.items() if how != "passed" and n not in NOT_RUN_NAMES}
+    unlisted = {
+        n: outcome
+        for n, outcome in run.items()
+        if outcome != "passed" and n not in NOT_PASSING_NAMES
+    }
     assert unlisted == {}
-    assert [n for n, how in run.items() if how == "passed" and n in NOT_RUN_NAMES] == []
+    assert [n for n, outcome in run.items() if outcome == "passed" and n in NOT_PASSING_NAMES] == []

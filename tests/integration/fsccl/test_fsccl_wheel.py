@@ -20,7 +20,7 @@ ALL_REDUCE_PROGRAM = """
 import sys, torch, torch.distributed as dist
 import flagscale.comm.fsccl.build as build
 assert build.__file__.startswith(sys.argv[1]), build.__file__
-print(build.describe_origin(), build.unavailable())
+print(build.describe_origin(), build.unavailable_reason())
 store = dist.HashStore()
 dist.init_process_group("fsccl", store=store, rank=0, world_size=1)
 tensor = torch.ones(3)

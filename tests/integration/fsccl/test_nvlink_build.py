@@ -1,4 +1,6 @@
-"""Compilation of the NVLink kernels, and the engine on a machine without a GPU."""
+"""Tests of the NVLink engine on a machine without a GPU: compilation of its kernels, errors, and
+the reference of its checks.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ NVLINK = Path(nvlink_compile.__file__).parent / "csrc" / "nvlink"
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_no_kernel_spills(tmp_path: Path) -> None:
-    """Kernels of one element stand for all; the compiler's report shows the cost of a change."""
+    """No kernel may spill registers to memory. Only the copy kernels are compiled here."""
     source = (NVLINK / "kernels.cu").read_text()
     lines = [
         line
         for line in source.splitlines()
-        if not line.startswith("FSCCL_REDUCERS") or "BFloat16" in line
+        if not line.startswith("FSCCL_REDUCTION_KERNELS") or "BFloat16" in line
     ]
     (tmp_path / "kernels.cu").write_text("\n".join(lines) + "\n")
     process = subprocess.run(
@@ -36,7 +38,7 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
             "nvcc",
             "-cubin",
             "-arch=sm_90",
-            *nvlink_compile._FLAGS,
+            *nvlink_compile._COMPILER_FLAGS,
             "-Xptxas=-v",
             f"-I{NVLINK}",
             str(tmp_path / "kernels.cu"),
@@ -51,12 +53,12 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stderr[-4000:]
     reports = [line for line in process.stderr.splitlines() if "bytes spill stores" in line]
-    of_kernels = [line for line in reports if "0 bytes stack frame" in line]
-    assert len(of_kernels) >= 9
+    stackless_reports = [line for line in reports if "0 bytes stack frame" in line]
+    assert len(stackless_reports) >= 9
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in reports)
 
 
-def test_error_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSCCL_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(nvlink_compile, "_nvrtc_candidates", lambda: iter(["libno-such.so.13"]))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -66,7 +68,7 @@ def test_error_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.compiler
-def test_engine_without_a_gpu() -> None:
+def test_engine_reports_errors_without_a_gpu() -> None:
     engine = load_extension().nvlink
     assert not engine.installed(0)
     with pytest.raises(RuntimeError, match="no NVLink engine is installed"):
@@ -77,16 +79,18 @@ def test_engine_without_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", "2"])
-def test_the_switch_takes_0_and_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(nvlink.VARIABLE, value)
-    with pytest.raises(ConfigError, match=f"{nvlink.VARIABLE}={value}"):
+def test_invalid_values_of_the_switch_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(nvlink.ENABLE_VARIABLE, value)
+    with pytest.raises(ConfigError, match=f"{nvlink.ENABLE_VARIABLE}={value}"):
         nvlink.is_enabled()
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_expected_output(op: str, dtype: torch.dtype) -> None:
-    """The reference of the checks on GPUs, compared with float64."""
+def test_reference_agrees_with_float64(op: str, dtype: torch.dtype) -> None:
+    """The reference of the checks on GPUs, nvlink_cases.expected_output(), agrees with float64."""
     case = NvlinkCase("reduce_scatter", "staged", dtype, op, 100, 0, False, 5)
     inputs = [nvlink_cases.make_input(case, p, 300, CPU).double()[100:200] for p in range(3)]
     exact = {
@@ -102,9 +106,11 @@ def test_expected_output(op: str, dtype: torch.dtype) -> None:
 
 
 def test_checks_cover_every_algorithm() -> None:
-    quick = {(c.collective, c.algorithm, c.dtype) for c in nvlink_cases.generate_cases(quick=True)}
-    assert len(quick) == 14 * 8  # algorithms of all collectives, types
-    gathered = nvlink_cases.expected_output(
+    covered = {
+        (c.collective, c.algorithm, c.dtype) for c in nvlink_cases.generate_cases(quick=True)
+    }
+    assert len(covered) == 14 * 8  # algorithms of all collectives, types
+    all_gather_output = nvlink_cases.expected_output(
         NvlinkCase("all_gather", "staged", torch.int32, "sum", 4, 0, False, 1), 0, 2, CPU, 0
     )
-    assert gathered.numel() == 8
+    assert all_gather_output.numel() == 8

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 4
-TEST_TIMEOUT = 60
+TEST_TIMEOUT_SECONDS = 60
 
 # Tests that torch restricts to certain backends by name, although fsccl supports them.
-ENABLED = (
+ENABLED_PREFIXES = (
     "test_all_reduce_coalesced",
     "test_all_to_all",
     "test_batch_isend_irecv_gloo",
@@ -41,7 +41,7 @@ def prepare_environment() -> None:
         WORLD_SIZE=str(WORLD_SIZE),
         INIT_METHOD="env://",
         MASTER_ADDR="127.0.0.1",
-        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TEST_TIMEOUT),
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TEST_TIMEOUT_SECONDS),
     )
     import torch
     from torch.testing._internal.common_distributed import DistTestCases
@@ -68,7 +68,7 @@ def build_suite() -> type[unittest.TestCase]:
             self._start_processes(multiprocessing.get_context("fork").Process)
 
     for name in dir(base):
-        if name.startswith(ENABLED) and "cuda" not in name:
+        if name.startswith(ENABLED_PREFIXES) and "cuda" not in name:
             vars(getattr(base, name)).pop("__unittest_skip__", None)
     return TorchSuite
 

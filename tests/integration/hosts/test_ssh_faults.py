@@ -25,7 +25,14 @@ from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 
-IMPATIENT = DialOptions(connect=4, greeting=8, login=20, lost=6, attempts=2, pause=0.05)
+IMPATIENT = DialOptions(
+    connect_seconds=4,
+    greeting_seconds=8,
+    login_seconds=20,
+    idle_limit_seconds=6,
+    max_attempts=2,
+    first_pause_seconds=0.05,
+)
 
 CONNECT_FAULTS = [
     "fine",
@@ -42,12 +49,12 @@ CONNECT_FAULTS = [
 ]
 
 
-def occupy(host: Host, held: ExitStack) -> None:
+def occupy_login_slot(host: Host, exit_stack: ExitStack) -> None:
     """Fill sshd's only slot for connections that have not logged in yet."""
     host.restart_sshd(MaxStartups="1:100:1")
     while True:
-        place = held.enter_context(socket.create_connection((host.address, 22)))
-        if place.recv(4) == b"SSH-":
+        connection = exit_stack.enter_context(socket.create_connection((host.address, 22)))
+        if connection.recv(4) == b"SSH-":
             return  # and not dropped, as while the connection before it was still being ended
         time.sleep(0.02)
 
@@ -77,12 +84,12 @@ def serve_http(host: Host) -> None:
 
 @pytest.mark.bed(hosts=CONNECT_FAULTS, users=["trainer"])
 def test_reasons_of_unreachable_hosts(bed: Bed, config: SshConfig) -> None:
-    with ExitStack() as held:
-        bed["unplugged"].link("down")
-        bed["filtered"].drop()
+    with ExitStack() as open_connections:
+        bed["unplugged"].set_link("down")
+        bed["filtered"].drop_packets()
         bed["no-listener"].stop_sshd()
         bed["stopped"].signal_sshd(signal.SIGSTOP)
-        occupy(bed["busy"], held)
+        occupy_login_slot(bed["busy"], open_connections)
         forget_key(bed, "unknown-key")
         bed["changed-key"].change_host_key()
         bed["no-login"].restart_sshd(AllowUsers="nobody-at-all")
@@ -109,33 +116,33 @@ def test_reasons_of_unreachable_hosts(bed: Bed, config: SshConfig) -> None:
         "no-login": (e.LoginError, "authorized_keys"),
         "no-ssh": (e.HandshakeError, "is not an SSH server"),
     }
-    for name, (kind, words) in expected.items():
+    for name, (kind, error_text) in expected.items():
         error = errors[name]
         assert isinstance(error, kind), (name, error)
         assert error.exit_code == 3
         assert str(error).startswith(f"{name}: ")
-        assert words in str(error)
+        assert error_text in str(error)
 
 
 Fault = Callable[[Host], object]
 
 MID_COMMAND: dict[str, tuple[Fault, type[FlagscaleError] | int]] = {
-    "cut": (lambda host: host.link("down"), e.ConnectionLostError),
+    "cut": (lambda host: host.set_link("down"), e.ConnectionLostError),
     "power-off": (lambda host: host.cut_power(), e.ConnectionLostError),
     "session-killed": (
-        lambda host: kill(host.sessions()),
+        lambda host: kill(host.find_sessions()),
         e.ConnectionLostError,
     ),
     "session-stopped": (
-        lambda host: kill(host.sessions(), signal.SIGSTOP),
+        lambda host: kill(host.find_sessions(), signal.SIGSTOP),
         e.ConnectionLostError,
     ),
     "shell-killed": (
-        lambda host: kill(host.find("sh", "-c") + jobs(host)),
+        lambda host: kill(host.find("sh", "-c") + find_sleepers(host)),
         e.ConnectionLostError,
     ),
     "job-killed": (
-        lambda host: kill(jobs(host)),
+        lambda host: kill(find_sleepers(host)),
         128 + signal.SIGKILL,
     ),
     "listener-gone": (lambda host: host.stop_sshd(), e.CommandTimeoutError),
@@ -147,33 +154,33 @@ def kill(processes: list[HostProcess], number: signal.Signals = signal.SIGKILL) 
         os.kill(process.pid, number)
 
 
-def jobs(host: Host) -> list[HostProcess]:
+def find_sleepers(host: Host) -> list[HostProcess]:
     return [process for process in host.processes() if process.argv[:1] == ("sleep",)]
 
 
 @pytest.mark.bed(hosts=list(MID_COMMAND))
 def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -> None:
-    started = threading.Barrier(len(MID_COMMAND) + 1, timeout=60)
+    started_barrier = threading.Barrier(len(MID_COMMAND) + 1, timeout=60)
 
     def action(connection: SshConnection) -> int:
-        first = threading.Event()
+        first_output = threading.Event()
 
         def on_stdout(_: bytes) -> None:
-            if not first.is_set():
-                first.set()
-                started.wait()
+            if not first_output.is_set():
+                first_output.set()
+                started_barrier.wait()
 
         # The host whose listener goes away keeps its session, and its command, until the end.
         limit = 8 if connection.target.name == "listener-gone" else None
         command = ["sh", "-c", "echo started; sleep 300; exit $?"]
         return connection.run(command, timeout=limit, on_stdout=on_stdout).exit_status
 
-    def break_things() -> None:
-        started.wait()
+    def break_hosts() -> None:
+        started_barrier.wait()
         for name, (fault, _) in MID_COMMAND.items():
             fault(bed[name])
 
-    breaker = threading.Thread(target=break_things)
+    breaker = threading.Thread(target=break_hosts)
     breaker.start()
     targets = [config.target(name) for name in MID_COMMAND]
     outcomes = fan_out(targets, action, options=IMPATIENT)
@@ -185,10 +192,10 @@ def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -
             assert isinstance(outcome.error, expected), (name, outcome.error)
             assert outcome.error.exit_code == 3
             assert str(outcome.error).startswith(f"{name}: ")
-    # Nobody ended what was started there: without a terminal a command outlives its connection.
+    # Without a terminal a command outlives its connection, so these are still running.
     for name in ("session-killed", "listener-gone"):
-        # It may have been about to begin.
-        assert wait_until(lambda host=bed[name]: len(jobs(host)) == 1, 20)
+        # The command may not have started yet.
+        assert wait_until(lambda host=bed[name]: len(find_sleepers(host)) == 1, 20)
 
 
 @pytest.mark.bed(hosts=1)
@@ -199,7 +206,7 @@ def test_much_input_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
             connection.run(
                 ["sh", "-c", script],
                 stdin=b"y" * 50_000_000,
-                on_stdout=lambda data: data and bed[0].link("down"),
+                on_stdout=lambda data: data and bed[0].set_link("down"),
             )
         assert not connection.alive
         with pytest.raises(e.HostError):
@@ -209,7 +216,7 @@ def test_much_input_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
 @pytest.mark.bed(hosts=1)
 def test_a_connection_that_breaks_during_the_login(bed: Bed, config: SshConfig) -> None:
     """The error is the same in whichever way the client detects it."""
-    command = bed[0].path("/run/end-the-session")
+    command = bed[0].local_path("/run/end-the-session")
     command.write_text("#!/bin/sh\nkill -KILL $PPID\n")
     command.chmod(0o755)
     bed[0].restart_sshd(

@@ -17,7 +17,7 @@ from bed.host import Host
 from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
 from paramiko.common import MSG_CHANNEL_DATA
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_hosts import connect, fan_out
 
 from flagscale.hosts import errors as e
@@ -26,7 +26,7 @@ from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 
-QUICK = DialOptions(connect=6, attempts=2, pause=0.05)
+QUICK = DialOptions(connect_seconds=6, max_attempts=2, first_pause_seconds=0.05)
 
 
 def configure(bed: Bed, text: str) -> SshConfig:
@@ -36,12 +36,12 @@ def configure(bed: Bed, text: str) -> SshConfig:
     return SshConfig.load(path)
 
 
-def hide(host: Host) -> None:
+def hide_from_hub(host: Host) -> None:
     """Make a host unreachable from the hub, but reachable from other hosts."""
-    host.drop(f"ip saddr {HUB_ADDRESS}")
+    host.drop_packets(f"ip saddr {HUB_ADDRESS}")
 
 
-def logins(host: Host) -> int:
+def count_logins(host: Host) -> int:
     log = (host.directory / "sshd.log").read_text()
     return log.count("Accepted publickey")
 
@@ -49,7 +49,7 @@ def logins(host: Host) -> int:
 @pytest.mark.bed(hosts=["gate", "inner", "n1", "n2", "n3", "n4"], users=["trainer"])
 def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) -> None:
     for host in bed.hosts[1:]:
-        hide(host)
+        hide_from_hub(host)
     config = configure(
         bed,
         "Host front\n  HostName gate\n  User trainer\n"
@@ -62,8 +62,8 @@ def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) ->
     outcomes = fan_out(targets, lambda c: c.run(["hostname"]).text.strip())
     assert [outcome.get() for outcome in outcomes] == ["n1", "n2", "n3", "n4"]
     # front for n1 and n2, trainer@gate for n3, root@gate for n4: one connection each.
-    assert logins(bed["gate"]) == 3
-    assert logins(bed["n1"]) == 1
+    assert count_logins(bed["gate"]) == 3
+    assert count_logins(bed["n1"]) == 1
     with connect(config.target("n1")) as connection:
         assert "through inner" in connection.target.route
 
@@ -76,7 +76,7 @@ def test_late_packets_do_not_end_other_connections(
     channel.
     """
     for host in bed.hosts[1:]:
-        hide(host)
+        hide_from_hub(host)
     config = configure(bed, "Host n1 n2\n  ProxyJump gate\n")
     send = paramiko.Transport._send_user_message  # type: ignore[attr-defined]
     decided, closed = threading.Event(), threading.Event()
@@ -88,25 +88,27 @@ def test_late_packets_do_not_end_other_connections(
         send(through, message)
 
     with Dialer() as dialer:
-        one, two = (dialer.connect(config.target(name)) for name in ("n1", "n2"))
+        first_connection, second_connection = (
+            dialer.connect(config.target(name)) for name in ("n1", "n2")
+        )
         monkeypatch.setattr(paramiko.Transport, "_send_user_message", send_late)
-        late = threading.Thread(target=two.transport.send_ignore)
+        late = threading.Thread(target=second_connection.transport.send_ignore)
         late.start()
         assert decided.wait(60)
-        through_gate: Any = two.transport.sock
+        through_gate: Any = second_connection.transport.sock
         gate, number = through_gate.get_transport(), through_gate.get_id()
-        two.close()
+        second_connection.close()
         # Once gate has answered, and then anything else, it knows nothing of the channel any more.
-        until(lambda: gate._channels.get(number) is None)
-        assert one.run(["hostname"]).text == "n1\n"
+        wait_for(lambda: gate._channels.get(number) is None)
+        assert first_connection.run(["hostname"]).text == "n1\n"
         closed.set()
         late.join()
-        assert one.run(["hostname"]).text == "n1\n"
+        assert first_connection.run(["hostname"]).text == "n1\n"
 
 
 @pytest.mark.bed(hosts=["gate", "inner"])
 def test_errors_behind_a_jump_host(bed: Bed) -> None:
-    hide(bed["inner"])
+    hide_from_hub(bed["inner"])
     config = configure(bed, "Host inner\n  ProxyJump gate\n")
     with connect(config.target("inner"), QUICK) as connection:
         assert connection.run(["hostname"]).text == "inner\n"
@@ -123,7 +125,7 @@ def test_errors_behind_a_jump_host(bed: Bed) -> None:
 
 @pytest.mark.bed(hosts=["gate", "inner"])
 def test_a_proxy_command_carries_a_connection(bed: Bed) -> None:
-    hide(bed["inner"])
+    hide_from_hub(bed["inner"])
     ssh = f"ssh -F {bed.ssh_config} -W %h:%p gate"
     broken = "echo 'no way out' >&2; exit 9"
     config = configure(
@@ -163,35 +165,39 @@ def test_keys_come_from_files_and_from_the_agent(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.setenv("HOME", str(bed.home))
-    locked, stray = bed.home / "locked", bed.home / "stray"
-    public = write_key(locked, passphrase="open sesame")
-    write_key(stray)
+    encrypted_key, agent_key = bed.home / "locked", bed.home / "stray"
+    public = write_key(encrypted_key, passphrase="open sesame")
+    write_key(agent_key)
     for host in bed.hosts:
-        host.path("/run/authorized_keys").write_text(public + "\n")
+        host.local_path("/run/authorized_keys").write_text(public + "\n")
     trust = f"Host *\n  User root\n  UserKnownHostsFile {bed.known_hosts}\n"
-    bed.ssh_config.write_text(f"{trust}  IdentityFile {stray}\n  IdentityFile {locked}\n")
-    with pytest.raises(e.LoginError) as refused:
+    bed.ssh_config.write_text(
+        f"{trust}  IdentityFile {agent_key}\n  IdentityFile {encrypted_key}\n"
+    )
+    with pytest.raises(e.LoginError) as error:
         connect(SshConfig.load().target("h00"), QUICK)
-    assert f"accepts none of our keys for user root: {stray}" in str(refused.value)
-    assert f"run `ssh-add {locked}`" in str(refused.value)
+    assert f"accepts none of our keys for user root: {agent_key}" in str(error.value)
+    assert f"run `ssh-add {encrypted_key}`" in str(error.value)
 
     askpass = bed.home / "askpass"
     askpass.write_text("#!/bin/sh\necho 'open sesame'\n")
     askpass.chmod(0o700)
     secrets = {"SSH_ASKPASS": str(askpass), "SSH_ASKPASS_REQUIRE": "force"}
     environment = {**os.environ, "SSH_AUTH_SOCK": agent, **secrets}
-    subprocess.run(["ssh-add", locked], env=environment, check=True, capture_output=True)
+    subprocess.run(["ssh-add", encrypted_key], env=environment, check=True, capture_output=True)
     monkeypatch.setenv("SSH_AUTH_SOCK", agent)
-    for extra in ("", "  IdentitiesOnly yes\n"):
+    for extra_option in ("", "  IdentitiesOnly yes\n"):
         bed.ssh_config.write_text(
-            f"{trust}{extra}  IdentityFile {stray}\n  IdentityFile {locked}\n"
+            f"{trust}{extra_option}  IdentityFile {agent_key}\n  IdentityFile {encrypted_key}\n"
         )
         targets = [SshConfig.load().target(name) for name in bed.names]
-        outcomes = fan_out(targets, lambda c: c.run(["hostname"]).text.strip(), limit=1)
+        outcomes = fan_out(
+            targets, lambda c: c.run(["hostname"]).text.strip(), max_parallel_hosts=1
+        )
         assert [outcome.get() for outcome in outcomes] == ["h00", "h01"]
     # The key that opened the first host is the first that the second one is offered.
     assert "Failed publickey" not in (bed["h01"].directory / "sshd.log").read_text()
-    # An agent elsewhere, as password managers have it, and no agent at all.
+    # An agent at another socket, such as a password manager's, and no agent.
     monkeypatch.delenv("SSH_AUTH_SOCK")
     bed.ssh_config.write_text(f"{trust}  IdentityAgent {agent}\n")
     connect(SshConfig.load().target("h00"), QUICK).close()
@@ -205,7 +211,7 @@ def test_the_advice_about_host_keys_works(bed: Bed) -> None:
     bed["odd-port"].restart_sshd(Port="2222\nListenAddress 0.0.0.0:2222\nListenAddress 0.0.0.0:22")
     config = configure(bed, "Host odd\n  HostName odd-port\n  Port 2222\n")
 
-    def follow(error: e.HostError) -> None:
+    def follow_advice(error: e.HostError) -> None:
         advice = (error.hint or "").replace("\n  then: ", "\n").partition("run: ")[2]
         for line in advice.splitlines():
             subprocess.run(["sh", "-c", line], check=True, capture_output=True)
@@ -214,24 +220,24 @@ def test_the_advice_about_host_keys_works(bed: Bed) -> None:
     for name in ("plain", "odd"):
         with pytest.raises(e.UnknownHostKeyError) as unknown:
             connect(config.target(name), QUICK)
-        follow(unknown.value)
+        follow_advice(unknown.value)
         connect(config.target(name), QUICK).close()
     assert "[odd-port]:2222 ssh-ed25519" in bed.known_hosts.read_text()
     old = fingerprint(bed["plain"])
     bed["plain"].change_host_key()
-    with pytest.raises(e.ChangedHostKeyError) as changed:
+    with pytest.raises(e.ChangedHostKeyError) as changed_error:
         connect(config.target("plain"), QUICK)
-    assert old in str(changed.value)
-    assert fingerprint(bed["plain"]) in str(changed.value)
-    assert f"{bed.known_hosts}:" in str(changed.value)
-    follow(changed.value)
+    assert old in str(changed_error.value)
+    assert fingerprint(bed["plain"]) in str(changed_error.value)
+    assert f"{bed.known_hosts}:" in str(changed_error.value)
+    follow_advice(changed_error.value)
     connect(config.target("plain"), QUICK).close()
 
 
 def fingerprint(host: Host) -> str:
     key = str(host.directory / "hostkey.pub")
-    listed = subprocess.run(["ssh-keygen", "-lf", key], check=True, capture_output=True, text=True)
-    return listed.stdout.split()[1]
+    result = subprocess.run(["ssh-keygen", "-lf", key], check=True, capture_output=True, text=True)
+    return result.stdout.split()[1]
 
 
 @pytest.mark.bed(hosts=3)
@@ -261,24 +267,24 @@ def test_known_hosts_hashed_aliased_and_learnt(bed: Bed) -> None:
 
 @pytest.mark.bed(hosts=1)
 def test_revoked_keys_and_certificates_of_hosts(bed: Bed, tmp_path: Path) -> None:
-    host, known = bed[0], bed.known_hosts
-    trusted = known.read_text()
+    host, known_hosts = bed[0], bed.known_hosts
+    trusted = known_hosts.read_text()
     public = " ".join((host.directory / "hostkey.pub").read_text().split()[:2])
     config = SshConfig.load(bed.ssh_config)
 
-    known.write_text(f"{trusted}@revoked * {public}\n")
-    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {known}:2") as revoked:
+    known_hosts.write_text(f"{trusted}@revoked * {public}\n")
+    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {known_hosts}:2") as revoked:
         connect(config.target("h00"), QUICK)
     assert revoked.value.exit_code == 3
-    known.write_text(trusted)
-    listed = tmp_path / "revoked"
-    listing = configure(bed, f"Host *\n  RevokedHostKeys {listed}\n")
-    with pytest.raises(e.HostKeyError, match=rf"{listed}: No such file"):
+    known_hosts.write_text(trusted)
+    revoked_list = tmp_path / "revoked"
+    listing = configure(bed, f"Host *\n  RevokedHostKeys {revoked_list}\n")
+    with pytest.raises(e.HostKeyError, match=rf"{revoked_list}: No such file"):
         connect(listing.target("h00"), QUICK)
-    listed.write_text(f"# stolen\n{public} root@h00\n")
-    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {listed}:2"):
+    revoked_list.write_text(f"# stolen\n{public} root@h00\n")
+    with pytest.raises(e.RevokedHostKeyError, match=rf"is revoked by {revoked_list}:2"):
         connect(listing.target("h00"), QUICK)
-    revoke = ["ssh-keygen", "-q", "-k", "-f", listed, host.directory / "hostkey.pub"]
+    revoke = ["ssh-keygen", "-q", "-k", "-f", revoked_list, host.directory / "hostkey.pub"]
     subprocess.run(revoke, check=True, capture_output=True)
     with pytest.raises(e.HostKeyError, match="binary list"):
         connect(listing.target("h00"), QUICK)
@@ -288,15 +294,15 @@ def test_revoked_keys_and_certificates_of_hosts(bed: Bed, tmp_path: Path) -> Non
     key = host.directory / "hostkey.pub"
     subprocess.run(["ssh-keygen", "-q", *sign, key], check=True, capture_output=True)
     host.restart_sshd(HostCertificate=str(host.directory / "hostkey-cert.pub"))
-    known.write_text(f"# ours\n@cert-authority * {authority}\n")
+    known_hosts.write_text(f"# ours\n@cert-authority * {authority}\n")
     ssh = ["ssh", "-F", bed.ssh_config, "h00", "hostname"]
     assert subprocess.run(ssh, check=True, capture_output=True, text=True).stdout == "h00\n"
     with pytest.raises(e.UnknownHostKeyError) as unknown:
         connect(config.target("h00"), QUICK)
-    assert f"{known}:2 trusts a certificate authority" in str(unknown.value)
+    assert f"{known_hosts}:2 trusts a certificate authority" in str(unknown.value)
     assert "ssh-keyscan -t ed25519 h00 >> " in str(unknown.value)
-    # What it is told to do helps: the same server shows its plain key.
-    known.write_text(f"@cert-authority * {authority}\n{trusted}")
+    # The advice works: the same server also has a plain key.
+    known_hosts.write_text(f"@cert-authority * {authority}\n{trusted}")
     connect(config.target("h00"), QUICK).close()
 
 
@@ -315,10 +321,10 @@ def test_a_refused_connection_leaves_nothing_behind(bed: Bed, tmp_path: Path) ->
         "from flagscale.hosts.connection import Endpoint\n"
         "from flagscale.hosts.fan_out import Hosts\n"
         f"hosts = Hosts([Endpoint('h00')], {{'ssh': {{'config': {str(bed.ssh_config)!r}}}}})\n"
-        "print(hosts.each(lambda _, host: host.run(['true']))[1][0])\n"
+        "print(hosts.run_on_hosts(lambda _, host: host.run(['true']))[1][0])\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith("h00: nothing listens")
-    assert done.stderr == ""
+    assert result.stdout.startswith("h00: nothing listens")
+    assert result.stderr == ""

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_hosts import connect
 
 from flagscale.hosts import errors as e
@@ -40,12 +40,12 @@ def test_arguments_and_input_arrive_as_they_are(bed: Bed, config: SshConfig) -> 
     data = bytes(range(256)) * 8
     with connect(config.target("h00")) as connection:
         result = connection.run(["python3", "-c", show, *HOSTILE], stdin=data)
-        printed = connection.run(["printf", r"%s\0", *HOSTILE])
+        printf_result = connection.run(["printf", r"%s\0", *HOSTILE])
         script = f"#!/bin/bash\n# a comment\nprintf '%s\\0' {shlex.join(HOSTILE)}\n# the end"
-        scripted = connection.run_script(script)
+        script_result = connection.run_script(script)
         assert json.loads(result.text) == [HOSTILE, data.hex()]
-        assert printed.text.split("\0") == [*HOSTILE, ""]
-        assert scripted.text.split("\0") == [*HOSTILE, ""]
+        assert printf_result.text.split("\0") == [*HOSTILE, ""]
+        assert script_result.text.split("\0") == [*HOSTILE, ""]
         assert connection.run(["sh", "-c", "echo err >&2; exit 7"]).error_text == "err\n"
         for wrong in ([], ["a\0b"], ["x" * 200_000]):
             with pytest.raises(ValueError, match=r"needs|NUL|too long"):
@@ -72,7 +72,7 @@ def test_exit_statuses(bed: Bed, config: SshConfig) -> None:
         failed = connection.run_script("\n\nno-such-command; cat; echo end")
         assert "line 3" in failed.error_text
         assert failed.text == "end\n"
-        # They shared one session; one that loses it is told so, and the next gets another.
+        # They shared one session; the script that ended it got an error, the next a new session.
         assert len(bed["h00"].find("bash", "turn")) == 1
         with pytest.raises(e.ConnectionLostError, match="was killed"):
             connection.run_script("kill -9 $$")
@@ -86,7 +86,7 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
     with connect(config.target("h00")) as connection:
         assert connection.run_script(script).ok
     # The job goes on without the connection.
-    job = until(lambda: [p for p in bed[0].processes() if p.argv[:1] == ("sleep",)])[0]
+    job = wait_for(lambda: [p for p in bed[0].processes() if p.argv[:1] == ("sleep",)])[0]
     assert job.environment()["TOKEN"] == secret
     assert bed[0].find(secret) == []
 
@@ -95,13 +95,13 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
 def test_a_script_that_was_cut_off_does_not_run(bed: Bed, config: SshConfig) -> None:
     from flagscale.hosts.ssh.connection import LOGIN_SHELL_LINE, encode_script
 
-    whole = encode_script("t", "touch /tmp/one\ntouch /tmp/two\n")
+    encoded_script = encode_script("t", "touch /tmp/one\ntouch /tmp/two\n")
     with connect(config.target("h00")) as connection:
-        for end in range(0, len(whole)):
-            if end % 7 == 0 or end > len(whole) - 6:
-                connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=whole[:end])
+        for end in range(0, len(encoded_script)):
+            if end % 7 == 0 or end > len(encoded_script) - 6:
+                connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=encoded_script[:end])
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == ""
-        connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=whole)
+        connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=encoded_script)
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == "/tmp/one\n/tmp/two\n"
 
 
@@ -114,14 +114,14 @@ def test_much_data_both_ways_and_output_as_it_comes(bed: Bed, config: SshConfig)
         # A command need not read its input.
         assert connection.run(["true"], stdin=data).exit_status == 0
         noisy = "head -c 3000000 /dev/zero >&2; head -c 3000000 /dev/zero"
-        both = connection.run(["sh", "-c", noisy])
-        assert (len(both.stdout), len(both.stderr)) == (3_000_000, 3_000_000)
+        both_results = connection.run(["sh", "-c", noisy])
+        assert (len(both_results.stdout), len(both_results.stderr)) == (3_000_000, 3_000_000)
         chunks: list[bytes] = []
 
         def on_stdout(chunk: bytes) -> None:
             chunks.append(chunk)
             if chunk:
-                (bed[0].path("/tmp/go")).touch()
+                (bed[0].local_path("/tmp/go")).touch()
 
         wait = "echo first; until [ -e /tmp/go ]; do sleep 0.05; done; echo second"
         result = connection.run(["sh", "-c", wait], on_stdout=on_stdout)
@@ -160,12 +160,12 @@ def test_a_time_limit_ends_the_wait_and_not_the_connection(bed: Bed, config: Ssh
 
 @pytest.mark.bed(hosts=["chatty", "closed"], root="private", users=["trainer"])
 def test_login_shells_that_talk_or_refuse(bed: Bed, config: SshConfig) -> None:
-    bed["chatty"].path("/root/chatty").write_text("echo Welcome; echo to the cluster >&2\n")
+    bed["chatty"].local_path("/root/chatty").write_text("echo Welcome; echo to the cluster >&2\n")
     bed["chatty"].run(["mount", "--bind", "/root/chatty", "/root/.bashrc"])
     with connect(config.target("chatty")) as connection:
         result = connection.run(["echo", "answer"])
         assert (result.text, result.error_text) == ("answer\n", "")
-    accounts = bed["closed"].path("/etc/passwd")
+    accounts = bed["closed"].local_path("/etc/passwd")
     accounts.write_text(accounts.read_text().replace(":/bin/sh\n", ":/usr/sbin/nologin\n"))
     with (
         connect(config.target("closed", user="trainer")) as connection,

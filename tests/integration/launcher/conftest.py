@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.launch_bench import Bench
 from support.launch_lab import Lab
-from support.slurm_lab import Cluster, needed_cluster
+from support.slurm_lab import Cluster, require_cluster
 
 from flagscale.hosts import processes
 
@@ -18,7 +18,7 @@ from flagscale.hosts import processes
 def lab(tmp_path: Path) -> Iterator[Lab]:
     new_lab = Lab(tmp_path, tmp_path / "exp")
     yield new_lab
-    new_lab.clear()
+    new_lab.kill_processes()
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def spaced_lab(tmp_path: Path) -> Iterator[Lab]:
     root.mkdir()
     new_lab = Lab(root, root / "exp dir")
     yield new_lab
-    new_lab.clear()
+    new_lab.kill_processes()
 
 
 @pytest.fixture
@@ -42,5 +42,5 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[Cluster]:
     """One Slurm cluster for all tests of a file."""
-    with needed_cluster() as cluster:
+    with require_cluster() as cluster:
         yield cluster

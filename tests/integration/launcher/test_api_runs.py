@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch_lab import PROJECT, Lab, until
+from support.launch_lab import PROJECT, Lab, wait_for
 
 import flagscale
 from flagscale.errors import ConfigError, FlagscaleError, JobError, RunStateError
@@ -32,13 +32,13 @@ if seed == "9":
 """
 
 
-def configured(lab: Lab, **runner: object) -> Path:
+def write_config(lab: Lab, **runner: object) -> Path:
     lab.configure(PROGRAM, light=True, runner={"nproc_per_node": 1, **runner})
     return lab.root / "conf" / "lab.yaml"
 
 
 def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
-    config = configured(lab, foreground=True)
+    config = write_config(lab, foreground=True)
     run = flagscale.launch(config, ["+train.model.seed=9"])
     status = run.status()
     assert (status.phase.value, status.step, status.loss) == ("running", 3, 2.25)
@@ -68,13 +68,13 @@ def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
     run.stop()
     thread.join(timeout=60)
     assert "localhost:0: seed 9" in lines
-    assert lab.members() == []
+    assert lab.run_processes() == []
     assert (run.wait().phase.value, same_run.status().phase.value) == ("stopped", "stopped")
     run.stop()
 
 
 def test_failed_start_raises_an_error(lab: Lab) -> None:
-    config = configured(lab)
+    config = write_config(lab)
     with pytest.raises(JobError, match="ended with exit code 7"):
         flagscale.launch(config, ["+train.model.seed=2"])
     status = flagscale.find(lab.exp_dir).wait()
@@ -88,7 +88,7 @@ def test_failed_start_raises_an_error(lab: Lab) -> None:
 
 
 def test_a_mapping_in_a_thread(lab: Lab) -> None:
-    config = yaml.safe_load(configured(lab).read_text(encoding="utf-8"))
+    config = yaml.safe_load(write_config(lab).read_text(encoding="utf-8"))
     runs: list[flagscale.Run] = []
     thread = threading.Thread(target=lambda: runs.append(flagscale.launch(config)))
     thread.start()
@@ -96,11 +96,11 @@ def test_a_mapping_in_a_thread(lab: Lab) -> None:
     (run,) = runs
     assert run.wait().phase.value == "completed"
     assert flagscale.find(run.id).logs(lines=1) == run.logs(lines=1)
-    until(lambda: not lab.members())
+    wait_for(lambda: not lab.run_processes())
 
 
 def test_the_example(lab: Lab) -> None:
-    config = configured(lab)
+    config = write_config(lab)
     result = subprocess.run(
         [sys.executable, str(PROJECT / "examples/python/seeds.py"), config],
         cwd=lab.root,

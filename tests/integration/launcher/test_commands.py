@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes, until
+from support.launch_lab import Lab, rank_processes, wait_for
 
 from flagscale.hosts import processes
 
@@ -33,47 +33,47 @@ def configure_command(lab: Lab, *words: str, **runner: Any) -> None:
 
 
 def failure(lab: Lab) -> dict[str, Any]:
-    return dict(json.loads(lab.do("query", "json=true").stdout)["failure"])
+    return dict(json.loads(lab.run_action("query", "json=true").stdout)["failure"])
 
 
 def test_each_rank_gets_its_environment(lab: Lab) -> None:
     variables = " ".join(f"${name}" for name in VARIABLES)
     configure_command(lab, "bash", "-c", f'echo "at {variables}"; echo lost >&2', master_port=29511)
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         assert f"localhost:{rank}: at {rank} {rank} 2 2 0 127.0.0.1 29511" in result.stdout
     assert result.stdout.count(": lost\n") == 2
     # The order of lines from a rank's two files is undefined.
-    assert sorted(lab.do("logs", "rank=1").stdout.splitlines()) == [
+    assert sorted(lab.run_action("logs", "rank=1").stdout.splitlines()) == [
         "localhost:1: at 1 1 2 2 0 127.0.0.1 29511",
         "localhost:1: lost",
     ]
     # The program's arguments, without a shell, and a single rank without nproc_per_node.
     program = "import sys; print(sys.argv[1:])"
     configure_command(lab, "python", "-c", program, "$HOME", "a  b", "*", nproc_per_node=None)
-    assert "localhost:0: ['$HOME', 'a  b', '*']" in lab.do("test").stdout
+    assert "localhost:0: ['$HOME', 'a  b', '*']" in lab.run_action("test").stdout
 
 
 def test_first_failed_rank_ends_the_others_and_determines_the_exit_code(lab: Lab) -> None:
     code = "if [[ $RANK == 1 ]]; then echo out of cheese >&2; exit 7; fi; exec sleep 600"
     configure_command(lab, "bash", "-c", code)
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 7, result.stdout
     assert "first failure: localhost: rank 1 ended with exit code 7" in result.stderr
     assert "out of cheese" in failure(lab)["traceback"]
-    lab.gone()
+    lab.wait_until_ended()
 
     configure_command(lab, "no such program")
-    assert lab.do("test").returncode == 127
+    assert lab.run_action("test").returncode == 127
     assert "cannot start no such program: No such file" in failure(lab)["traceback"]
     configure_command(lab, "/nowhere/program")
-    refused = lab.do("test")
-    assert refused.returncode == 2
-    assert "not there: experiment.task.command: /nowhere/program" in refused.stderr
+    rejected = lab.run_action("test")
+    assert rejected.returncode == 2
+    assert "not there: experiment.task.command: /nowhere/program" in rejected.stderr
 
     configure_command(lab, "bash", "-c", "((RANK)) || kill -KILL $$; exec sleep 600")
-    assert lab.do("test").returncode == 128 + signal.SIGKILL
+    assert lab.run_action("test").returncode == 128 + signal.SIGKILL
     assert failure(lab)["reason"].startswith("ended with signal 9 (SIGKILL): killed from outside")
 
 
@@ -83,23 +83,23 @@ def test_stop_gives_each_rank_its_grace_period(lab: Lab) -> None:
     configure_command(
         lab, "bash", "-c", f"{saving}; echo works; while :; do sleep 0.1; done", stop_grace=6
     )
-    started = lab.do("run")
-    assert "2 rank process(es) are running" in started.stdout, started.stderr
-    until(lambda: lab.output().count("works") == 2)
-    assert lab.do("stop").returncode == 0
+    start_result = lab.run_action("run")
+    assert "2 rank process(es) are running" in start_result.stdout, start_result.stderr
+    wait_for(lambda: lab.output().count("works") == 2)
+    assert lab.run_action("stop").returncode == 0
     assert lab.output().count("saved") == 2
-    assert lab.members() == []
-    result = json.loads(lab.do("query", "json=true").stdout)
+    assert lab.run_processes() == []
+    result = json.loads(lab.run_action("query", "json=true").stdout)
     assert (result["state"], result["failure"]) == ("stopped", None)
 
 
 def test_ranks_do_not_outlive_their_launcher(lab: Lab) -> None:
     configure_command(lab, "sleep", "600", wait_for="none")
-    assert lab.do("run").returncode == 0
-    rank = next(iter(until(lambda: rank_processes(lab.state())).values()))
+    assert lab.run_action("run").returncode == 0
+    rank = next(iter(wait_for(lambda: rank_processes(lab.state())).values()))
     starter = processes.parent_pid_of(rank.pid)
     assert starter is not None
-    launcher_process = next(member for member in lab.members() if member.pid == starter)
+    launcher_process = next(member for member in lab.run_processes() if member.pid == starter)
     processes.send_signal(launcher_process, signal.SIGKILL)
-    lab.gone()
+    lab.wait_until_ended()
     assert failure(lab)["exit_code"] == 128 + signal.SIGKILL

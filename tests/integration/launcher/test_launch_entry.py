@@ -20,7 +20,7 @@ PROGRAM = "print('hello')\n"
 PROJECT = Path(__file__).resolve().parents[3]
 
 
-def tree(directory: Path) -> set[str]:
+def list_tree(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 
@@ -28,20 +28,20 @@ def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None
     secrets = {"HF_TOKEN": "s3cr3t", "GIT_PAT": "s3cr3t", "HTTPS_PROXY": "http://u:s3cr3t@h:1"}
     secrets |= {"SESSION_COOKIE": "s3cr3t", "AZURE_CONN": "AccountName=me;AccountKey=s3cr3t;A=b"}
     lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
-    before = tree(lab.root)
-    result = lab.do("dryrun")
+    tree_before = list_tree(lab.root)
+    result = lab.run_action("dryrun")
     assert result.returncode == 0, result.stderr
     assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", result.stdout, re.MULTILINE)
     for name in secrets:
         assert f"{name}=<secret, not written>" in result.stdout
     assert "#!/usr/bin/env bash" in result.stdout
     assert "s3cr3t" not in result.stdout
-    assert tree(lab.root) == before
+    assert list_tree(lab.root) == tree_before
 
 
 def test_dryrun_as_json(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    plan = json.loads(lab.run_action("dryrun", "json=true").stdout)
     assert plan["world_size"] == 2
     assert plan["hosts"][0]["program"][0] == str(lab.root / "program.py")
 
@@ -50,25 +50,25 @@ def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
     """All hosts, one of them, as JSON; an unknown host is an error."""
     (lab.root / "hosts").write_text("node[0001-1024] slots=8\n", encoding="utf-8")
     lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 8})
-    text = lab.do("dryrun").stdout
+    text = lab.run_action("dryrun").stdout
     assert "# 1024 hosts node[0001-1024]: 8 rank(s) each" in text
     assert text.count("#!/usr/bin/env bash") == 1
-    result = lab.do("dryrun", "host=node0512").stdout
+    result = lab.run_action("dryrun", "host=node0512").stdout
     assert "# host 511 node0512: ranks 4088-4095" in result
     assert '"node_rank": 511' in result
-    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    plan = json.loads(lab.run_action("dryrun", "json=true").stdout)
     assert [host["name"] for host in plan["hosts"]] == [f"node{n:04}" for n in range(1, 1025)]
     assert plan["hosts"][0]["agent"]["hosts"] == ["node[0001-1024]"]
-    picked = json.loads(lab.do("dryrun", "json=true", "host=node0512").stdout)
+    picked = json.loads(lab.run_action("dryrun", "json=true", "host=node0512").stdout)
     assert [host["node_rank"] for host in picked["hosts"]] == [511]
     assert (picked["world_size"], picked["runner"]["type"]) == (8192, "ssh")
-    wrong = lab.do("dryrun", "host=node512")
+    wrong = lab.run_action("dryrun", "host=node512")
     assert wrong.returncode == 2
     assert "host: no host of the plan is called node512; did you mean" in wrong.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         pytest.param(["--cfg", "job"], "exp_name: lab", id="cfg-job"),
         pytest.param(["--cfg", "job", "--package", "experiment.task"], "backend:", id="package"),
@@ -77,24 +77,24 @@ def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
         pytest.param(["--cfg", "job", "follow=true"], "follow: true", id="launcher-option"),
     ],
 )
-def test_hydra_cfg_output(lab: Lab, words: list[str], expected: str) -> None:
+def test_hydra_cfg_output(lab: Lab, arguments: list[str], expected: str) -> None:
     lab.configure(PROGRAM)
-    before = tree(lab.root)
+    tree_before = list_tree(lab.root)
     result = subprocess.run(
-        lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
+        lab.command(*arguments), cwd=lab.root, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     assert expected in result.stdout
-    assert tree(lab.root) == before
+    assert list_tree(lab.root) == tree_before
 
 
 @pytest.mark.parametrize("action", ["query", "stop", "logs", "check"])
 def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
     lab.configure(PROGRAM)
-    before = tree(lab.root)
-    result = lab.do(action)
+    tree_before = list_tree(lab.root)
+    result = lab.run_action(action)
     assert "Traceback" not in result.stderr
-    assert tree(lab.root) == before
+    assert list_tree(lab.root) == tree_before
     if action == "stop":
         assert result.returncode == 0
         assert "nothing to stop" in result.stdout
@@ -104,7 +104,7 @@ def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         pytest.param(["action=fly"], "fly", id="action"),
         pytest.param(["experiment.runner.nproc_per_nodes=2"], "nproc_per_node", id="typo"),
@@ -117,12 +117,12 @@ def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
         pytest.param(["=x"], "=x", id="unreadable-override"),
     ],
 )
-def test_a_mistake_is_one_message(lab: Lab, words: list[str], message: str) -> None:
+def test_a_mistake_is_one_message(lab: Lab, arguments: list[str], message: str) -> None:
     lab.configure(PROGRAM)
     result = subprocess.run(
-        lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
+        lab.command(*arguments), cwd=lab.root, capture_output=True, text=True, check=False
     )
-    assert result.returncode == (1 if "action=logs" in words else 2), result.stderr
+    assert result.returncode == (1 if "action=logs" in arguments else 2), result.stderr
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -131,16 +131,16 @@ def test_a_mistake_is_one_message(lab: Lab, words: list[str], message: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--config-path", "./nowhere", "--config-name", "lab"], "no directory nowhere"),
         (["--config-path", "./conf", "--config-name", "labb"], "lab"),
         (["--config-path", "./conf"], "--config-name is missing"),
     ],
 )
-def test_a_wrong_place(lab: Lab, words: list[str], message: str) -> None:
+def test_a_wrong_place(lab: Lab, arguments: list[str], message: str) -> None:
     lab.configure(PROGRAM)
-    command = [*lab.command()[:2], *words, "action=dryrun"]
+    command = [*lab.command()[:2], *arguments, "action=dryrun"]
     result = subprocess.run(command, cwd=lab.root, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert message in result.stderr
@@ -151,11 +151,11 @@ def test_port_in_use_is_reported_with_its_process(lab: Lab) -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         lab.configure(PROGRAM, runner={"master_port": port})
-        result = lab.do("run")
+        result = lab.run_action("run")
         assert result.returncode == 2
         assert f"port {port} of localhost is in use by process {os.getpid()}" in result.stderr
         assert not lab.exp_dir.exists()
-        check = lab.do("check")
+        check = lab.run_action("check")
         assert check.returncode == 2
         assert "FAILS" in check.stdout
 
@@ -170,7 +170,7 @@ def test_port_in_use_is_reported_with_its_process(lab: Lab) -> None:
 def test_a_hostfile_that_cannot_be_used(lab: Lab, line: str, message: str) -> None:
     (lab.root / "hosts").write_text(f"{line}\n", encoding="utf-8")
     lab.configure(PROGRAM, runner={"hostfile": "hosts"})
-    result = lab.do("dryrun")
+    result = lab.run_action("dryrun")
     assert result.returncode == 2
     assert message in result.stderr
 
@@ -180,7 +180,7 @@ def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
     (lab.root / "hosts").write_text(text, encoding="utf-8")
     envs = {"device_type_specific": {"CPU": {"KIND": "slow"}, "GPU": {"KIND": "fast"}}}
     lab.configure(PROGRAM, runner={"hostfile": "hosts", "nnodes": 1}, envs=envs)
-    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    plan = json.loads(lab.run_action("dryrun", "json=true").stdout)
     host = plan["hosts"][0]
     assert (host["name"], host["nproc"], host["device_type"]) == ("127.0.0.1", 1, "CPU")
     values = {value["name"]: value.get("value") for value in host["environment"]}
@@ -189,7 +189,7 @@ def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
 
 def test_nccl_without_a_gpu(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    result = lab.do("run", "+train.system.distributed_backend=nccl")
+    result = lab.run_action("run", "+train.system.distributed_backend=nccl")
     if "GPU" in result.stderr:
         assert result.returncode == 2
         assert "nccl is asked for, but there is no GPU" in result.stderr
@@ -200,16 +200,16 @@ def test_nccl_without_a_gpu(lab: Lab) -> None:
 def test_an_exp_dir_that_is_a_file(lab: Lab) -> None:
     lab.configure(PROGRAM)
     lab.exp_dir.write_text("", encoding="utf-8")
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 2
     assert "is not a directory" in result.stderr
 
 
 def test_a_reader_that_leaves_early(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    words = " ".join(f"'{word}'" for word in lab.command("action=dryrun"))
+    command = " ".join(f"'{argument}'" for argument in lab.command("action=dryrun"))
     result = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {words} | head -c 1"],
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 1"],
         cwd=lab.root,
         capture_output=True,
         text=True,
@@ -218,10 +218,10 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
     assert result.stderr == ""
 
 
-def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run ``flagscale WORDS`` in the lab."""
+def run_flagscale(lab: Lab, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run ``flagscale ARGV`` in the lab."""
     return subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *words],
+        [sys.executable, "-m", "flagscale.cli", *argv],
         cwd=lab.root,
         capture_output=True,
         text=True,
@@ -231,7 +231,7 @@ def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "expected"),
+    ("arguments", "code", "expected"),
     [
         pytest.param(["--help"], 0, "flagscale logs", id="help"),
         pytest.param(["run", "--help"], 0, "overrides in Hydra's", id="help-of-run"),
@@ -250,7 +250,7 @@ def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[st
         pytest.param(
             ["query", "none.yaml"],
             2,
-            "error: no none.yaml in the current directory; it has no YAML",
+            "error: no none.yaml in the current directory; it has no YAML files",
             id="no-file",
         ),
         pytest.param(
@@ -262,18 +262,18 @@ def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[st
         pytest.param(["run", "conf/lab.yaml", "--wrong"], 2, "unknown option --wrong", id="option"),
     ],
 )
-def test_the_console_script(lab: Lab, words: list[str], code: int, expected: str) -> None:
+def test_the_console_script(lab: Lab, arguments: list[str], code: int, expected: str) -> None:
     lab.configure(PROGRAM)
-    result = console_script(lab, words)
+    result = run_flagscale(lab, arguments)
     assert result.returncode == code, result.stderr
     assert expected in result.stdout + result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_inactive_environment_is_reported(lab: Lab) -> None:
-    bare = [sys.executable, "-S", *lab.command()[1:2]]  # without its packages
+    without_packages = [sys.executable, "-S", *lab.command()[1:2]]  # without its packages
     result = subprocess.run(
-        [*bare, "--config-path", "conf", "--config-name", "lab", "action=dryrun"],
+        [*without_packages, "--config-path", "conf", "--config-name", "lab", "action=dryrun"],
         cwd=lab.root,
         capture_output=True,
         text=True,
@@ -309,7 +309,7 @@ def test_fresh_clone_reports_everything_it_lacks(tmp_path: Path) -> None:
     )
     assert result.returncode == 2, result.stderr
     assert "train.data.data_path: no data set" in result.stderr
-    assert "there is no adapted Megatron-LM in third_party/Megatron-LM" in result.stderr
+    assert "no adapted Megatron-LM in third_party/Megatron-LM" in result.stderr
     assert "`make data`" in result.stderr and "`make backend`" in result.stderr
 
 
@@ -328,6 +328,6 @@ def test_fresh_clone_reports_everything_it_lacks(tmp_path: Path) -> None:
 )
 def test_actions_accept_a_run(lab: Lab, argv: list[str], code: int, expected: str) -> None:
     lab.configure(PROGRAM)
-    result = console_script(lab, argv)
+    result = run_flagscale(lab, argv)
     assert result.returncode == code, result.stderr
     assert expected in result.stdout + result.stderr

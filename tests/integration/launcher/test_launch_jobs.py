@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes, until
+from support.launch_lab import Lab, rank_processes, wait_for
 
 from flagscale.hosts import processes
 
@@ -85,18 +85,18 @@ subprocess.run([sys.executable, "-c", told], cwd="/", check=True)  # as a loader
 
 
 def query(lab: Lab) -> dict[str, Any]:
-    result = lab.do("query", "json=true")
+    result = lab.run_action("query", "json=true")
     assert result.returncode == 0, result.stderr
     return dict(json.loads(result.stdout))
 
 
 def test_a_run_from_start_to_stop(lab: Lab) -> None:
     lab.configure(REPORTING)
-    started = lab.do("run")
-    assert started.returncode == 0, started.stderr
+    start_result = lab.run_action("run")
+    assert start_result.returncode == 0, start_result.stderr
     state = lab.state()
-    assert f"run {state.run_id} of lab: 2 rank(s) joined" in started.stdout
-    assert state.hosts[0].script.name in started.stdout
+    assert f"run {state.run_id} of lab: 2 rank(s) joined" in start_result.stdout
+    assert state.hosts[0].script.name in start_result.stdout
 
     snapshot = query(lab)
     assert (snapshot["state"], snapshot["joined"], snapshot["step"], snapshot["train_steps"]) == (
@@ -106,26 +106,26 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
         3,
     )
     assert snapshot["tokens_per_second"] == 3000
-    assert "running" in lab.do("query").stdout
+    assert "running" in lab.run_action("query").stdout
 
-    again = lab.do("run")
-    assert again.returncode == 1
-    assert state.run_id in again.stderr
+    second_result = lab.run_action("run")
+    assert second_result.returncode == 1
+    assert state.run_id in second_result.stderr
 
-    assert "localhost:1: hello from 1" in lab.do("logs").stdout
-    assert lab.do("logs", "rank=1").stdout == "localhost:1: hello from 1\n"
-    assert len(lab.do("logs", "lines=1").stdout.splitlines()) == 1
-    wrong = lab.do("logs", "rank=2")
-    assert wrong.returncode == 2
-    assert "ranks 0 to 1" in wrong.stderr
+    assert "localhost:1: hello from 1" in lab.run_action("logs").stdout
+    assert lab.run_action("logs", "rank=1").stdout == "localhost:1: hello from 1\n"
+    assert len(lab.run_action("logs", "lines=1").stdout.splitlines()) == 1
+    wrong_result = lab.run_action("logs", "rank=2")
+    assert wrong_result.returncode == 2
+    assert "ranks 0 to 1" in wrong_result.stderr
 
     follower = lab.start("logs", "follow=true")
     watcher = lab.start("query", "follow=true")
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert lab.members() == []
-    assert "stopped in" in stopped.stdout
-    assert "nothing to stop" in lab.do("stop").stdout
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0, stop_result.stderr
+    assert lab.run_processes() == []
+    assert "stopped in" in stop_result.stdout
+    assert "nothing to stop" in lab.run_action("stop").stdout
     assert "hello from 0" in follower.communicate(timeout=90)[0]
     assert follower.returncode == 0
     assert "stopped" in watcher.communicate(timeout=90)[0]
@@ -139,10 +139,10 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
 def test_stop_signals_ranks_but_not_their_helpers(lab: Lab) -> None:
     """A rank's data loaders must not get the signal: the rank needs them to finish its step."""
     lab.configure(SAVING, runner={"stop_grace": 20})
-    assert lab.do("run").returncode == 0
-    until(lambda: lab.output().count("ready") == 2)
-    assert lab.do("stop").returncode == 0
-    assert lab.members() == []
+    assert lab.run_action("run").returncode == 0
+    wait_for(lambda: lab.output().count("ready") == 2)
+    assert lab.run_action("stop").returncode == 0
+    assert lab.run_processes() == []
     assert lab.output().count("saved, helper alive") == 2
     snapshot = query(lab)
     assert (snapshot["state"], snapshot["exit_code"]) == ("stopped", 0)
@@ -150,14 +150,14 @@ def test_stop_signals_ranks_but_not_their_helpers(lab: Lab) -> None:
 
 def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
-    result = lab.do("run", timeout=120)
+    result = lab.run_action("run", timeout=120)
     assert result.returncode == 1
     assert (
         "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in result.stderr
     )
     assert "Traceback (most recent call last)" in result.stderr
     assert "stderr.log" in result.stderr
-    lab.gone()
+    lab.wait_until_ended()
     snapshot = query(lab)
     assert snapshot["state"] == "failed"
     assert (snapshot["failure"]["rank"], snapshot["failure"]["exit_code"]) == (1, 1)
@@ -165,26 +165,26 @@ def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
 
 def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "1"})
-    result = lab.do("run", timeout=120)
+    result = lab.run_action("run", timeout=120)
     assert result.returncode == 1
     assert "localhost: rank 1 ended with exit code 3" in result.stderr
-    lab.gone()
+    lab.wait_until_ended()
 
 
 def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
     lab.configure(
         REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 10, "stop_grace": 1}
     )
-    result = lab.do("run", timeout=60)
+    result = lab.run_action("run", timeout=60)
     assert result.returncode == 1
     assert "not every rank joined within 10 s; missing: 1" in result.stderr
     assert "start_timeout" in result.stderr
-    assert lab.members() == []
+    assert lab.run_processes() == []
 
 
 def test_the_foreground_shows_lines_and_returns_the_jobs_code(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "0"})
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 1
     assert "localhost:0: silent 0\n" in result.stdout
     assert "localhost: flagscale: run" in result.stdout
@@ -193,7 +193,7 @@ def test_the_foreground_shows_lines_and_returns_the_jobs_code(lab: Lab) -> None:
 
 def test_the_foreground_ends_well(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"}, runner={"foreground": True})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stdout
     snapshot = query(lab)
     assert (snapshot["state"], snapshot["exit_code"], snapshot["step"]) == ("completed", 0, 3)
@@ -222,7 +222,7 @@ def test_other_checkout_uses_its_own_packages(lab: Lab) -> None:
             "nproc_per_node": 1,
         },
     )
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 0, result.stdout + result.stderr
     assert lab.output().count("their flagscale, their core, their training") == 2
     assert json.loads(record_file.read_text(encoding="utf-8"))["event"] == "finished"
@@ -243,8 +243,8 @@ def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int
     launcher.communicate(timeout=90)
     assert launcher.returncode == code
     if number is signal.SIGKILL:
-        lab.gone()
-    assert lab.members() == []
+        lab.wait_until_ended()
+    assert lab.run_processes() == []
     assert query(lab)["state"] == "stopped"
 
 
@@ -252,8 +252,8 @@ def test_foreground_distinguishes_a_stop_from_success(lab: Lab) -> None:
     """Ranks that save and exit with 0 because of a stop elsewhere have not completed the job."""
     lab.configure(SAVING, runner={"stop_grace": 20})
     launcher = lab.start("test")
-    until(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
-    assert lab.do("stop").returncode == 0
+    wait_for(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
+    assert lab.run_action("stop").returncode == 0
     output, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 143
     assert f"run {lab.state().run_id} was stopped" in output
@@ -263,7 +263,7 @@ def test_foreground_distinguishes_a_stop_from_success(lab: Lab) -> None:
 def test_killed_process_of_the_run(lab: Lab, victim: str) -> None:
     """No process is left, before and after a stop; a killed rank is the first failure."""
     lab.configure(SILENT, runner={"stop_grace": 1})
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     state = lab.state()
     worker = rank_processes(state)[1]
     torchrun = processes.parent_pid_of(worker.pid)
@@ -272,10 +272,10 @@ def test_killed_process_of_the_run(lab: Lab, victim: str) -> None:
     assert agent is not None
     pid = {"worker": worker.pid, "torchrun": torchrun, "agent": agent}[victim]
     os.kill(pid, signal.SIGKILL)
-    lab.gone()
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0
-    assert lab.members() == []
+    lab.wait_until_ended()
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0
+    assert lab.run_processes() == []
     snapshot = query(lab)
     assert snapshot["state"] == "failed"
     failure = snapshot["failure"]
@@ -289,37 +289,37 @@ def test_killed_process_of_the_run(lab: Lab, victim: str) -> None:
 
 def test_stop_after_everything_that_supervises_was_killed(lab: Lab) -> None:
     lab.configure(SILENT, runner={"stop_grace": 1})
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     state = lab.state()
     ranks = rank_processes(state)
     supervisors = [p for p in processes.find_run_processes(state.run_id) if p not in ranks.values()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in supervisors:
             processes.send_signal(process, number)
-    until(lambda: len(lab.members()) == len(ranks))
+    wait_for(lambda: len(lab.run_processes()) == len(ranks))
     assert query(lab)["state"] == "running"
-    assert lab.do("stop").returncode == 0
-    assert lab.members() == []
+    assert lab.run_action("stop").returncode == 0
+    assert lab.run_processes() == []
     assert query(lab)["state"] == "stopped"
 
 
 @pytest.mark.torch
 def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_connection(lab: Lab) -> None:
     lab.configure(GLOO)
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     state = lab.state()
-    until(lambda: lab.output().count("joined") == 2)
+    wait_for(lambda: lab.output().count("joined") == 2)
     os.kill(rank_processes(state)[1].pid, signal.SIGKILL)
-    lab.gone()
+    lab.wait_until_ended()
     failure = query(lab)["failure"]
     assert (failure["rank"], failure["exit_code"]) == (1, -9)
 
 
 def test_stop_does_not_end_another_runs_torchrun(lab: Lab) -> None:
     lab.configure(SILENT)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     other_torchrun = subprocess.Popen(
-        [sys.executable, *words, str(lab.root / "program.py")],
+        [sys.executable, *arguments, str(lab.root / "program.py")],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -327,9 +327,9 @@ def test_stop_does_not_end_another_runs_torchrun(lab: Lab) -> None:
     try:
         assert other_torchrun.stdout is not None
         assert "silent 0" in other_torchrun.stdout.readline()
-        assert lab.do("run").returncode == 0
-        assert lab.do("stop").returncode == 0
-        assert lab.members() == []
+        assert lab.run_action("run").returncode == 0
+        assert lab.run_action("stop").returncode == 0
+        assert lab.run_processes() == []
         assert other_torchrun.poll() is None
         assert processes.identify_process(other_torchrun.pid) is not None
     finally:
@@ -339,7 +339,7 @@ def test_stop_does_not_end_another_runs_torchrun(lab: Lab) -> None:
 
 def test_a_space_in_every_path(spaced_lab: Lab) -> None:
     spaced_lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"})
-    result = spaced_lab.do("test")
+    result = spaced_lab.run_action("test")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "localhost:0: hello from 0" in result.stdout
 
@@ -347,12 +347,12 @@ def test_a_space_in_every_path(spaced_lab: Lab) -> None:
 def test_launcher_killed_while_waiting(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,hang"})
     launcher = lab.start("run")
-    until(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
+    wait_for(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
     launcher.kill()
     launcher.communicate()
     assert query(lab)["state"] == "starting"
-    assert lab.do("stop").returncode == 0
-    assert lab.members() == []
+    assert lab.run_action("stop").returncode == 0
+    assert lab.run_processes() == []
 
 
 def test_of_two_launches_at_once_one_is_refused(lab: Lab) -> None:

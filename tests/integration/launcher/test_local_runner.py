@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 from support.arguments import train_arguments
-from support.launch_bench import SLEEP, Bench
-from support.launch_lab import script_of, until
+from support.launch_bench import SLEEPING_PROGRAM, Bench
+from support.launch_lab import script_process, wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.errors import RunStateError
@@ -64,7 +64,7 @@ def test_the_script_ends_with_the_jobs_code(bench: Bench, program: str, code: in
     assert bench.exit_record()["code"] == code
     assert f"ended with exit code {code}" in bench.output
     expected = Phase.FAILED if code else Phase.COMPLETED
-    assert bench.runner.query(bench.runner_state()).phase is expected
+    assert bench.runner.query(bench.stored_state()).phase is expected
 
 
 def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
@@ -78,11 +78,13 @@ def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
     envs = Environments({"EVIL": HOSTILE, "TARGET": str(bench.root)})
     cmds = Commands('export BEFORE="it\'s ${TARGET:+set}"', "echo 'after '\"it's over\"")
     assert bench.run(program, exp_dir=exp_dir, train=train, envs=envs, cmds=cmds) == 0
-    arguments, evil, before = json.loads((bench.root / "seen.json").read_text(encoding="utf-8"))
+    arguments, environment_value, before_start_value = json.loads(
+        (bench.root / "seen.json").read_text(encoding="utf-8")
+    )
     assert arguments[:6] == ["--label", HOSTILE, "--many", "x y", "$z", "a,b"]
     assert arguments[arguments.index("--save") + 1] == str(exp_dir / "checkpoints")
-    assert evil == HOSTILE
-    assert before == "it's set"
+    assert environment_value == HOSTILE
+    assert before_start_value == "it's set"
     assert "after it's over" in bench.output
 
 
@@ -103,30 +105,30 @@ def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: 
     assert "job ran" not in bench.output
     assert "after ran" in bench.output
     assert bench.exit_record()["phase"] == "before_start"
-    failure = bench.runner.query(bench.runner_state()).failure
+    failure = bench.runner.query(bench.stored_state()).failure
     assert failure is not None
-    how = "left the script with exit code 0" if command == "exit 0" else "failed with exit code"
-    assert f"before_start {how}" in failure.reason
-    assert f"before_start {how}" in bench.output
+    reason = "left the script with exit code 0" if command == "exit 0" else "failed with exit code"
+    assert f"before_start {reason}" in failure.reason
+    assert f"before_start {reason}" in bench.output
 
 
 def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None:
-    after = Commands(after_stop="echo after ran; false")
-    assert bench.run("raise SystemExit(4)", cmds=after) == 4
+    commands = Commands(after_stop="echo after ran; false")
+    assert bench.run("raise SystemExit(4)", cmds=commands) == 4
     assert "after ran" in bench.output
     assert "after_stop failed with exit code 1" in bench.output
-    state = bench.start(SLEEP, cmds=Commands(after_stop="echo after stop"))
+    state = bench.start(SLEEPING_PROGRAM, cmds=Commands(after_stop="echo after stop"))
     bench.runner.stop(state)
     assert bench.runner.wait(state) == 143
     assert "after stop" in bench.output
 
 
 def test_stop_and_stop_again(bench: Bench) -> None:
-    state = bench.start(SLEEP)
+    state = bench.start(SLEEPING_PROGRAM)
     bench.runner.stop(state)
     assert processes.find_run_processes(state.run_id) == []
     assert bench.exit_record()["signal"] == signal.SIGTERM
-    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+    assert bench.runner.query(bench.stored_state()).phase is Phase.STOPPED
     assert bench.runner.stop(state) == StopResult()
 
 
@@ -144,7 +146,7 @@ def test_stopped_job_has_time_to_save(bench: Bench) -> None:
     state = bench.start(program)
     bench.runner.stop(state)
     assert "saved" in bench.output
-    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+    assert bench.runner.query(bench.stored_state()).phase is Phase.STOPPED
 
 
 def test_process_that_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:
@@ -160,15 +162,15 @@ def test_stop_during_before_start(bench: Bench) -> None:
     bench.runner.stop(state)
     assert processes.find_run_processes(state.run_id) == []
     assert "job ran" not in bench.output
-    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+    assert bench.runner.query(bench.stored_state()).phase is Phase.STOPPED
 
 
 def test_stop_ends_no_other_process(bench: Bench) -> None:
     """Neither a process with the same name and arguments nor one of another run."""
-    state = bench.start(SLEEP)
+    state = bench.start(SLEEPING_PROGRAM)
     other_environment = {**os.environ, "FLAGSCALE_RUN_ID": f"{state.run_id}0"}
-    words = [sys.executable, str(bench.root / "program.py"), "torch.distributed.run"]
-    bystander = subprocess.Popen(words, env=other_environment, stdout=subprocess.DEVNULL)
+    argv = [sys.executable, str(bench.root / "program.py"), "torch.distributed.run"]
+    bystander = subprocess.Popen(argv, env=other_environment, stdout=subprocess.DEVNULL)
     try:
         bench.runner.stop(state)
         assert processes.find_run_processes(state.run_id) == []
@@ -180,30 +182,32 @@ def test_stop_ends_no_other_process(bench: Bench) -> None:
 
 def test_orphans_are_ended_with_the_job(bench: Bench) -> None:
     assert bench.run(ORPHAN) == 0
-    state = bench.runner_state()
+    state = bench.stored_state()
     assert processes.find_run_processes(state.run_id) == []
     assert len(bench.exit_record()["swept"]) == 1
 
 
-@pytest.mark.parametrize("program", [SLEEP, STUBBORN, "    print('ready')\n" + ORPHAN + SLEEP])
+@pytest.mark.parametrize(
+    "program", [SLEEPING_PROGRAM, STUBBORN, "    print('ready')\n" + ORPHAN + SLEEPING_PROGRAM]
+)
 def test_killed_agent(bench: Bench, program: str) -> None:
     """The kernel and the script end the remaining processes without a stop."""
     state = bench.start(program, runner=Runner(stop_grace=0.3))
-    assert processes.send_signal(bench.agent(state), signal.SIGKILL)
+    assert processes.send_signal(bench.agent_process(state), signal.SIGKILL)
     assert bench.runner.wait(state) == 137
     assert processes.find_run_processes(state.run_id) == []
     assert bench.exit_record()["phase"] == "agent"
-    assert bench.runner.query(bench.runner_state()).phase is Phase.FAILED
+    assert bench.runner.query(bench.stored_state()).phase is Phase.FAILED
 
 
 def test_the_script_is_killed(bench: Bench) -> None:
-    state = bench.start(SLEEP)
-    script = script_of(state)
+    state = bench.start(SLEEPING_PROGRAM)
+    script = script_process(state)
     assert processes.send_signal(script, signal.SIGKILL)
     bench.runner.wait(state)
-    until(lambda: not processes.find_run_processes(state.run_id))
+    wait_for(lambda: not processes.find_run_processes(state.run_id))
     assert bench.exit_record()["signal"] is None
-    snapshot = bench.runner.query(bench.runner_state())
+    snapshot = bench.runner.query(bench.stored_state())
     assert snapshot.phase is Phase.FAILED
     assert snapshot.failure is not None
     assert "lost its script, which was killed" in snapshot.failure.reason
@@ -211,14 +215,14 @@ def test_the_script_is_killed(bench: Bench) -> None:
 
 def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
     state = bench.start(STUBBORN)
-    agent, script = bench.agent(state), script_of(state)
+    agent, script = bench.agent_process(state), script_process(state)
     for process in (script, agent):
         processes.send_signal(process, signal.SIGSTOP)
     for process in (script, agent):
         processes.send_signal(process, signal.SIGKILL)
-    until(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
+    wait_for(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
     assert processes.find_run_processes(state.run_id) != []
-    assert bench.runner.query(bench.runner_state()).phase is Phase.RUNNING
+    assert bench.runner.query(bench.stored_state()).phase is Phase.RUNNING
     bench.runner.stop(state)
     assert processes.find_run_processes(state.run_id) == []
 
@@ -227,8 +231,8 @@ def test_killed_program(bench: Bench) -> None:
     """Processes that it started in their own sessions become children of the agent, which ends
     them.
     """
-    state = bench.start("    print('ready')\n" + ORPHAN + SLEEP)
-    agent = bench.agent(state).pid
+    state = bench.start("    print('ready')\n" + ORPHAN + SLEEPING_PROGRAM)
+    agent = bench.agent_process(state).pid
     program = next(
         p
         for p in processes.find_run_processes(state.run_id)
@@ -240,9 +244,9 @@ def test_killed_program(bench: Bench) -> None:
 
 
 def test_a_second_run_is_refused_by_name(bench: Bench) -> None:
-    state = bench.start(SLEEP)
+    state = bench.start(SLEEPING_PROGRAM)
     with pytest.raises(RunStateError) as raised:
-        HostRunner().submit(bench.plan(SLEEP), ConfigTexts())
+        HostRunner().submit(bench.plan(SLEEPING_PROGRAM), ConfigTexts())
     assert state.run_id in str(raised.value)
     assert str(state.hosts[0].pid) in str(raised.value)
     assert load_state(bench.plans[0].layout.state) == state
@@ -282,14 +286,14 @@ def test_everything_is_private(bench: Bench) -> None:
 
 def test_each_run_has_its_own_output(bench: Bench) -> None:
     bench.run("print('first')")
-    first = bench.plans[-1]
+    first_plan = bench.plans[-1]
     bench.run("print('second')")
     assert "first" not in bench.output
-    assert "first" in (first.hosts[0].run_dir / "output").read_text(encoding="utf-8")
+    assert "first" in (first_plan.hosts[0].run_dir / "output").read_text(encoding="utf-8")
 
 
 def test_a_command_that_cannot_be_started(bench: Bench) -> None:
-    planned = bench.plan(SLEEP)
+    planned = bench.plan(SLEEPING_PROGRAM)
     host = replace(planned.hosts[0], starter=("/no/such/python",))
     state = bench.submit(replace(planned, hosts=(host,)))
     assert bench.runner.wait(state) == 127

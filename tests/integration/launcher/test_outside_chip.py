@@ -80,14 +80,14 @@ def test_training_on_an_installed_device_type(lab: Lab, install: Install) -> Non
     lab.configure("", task=task, runner=runner, envs={"DEMO_VISIBLE_DEVICES": "0,2"})
     path = lab.root / "conf" / "lab.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": TINY}))
-    result = lab.do("test", timeout=240)
+    result = lab.run_action("test", timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     (host,) = lab.state().hosts
     events = [
         e for file in list_status_files(host.run_dir / "status") for e in read_events(file)[0]
     ]
-    started = [(e.rank, e.get("device")) for e in events if e.event == "started"]
-    assert sorted(started) == [(0, "demo"), (1, "demo")]
+    started_devices = [(e.rank, e.get("device")) for e in events if e.event == "started"]
+    assert sorted(started_devices) == [(0, "demo"), (1, "demo")]
     assert {e.get("backend") for e in events if e.event == "joined"} == {"gloo"}
     steps = [e for e in events if e.event == "progress"]
     assert [e.get("step") for e in steps] == [1, 2]
@@ -104,10 +104,10 @@ def test_unknown_device_type_lists_the_available_ones(lab: Lab, install: Install
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)})
     path = lab.root / "conf" / "lab.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": TINY}))
-    refused = lab.do("dryrun", "train.system.device=domo")
-    assert refused.returncode == 2
+    result = lab.run_action("dryrun", "train.system.device=domo")
+    assert result.returncode == 2
     text = "train.system.device: no kind of device is called 'domo'; known: auto, cpu, cuda, demo"
-    assert text in refused.stderr
+    assert text in result.stderr
 
 
 @pytest.mark.bed(hosts=2)
@@ -117,14 +117,14 @@ def test_hosts_over_ssh_report_their_devices(bed: Bed, tmp_path: Path, install: 
     with ssh_lab(bed, tmp_path / "lab") as lab:
         hostfile = "h00 slots=4 type=Demo-9000\nh01 slots=4 type=cuda\n"
         lab.configure(SHOWING, hostfile=hostfile, runner={"nproc_per_node": "auto"})
-        checked = lab.do("check")
+        checked = lab.run_action("check")
         output = checked.stdout + checked.stderr
         assert "2 Demo device(s), Demo 9000, for 2 rank(s)" in output
         assert "3 Demo device(s), Demo 9000, for 3 rank(s), but no GPU" in output
         # A host that is not probed detects its devices itself.
         shutil.rmtree(site / "chips" / "h01")
         unasked = ("experiment.runner.preflight=false", "experiment.runner.nproc_per_node=1")
-        result = lab.do("test", *unasked)
+        result = lab.run_action("test", *unasked)
         assert result.returncode == 0, result.stdout + result.stderr
         assert {"h00: ready: it's None", "h01: ready: None 1"} <= set(result.stdout.splitlines())
 
@@ -141,7 +141,7 @@ def test_host_without_the_package_is_reported(bed: Bed, tmp_path: Path, install:
             envs={"node_specific": {"h00": fields}},
             top={"train": TINY},
         )
-        result = lab.do("check", "train.system.device=demo")
+        result = lab.run_action("check", "train.system.device=demo")
         assert result.returncode == 2, result.stdout + result.stderr
         rows = [line for line in result.stdout.splitlines() if "communication" in line]
         assert [("ok" in row, "h00" in row) for row in rows] == [(True, True), (False, False)]
@@ -150,8 +150,8 @@ def test_host_without_the_package_is_reported(bed: Bed, tmp_path: Path, install:
 
 def test_a_chip_from_outside_is_benchmarked(install: Install) -> None:
     install(**{socket.gethostname(): 2})
-    words = ["bench", "all_reduce", "-b", "1K", "-e", "1K", "-n", "2", "-c", "--device", "demo"]
-    run = [sys.executable, "-m", "flagscale.cli", "comm", *words]
+    argv = ["bench", "all_reduce", "-b", "1K", "-e", "1K", "-n", "2", "-c", "--device", "demo"]
+    run = [sys.executable, "-m", "flagscale.cli", "comm", *argv]
 
     def bench(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*run, *more], capture_output=True, text=True, check=False)

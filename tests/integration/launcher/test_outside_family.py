@@ -48,7 +48,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def configure(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+def configured_lab(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     """Configure an experiment of the family."""
     install(tmp_path, monkeypatch)
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, runner={"nproc_per_node": 2})
@@ -57,20 +57,20 @@ def configure(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
-def test_training_of_an_installed_family(configure: Lab) -> None:
+def test_training_of_an_installed_family(configured_lab: Lab) -> None:
     """It continues from its checkpoint; its arithmetic is unknown to the estimate."""
-    planned = configure.do("dryrun")
+    planned = configured_lab.run_action("dryrun")
     assert planned.returncode == 0, planned.stderr
     assert "averages" in planned.stdout
-    result = configure.do("test", "train.system.exit_interval=2", timeout=240)
+    result = configured_lab.run_action("test", "train.system.exit_interval=2", timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [step.get("step") for step in progress(configure)] == [1, 2]
-    losses = [step.get("loss") for step in progress(configure)]
+    assert [step.get("step") for step in progress(configured_lab)] == [1, 2]
+    losses = [step.get("loss") for step in progress(configured_lab)]
     assert losses[-1] < losses[0]
-    assert {step.get("mfu") for step in progress(configure)} == {None}
-    again = configure.do("test", timeout=240)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert [step.get("step") for step in progress(configure)] == [3]
+    assert {step.get("mfu") for step in progress(configured_lab)} == {None}
+    second_result = configured_lab.run_action("test", timeout=240)
+    assert second_result.returncode == 0, second_result.stdout + second_result.stderr
+    assert [step.get("step") for step in progress(configured_lab)] == [3]
 
 
 def progress(lab: Lab) -> list[Any]:
@@ -94,7 +94,7 @@ def test_host_without_the_package_is_reported(
             envs={"node_specific": {"h00": {"PYTHONPATH": str(site)}}},
             top={"train": TRAIN},
         )
-        result = lab.do("check")
+        result = lab.run_action("check")
         assert result.returncode == 2, result.stdout + result.stderr
         rows = [
             line for line in result.stdout.splitlines() if line.strip(" │").startswith("family")
@@ -109,7 +109,7 @@ def test_host_without_the_package_is_reported(
         pytest.param(
             "dryrun",
             "train.system.tensor_model_parallel_size=2",
-            "tensor_model_parallel_size: 2 with family averages: its weights are not split over",
+            "tensor_model_parallel_size: 2 is not supported by family: averages:",
             id="layout",
         ),
         pytest.param(
@@ -134,16 +134,16 @@ def test_host_without_the_package_is_reported(
     ],
 )
 def test_unsupported_features_are_rejected_before_the_start(
-    configure: Lab, action: str, override: str, message: str
+    configured_lab: Lab, action: str, override: str, message: str
 ) -> None:
-    refused = configure.do(action, override)
-    assert refused.returncode == 2, refused.stdout
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+    result = configured_lab.run_action(action, override)
+    assert result.returncode == 2, result.stdout
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_data_function_is_checked_before_the_start(lab: Lab) -> None:
-    """On the host, in the environment of its ranks."""
+    """The host's preflight reports it, from the environment of the host's ranks."""
     fields = {
         "dataloader_type": "external",
         "external_data": "own_data.web:batch",
@@ -155,14 +155,14 @@ def test_data_function_is_checked_before_the_start(lab: Lab) -> None:
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, envs={"PYTHONPATH": str(package.parent)})
     path = lab.root / "conf" / "lab.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": train}))
-    refused = lab.do("run")
-    assert refused.returncode == 2, refused.stdout
+    result = lab.run_action("run")
+    assert result.returncode == 2, result.stdout
     key = "train.data.external_data"
-    assert f"{key}: there is no module own_data.web" in refused.stderr, refused.stderr
+    assert f"{key}: there is no module own_data.web" in result.stderr, result.stderr
     package.mkdir(parents=True)
     (package / "web.py").write_text("def batches(args, tokenizer, split, samples): ...\n")
-    refused = lab.do("run")
-    assert f"{key}: own_data.web has no function batch" in refused.stderr, refused.stderr
-    assert "did you mean batches?" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert lab.do("check", f"{key}=own_data.web:batches").returncode == 0
+    result = lab.run_action("run")
+    assert f"{key}: own_data.web has no function batch" in result.stderr, result.stderr
+    assert "did you mean batches?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert lab.run_action("check", f"{key}=own_data.web:batches").returncode == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch_lab import PROJECT, Lab, until
+from support.launch_lab import PROJECT, Lab, wait_for
 
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.start import wait_until_started
@@ -45,42 +45,42 @@ time.sleep(600)
 
 def test_failure_before_another_attempt_does_not_end_the_wait(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1"})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     failed = "localhost: rank 1 failed: ValueError: bad data in shard 7"
     assert f"attempt 1 of 2 failed: {failed}" in result.stderr
     assert "the job starts again" in result.stderr
     assert "2 rank(s) joined" in result.stdout
-    assert len(lab.members()) > 2
+    assert len(lab.run_processes()) > 2
 
 
 def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
     lab.configure(
         STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1", "RAISE_1": "0"}
     )
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 1
     assert "attempt 1 of 2 failed: localhost: rank 1" in result.stderr
     failed = "localhost: rank 0 failed: ValueError: bad data in shard 7"
     assert f"run {lab.state().run_id} failed in attempt 2: {failed}" in result.stderr
-    lab.gone()
+    lab.wait_until_ended()
 
 
 def test_nothing_is_waited_for(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 9"})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     assert "its scripts were started" in result.stdout
     assert not list(lab.state().hosts[0].run_dir.glob("status/rank_*"))
-    assert lab.do("stop").returncode == 0
-    assert lab.members() == []
+    assert lab.run_action("stop").returncode == 0
+    assert lab.run_processes() == []
 
 
 def test_the_first_step_is_waited_for(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "step"})
     launcher = lab.start("run")
     assert launcher.stdout is not None
-    output = until(lambda: "joined" in (line := launcher.stdout.readline()) and line)
+    output = wait_for(lambda: "joined" in (line := launcher.stdout.readline()) and line)
     assert "2 rank(s) joined in" in output
     assert "waiting for the first step" in output
     assert launcher.poll() is None
@@ -91,10 +91,10 @@ def test_the_first_step_is_waited_for(lab: Lab) -> None:
 
 def test_ranks_that_joined_in_time_are_not_stopped(lab: Lab) -> None:
     lab.configure(STAGES, light=True)
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     message = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
     assert "0.1 s later are still busy with the first step. The run goes on" in message
-    assert len(lab.members()) > 2
+    assert len(lab.run_processes()) > 2
 
 
 TINY = {
@@ -129,15 +129,15 @@ def test_failure_after_joining_is_reported(lab: Lab, tmp_path: Path) -> None:
     lab.configure("", task={"entrypoint": None}, runner={"nproc_per_node": 1, "preflight": False})
     conf = lab.root / "conf" / "lab.yaml"
     config = yaml.safe_load(conf.read_text(encoding="utf-8"))
-    none = tmp_path / "none"
-    none.mkdir()
+    missing_path = tmp_path / "none"
+    missing_path.mkdir()
     config["train"] = TINY | {"system": {**TINY["system"], "logging": {"tensorboard_dir": None}}}
-    config["train"]["system"]["checkpoint"] |= {"load": str(none), "save": None}
+    config["train"]["system"]["checkpoint"] |= {"load": str(missing_path), "save": None}
     conf.write_text(yaml.safe_dump(config), encoding="utf-8")
-    result = lab.do("run", timeout=120)
+    result = lab.run_action("run", timeout=120)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "1 rank(s) joined" in result.stderr
     assert "waiting for the model, the data and the checkpoint" in result.stderr
     assert "rank 0 failed: CheckpointError" in result.stderr
-    assert f"{none} holds no checkpoint" in result.stderr
-    lab.gone()
+    assert f"{missing_path} contains no checkpoint" in result.stderr
+    lab.wait_until_ended()

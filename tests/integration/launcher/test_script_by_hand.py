@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launch_bench import SLEEP, Bench
-from support.launch_lab import until
+from support.launch_bench import SLEEPING_PROGRAM, Bench
+from support.launch_lab import wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import processes
@@ -46,10 +46,10 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     marks.mkdir()
     envs = Environments({"BEFORE": before, "MARKS": str(marks)})
     # After a stop has begun there is time for after_stop, however busy the machine is.
-    state = bench.start(SLEEP, envs=envs, cmds=BESIDE, runner=Runner(stop_grace=30.0))
-    agent = bench.agent(state) if lives == "agent" else None
+    state = bench.start(SLEEPING_PROGRAM, envs=envs, cmds=BESIDE, runner=Runner(stop_grace=30.0))
+    agent = bench.agent_process(state) if lives == "agent" else None
     if agent is not None:
-        until(lambda: bench.output.count("ready") == 2)
+        wait_for(lambda: bench.output.count("ready") == 2)
     (marks / "before").unlink()
     written = files_below(bench.root)
     script = str(state.hosts[0].script)
@@ -62,24 +62,24 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     assert processes.find_run_processes(state.run_id)
     bench.runner.stop(state)
     assert processes.find_run_processes(state.run_id) == []
-    # It was the first start's own end that ran after_stop; from now on the script starts again.
+    # The first start ran after_stop when it ended; now the script can start again.
     assert (marks / "after").exists()
-    again = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
-    assert again.stdout is not None
-    until(lambda: "ready" in again.stdout.readline())
+    second_start = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
+    assert second_start.stdout is not None
+    wait_for(lambda: "ready" in second_start.stdout.readline())
     processes.kill_run_processes(state.run_id, 10)
-    again.communicate(timeout=90)
+    second_start.communicate(timeout=90)
 
 
 def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
-    planned = bench.plan(SLEEP)
-    bench.write(planned)
+    planned = bench.plan(SLEEPING_PROGRAM)
+    bench.write_script(planned)
     command = ["bash", str(planned.hosts[0].script)]
     scripts = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for _ in range(8)
     ]
-    until(lambda: sum(script.poll() is not None for script in scripts) == 7)
+    wait_for(lambda: sum(script.poll() is not None for script in scripts) == 7)
     for script in scripts:
         if script.poll() is None:
             assert script.pid == int(planned.hosts[0].pid_file.read_text())
@@ -90,8 +90,8 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
 
 
 def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
-    planned = bench.plan(SLEEP)
-    bench.write(planned)
+    planned = bench.plan(SLEEPING_PROGRAM)
+    bench.write_script(planned)
     script = subprocess.Popen(
         ["bash", str(planned.hosts[0].script)],
         stdout=subprocess.PIPE,
@@ -99,7 +99,7 @@ def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
         start_new_session=True,
     )
     assert script.stdout is not None
-    until(lambda: "ready" in script.stdout.readline())
+    wait_for(lambda: "ready" in script.stdout.readline())
     os.killpg(script.pid, signal.SIGINT)  # as a terminal does
     assert script.wait(20) == 130
     assert processes.find_run_processes(planned.run_id) == []

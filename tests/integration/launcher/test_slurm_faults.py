@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.full_disk import fill_disk
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
 
 from flagscale.errors import JobError
@@ -29,31 +29,31 @@ def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Slur
 
 def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
-    lab.slurm()
-    assert lab.do("run").returncode == 0
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
     with slurm.without_controller():
         # Slurm's own commands take seconds to give up.
-        query, stopped = lab.start("query"), lab.start("stop")
+        query_launcher, stop_launcher = lab.start("query"), lab.start("stop")
         for launcher, message in (
-            (query, "answer: "),
-            (stopped, "may live: Slurm does not answer"),
+            (query_launcher, "answer: "),
+            (stop_launcher, "may live: Slurm does not answer"),
         ):
             out, _ = launcher.communicate(timeout=60)
             assert (launcher.returncode, message in out) == (3, True), out
-        assert len(lab.processes()) > 0
-    lab.until_state("running")
+        assert len(lab.find_processes()) > 0
+    lab.wait_for_state("running")
     # A node whose slurmd was killed is only noticed once Slurm reports it as down.
-    with slurm.without_daemon("h01"):
+    with slurm.without_slurmd("h01"):
         assert lab.query()["state"] == "running"
-        assert lab.do("stop").returncode == 0
-        assert lab.processes() == []
+        assert lab.run_action("stop").returncode == 0
+        assert lab.find_processes() == []
 
 
 def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
-    lab.slurm()
+    lab.write_config()
     # Every node has its own /tmp.
     exp_dir = Path(f"/tmp/{tmp_path.name}-{os.getpid()}")
-    result = lab.do("run", f"experiment.exp_dir={exp_dir}")
+    result = lab.run_action("run", f"experiment.exp_dir={exp_dir}")
     shutil.rmtree(exp_dir)
     assert result.returncode == 1
     assert "ended as FAILED" in result.stderr
@@ -62,106 +62,106 @@ def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> N
 
 def test_jobs_end_on_a_full_disk(lab: SlurmLab) -> None:
     """Neither a job that is starting, nor one that is being stopped, stays alive."""
-    lab.slurm()
-    assert lab.do("run").returncode == 0
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
     filler = fill_disk(lab.cluster.shared)
     try:
-        refused = lab.do("run", f"experiment.exp_dir={lab.root}/other")
-        assert (refused.returncode, "MiB free" in refused.stderr) == (2, True), refused.stderr
-        stopped = lab.do("stop")
+        rejected = lab.run_action("run", f"experiment.exp_dir={lab.root}/other")
+        assert (rejected.returncode, "MiB free" in rejected.stderr) == (2, True), rejected.stderr
+        stop_result = lab.run_action("stop")
         # The agents remove one of their files to make room for the record of the end.
-        output = "stopped in" in stopped.stdout or "could not be recorded" in stopped.stderr
-        assert output, stopped.stdout + stopped.stderr
-        lab.cluster.slurm.wait_empty()
-        assert lab.processes() == []
+        output = "stopped in" in stop_result.stdout or "could not be recorded" in stop_result.stderr
+        assert output, stop_result.stdout + stop_result.stderr
+        lab.cluster.slurm.wait_until_no_jobs()
+        assert lab.find_processes() == []
         assert lab.query()["state"] == "stopped"
         # A job that was never queried does not keep its nodes either.
-        assert lab.do("run", "experiment.runner.preflight=false").returncode == 1
-        lab.cluster.slurm.wait_empty()
+        assert lab.run_action("run", "experiment.runner.preflight=false").returncode == 1
+        lab.cluster.slurm.wait_until_no_jobs()
     finally:
         filler.unlink()
-    started = lab.do("run")
-    assert started.returncode == 0, started.stderr
+    start_result = lab.run_action("run")
+    assert start_result.returncode == 0, start_result.stderr
 
 
 def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
-    lab.slurm()
+    lab.write_config()
     first, second = (lab.start("run") for _ in range(2))
-    outs = [launcher.communicate(timeout=60)[0] for launcher in (first, second)]
+    outputs = [launcher.communicate(timeout=60)[0] for launcher in (first, second)]
     codes = [launcher.returncode for launcher in (first, second)]
-    assert sorted(codes) in ([0, 1], [0, 2]), outs
-    assert " is alive " in outs[codes.index(max(codes))]
-    assert lab.cluster.slurm.jobs() == [lab.job]
+    assert sorted(codes) in ([0, 1], [0, 2]), outputs
+    assert " is alive " in outputs[codes.index(max(codes))]
+    assert lab.cluster.slurm.list_jobs() == [lab.job_id]
     assert lab.query()["state"] == "running"
 
 
 def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
-    lab.slurm(runner={"lost_host_timeout": 1, "stop_grace": 0})
-    assert lab.do("run").returncode == 0
-    # All that Slurm and the run have there: as after a crash, from which slurmd comes back at once.
-    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.processes("h01"):
+    lab.write_config(runner={"lost_host_timeout": 1, "stop_grace": 0})
+    assert lab.run_action("run").returncode == 0
+    # All processes of Slurm and the run on the node, as in a crash; slurmd restarts at once.
+    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.find_processes("h01"):
         with suppress(ProcessLookupError):  # It may have ended with another one.
             os.kill(process.pid, signal.SIGKILL)
-    now = lab.until_state("failed", 60)
-    assert now["failure"]["host"] == "h01"
+    query_record = lab.wait_for_state("failed", 60)
+    assert query_record["failure"]["host"] == "h01"
     # The job does not keep its nodes, although Slurm considers the lost one healthy.
-    lab.cluster.slurm.wait_empty(60)
-    assert lab.processes() == []
+    lab.cluster.slurm.wait_until_no_jobs(60)
+    assert lab.find_processes() == []
 
 
 def test_untracked_processes_save_and_end(lab: SlurmLab) -> None:
-    """Slurm's own daemon of the step is killed on a node, and no process of the run."""
-    lab.slurm(runner={"lost_host_timeout": 3, "stop_grace": 2})
-    assert lab.do("run").returncode == 0
-    lab.until_state("running")
+    """Slurm's step daemon is killed on a node, but no process of the run."""
+    lab.write_config(runner={"lost_host_timeout": 3, "stop_grace": 2})
+    assert lab.run_action("run").returncode == 0
+    lab.wait_for_state("running")
     for daemon in lab.cluster.slurm.bed["h01"].find("slurmstepd"):
         os.kill(daemon.pid, signal.SIGKILL)
-    until(lambda: not lab.processes("h01"), 20)
+    wait_for(lambda: not lab.find_processes("h01"), 20)
     assert "saved 1" in lab.state().hosts[1].output.read_text()
-    lab.cluster.slurm.wait_empty(60)
-    assert lab.processes() == []
+    lab.cluster.slurm.wait_until_no_jobs(60)
+    assert lab.find_processes() == []
 
 
 def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
-    lab.slurm(runner={"stop_grace": 0})
+    lab.write_config(runner={"stop_grace": 0})
     launcher = lab.start("test")
-    until(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
+    wait_for(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
     with lab.cluster.slurm.without_node("h01", str(lab.root)):
-        now = lab.until_state("failed")
-        assert now["warnings"] == [f"job {lab.job} lost a node: h01"]
-        assert now["failure"]["host"] == "h01"
+        query_record = lab.wait_for_state("failed")
+        assert query_record["warnings"] == [f"job {lab.job_id} lost a node: h01"]
+        assert query_record["failure"]["host"] == "h01"
         out, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == now["exit_code"] > 0, out
+    assert launcher.returncode == query_record["exit_code"] > 0, out
     assert "first failure: h01: " in out
-    assert lab.processes() == []
+    assert lab.find_processes() == []
 
 
 def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:
     """Its batch script, the agents' coordinator and rank 0 are lost with it."""
     slurm = lab.cluster.slurm
-    lab.slurm(requeue=1)
-    assert lab.do("run").returncode == 0
+    lab.write_config(requeue=1)
+    assert lab.run_action("run").returncode == 0
     run_id = lab.state().run_id
     with slurm.without_node("h00", str(lab.root)):
-        lab.until_waiting("(BeginTime: ")
-        until(lambda: lab.processes() == [])
-    lab.until_state("running", 60)
+        lab.wait_for_pending_reason("(BeginTime: ")
+        wait_for(lambda: lab.find_processes() == [])
+    lab.wait_for_state("running", 60)
     assert lab.state().run_id == run_id
-    # For its ranks it is a later attempt, which continues from their own checkpoints.
+    # For the ranks it is a later attempt, which continues from their checkpoints.
     ranks = ("h00: rank 0 attempt", "h01: rank 1 attempt")
 
     def started_again() -> str | None:
-        output = lab.do("logs").stdout
+        output = lab.run_action("logs").stdout
         return output if all(f"{rank} 1" in output for rank in ranks) else None
 
-    output = str(until(started_again))
+    output = str(wait_for(started_again))
     for rank in ranks:
         assert -1 < output.find(f"{rank} 0") < output.find(f"{rank} 1"), output
-    # It was started as often as it may be.
-    slurm.run("scontrol", "requeue", lab.job)
+    # It was started as often as slurm.requeue allows.
+    slurm.run("scontrol", "requeue", lab.job_id)
     reason = "was started by Slurm more often than slurm.requeue allows"
-    until(lambda: reason in str(lab.query()["warnings"]))
-    assert lab.processes() == []
+    wait_for(lambda: reason in str(lab.query()["warnings"]))
+    assert lab.find_processes() == []
 
 
 def test_ctrl_c_before_sbatch_has_returned(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,44 +169,44 @@ def test_ctrl_c_before_sbatch_has_returned(lab: SlurmLab, monkeypatch: pytest.Mo
     sbatch = shutil.which("sbatch")
     programs = lab.root / "programs"
     programs.mkdir()
-    slow = programs / "sbatch"
-    slow.write_text(f'#!/bin/sh\n{sbatch} "$@"\nstatus=$?\nsleep 4\nexit $status\n')
-    slow.chmod(0o755)
+    slow_sbatch = programs / "sbatch"
+    slow_sbatch.write_text(f'#!/bin/sh\n{sbatch} "$@"\nstatus=$?\nsleep 4\nexit $status\n')
+    slow_sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    lab.slurm()
-    launcher = lab.start("test", in_a_group=True)
-    until(lab.cluster.slurm.jobs)
+    lab.write_config()
+    launcher = lab.start("test", own_process_group=True)
+    wait_for(lab.cluster.slurm.list_jobs)
     os.killpg(launcher.pid, signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGINT, out
     assert "its job was submitted already" in out
-    lab.cluster.slurm.wait_empty()
-    assert lab.processes() == []
+    lab.cluster.slurm.wait_until_no_jobs()
+    assert lab.find_processes() == []
 
 
 def test_suspended_job_is_reported_and_stopped(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
-    lab.slurm()
-    assert lab.do("run").returncode == 0
-    slurm.run("scontrol", "suspend", lab.job)
-    assert lab.until_warned() == "Slurm has suspended the job"
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert lab.processes() == []
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
+    slurm.run("scontrol", "suspend", lab.job_id)
+    assert lab.wait_for_warning() == "Slurm has suspended the job"
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0, stop_result.stderr
+    assert lab.find_processes() == []
     assert lab.query()["state"] == "stopped"
 
 
 def test_job_cancelled_while_pending(lab: SlurmLab) -> None:
     """A launcher that waits for it ends as after a stop."""
-    lab.slurm(extra={"hold": True})
+    lab.write_config(extra={"hold": True})
     lab.submit()
-    lab.cluster.slurm.run("scancel", lab.job)
+    lab.cluster.slurm.run("scancel", lab.job_id)
 
     def wait() -> dict[str, Any]:
         with closing(SlurmRunner()) as runner, pytest.raises(JobError) as error:
             runner.await_hosts(lab.state())
         return {"message": error.value.message, "code": error.value.exit_code}
 
-    result = lab.cluster.user.do(wait)
-    assert f"has not started: job {lab.job} was cancelled" in result["message"]
+    result = lab.cluster.user.call(wait)
+    assert f"has not started: job {lab.job_id} was cancelled" in result["message"]
     assert result["code"] == 128 + signal.SIGTERM

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch_lab import until
-from support.slurm_lab import Cluster, SlurmLab, needed_cluster, slurm_lab
+from support.launch_lab import wait_for
+from support.slurm_lab import Cluster, SlurmLab, require_cluster, slurm_lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 @pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[Cluster]:
     settings = {"ProctrackType": "proctrack/pgid", "KillWait": "1"}
-    with needed_cluster(settings=settings, gpus=("A", "B")) as cluster:
+    with require_cluster(settings=settings, gpus=("A", "B")) as cluster:
         yield cluster
 
 
@@ -27,13 +27,13 @@ def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Slur
         yield new_lab
 
 
-def command(words: str) -> tuple[str, str]:
-    override = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+def bash_task(script: str) -> tuple[str, str]:
+    override = f"experiment.task.command=[bash, -c, {json.dumps(script)}]"
     return ("experiment.task.type=command", override)
 
 
 # In time nothing of it ends by itself.
-STAYS = command("trap '' TERM; setsid sleep 599 & while :; do sleep 1; done")
+STAYS = bash_task("trap '' TERM; setsid sleep 599 & while :; do sleep 1; done")
 
 
 def hosts_with_leftovers(lab: SlurmLab) -> set[str]:
@@ -43,16 +43,16 @@ def hosts_with_leftovers(lab: SlurmLab) -> set[str]:
 
 
 def test_processes_that_leave_their_group_do_not_outlive_a_cancel(lab: SlurmLab) -> None:
-    lab.slurm()
-    (row,) = (check for check in lab.checks() if check.name == "proctrack")
+    lab.write_config()
+    (row,) = (check for check in lab.run_preflight() if check.name == "proctrack")
     assert (row.ok, row.warning, "survive scancel" in row.found) == (True, True, True)
     lab.submit(*STAYS)
-    until(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
-    lab.cluster.slurm.run("scancel", lab.job)
-    until(lambda: not hosts_with_leftovers(lab) and lab.processes() == [], 20)
+    wait_for(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
+    lab.cluster.slurm.run("scancel", lab.job_id)
+    wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [], 20)
     output = lab.state().hosts[1].output
-    until(lambda: "h01: ended processes that Slurm left alive: " in output.read_text())
-    assert lab.until_warned() == f"job {lab.job} was cancelled"
+    wait_for(lambda: "h01: ended processes that Slurm left alive: " in output.read_text())
+    assert lab.wait_for_warning() == f"job {lab.job_id} was cancelled"
     assert lab.query()["state"] == "stopped"
 
 
@@ -79,8 +79,10 @@ def test_processes_that_leave_their_group_do_not_outlive_a_cancel(lab: SlurmLab)
 )
 def test_gpus(lab: SlurmLab, section: dict[str, Any], expected: set[str]) -> None:
     """Each rank of a command, one per node, sees the GPUs that its node was allocated."""
-    lab.slurm(runner={"nproc_per_node": None}, **section)
-    result = lab.do("test", *command("echo $RANK of $WORLD_SIZE has $CUDA_VISIBLE_DEVICES"))
+    lab.write_config(runner={"nproc_per_node": None}, **section)
+    result = lab.run_action(
+        "test", *bash_task("echo $RANK of $WORLD_SIZE has $CUDA_VISIBLE_DEVICES")
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert expected <= set(result.stdout.splitlines())
 
@@ -103,12 +105,12 @@ def control_groups_v1() -> Iterator[None]:
 
 def test_the_kernels_groups_leave_nothing(control_groups_v1: None) -> None:
     settings = {"ProctrackType": "proctrack/cgroup", "KillWait": "1"}
-    with needed_cluster(settings=settings) as cluster, slurm_lab(cluster, "groups") as lab:
-        lab.slurm()
-        assert "proctrack" not in {check.name for check in lab.checks()}
+    with require_cluster(settings=settings) as cluster, slurm_lab(cluster, "groups") as lab:
+        lab.write_config()
+        assert "proctrack" not in {check.name for check in lab.run_preflight()}
         lab.submit(*STAYS)
-        until(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
-        lab.cluster.slurm.run("scancel", lab.job)
-        until(lambda: not hosts_with_leftovers(lab) and lab.processes() == [], 20)
-        assert lab.until_warned() == f"job {lab.job} was cancelled"
+        wait_for(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
+        lab.cluster.slurm.run("scancel", lab.job_id)
+        wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [], 20)
+        assert lab.wait_for_warning() == f"job {lab.job_id} was cancelled"
         assert lab.query()["state"] == "stopped"

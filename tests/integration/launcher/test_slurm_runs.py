@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
 
 import flagscale
@@ -32,116 +32,120 @@ def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Slur
 def wait_for_line(launcher: subprocess.Popen[str], text: str) -> None:
     """Wait until a launcher prints a line with this text."""
     assert launcher.stdout is not None
-    until(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
+    wait_for(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
 
 
 def test_every_verb(lab: SlurmLab) -> None:
     lab.envs = {"API_TOKEN": "s3cr3t"}
-    lab.slurm(time="10:00", extra={"comment": "it's $HOME"})
-    result = json.loads(lab.do("dryrun", "json=true").stdout)
-    checked = json.loads(lab.do("check", "json=true").stdout)
+    lab.write_config(time="10:00", extra={"comment": "it's $HOME"})
+    result = json.loads(lab.run_action("dryrun", "json=true").stdout)
+    checked = json.loads(lab.run_action("check", "json=true").stdout)
     assert {"python", "exp_dir", "partition", "job"} <= {
         row["name"] for row in checked if row["ok"]
     }
-    started = lab.do("run")
-    assert started.returncode == 0, started.stdout + started.stderr
-    assert "2 rank(s) joined" in started.stdout
+    start_result = lab.run_action("run")
+    assert start_result.returncode == 0, start_result.stdout + start_result.stderr
+    assert "2 rank(s) joined" in start_result.stdout
     state = lab.state()
     assert [host.name for host in state.hosts] == ["h00", "h01"]
     # The shown plan is the submitted one, except for the run id.
     script = lab.layout.scripts / "slurm_job.sh"
     assert script.read_text() == result["job"]["script"].replace(result["run_id"], state.run_id)
 
-    job_record = lab.cluster.slurm.run("scontrol", "show", "job", lab.job)
+    job_record = lab.cluster.slurm.run("scontrol", "show", "job", lab.job_id)
     assert "Comment=it's $HOME" in job_record
     lines = [" ".join(p.argv) for host in lab.cluster.slurm.bed.hosts for p in host.processes()]
-    batch = lab.cluster.slurm.run("scontrol", "write", "batch_script", lab.job, "-")
+    batch = lab.cluster.slurm.run("scontrol", "write", "batch_script", lab.job_id, "-")
     for text in (job_record, batch, *lines):
         assert "s3cr3t" not in text
     # A launcher that was killed at the wrong moment has not written down the job's id.
-    lab.cluster.user.do(lab.forget_job)
-    again = lab.do("run")
-    assert (again.returncode, "is alive" in again.stderr) == (1, True)
-    now = lab.query()
-    assert (now["state"], now["joined"]) == ("running", 2)
+    lab.cluster.user.call(lab.forget_job)
+    second_result = lab.run_action("run")
+    assert (second_result.returncode, "is alive" in second_result.stderr) == (1, True)
+    query_record = lab.query()
+    assert (query_record["state"], query_record["joined"]) == ("running", 2)
     assert {"h00: rank 0 attempt 0", "h01: rank 1 attempt 0"} <= set(
-        lab.do("logs").stdout.splitlines()
+        lab.run_action("logs").stdout.splitlines()
     )
-    stopped = lab.do("stop")
-    assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
+    stop_result = lab.run_action("stop")
+    assert (stop_result.returncode, stop_result.stderr) == (0, "")
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
     assert lab.query()["state"] == "stopped"
-    assert "nothing to stop" in lab.do("stop").stdout
-    assert lab.processes() == []
+    assert "nothing to stop" in lab.run_action("stop").stdout
+    assert lab.find_processes() == []
     assert list(lab.layout.logs.glob("slurm/*/secrets*")) == []
 
 
 def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
-    lab.slurm()
+    lab.write_config()
     with slurm.allocation(nodes=2, tasks=2):
         waiting = lab.start("run")
-        until(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
+        wait_for(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
         # The start is unknown: the job that holds the nodes has no time limit.
-        reason = lab.until_waiting("(Resources: ")
+        reason = lab.wait_for_pending_reason("(Resources: ")
         assert reason.endswith(
             "(Resources: it is the next one, and waits for nodes to become free)"
         )
-        assert "is pending (Resources" in lab.do("query").stdout
-        assert lab.do("run").returncode == 1
+        assert "is pending (Resources" in lab.run_action("query").stdout
+        assert lab.run_action("run").returncode == 1
         wait_for_line(waiting, "is pending (Resources")
     # Now there are nodes.
     out, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, out
     assert "2 rank(s) joined" in out
-    assert lab.do("stop").returncode == 0
+    assert lab.run_action("stop").returncode == 0
 
     with slurm.allocation(nodes=2, tasks=2):
         lab.submit()
-        stopped = lab.do("stop")
-        assert stopped.returncode == 0, stopped.stderr
+        stop_result = lab.run_action("stop")
+        assert stop_result.returncode == 0, stop_result.stderr
         assert lab.query()["state"] == "stopped"
-        assert lab.job not in slurm.jobs()
+        assert lab.job_id not in slurm.list_jobs()
         # Ctrl-C while a launcher waits.
         waiting = lab.start("test")
         wait_for_line(waiting, "is pending")
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(timeout=60) == 128 + signal.SIGINT
-        assert lab.job not in slurm.jobs()
+        assert lab.job_id not in slurm.list_jobs()
 
 
 def test_first_failure_and_exit_code(lab: SlurmLab) -> None:
     """The run is started from within a Slurm job."""
     lab.envs = {"FAIL": "7"}
-    lab.slurm(exclusive=False)
-    with lab.cluster.slurm.allocation(nodes=1, tasks=1, where="h00") as job:
-        under = ("srun", f"--jobid={job}", "--export=ALL", f"--chdir={lab.root}")
-        result = lab.do("test", under=under)
+    lab.write_config(exclusive=False)
+    with lab.cluster.slurm.allocation(nodes=1, tasks=1, nodelist="h00") as job:
+        wrapper = ("srun", f"--jobid={job}", "--export=ALL", f"--chdir={lab.root}")
+        result = lab.run_action("test", wrapper=wrapper)
     assert result.returncode == 7, result.stdout + result.stderr
     assert "first failure: h01: the job ended with exit code 7" in result.stderr
     assert "h01: rank 1 attempt 0" in result.stdout.splitlines()
-    now = lab.query()
-    assert (now["state"], now["failure"]["host"], now["exit_code"]) == ("failed", "h01", 7)
+    query_record = lab.query()
+    assert (query_record["state"], query_record["failure"]["host"], query_record["exit_code"]) == (
+        "failed",
+        "h01",
+        7,
+    )
 
 
 def test_command_on_nodes(lab: SlurmLab) -> None:
-    """Its ranks are numbered across the nodes, and signalled to save like those of training."""
-    lab.slurm(runner={"nproc_per_node": 2})
-    words = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
-    words += "while :; do sleep 0.1; done"
-    command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+    """Ranks are numbered across the nodes and get the signal to save, as in training."""
+    lab.write_config(runner={"nproc_per_node": 2})
+    script = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
+    script += "while :; do sleep 0.1; done"
+    command = f"experiment.task.command=[bash, -c, {json.dumps(script)}]"
     more = ("experiment.task.type=command", command, "experiment.runner.wait_for=none")
-    result = lab.do("run", *more)
+    result = lab.run_action("run", *more)
     assert result.returncode == 0, result.stdout + result.stderr
-    until(lambda: len(lab.do("logs").stdout.splitlines()) >= 6)
-    assert lab.do("stop").returncode == 0
+    wait_for(lambda: len(lab.run_action("logs").stdout.splitlines()) >= 6)
+    assert lab.run_action("stop").returncode == 0
     expected = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
-    assert {*expected, "h01:3: 3 of 4"} <= set(lab.do("logs").stdout.splitlines())
-    assert lab.processes() == []
-    # Several commands at a time, each in its own job.
-    words = ("-m", "--jobs", "2", "json=true", "experiment.task.type=command")
-    result = lab.do(
-        "run", *words, "experiment.task.command=date", "experiment.runner.slurm.nodes=1,2"
+    assert {*expected, "h01:3: 3 of 4"} <= set(lab.run_action("logs").stdout.splitlines())
+    assert lab.find_processes() == []
+    # Several commands at the same time, each in its own job.
+    script = ("-m", "--jobs", "2", "json=true", "experiment.task.type=command")
+    result = lab.run_action(
+        "run", *script, "experiment.task.command=date", "experiment.runner.slurm.nodes=1,2"
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [row["state"] for row in json.loads(result.stdout)] == ["completed", "completed"]
@@ -169,21 +173,21 @@ def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
     program.write_text(APPTAINER, encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    lab.slurm(container={"image": str(program), "runtime": "apptainer"})
-    words = 'echo "$APPTAINER_CONTAINER $(ps -o args= $PPID | cut -c 1-7)"'
-    command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
-    result = lab.do("test", "experiment.task.type=command", command)
+    lab.write_config(container={"image": str(program), "runtime": "apptainer"})
+    script = 'echo "$APPTAINER_CONTAINER $(ps -o args= $PPID | cut -c 1-7)"'
+    command = f"experiment.task.command=[bash, -c, {json.dumps(script)}]"
+    result = lab.run_action("test", "experiment.task.type=command", command)
     assert result.returncode == 0, result.stdout + result.stderr
-    # Its ranks, and what starts them: the image's Python.
+    # The ranks and their parents run the image's Python.
     assert f"h01:1: {program} python3" in result.stdout.splitlines()
     # Ended by the pid of the process in the container.
-    assert lab.do("run").returncode == 0
-    assert lab.do("stop").returncode == 0
-    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
-    (row,) = (check for check in lab.checks() if check.name == "container")
+    assert lab.run_action("run").returncode == 0
+    assert lab.run_action("stop").returncode == 0
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
+    (row,) = (check for check in lab.run_preflight() if check.name == "container")
     assert (row.ok, row.warning, row.found) == (True, False, f"{program}, by apptainer")
-    lab.slurm(container={"image": "nvidia/cuda"})
-    (row,) = (check for check in lab.checks() if check.name == "container")
+    lab.write_config(container={"image": "nvidia/cuda"})
+    (row,) = (check for check in lab.run_preflight() if check.name == "container")
     assert (row.ok, row.warning) == (True, True)
     assert "srun has no --container-image" in row.found
 
@@ -214,47 +218,47 @@ def test_nodes_run_in_an_apptainer_container(
         "options": ["--no-home"],
     }
     monkeypatch.setenv("HOME", str(lab.root))
-    lab.slurm(container=container, runner={"python": f"{sys.base_prefix}/bin/python3"})
+    lab.write_config(container=container, runner={"python": f"{sys.base_prefix}/bin/python3"})
     command = "experiment.task.command=[bash, -c, 'cat /only-here; pwd']"
-    result = lab.do("test", "experiment.task.type=command", command)
+    result = lab.run_action("test", "experiment.task.type=command", command)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = set(result.stdout.splitlines())
     assert {"h00:0: in the image", "h01:1: in the image", f"h01:1: {lab.root}"} <= lines
-    assert lab.do("run").returncode == 0
-    (row,) = (check for check in lab.checks() if check.name == "container")
+    assert lab.run_action("run").returncode == 0
+    (row,) = (check for check in lab.run_preflight() if check.name == "container")
     assert (row.ok, row.warning) == (True, False), row.found
-    assert len(lab.processes("h01")) > 0
-    assert lab.do("stop").returncode == 0
-    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
-    assert lab.processes() == []
+    assert len(lab.find_processes("h01")) > 0
+    assert lab.run_action("stop").returncode == 0
+    assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
+    assert lab.find_processes() == []
 
 
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
-    lab.slurm()
+    lab.write_config()
     launcher = lab.start("test")
     wait_for_line(launcher, "attempt 0")
-    until(lambda: lab.query()["joined"] == 2)
+    wait_for(lambda: lab.query()["joined"] == 2)
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGINT
     assert {"h00: saved 0", "h01: saved 1"} <= set(out.splitlines())
-    assert lab.processes() == []
+    assert lab.find_processes() == []
     assert lab.query()["state"] == "stopped"
 
 
 def test_end_by_slurm_is_reported_later(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = lab.cluster.slurm
-    lab.slurm()
-    assert lab.do("run").returncode == 0
-    slurm.run("scancel", lab.job)
-    assert lab.until_warned() == f"job {lab.job} was cancelled"
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
+    slurm.run("scancel", lab.job_id)
+    assert lab.wait_for_warning() == f"job {lab.job_id} was cancelled"
     assert lab.query()["state"] == "stopped"
-    assert lab.processes() == []
-    assert "saved 1" in lab.do("logs").stdout
+    assert lab.find_processes() == []
+    assert "saved 1" in lab.run_action("logs").stdout
     with slurm.allocation(nodes=2, tasks=2):
         lab.submit()
-        slurm.run("scancel", lab.job)
-        assert f"job {lab.job} was cancelled" in lab.until_warned()
+        slurm.run("scancel", lab.job_id)
+        assert f"job {lab.job_id} was cancelled" in lab.wait_for_warning()
     # Slurm is not queried any more.
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     assert lab.query()["state"] == "stopped"
@@ -265,7 +269,7 @@ def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> 
     (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
     # Each type is one component, in the order of the plan.
     kinds = {"B": {"mem": "10"}}
-    lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
+    lab.write_config(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
 
     def drive() -> dict[str, Any]:
         os.chdir(lab.root)
@@ -273,11 +277,11 @@ def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> 
         # Slurm is queried rarely, regardless of the number of status queries.
         monkeypatch.setattr(scheduler, "query_job", Mock(wraps=scheduler.query_job))
         phases = {run.status().phase for _ in range(50)}
-        lines, looks = run.logs(), scheduler.query_job.call_count  # type: ignore[attr-defined]
+        lines, query_count = run.logs(), scheduler.query_job.call_count  # type: ignore[attr-defined]
         run.stop()
-        return {"phases": [*phases, run.wait().phase], "lines": lines, "looks": looks}
+        return {"phases": [*phases, run.wait().phase], "lines": lines, "looks": query_count}
 
-    result = lab.cluster.user.do(drive)
+    result = lab.cluster.user.call(drive)
     assert (result["phases"], result["looks"] <= 1) == (["running", "stopped"], True)
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
     assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= set(result["lines"])
@@ -285,19 +289,19 @@ def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_heterogeneous_job(lab: SlurmLab) -> None:
     kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "short"}}
-    lab.slurm(time="5:00", device_type_specific=kinds)
-    assert [check.found for check in lab.checks() if not check.ok] == []
-    assert lab.do("run").returncode == 0
+    lab.write_config(time="5:00", device_type_specific=kinds)
+    assert [check.found for check in lab.run_preflight() if not check.ok] == []
+    assert lab.run_action("run").returncode == 0
     components = lab.cluster.slurm.run("squeue", "--noheader", "--format=%i %P %N", "--sort=i")
-    job, nodes = lab.job, [host.name for host in lab.state().hosts]
+    job, nodes = lab.job_id, [host.name for host in lab.state().hosts]
     assert components.split("\n")[:2] == [f"{job}+0 all {nodes[0]}", f"{job}+1 short {nodes[1]}"]
-    lines = set(lab.do("logs").stdout.splitlines())
+    lines = set(lab.run_action("logs").stdout.splitlines())
     assert {f"{nodes[0]}: rank 0 attempt 0", f"{nodes[1]}: rank 1 attempt 0"} <= lines
     assert lab.query()["state"] == "running"
-    stopped = lab.do("stop")
-    assert (stopped.returncode, stopped.stderr) == (0, "")
-    assert f"{nodes[1]}: saved 1" in lab.do("logs").stdout.splitlines()
-    assert lab.cluster.slurm.jobs() == []
+    stop_result = lab.run_action("stop")
+    assert (stop_result.returncode, stop_result.stderr) == (0, "")
+    assert f"{nodes[1]}: saved 1" in lab.run_action("logs").stdout.splitlines()
+    assert lab.cluster.slurm.list_jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -316,8 +320,8 @@ def test_heterogeneous_job(lab: SlurmLab) -> None:
 def test_jobs_that_would_wait_forever_are_rejected(
     lab: SlurmLab, section: dict[str, Any], expected: str
 ) -> None:
-    lab.slurm(**section)
-    checks = {check.name: check for check in lab.checks()}
+    lab.write_config(**section)
+    checks = {check.name: check for check in lab.run_preflight()}
     problems = [check.found for check in checks.values() if not check.ok]
     assert expected in " ".join(problems)
 
@@ -327,53 +331,53 @@ def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
         "sbatch", "--output=/dev/null", "--parsable", "--wait", "--wrap=false", check=False
     )
     job = failed.strip()
-    lab.slurm(dependency=f"afterok:{job}")
-    refused = lab.do("run")
-    assert refused.returncode == 2
-    assert f"afterok:{job} can never be satisfied: job {job} is FAILED" in refused.stderr
+    lab.write_config(dependency=f"afterok:{job}")
+    result = lab.run_action("run")
+    assert result.returncode == 2
+    assert f"afterok:{job} can never be satisfied: job {job} is FAILED" in result.stderr
     assert not lab.layout.state.exists()
     # Clauses that are separated by question marks are alternatives.
-    lab.slurm(dependency=f"afterok:{job}?afterany:{job}")
-    assert [check.found for check in lab.checks() if not check.ok] == []
+    lab.write_config(dependency=f"afterok:{job}?afterany:{job}")
+    assert [check.found for check in lab.run_preflight() if not check.ok] == []
 
 
 def test_the_time_that_a_job_gets_without_asking(
     lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab.slurm(partition="brief", runner={"stop_grace": 60})
-    (problem,) = (check.found for check in lab.checks() if not check.ok)
-    assert "brief allows 1:00 if no time is requested, no longer than the 90 s that" in problem
+    lab.write_config(partition="brief", runner={"stop_grace": 60})
+    (problem,) = (check.found for check in lab.run_preflight() if not check.ok)
+    assert "brief allows 1:00 if no time is requested, not longer than the 90 s that" in problem
     monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
-    assert [check.found for check in lab.checks() if not check.ok] == []
-    lab.slurm(partition="short")
-    problem = " ".join(check.found for check in lab.checks() if not check.ok)
+    assert [check.found for check in lab.run_preflight() if not check.ok] == []
+    lab.write_config(partition="short")
+    problem = " ".join(check.found for check in lab.run_preflight() if not check.ok)
     assert "short allows 10:00 at most, 20 is requested" in problem
 
 
 def test_run_continues_after_its_time_limit(lab: SlurmLab) -> None:
-    """The time limit is Slurm's shortest, most of which is for saving."""
-    lab.slurm(time="1:00", requeue=1, runner={"stop_grace": 28})
+    """The time limit is Slurm's minimum, most of which is reserved for saving."""
+    lab.write_config(time="1:00", requeue=1, runner={"stop_grace": 28})
     lab.submit()
-    lab.until_waiting("is pending (BeginTime")
-    assert "h01: saved 1" in lab.do("logs").stdout
+    lab.wait_for_pending_reason("is pending (BeginTime")
+    assert "h01: saved 1" in lab.run_action("logs").stdout
     assert "has reached its time limit" in next(lab.layout.logs.glob("slurm/*/output")).read_text()
-    until(lambda: "h01: rank 1 attempt 1" in lab.do("logs").stdout)
-    assert lab.do("stop").returncode == 0
+    wait_for(lambda: "h01: rank 1 attempt 1" in lab.run_action("logs").stdout)
+    assert lab.run_action("stop").returncode == 0
 
 
 def test_preempted_job_saves_and_continues(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
-    lab.slurm(partition="low", requeue=1)
-    assert lab.do("run").returncode == 0
-    urgent = slurm.run(
+    lab.write_config(partition="low", requeue=1)
+    assert lab.run_action("run").returncode == 0
+    preempting_job = slurm.run(
         *("sbatch", "--output=/dev/null", "--parsable", "--partition=high", "--nodes=2"),
         "--wrap=sleep 600",
     )
-    lab.until_waiting("is pending")
-    assert "saved 1" in lab.do("logs").stdout
-    slurm.run("scancel", urgent.strip())
-    lab.until_state("running", 60)
-    assert lab.do("stop").returncode == 0
+    lab.wait_for_pending_reason("is pending")
+    assert "saved 1" in lab.run_action("logs").stdout
+    slurm.run("scancel", preempting_job.strip())
+    lab.wait_for_state("running", 60)
+    assert lab.run_action("stop").returncode == 0
 
 
 COLLECTIVE = """\
@@ -394,11 +398,11 @@ dist.destroy_process_group()
 
 @pytest.mark.torch
 def test_rendezvous_through_torchrun(lab: SlurmLab) -> None:
-    """Although the first node resolves its own name to a loopback address, as on Debian."""
-    hosts = lab.cluster.slurm.bed["h00"].path("/etc/hosts")
+    """The first node resolves its own name to a loopback address, as on Debian."""
+    hosts = lab.cluster.slurm.bed["h00"].local_path("/etc/hosts")
     hosts.write_text(f"127.0.1.1 h00\n{hosts.read_text()}")
     lab.configure(COLLECTIVE, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}})
-    result = lab.do("test", timeout=120)
+    result = lab.run_action("test", timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(result.stdout.splitlines())
     assert lab.query()["state"] == "completed"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, slurm_lab
-from support.training_lab import PROGRAM, losses, sections
+from support.training_lab import PROGRAM, read_losses, train_sections
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
@@ -17,14 +17,16 @@ def test_requeued_training_continues(slurm_cluster: Cluster) -> None:
         runner = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 20, "slurm": slurm}
         task = {"entrypoint": str(PROGRAM)}
         checkpoints = str(lab.exp_dir / "checkpoints")
-        train = sections(
+        train = train_sections(
             checkpoint={"save": checkpoints, "load": checkpoints, "ckpt_format": "torch_dist"}
         )
         lab.configure("", runner=runner, task=task, train=train)
         lab.submit()
-        until(lambda: len(losses(lab)) >= 3, 90)
-        lab.cluster.slurm.run("scontrol", "requeue", lab.job)
-        until(lambda: (done := losses(lab)) and done[0][0] > 1, 120)
-        assert lab.do("stop").returncode == 0
-        steps = [step for step, *_ in (*losses(lab, "status-before-1-status"), *losses(lab))]
+        wait_for(lambda: len(read_losses(lab)) >= 3, 90)
+        lab.cluster.slurm.run("scontrol", "requeue", lab.job_id)
+        wait_for(lambda: (finished_steps := read_losses(lab)) and finished_steps[0][0] > 1, 120)
+        assert lab.run_action("stop").returncode == 0
+        steps = [
+            step for step, *_ in (*read_losses(lab, "status-before-1-status"), *read_losses(lab))
+        ]
         assert steps == [*range(1, len(steps) + 1)]

@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from support.launch_lab import until
-from support.slurm_lab import INSIDE, Cluster, SlurmLab, needed_cluster, slurm_lab
+from support.launch_lab import wait_for
+from support.slurm_lab import OUTER_JOB_VARIABLES, Cluster, SlurmLab, require_cluster, slurm_lab
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -36,7 +36,7 @@ while [ "$(hostname)" = h01 ] && [ -e "${0%/*}/gate" ]; do sleep 0.1; done
 @pytest.fixture(scope="module")
 def gate() -> Iterator[Path]:
     """While this file exists, the prolog of h01 does not finish."""
-    # Hosts have a /tmp of their own.
+    # Each host has its own /tmp.
     with TemporaryDirectory(prefix="slurm-", dir="/var/tmp") as name:
         Path(name).chmod(0o755)
         prolog = Path(name, "prolog")
@@ -49,7 +49,7 @@ def gate() -> Iterator[Path]:
 def slurm_cluster(gate: Path) -> Iterator[Cluster]:
     fields = {"AccountingStoreFlags": "job_env,job_script"}
     settings = {"MinJobAge": "2", "Prolog": str(gate.with_name("prolog")), **fields}
-    with needed_cluster(accounts=ACCOUNTS, settings=settings) as cluster:
+    with require_cluster(accounts=ACCOUNTS, settings=settings) as cluster:
         yield cluster
 
 
@@ -62,7 +62,7 @@ def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Slur
 def is_forgotten(lab: SlurmLab) -> bool:
     """Return True if the controller no longer knows the run's job."""
     job_ids = lab.cluster.slurm.run("squeue", "--noheader", "--states=all", "--format=%i")
-    return lab.job not in job_ids.split()
+    return lab.job_id not in job_ids.split()
 
 
 @pytest.mark.parametrize(
@@ -83,53 +83,53 @@ def is_forgotten(lab: SlurmLab) -> bool:
     ],
 )
 def test_limit_that_holds_a_job_is_reported(lab: SlurmLab, qos: str, expected: str) -> None:
-    lab.slurm(qos=qos)
+    lab.write_config(qos=qos)
     lab.submit()
-    assert lab.until_waiting("QOS").endswith(expected)
+    assert lab.wait_for_pending_reason("QOS").endswith(expected)
 
 
 def test_forgotten_job_is_found_in_accounting(lab: SlurmLab) -> None:
     """The job could not record its end, because its batch script was on the lost node."""
     slurm = lab.cluster.slurm
     lab.envs = {"API_TOKEN": "s3cr3t"}
-    lab.slurm()
-    assert lab.do("run").returncode == 0
+    lab.write_config()
+    assert lab.run_action("run").returncode == 0
     with slurm.without_node("h00", str(lab.root)):
-        until(lambda: is_forgotten(lab))
-        assert lab.until_warned() == f"job {lab.job} lost a node: h00"
-    now = lab.query()
-    assert (now["state"], now["failure"]["host"]) == ("failed", "h00")
+        wait_for(lambda: is_forgotten(lab))
+        assert lab.wait_for_warning() == f"job {lab.job_id} lost a node: h00"
+    query_record = lab.query()
+    assert (query_record["state"], query_record["failure"]["host"]) == ("failed", "h00")
     # Accounting stores the submission of a job.
     for option, text in (("--env-vars", "XDG_STATE_HOME="), ("--batch-script", lab.state().run_id)):
-        output = slurm.run("sacct", f"--jobs={lab.job}", option)
+        output = slurm.run("sacct", f"--jobs={lab.job_id}", option)
         assert (text in output, "s3cr3t" in output) == (True, False)
 
 
 def test_late_component_of_a_heterogeneous_job(lab: SlurmLab, gate: Path) -> None:
-    """Its node becomes free last, and its prolog takes long."""
+    """The second component's node becomes free last, and its prolog takes long."""
     slurm = lab.cluster.slurm
     lab.envs = {"MEET": f"{lab.root}/meet"}
     kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "last"}}
-    lab.slurm(time="5:00", device_type_specific=kinds, runner={"lost_host_timeout": 1})
+    lab.write_config(time="5:00", device_type_specific=kinds, runner={"lost_host_timeout": 1})
     gate.touch()
     try:
-        with slurm.allocation(nodes=1, tasks=1, where="h01"):
+        with slurm.allocation(nodes=1, tasks=1, nodelist="h01"):
             launcher = lab.start("run")
-            until(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
+            wait_for(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
             # The other component could start at once, but not alone.
-            reason = lab.until_waiting("(Resources: ")
+            reason = lab.wait_for_pending_reason("(Resources: ")
             assert "may start" not in reason
-        late = until(lambda: [text for text in lab.query()["warnings"] if "started" in text])
-        assert late[0].startswith("h01 has not started: Slurm still prepares it")
+        late = wait_for(lambda: [text for text in lab.query()["warnings"] if "started" in text])
+        assert late[0].startswith("h01 has not started: Slurm is still preparing it")
         assert lab.query()["state"] == "starting"
     finally:
         gate.unlink()
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, out
     assert "2 rank(s) joined" in out
-    now = lab.query()
-    assert (now["state"], now["warnings"]) == ("running", [])
-    lines = set(lab.do("logs").stdout.splitlines())
+    query_record = lab.query()
+    assert (query_record["state"], query_record["warnings"]) == ("running", [])
+    lines = set(lab.run_action("logs").stdout.splitlines())
     assert {"h00: rank 0 attempt 0", "h01: rank 1 attempt 0"} <= lines
 
 
@@ -154,24 +154,24 @@ def test_200_seconds_in_the_queue(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
             ASKED.format(log=shlex.quote(str(query_log)), path=shlex.quote(os.environ["PATH"]))
         )
         program.chmod(0o755)
-    lab.slurm(runner={"start_timeout": 60, "lost_host_timeout": 5})
+    lab.write_config(runner={"start_timeout": 60, "lost_host_timeout": 5})
 
     def times() -> list[int]:
         lines = query_log.read_text().splitlines() if query_log.exists() else []
         return [int(line.split()[1]) for line in lines if line.startswith("squeue")]
 
     with lab.cluster.slurm.allocation(nodes=2, tasks=2):
-        monkeypatch.setitem(INSIDE, "PATH", f"{lab.root}/bin:{os.environ['PATH']}")
+        monkeypatch.setitem(OUTER_JOB_VARIABLES, "PATH", f"{lab.root}/bin:{os.environ['PATH']}")
         with monkeypatch.context() as patch:
-            patch.setitem(INSIDE, "LD_PRELOAD", str(clock))
-            patch.setitem(INSIDE, "FAKETIME", f"+0 x{SPEED}")
+            patch.setitem(OUTER_JOB_VARIABLES, "LD_PRELOAD", str(clock))
+            patch.setitem(OUTER_JOB_VARIABLES, "FAKETIME", f"+0 x{SPEED}")
             launcher = lab.start("run")
-        until(lambda: len(times()) > 1 and times()[-1] - times()[0] >= 200)
+        wait_for(lambda: len(times()) > 1 and times()[-1] - times()[0] >= 200)
         launcher.send_signal(signal.SIGINT)
         out, _ = launcher.communicate(timeout=60)
         assert launcher.returncode == 128 + signal.SIGINT, out
         assert "is pending (Resources" in out
-        assert lab.job not in lab.cluster.slurm.jobs()
+        assert lab.job_id not in lab.cluster.slurm.list_jobs()
     # Seldom, but for the first times, when it is not known yet why the job waits.
     waited = [later - earlier for earlier, later in pairwise(times()) if later - times()[0] < 200]
     assert min(waited[-3:]) >= 29, waited

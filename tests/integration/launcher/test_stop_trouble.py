@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.full_disk import fill_disk, small_disk
-from support.launch_lab import Lab, rank_processes, until
+from support.launch_lab import Lab, rank_processes, wait_for
 
 from flagscale.hosts import processes
 
@@ -39,9 +39,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def start(lab: Lab, program: str = SLEEPING) -> None:
     lab.configure(program, light=True, runner={"stop_grace": 1})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
-    until(lambda: lab.output().count("ready") == 2)
+    wait_for(lambda: lab.output().count("ready") == 2)
 
 
 def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
@@ -50,21 +50,21 @@ def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
         start(lab)
         fill_disk(disk)
         assert shutil.disk_usage(disk).free == 0
-        result = lab.do("stop")
-        assert lab.members() == []
+        result = lab.run_action("stop")
+        assert lab.run_processes() == []
         assert "stopped in" in result.stdout
         # Files that the run removes at its end may have made room.
         recorded = lab.state().stop_requested is not None
         assert result.returncode == (0 if recorded else 1), result.stderr
         assert ("No space left on device" in result.stderr) is not recorded
     finally:
-        lab.clear()
+        lab.kill_processes()
 
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None:
     start(lab)
-    result = lab.do("stop", under=["prlimit", "--fsize=0"])
-    assert lab.members() == []
+    result = lab.run_action("stop", wrapper=["prlimit", "--fsize=0"])
+    assert lab.run_processes() == []
     assert result.returncode == 1
     assert "stopped in" in result.stdout
     assert result.stderr.startswith(
@@ -72,25 +72,25 @@ def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None
     )
     assert f"could not be recorded: {lab.layout.state}: File too large" in result.stderr
     assert lab.state().stop_requested is None
-    assert "(stopped)" in lab.do("stop").stdout
+    assert "(stopped)" in lab.run_action("stop").stdout
 
 
 @pytest.mark.parametrize(
-    ("program", "rest"),
+    ("program", "other_output"),
     [
         pytest.param(SLEEPING, "what was not saved is lost", id="nothing-known"),
         pytest.param(REPORTING, "the checkpoint of step 7 was saved on the way", id="saved"),
     ],
 )
-def test_a_rank_that_had_to_be_killed_is_named(lab: Lab, program: str, rest: str) -> None:
+def test_a_rank_that_had_to_be_killed_is_named(lab: Lab, program: str, other_output: str) -> None:
     start(lab, program)
     os.kill(rank_processes(lab.state())[1].pid, signal.SIGSTOP)
-    result = lab.do("stop")
-    assert (result.returncode, lab.members()) == (0, [])
+    result = lab.run_action("stop")
+    assert (result.returncode, lab.run_processes()) == (0, [])
     assert "stopped in" in result.stdout
     assert result.stderr == (
         "warning: rank 1 on localhost did not end within the 1 s of runner.stop_grace and was "
-        f"killed; {rest}\n"
+        f"killed; {other_output}\n"
     )
 
 
@@ -102,16 +102,16 @@ def test_stop_without_an_agent(lab: Lab) -> None:
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in helpers:
             os.kill(pid, number)
-    until(lambda: len(lab.members()) == len(ranks))
+    wait_for(lambda: len(lab.run_processes()) == len(ranks))
     for rank in ranks:
         os.kill(rank.pid, signal.SIGSTOP)
-    result = lab.do("stop")
-    assert (result.returncode, lab.members()) == (0, [])
+    result = lab.run_action("stop")
+    assert (result.returncode, lab.run_processes()) == (0, [])
     assert "warning: ranks 0, 1 on localhost did not end within the 1 s" in result.stderr
     assert "and were killed; what was not saved is lost" in result.stderr
 
 
 def test_no_warning_about_ranks_that_end(lab: Lab) -> None:
     start(lab, REPORTING)
-    result = lab.do("stop")
+    result = lab.run_action("stop")
     assert (result.returncode, result.stderr) == (0, "")

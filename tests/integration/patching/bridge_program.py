@@ -10,10 +10,10 @@ from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicat
 
 def grid(offset: int) -> HyperCommGrid:
     dimensions = ["tp", "cp", "pp", "dp"]
-    made = HyperCommGrid([1, 1, 1, 1], dimensions, rank_offset=offset, backend="gloo")
+    rank_grid = HyperCommGrid([1, 1, 1, 1], dimensions, rank_offset=offset, backend="gloo")
     for dimension in dimensions:
-        made.create_pg([dimension])
-    return made
+        rank_grid.create_pg([dimension])
+    return rank_grid
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Megatron adapted once for all tests here, and a way to run programs on it."""
+"""Fixtures with Megatron adapted once for all tests, and helpers that run programs on it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("tiny_training.py")
 
 
-def project(at: Path) -> Path:
-    """A project root that holds only Megatron's definition."""
-    (at / "backends").mkdir(parents=True)
-    (at / "backends" / "Megatron-LM").symlink_to(ROOT / "backends" / "Megatron-LM")
-    return at
+def make_project(root: Path) -> Path:
+    """Create a project root that contains only Megatron's definition."""
+    (root / "backends").mkdir(parents=True)
+    (root / "backends" / "Megatron-LM").symlink_to(ROOT / "backends" / "Megatron-LM")
+    return root
 
 
-def tool(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_tool(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one of the patch tools as a user does."""
     command = [sys.executable, str(ROOT / "tools" / "patch" / f"{name}.py"), *arguments]
     return subprocess.run(
@@ -34,13 +34,13 @@ def tool(name: str, *arguments: str, **environment: str) -> subprocess.Completed
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Megatron as the tool adapts it."""
-    root = project(tmp_path_factory.mktemp("project"))
-    done = tool("unpatch", "--root", str(root), "--source", "installed")
-    assert done.returncode == 0, done.stdout + done.stderr
+    root = make_project(tmp_path_factory.mktemp("project"))
+    result = run_tool("unpatch", "--root", str(root), "--source", "installed")
+    assert result.returncode == 0, result.stdout + result.stderr
     return root / "third_party" / "Megatron-LM"
 
 
-def python(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python with ``tree`` first on its path."""
     settings = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     return subprocess.run(
@@ -55,13 +55,17 @@ def python(tree: Path, *arguments: str, **environment: str) -> subprocess.Comple
 
 @pytest.fixture
 def train(tree: Path) -> Callable[..., dict[str, Any]]:
-    """Train the tiny model in some settings on some ranks; returns what the last rank printed."""
+    """Return a function that trains the tiny model and returns the results that the last rank
+    printed.
+
+    Its arguments are the number of ranks and the names of settings.
+    """
 
     def run(ranks: int, *settings: str) -> dict[str, Any]:
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-        done = python(tree, *launcher, str(PROGRAM), *settings)
-        assert done.returncode == 0, done.stderr[-4000:]
-        (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
+        process = run_python(tree, *launcher, str(PROGRAM), *settings)
+        assert process.returncode == 0, process.stderr[-4000:]
+        (line,) = (x for x in process.stdout.splitlines() if x.startswith("RESULT "))
         result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
         assert Path(result["tree"]).is_relative_to(tree)
         return result

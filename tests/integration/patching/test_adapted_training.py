@@ -1,4 +1,4 @@
-"""The adapted Megatron trains on a CPU, and its random numbers are where they should be."""
+"""Tests of training with the adapted Megatron on a CPU, and of its random states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import python
+from .conftest import run_python
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 Train = Callable[..., dict[str, Any]]
@@ -91,9 +91,9 @@ PROGRAM = dedent("""
 
 
 def test_random_state_streams_and_choice_of_device(tree: Path) -> None:
-    done = python(tree, "-c", PROGRAM, CUDA_VISIBLE_DEVICES="", FLAGSCALE_DEVICE="")
-    assert done.returncode == 0, done.stderr
-    no_cuda, no_tpu = done.stdout.splitlines()
+    result = run_python(tree, "-c", PROGRAM, CUDA_VISIBLE_DEVICES="", FLAGSCALE_DEVICE="")
+    assert result.returncode == 0, result.stderr
+    no_cuda, no_tpu = result.stdout.splitlines()
     assert no_cuda.startswith("FLAGSCALE_DEVICE=cuda, but torch")
     assert no_tpu.startswith("FLAGSCALE_DEVICE='tpu': no kind of device is called 'tpu'; known: ")
 
@@ -101,5 +101,5 @@ def test_random_state_streams_and_choice_of_device(tree: Path) -> None:
 def test_bridge_between_meshes_runs_without_nccl(tree: Path) -> None:
     program = str(Path(__file__).with_name("bridge_program.py"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = python(tree, *launcher, program)
-    assert done.returncode == 0, done.stderr[-4000:]
+    result = run_python(tree, *launcher, program)
+    assert result.returncode == 0, result.stderr[-4000:]

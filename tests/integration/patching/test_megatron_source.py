@@ -13,7 +13,7 @@ import pytest
 from flagscale.patching.sources import find_distribution
 from flagscale.patching.spec import BackendLayout, load_spec
 
-from .conftest import ROOT, tool
+from .conftest import ROOT, run_tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -33,8 +33,8 @@ def own_definition(at: Path, sha256: str | None = None) -> Path:
     return at
 
 
-def skip_offline(done: subprocess.CompletedProcess[str]) -> None:
-    if "could be reached" in done.stderr:
+def skip_offline(result: subprocess.CompletedProcess[str]) -> None:
+    if "could be reached" in result.stderr:
         pytest.skip("no package registry can be reached from here")
 
 
@@ -44,12 +44,12 @@ def test_archive_contains_the_files_of_the_wheel(tmp_path: Path) -> None:
     installed = Path(str(find_distribution("megatron-core", "0.16.1").locate_file("")))
     for damage_cache in (False, True):
         if damage_cache:
-            (kept,) = (tmp_path / "cache").rglob("*.tar.gz")
-            kept.write_bytes(b"damaged")
+            (archive,) = (tmp_path / "cache").rglob("*.tar.gz")
+            archive.write_bytes(b"damaged")
             shutil.rmtree(adapted)
-        done = tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "cache"))
-        skip_offline(done)
-        assert done.returncode == 0, done.stderr
+        result = run_tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "cache"))
+        skip_offline(result)
+        assert result.returncode == 0, result.stderr
         modules = sorted((adapted / "megatron").rglob("*.py"))
         assert len(modules) > 300
         for module in modules:
@@ -59,11 +59,11 @@ def test_archive_contains_the_files_of_the_wheel(tmp_path: Path) -> None:
 
 def test_archive_with_another_hash_is_rejected(tmp_path: Path) -> None:
     root = own_definition(tmp_path, sha256="ab" * 32)
-    done = tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "cache"))
-    skip_offline(done)
-    assert done.returncode == 1
-    assert f"expected sha256 {'ab' * 32}" in done.stderr
-    assert "found    sha256 8652" in done.stderr
+    result = run_tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "cache"))
+    skip_offline(result)
+    assert result.returncode == 1
+    assert f"expected sha256 {'ab' * 32}" in result.stderr
+    assert "found    sha256 8652" in result.stderr
     assert not (root / "third_party" / "Megatron-LM").exists()
 
 
@@ -76,11 +76,13 @@ def test_missing_network_is_one_message(tmp_path: Path) -> None:
         "PIP_EXTRA_INDEX_URL": "",
         "PIP_RETRIES": "0",
     }
-    done = tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "c"), **nowhere)
-    assert done.returncode == 1
-    assert "no registry that pip knows could be reached" in done.stderr
-    assert "--source installed" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run_tool(
+        "unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "c"), **nowhere
+    )
+    assert result.returncode == 1
+    assert "no registry that pip knows could be reached" in result.stderr
+    assert "--source installed" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_every_codemod_matches_the_pinned_source(tree: Path) -> None:
@@ -108,10 +110,12 @@ def test_remaining_cuda_calls_are_the_known_ones(tree: Path) -> None:
     call = re.compile(r"(?<![\w.])torch\.cuda\.(current_device|synchronize|get_rng_state)\(")
     spec = load_spec(BackendLayout(ROOT, "Megatron-LM"))
     core = tree / "megatron" / "core"
-    left = []
+    remaining_calls = []
     for file in sorted(core.rglob("*.py")):
         path = file.relative_to(tree).as_posix()
         if "cuda-calls" in spec.codemods_for(path):
             code = re.sub(r'""".*?"""', "", file.read_text(), flags=re.DOTALL)
-            left += [f"{path}: {line}" for line in code.splitlines() if call.search(line)]
-    assert left == []
+            remaining_calls += [
+                f"{path}: {line}" for line in code.splitlines() if call.search(line)
+            ]
+    assert remaining_calls == []

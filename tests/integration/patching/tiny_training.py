@@ -176,9 +176,9 @@ def train(setting: Setting) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     logging.disable(logging.INFO)
-    seen = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
     warned: list[str] = []
-    seen.addFilter(lambda record: bool(warned.append(record.getMessage())) or False)
+    logger.addFilter(lambda record: bool(warned.append(record.getMessage())) or False)
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if WARM else "gloo")
     results = {name: train(SETTINGS[name]) for name in names}

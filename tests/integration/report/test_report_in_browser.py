@@ -1,4 +1,4 @@
-"""The page of real runs, and of a benchmark, as a real browser shows them."""
+"""Tests of the pages of real runs and of a benchmark in a real browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.browser import Browser, open_browser
 from support.launch_lab import PROJECT, Lab
-from support.report_lab import steps, store_run
+from support.report_lab import progress_events, store_run
 
 from flagscale.bench.collectives.curves import Curve, Point
 from flagscale.bench.collectives.records import ResultRow
@@ -21,7 +21,7 @@ from flagscale.report.pages import write_page
 
 pytestmark = pytest.mark.integration
 
-# Trains, as far as a launcher can tell; breaks in the middle of its first attempt.
+# A program that reports training progress and fails in the middle of its first attempt.
 BREAKS = """\
 import os
 import time
@@ -57,24 +57,24 @@ if rank == 0:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    with open_browser(tmp_path_factory.mktemp("browser")) as new_browser:
+        yield new_browser
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(tmp_path, tmp_path / "exp")
-    yield made
-    made.clear()
+    new_lab = Lab(tmp_path, tmp_path / "exp")
+    yield new_lab
+    new_lab.kill_processes()
 
 
 def _fits(browser: Browser) -> bool:
-    """Whether nothing is wider than the window; what scrolls by itself is not."""
+    """Return whether the page fits the window's width; elements that scroll do not count."""
     return bool(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
 def _colours(browser: Browser) -> tuple[str, str]:
-    """Of the paper and of the first line."""
+    """Return the colours of the page's background and of the first line."""
     path = "getComputedStyle(document.querySelector('path.line')).stroke"
     return browser.evaluate("getComputedStyle(document.body).backgroundColor"), browser.evaluate(
         path
@@ -82,7 +82,7 @@ def _colours(browser: Browser) -> tuple[str, str]:
 
 
 def _drawn(browser: Browser) -> list[float]:
-    """What share of its plot's width each plot's first line takes."""
+    """Return the share of each plot's width that its first line covers."""
     return list(
         browser.evaluate(
             "[...document.querySelectorAll('.field svg')].filter((s) => s.clientWidth).map((s) => "
@@ -94,8 +94,8 @@ def _drawn(browser: Browser) -> list[float]:
 def test_restarted_and_failed_run(lab: Lab, browser: Browser) -> None:
     program = BREAKS.replace("LAST", "(30, 60)")
     lab.configure(program, light=True, runner={"max_restarts": 1, "nproc_per_node": 2})
-    done = lab.do("test")
-    assert done.returncode == 1, done.stderr
+    result = lab.run_action("test")
+    assert result.returncode == 1, result.stderr
     page = lab.root / "page.html"
     command = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "-o", page]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
@@ -104,16 +104,16 @@ def test_restarted_and_failed_run(lab: Lab, browser: Browser) -> None:
     for width, dark in ((1200, False), (390, True)):
         browser.open(page, width=width, dark=dark)
         assert _fits(browser)
-        # Steps 1 to 20 of 60; what the second attempt did again is another line.
+        # Steps 1 to 20 of 60; steps that the second attempt repeated are another line.
         assert _drawn(browser) == pytest.approx([19 / 59] * 5, abs=0.01)
         text = browser.evaluate("document.body.innerText")
-        for told in (
+        for expected_text in (
             "failed",
             "attempts\n2 of 2",
             "ValueError: </script><b>broken</b>",
             "raise Val",
         ):
-            assert told in text, told
+            assert expected_text in text, expected_text
     signs = browser.evaluate(
         "[...document.querySelector('figure.plot').querySelectorAll('.mark')].map((m) => m.title)"
     )
@@ -126,10 +126,10 @@ def test_restarted_and_failed_run(lab: Lab, browser: Browser) -> None:
 
 
 def test_values_are_shown_by_pointer_and_keyboard(tmp_path: Path, browser: Browser) -> None:
-    laid = store_run(tmp_path)
-    laid.report(*steps(101, loss=float, grad_norm=0.5))
-    laid.end()
-    browser.open(write_page([laid.state], tmp_path / "p.html"), width=390)
+    stored_run = store_run(tmp_path)
+    stored_run.append_events(*progress_events(101, loss=float, grad_norm=0.5))
+    stored_run.write_exit_records()
+    browser.open(write_page([stored_run.state], tmp_path / "p.html"), width=390)
     tip = "document.querySelector('.tip').innerText"
     browser.move_pointer(".field", 0.501)
     assert browser.evaluate(tip) == "step 51\ntraining 51"
@@ -142,7 +142,7 @@ def test_values_are_shown_by_pointer_and_keyboard(tmp_path: Path, browser: Brows
     crosses = "[...document.querySelectorAll('.cross')].map((c) => c.hidden)"
     assert browser.evaluate(crosses) == [False, False], "the other plot shows the place, too"
     browser.evaluate("document.querySelectorAll('.area')[1].focus()")
-    told = "document.querySelectorAll('.tip')[1].innerText"
+    tooltip_text = "document.querySelectorAll('.tip')[1].innerText"
     for key, step in (
         ("Home", 1),
         ("ArrowRight", 2),
@@ -151,24 +151,26 @@ def test_values_are_shown_by_pointer_and_keyboard(tmp_path: Path, browser: Brows
         ("ArrowLeft", 100),
     ):
         browser.press_key(key)
-        assert browser.evaluate(told) == f"step {step}\ntraining 0.5"
+        assert browser.evaluate(tooltip_text) == f"step {step}\ntraining 0.5"
     browser.press_key("Escape")
     assert browser.evaluate(crosses) == [True, True]
     assert browser.console_errors == []
 
 
 def test_light_and_dark_theme(tmp_path: Path, browser: Browser) -> None:
-    """As the system has it, and as the switch says."""
-    laid = store_run(tmp_path)
-    laid.report(*steps(9))
-    laid.end()
-    page = write_page([laid.state], tmp_path / "p.html")
+    """The theme follows the system until the switch selects one."""
+    stored_run = store_run(tmp_path)
+    stored_run.append_events(*progress_events(9))
+    stored_run.write_exit_records()
+    page = write_page([stored_run.state], tmp_path / "p.html")
     browser.open(page)
     light = _colours(browser)
     assert light[0] == "rgb(255, 255, 255)"
     browser.open(page, dark=True)
     dark = _colours(browser)
-    assert all(one != other for one, other in zip(light, dark, strict=True))
+    assert all(
+        light_colour != dark_colour for light_colour, dark_colour in zip(light, dark, strict=True)
+    )
     press = "document.getElementById('theme').click()"
     for colours in (light, dark, dark):  # light, dark, as the system has it
         browser.evaluate(press)
@@ -177,21 +179,23 @@ def test_light_and_dark_theme(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_two_runs_side_by_side_or_stacked(tmp_path: Path, browser: Browser) -> None:
-    found = [store_run(tmp_path, run_id=run_id) for run_id in ("one", "two")]
-    found[0].report(*steps(5000, tokens_per_second=5.0, mfu=0.4, memory_gib=7.0))
-    found[1].report(*steps(1000))
-    for one in found:
-        one.end()
-    page = write_page([one.state for one in found], tmp_path / "p.html")
+    stored_runs = [store_run(tmp_path, run_id=run_id) for run_id in ("one", "two")]
+    stored_runs[0].append_events(
+        *progress_events(5000, tokens_per_second=5.0, mfu=0.4, memory_gib=7.0)
+    )
+    stored_runs[1].append_events(*progress_events(1000))
+    for stored_run in stored_runs:
+        stored_run.write_exit_records()
+    page = write_page([stored_run.state for stored_run in stored_runs], tmp_path / "p.html")
     browser.open(page, width=390)
     assert _fits(browser)
     assert _drawn(browser) == pytest.approx([1.0] * 5, abs=0.02)
     tops = "[...document.querySelectorAll('article')].map((a) => a.getBoundingClientRect().top)"
-    first, second = browser.evaluate(tops)
-    assert first < second, "on a phone"
+    first_top, second_top = browser.evaluate(tops)
+    assert first_top < second_top, "on a phone"
     browser.open(page)
-    first, second = browser.evaluate(tops)
-    assert first == second
+    first_top, second_top = browser.evaluate(tops)
+    assert first_top == second_top
     assert browser.console_errors == []
 
 

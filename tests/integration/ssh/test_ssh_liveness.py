@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from support.launch_lab import free_port, until
-from support.liveness_lab import TOY
-from support.ssh_lab import PROJECT, SshLab, bystanders, sleepers
+from support.launch_lab import free_port, wait_for
+from support.liveness_lab import TOY_PROGRAM
+from support.ssh_lab import PROJECT, SshLab, find_bystanders, start_bystanders
 
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 
@@ -32,27 +32,27 @@ def start(
     """Start the toy program, whose ranks stay in step over the network, and bystander processes."""
     fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
-        f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY}",
+        f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
         light=light,
         runner={"lost_host_timeout": 20, **(runner or {})},
         envs={**fields, **environment},
     )
-    bystander_pids = bystanders(lab.bed)
-    result = lab.do("run")
+    bystander_pids = start_bystanders(lab.bed)
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     return bystander_pids
 
 
 def find_pid(lab: SshLab, host: Host, word: str) -> int:
     """Return the pid of the run's innermost process on a host with ``word`` in its command line."""
-    return max(p.pid for p in lab.members(host) if any(word in part for part in p.argv))
+    return max(p.pid for p in lab.run_processes(host) if any(word in part for part in p.argv))
 
 
-def ended(lab: SshLab, host: str) -> dict[str, Any]:
+def read_exit_record(lab: SshLab, host: str) -> dict[str, Any]:
     run_dir = next(h.run_dir for h in lab.state().hosts if h.name == host)
     return dict(
         json.loads(
-            until(
+            wait_for(
                 lambda: (run_dir / EXIT_FILE).exists() and run_dir / EXIT_FILE, ENOUGH_SECONDS
             ).read_text()
         )
@@ -61,41 +61,41 @@ def ended(lab: SshLab, host: str) -> dict[str, Any]:
 
 def wait_until_clean(lab: SshLab, others: dict[str, list[int]]) -> None:
     """Wait until the run has left no process on any host; check that bystanders are alive."""
-    until(lambda: not lab.orphans(), ENOUGH_SECONDS)
-    assert sleepers(lab.bed) == others
+    wait_for(lambda: not lab.remaining_processes(), ENOUGH_SECONDS)
+    assert find_bystanders(lab.bed) == others
 
 
 def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     bystander_pids = start(lab, runner=QUICK)
-    lab.bed["h01"].link("down")
+    lab.bed["h01"].set_link("down")
     wait_until_clean(lab, bystander_pids)
-    stopped = lab.do("stop")
-    assert stopped.returncode == 3
-    assert "may still live on 1 host(s) that cannot be reached" in stopped.stderr
-    assert "h01" in stopped.stderr
-    lost = [ended(lab, host)["failure"] for host in ("h00", "h01")]
-    assert [failure["host"] for failure in lost] == ["h01", "h00"]
-    assert all("no word from its agent for 3 s" in failure["reason"] for failure in lost)
-    lab.bed["h01"].link("up")
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 3
+    assert "may still live on 1 host(s) that cannot be reached" in stop_result.stderr
+    assert "h01" in stop_result.stderr
+    failures = [read_exit_record(lab, host)["failure"] for host in ("h00", "h01")]
+    assert [failure["host"] for failure in failures] == ["h01", "h00"]
+    assert all("no word from its agent for 3 s" in failure["reason"] for failure in failures)
+    lab.bed["h01"].set_link("up")
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
-    assert lab.do("stop").returncode == 0
+    assert lab.run_action("stop").returncode == 0
 
 
 def test_link_restored_in_time(lab: SshLab) -> None:
     start(lab, runner={"lost_host_timeout": 15})
     host = lab.bed["h01"]
     port = json.loads(lab.state().hosts[0].script.parent.joinpath("plan.json").read_text())
-    host.drop(f"tcp sport {port['liveness_port']}")
+    host.drop_packets(f"tcp sport {port['liveness_port']}")
     summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
     # Longer than the heartbeat interval. The file is written when the summary changes.
     with pytest.raises(pytest.fail.Exception):
-        until(lambda: summary.exists() and "lost" in summary.read_text(), 4)
+        wait_for(lambda: summary.exists() and "lost" in summary.read_text(), 4)
     host.heal()
     assert lab.query()["state"] == "running"
-    assert lab.do("stop").returncode == 0
+    assert lab.run_action("stop").returncode == 0
 
 
 @pytest.mark.parametrize("victim", ["h00", "h01"])
@@ -115,7 +115,7 @@ def test_killed_script(lab: SshLab) -> None:
     os.kill(find_pid(lab, lab.bed[victim], f"host_{victim[-1]}_{victim}_run.sh"), signal.SIGKILL)
     wait_until_clean(lab, bystander_pids)
     for host in lab.bed.names:
-        assert ended(lab, host)["failure"]["host"] == victim
+        assert read_exit_record(lab, host)["failure"]["host"] == victim
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("failed", 1)
     assert (snapshot["failure"]["host"], snapshot["failure"]["rank"]) == (victim, None)
@@ -136,12 +136,12 @@ def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
     bystander_pids = start(lab, runner=QUICK)
-    for member in lab.members(lab.bed[victim]):
+    for member in lab.run_processes(lab.bed[victim]):
         with suppress(ProcessLookupError):  # what its parent's end has ended already
             os.kill(member.pid, signal.SIGKILL)
     wait_until_clean(lab, bystander_pids)
     survivor = "h01" if victim == "h00" else "h00"
-    failure = ended(lab, survivor)["failure"]
+    failure = read_exit_record(lab, survivor)["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)
     assert lab.query()["failure"]["host"] == victim
 
@@ -160,4 +160,4 @@ def test_the_job_starts_again_everywhere(lab: SshLab) -> None:
     wait_until_clean(lab, bystander_pids)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"], snapshot["attempts"]) == ("completed", 2, 3)
-    assert "attempt 2 of 3" in lab.do("query").stdout
+    assert "attempt 2 of 3" in lab.run_action("query").stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_lab import SshLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
@@ -12,17 +12,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 @pytest.mark.bed(hosts=64)
 def test_sixty_four_hosts(lab: SshLab) -> None:
     lab.configure(runner={"start_timeout": 120})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     assert "64 rank(s) joined" in result.stdout
-    shown = lab.do("query").stdout
-    assert "h[00-63]" in shown
+    query_output = lab.run_action("query").stdout
+    assert "h[00-63]" in query_output
     # One host's script and all its descendants are killed: the rest of the job is ended.
     victim = lab.bed["h17"]
-    for process in lab.members(victim):
+    for process in lab.run_processes(victim):
         victim.run(["kill", "-KILL", str(process.inner_pid)], check=False)
-    record = until(lambda: (r := lab.query())["state"] not in ("running", "starting") and r, 60)
+    record = wait_for(lambda: (r := lab.query())["state"] not in ("running", "starting") and r, 60)
     assert "h17" in str(record)
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert lab.orphans() == {}
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0, stop_result.stderr
+    assert lab.remaining_processes() == {}

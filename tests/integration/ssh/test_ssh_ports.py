@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_lab import SshLab
 
 pytestmark = pytest.mark.integration
@@ -28,8 +28,8 @@ def test_agents_port_in_use_is_reported_with_its_key(lab: SshLab) -> None:
         ["nsenter", "-t", str(host.pid), "-a", "--", "python3", "-c", program]
     )
     try:
-        until(lambda: "23457" in host.run(["ss", "-ltn"]).stdout)
-        result = lab.do("run")
+        wait_for(lambda: "23457" in host.run(["ss", "-ltn"]).stdout)
+        result = lab.run_action("run")
         assert result.returncode == 2
         assert "runner.liveness_port: port 23457 of h00 is in use by process" in result.stderr
     finally:
@@ -41,20 +41,20 @@ def test_blocked_port_is_reported_when_a_host_does_not_join(lab: SshLab) -> None
     # The launcher does not wait, because its own timeout would expire at the same moment.
     waits = {"liveness_port": 23457, "start_timeout": 4, "wait_for": "none"}
     lab.configure(WAITING, runner=waits)
-    lab.bed["h00"].drop("tcp dport 23457")
-    assert lab.do("run").returncode == 0
-    record = until(lambda: (r := lab.query())["state"] == "failed" and r, 60)
+    lab.bed["h00"].drop_packets("tcp dport 23457")
+    assert lab.run_action("run").returncode == 0
+    record = wait_for(lambda: (r := lab.query())["state"] == "failed" and r, 60)
     assert "port 23457 of the first host (experiment.runner.liveness_port)" in str(record)
-    until(lambda: not lab.orphans())
+    wait_for(lambda: not lab.remaining_processes())
 
 
 def test_ranks_that_never_join_are_reported_with_both_ports(lab: SshLab) -> None:
     ports = {"master_port": 23450, "liveness_port": 23457}
     lab.configure(REPORTING, runner={**ports, "start_timeout": 6})
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 1
     assert "not every rank joined within 6 s" in result.stderr
     assert (
         "h00 at ports 23450 (runner.master_port) and 23457 (runner.liveness_port)" in result.stderr
     )
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}

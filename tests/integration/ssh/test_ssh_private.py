@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import PROJECT, until
+from support.launch_lab import PROJECT, wait_for
 from support.ssh_lab import SshLab, ssh_lab
 
 pytestmark = [
@@ -21,31 +21,31 @@ pytestmark = [
 
 def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
     lab.configure(runner={"no_shared_fs": True}, envs={"PRIVATE_TOKEN": "s3cr3t"})
-    lab.install()
-    result = lab.do("run")
+    lab.copy_program()
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     state = lab.state()
-    for host, there in zip(state.hosts, lab.bed.hosts, strict=True):
-        scripts = there.path(host.script.parent)
+    for host, bed_host in zip(state.hosts, lab.bed.hosts, strict=True):
+        scripts = bed_host.local_path(host.script.parent)
         assert {p.name for p in scripts.iterdir()} == {
             *("config.yaml", "overrides.yaml", "plan.json"),
             host.script.name,
         }
-        assert there.path(host.script).read_text() == host.script.read_text()
-        everything = there.run(["grep", "-rl", "s3cr3t", str(lab.root)], check=False)
+        assert bed_host.local_path(host.script).read_text() == host.script.read_text()
+        everything = bed_host.run(["grep", "-rl", "s3cr3t", str(lab.root)], check=False)
         assert everything.stdout == ""
-        rank = there.find(str(lab.root / "program.py"))[-1]
+        rank = bed_host.find(str(lab.root / "program.py"))[-1]
         assert rank.environment()["PRIVATE_TOKEN"] == "s3cr3t"
-    until(lambda: (lab.query()["step"] or 0) > 1)
-    lines = lab.do("logs").stdout.splitlines()
+    wait_for(lambda: (lab.query()["step"] or 0) > 1)
+    lines = lab.run_action("logs").stdout.splitlines()
     # Twice: data that was fetched before is not fetched or printed again.
-    lines = lab.do("logs", "rank=1").stdout.splitlines()
+    lines = lab.run_action("logs", "rank=1").stdout.splitlines()
     assert [line for line in lines if "works" in line] == ["h01:1: rank 1 works"]
     living = write_page(lab)
     assert "lab may have gone on since" in living
     assert living.count(">running<") == 3, "the run and both hosts"
-    assert lab.do("stop").returncode == 0
-    assert lab.orphans() == {}
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
     assert lab.query()["state"] == "stopped"
     assert "s3cr3t" not in living
     assert 'role="img"' in write_page(lab), "a run that was stopped has its curves"
@@ -53,28 +53,28 @@ def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
 
 def write_page(lab: SshLab) -> str:
     """Return the report page of the lab's run, as the command writes it."""
-    words = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]
+    argv = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]
     environment = lab.bed.environment(PYTHONPATH=str(PROJECT))
-    subprocess.run(words, cwd=lab.root, env=environment, check=True, timeout=60)
+    subprocess.run(argv, cwd=lab.root, env=environment, check=True, timeout=60)
     return (lab.root / "page.html").read_text(encoding="utf-8")
 
 
 def test_failure_is_reported_with_its_traceback(lab: SshLab) -> None:
     program = "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('bad luck')\n"
     lab.configure(program + "import time\ntime.sleep(60)\n", runner={"no_shared_fs": True})
-    lab.install()
-    result = lab.do("run")
+    lab.copy_program()
+    result = lab.run_action("run")
     assert result.returncode == 1
     assert "h01" in result.stderr
     assert "bad luck" in result.stderr
-    until(lambda: not lab.orphans())
-    again = lab.query()
-    assert again["state"] == "failed"
+    wait_for(lambda: not lab.remaining_processes())
+    second_record = lab.query()
+    assert second_record["state"] == "failed"
 
 
 def test_the_foreground_streams_and_ctrl_c_stops_all(lab: SshLab) -> None:
     lab.configure(runner={"no_shared_fs": True})
-    lab.install()
+    lab.copy_program()
     launcher = lab.start("test")
     assert launcher.stdout is not None
     streamed: set[str] = set()
@@ -87,36 +87,36 @@ def test_the_foreground_streams_and_ctrl_c_stops_all(lab: SshLab) -> None:
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 130
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}
 
 
 def test_code_that_differs_is_refused_or_copied(bed: Bed, tmp_path: Path) -> None:
     with ssh_lab(bed, tmp_path / "lab") as lab:
-        elsewhere = "/opt/fs of us"
-        lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere})
-        lab.install()
-        refused = lab.do("run")
-        assert refused.returncode == 2
-        assert "code (h[00-01]): there is no flagscale" in refused.stderr
-        lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere, "sync": "code"})
-        lab.install()
-        assert lab.do("run").returncode == 0
-        assert lab.do("stop").returncode == 0
+        build_directory = "/opt/fs of us"
+        lab.configure(runner={"no_shared_fs": True, "build_dir": build_directory})
+        lab.copy_program()
+        rejected = lab.run_action("run")
+        assert rejected.returncode == 2
+        assert "code (h[00-01]): there is no flagscale" in rejected.stderr
+        lab.configure(runner={"no_shared_fs": True, "build_dir": build_directory, "sync": "code"})
+        lab.copy_program()
+        assert lab.run_action("run").returncode == 0
+        assert lab.run_action("stop").returncode == 0
         # An edited, a new and a missing file on one host are detected and repaired.
-        package = bed["h01"].path(elsewhere) / "flagscale"
+        package = bed["h01"].local_path(build_directory) / "flagscale"
         (package / "status.py").write_text("raise SystemExit(9)\n")
         (package / "stale.py").write_text("")
         (package / "errors.py").unlink()
-        lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere})
-        lab.install()
-        checks = json.loads(lab.do("check", "json=true").stdout)
+        lab.configure(runner={"no_shared_fs": True, "build_dir": build_directory})
+        lab.copy_program()
+        checks = json.loads(lab.run_action("check", "json=true").stdout)
         checks_by_host = {check["hosts"]: check for check in checks if check["name"] == "code"}
         assert checks_by_host["h00"]["ok"]
         assert not checks_by_host["h01"]["ok"]
-        lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere, "sync": "code"})
-        lab.install()
-        result = lab.do("run")
+        lab.configure(runner={"no_shared_fs": True, "build_dir": build_directory, "sync": "code"})
+        lab.copy_program()
+        result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
         assert not (package / "stale.py").exists()
-        assert lab.do("stop").returncode == 0
-        assert lab.orphans() == {}
+        assert lab.run_action("stop").returncode == 0
+        assert lab.remaining_processes() == {}

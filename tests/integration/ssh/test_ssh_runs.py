@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from support.launch_lab import PROJECT, remove
-from support.ssh_lab import SshLab, bystanders, sleepers
+from support.launch_lab import PROJECT, remove_directory
+from support.ssh_lab import SshLab, find_bystanders, start_bystanders
 
 pytestmark = pytest.mark.integration
 
@@ -59,78 +59,78 @@ class Screen:
 
 def test_run_query_logs_stop(lab: SshLab) -> None:
     lab.configure()
-    result = lab.do("run")
+    result = lab.run_action("run")
     print(result.stdout, result.stderr)
     assert result.returncode == 0, result.stderr
     assert "2 rank(s) joined" in result.stdout
-    process = lab.do("query")
+    process = lab.run_action("query")
     assert process.returncode == 0
     assert "h[00-01]" in process.stdout
     assert "running" in process.stdout
-    lines = lab.do("logs").stdout.splitlines()
+    lines = lab.run_action("logs").stdout.splitlines()
     assert [sum(f"rank {rank} works" in line for line in lines) for rank in (0, 1)] == [1, 1]
-    again = lab.do("run")
-    assert again.returncode == 2
-    assert f"is alive in {lab.exp_dir} (since" in again.stderr
-    unchecked = lab.do("run", "experiment.runner.preflight=false")
+    second_result = lab.run_action("run")
+    assert second_result.returncode == 2
+    assert f"is alive in {lab.exp_dir} (since" in second_result.stderr
+    unchecked = lab.run_action("run", "experiment.runner.preflight=false")
     assert unchecked.returncode == 1
     assert f"is alive on h[00-01] in {lab.exp_dir} (since" in unchecked.stderr
     assert lab.query()["state"] == "running"
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert "stopped in" in stopped.stdout
-    assert lab.orphans() == {}
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0, stop_result.stderr
+    assert "stopped in" in stop_result.stdout
+    assert lab.remaining_processes() == {}
     assert lab.query()["state"] == "stopped"
-    assert "ended already" in lab.do("stop").stdout
+    assert "ended already" in lab.run_action("stop").stdout
 
 
 def test_following_a_run_in_a_terminal(lab: SshLab) -> None:
     lab.configure()
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     screen = Screen(lab, "query", "follow=true")
     screen.wait_for("last line", "works", "running", "h[00-01]")
-    assert lab.do("stop").returncode == 0
+    assert lab.run_action("stop").returncode == 0
     screen.wait_for("stopped")
     assert screen.wait() == 0
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}
 
 
 def test_following_without_a_terminal_ends_with_the_run(lab: SshLab) -> None:
     cmds = {"after_stop": "sleep 1.5; echo after it all"}
     lab.configure("import sys; sys.exit(7)\n", cmds=cmds)
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 7
     for name in lab.bed.names:
         assert f"{name}: after it all" in result.stdout
     assert "first failure: h0" in result.stderr
     assert "exit code 7" in result.stderr
-    followed = lab.do("query", "follow=true")
+    followed = lab.run_action("query", "follow=true")
     assert followed.returncode == 1
     assert "failed" in followed.stdout
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}
 
 
-def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
+def test_single_remote_host_excludes_a_second_run(lab: SshLab) -> None:
     lab.configure(hostfile="h01 slots=1\n")
-    assert lab.do("run").returncode == 0
-    assert lab.members(lab.bed["h01"])
-    assert not lab.members(lab.bed["h00"])
+    assert lab.run_action("run").returncode == 0
+    assert lab.run_processes(lab.bed["h01"])
+    assert not lab.run_processes(lab.bed["h00"])
     # A second run in the directory is rejected, even on other hosts.
     lab.configure(hostfile="h00 slots=1\n")
-    refused = lab.do("run")
-    assert refused.returncode == 1
-    assert f"is alive on h01 in {lab.exp_dir} (since" in refused.stderr
-    assert lab.do("stop").returncode == 0
-    assert lab.orphans() == {}
+    result = lab.run_action("run")
+    assert result.returncode == 1
+    assert f"is alive on h01 in {lab.exp_dir} (since" in result.stderr
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
 
 
 def test_a_restart_keeps_the_output_of_the_run_before(lab: SshLab) -> None:
     lab.configure("print('one', flush=True)\n")
-    assert lab.do("test").returncode == 0
-    first = lab.state()
+    assert lab.run_action("test").returncode == 0
+    first_state = lab.state()
     lab.configure("print('two', flush=True)\n")
-    assert lab.do("test").returncode == 0
-    for old, new in zip(first.hosts, lab.state().hosts, strict=True):
+    assert lab.run_action("test").returncode == 0
+    for old, new in zip(first_state.hosts, lab.state().hosts, strict=True):
         assert "one" in (old.run_dir / "output").read_text()
         assert "two" in new.output.read_text()
         assert "one" not in new.output.read_text()
@@ -141,14 +141,14 @@ def test_run_with_a_removed_directory_is_stopped_by_its_id(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(lab.root / "state"))
     lab.configure()
-    assert lab.do("run").returncode == 0
+    assert lab.run_action("run").returncode == 0
     state = lab.state()
-    alive = bystanders(lab.bed)
-    remove(lab.exp_dir)
-    assert [bool(lab.members(host, state.run_id)) for host in lab.bed.hosts] == [True, True]
-    refused = lab.do("run")
-    assert refused.returncode == 1
-    assert f"run {state.run_id} of lab is alive on h[00-01] in {lab.exp_dir}" in refused.stderr
+    alive = start_bystanders(lab.bed)
+    remove_directory(lab.exp_dir)
+    assert [bool(lab.run_processes(host, state.run_id)) for host in lab.bed.hosts] == [True, True]
+    rejected = lab.run_action("run")
+    assert rejected.returncode == 1
+    assert f"run {state.run_id} of lab is alive on h[00-01] in {lab.exp_dir}" in rejected.stderr
 
     result = subprocess.run(
         [sys.executable, "-m", "flagscale.cli", "stop", state.run_id],
@@ -161,27 +161,31 @@ def test_run_with_a_removed_directory_is_stopped_by_its_id(
     )
     assert result.returncode == 0, result.stderr
     assert f"run {state.run_id} of lab stopped in" in result.stdout
-    assert not any(lab.members(host, state.run_id) for host in lab.bed.hosts)
-    assert sleepers(lab.bed) == alive
+    assert not any(lab.run_processes(host, state.run_id) for host in lab.bed.hosts)
+    assert find_bystanders(lab.bed) == alive
 
 
 def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
-    words = ["bash", "-c", 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE at $MASTER_ADDR"']
-    task = {"type": "command", "command": words}
+    command = [
+        "bash",
+        "-c",
+        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE at $MASTER_ADDR"',
+    ]
+    task = {"type": "command", "command": command}
     lab.configure(hostfile="h00 slots=1\nh01 slots=8\n", task=task, runner={"nproc_per_node": 2})
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 0, result.stderr
     expected = ("h00:0: 0/3 0/1 at h00", "h01:1: 1/3 0/2 at h00", "h01:2: 2/3 1/2 at h00")
     assert set(expected) <= set(result.stdout.splitlines())
     # Hosts without a number are shown once, and identical scripts are shown as one.
     lab.configure(task=task, runner={"nproc_per_node": None})
-    process = lab.do("dryrun").stdout
+    process = lab.run_action("dryrun").stdout
     assert "# lab: 2 rank(s) on 2 host(s)" in process
-    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script but for" in process
+    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script except for" in process
     # Finished ranks wait for the others, and a failed one ends them.
-    words[-1] = "((RANK)) || exit 0; sleep 1; exit 5"
+    command[-1] = "((RANK)) || exit 0; sleep 1; exit 5"
     lab.configure(task=task, runner={"nproc_per_node": None})
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 5, result.stdout
     assert "first failure: h01: rank 1 ended with exit code 5" in result.stderr
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}

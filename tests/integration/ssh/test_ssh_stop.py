@@ -6,21 +6,21 @@ import os
 import signal
 
 import pytest
-from support.ssh_lab import STEADY, SshLab
+from support.ssh_lab import STEADY_PROGRAM, SshLab
 
 from flagscale.launcher.layout import Layout
 
 pytestmark = pytest.mark.integration
 
-REPORTING = STEADY.replace("rank=rank)", "rank=rank, pid=os.getpid())")
+REPORTING = STEADY_PROGRAM.replace("rank=rank)", "rank=rank, pid=os.getpid())")
 
 
 def start(lab: SshLab, *, shared: bool = True) -> None:
     lab.slots = 2
     lab.configure(REPORTING, runner={"stop_grace": 2, "no_shared_fs": not shared})
     if not shared:
-        lab.install()
-    result = lab.do("run")
+        lab.copy_program()
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
 
 
@@ -35,12 +35,12 @@ def start(lab: SshLab, *, shared: bool = True) -> None:
 )
 def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> None:
     start(lab, shared=shared)
-    members = [(p.pid, p.environment().get("RANK")) for p in lab.members(lab.bed["h00"])]
+    members = [(p.pid, p.environment().get("RANK")) for p in lab.run_processes(lab.bed["h00"])]
     (pid,) = [pid for pid, rank in members if rank == "1"]
     os.kill(pid, signal.SIGSTOP)
-    result = lab.do("stop")
+    result = lab.run_action("stop")
     assert result.returncode == 0, result.stderr
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}
     assert "stopped in" in result.stdout
     assert (
         "warning: rank 1 on h00 did not end within the 2 s of runner.stop_grace and was killed; "
@@ -50,8 +50,8 @@ def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> Non
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: SshLab) -> None:
     start(lab)
-    result = lab.do("stop", under=["prlimit", "--fsize=0"])
-    assert lab.orphans() == {}
+    result = lab.run_action("stop", wrapper=["prlimit", "--fsize=0"])
+    assert lab.remaining_processes() == {}
     assert result.returncode == 1
     assert "stopped in" in result.stdout
     path = Layout(lab.exp_dir).state
@@ -65,12 +65,14 @@ def test_every_host_has_the_whole_grace_period(lab: SshLab) -> None:
     """
     save = f"open({str(lab.root)!r} + f'/saved_{{rank}}', 'w')"
     saving = f"lambda *_: (time.sleep(2), {save}, sys.exit(0))"
-    lab.configure(STEADY.replace("lambda *_: sys.exit(0)", saving), runner={"stop_grace": 20})
-    result = lab.do("run")
+    lab.configure(
+        STEADY_PROGRAM.replace("lambda *_: sys.exit(0)", saving), runner={"stop_grace": 20}
+    )
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
-    result = lab.do("stop")
+    result = lab.run_action("stop")
     assert (result.returncode, result.stderr) == (0, "")
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}
     assert sorted(path.name for path in lab.root.glob("saved_*")) == [
         "saved_0",
         "saved_1",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_lab import SshLab, ssh_lab
-from support.training_lab import PROGRAM, Step, losses, sections
+from support.training_lab import PROGRAM, Step, read_losses, train_sections
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -33,19 +33,19 @@ SMALLER = {
 
 def configure(lab: SshLab, steps: int | None, system: dict[str, Any], **options: Any) -> None:
     """Write a YAML that trains for up to this many steps."""
-    top = {"train": sections(steps, **system)}
+    top = {"train": train_sections(steps, **system)}
     lab.configure(light=False, task={"entrypoint": str(PROGRAM)}, top=top, **options)
 
 
 def train(lab: SshLab, steps: int = 3, **options: Any) -> list[Step]:
     """Return the steps of a run, and check that no process is left."""
     configure(lab, steps, options.pop("system", {}), **options)
-    result = lab.do("test", timeout=240)
+    result = lab.run_action("test", timeout=240)
     assert result.returncode == 0, result.stderr + result.stdout
     lines = result.stdout.splitlines()
     assert {line.partition(":")[0] for line in lines} >= {h.name for h in lab.state().hosts}
-    assert lab.orphans() == {}
-    return losses(lab)
+    assert lab.remaining_processes() == {}
+    return read_losses(lab)
 
 
 def expect_equal(own: list[Step], expected: list[Step]) -> None:
@@ -56,9 +56,9 @@ def expect_equal(own: list[Step], expected: list[Step]) -> None:
 
 def train_on_one_machine(bed: Bed, directory: Path, steps: int) -> list[Step]:
     """Return the steps of a run on one machine."""
-    here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+    local_runner = {"type": "local", "hostfile": None, "nproc_per_node": 2}
     with ssh_lab(bed, directory) as lab:
-        losses = train(lab, steps, runner=here)
+        losses = train(lab, steps, runner=local_runner)
     assert [step for step, _, _ in losses] == list(range(1, steps + 1))
     return losses
 
@@ -86,9 +86,9 @@ def choose_meshes(lab: SshLab, expected: list[Step]) -> None:
     types = "h00 slots=1 type=QUICK\nh01 slots=1 type=SLOW\n"
     system = {"hetero": {"enable_hetero": True, "hetero_process_meshes": "auto"}}
     expect_equal(train(lab, system=system, hostfile=types), expected)
-    first = lab.state().hosts[0]
-    assert first.name == "h00"
-    output = first.output.read_text()
+    first_host = lab.state().hosts[0]
+    assert first_host.name == "h00"
+    output = first_host.output.read_text()
     assert "to choose between" in output
     assert "by measured times a step takes" in output
 
@@ -99,25 +99,25 @@ def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     checkpoints = str(lab.exp_dir / "checkpoints")
     saving = {"save_interval": 2, "save": checkpoints, "load": checkpoints}
     system: dict[str, Any] = {"hetero": MESHES, "logging": saving}
-    quick = {"nproc_per_node": 2, "lost_host_timeout": 6}
+    runner = {"nproc_per_node": 2, "lost_host_timeout": 6}
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
-    configure(lab, None, system, hostfile=types, runner=quick)
-    started = lab.do("run")
-    assert started.returncode == 0, started.stderr
+    configure(lab, None, system, hostfile=types, runner=runner)
+    start_result = lab.run_action("run")
+    assert start_result.returncode == 0, start_result.stderr
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
-    until(lambda: len(losses(lab)) >= 3, 60)
+    wait_for(lambda: len(read_losses(lab)) >= 3, 60)
     lab.bed["h00"].cut_power()
-    until(lambda: not lab.members(lab.bed["h01"]), 30)
+    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), 30)
     failure = lab.state().hosts[0].exit_record()["failure"]
     assert (failure["host"], failure["rank"]) == ("h00", None)
     assert failure["reason"] == (
         "was lost: no word from its agent for 6 s; it held stage 1 of 2, mesh 1 (SINGLE 1 rank)"
     )
-    before = losses(lab)
-    expect_equal(before, expected[: len(before)])
+    losses_before = read_losses(lab)
+    expect_equal(losses_before, expected[: len(losses_before)])
 
     system["hetero"] = SMALLER
-    after = train(lab, 2, system=system, hostfile="h01 slots=2 type=PAIR\n", runner=quick)
-    assert 2 < after[0][0] <= before[-1][0] + 1
-    expect_equal(after, expected[after[0][0] - 1 :][:2])
+    losses_after = train(lab, 2, system=system, hostfile="h01 slots=2 type=PAIR\n", runner=runner)
+    assert 2 < losses_after[0][0] <= losses_before[-1][0] + 1
+    expect_equal(losses_after, expected[losses_after[0][0] - 1 :][:2])

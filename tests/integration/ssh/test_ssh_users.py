@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bed.host import Host
-from support.launch_lab import PROJECT, until
+from support.launch_lab import PROJECT, wait_for
 from support.ssh_lab import SshLab
 
 from flagscale.train.checkpoint.store import CheckpointStore
@@ -34,33 +34,33 @@ def owner(path: Path) -> tuple[int, int]:
 
 def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
     lab.configure(hostfile=HOSTFILE, runner={"no_shared_fs": True})
-    lab.install()
+    lab.copy_program()
     for host in lab.bed.hosts:
         open_python(host)
         host.run(["chown", "-R", USER, lab.root])
     uid = int(lab.bed[0].run(["id", "-u", USER]).stdout)
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     for host in lab.bed.hosts:
-        members = lab.members(host)
+        members = lab.run_processes(host)
         assert len(members) > 1
         assert {Path(f"/proc/{member.pid}").stat().st_uid for member in members} == {uid}
-        (cache_file,) = host.path(f"/home/{USER}/.cache/flagscale/hosts").iterdir()
+        (cache_file,) = host.local_path(f"/home/{USER}/.cache/flagscale/hosts").iterdir()
         assert owner(cache_file) == (uid, 0o600)
         assert owner(cache_file.parent) == (uid, 0o700)
-    until(lambda: (lab.query()["step"] or 0) > 1)
-    assert any("rank 1 works" in line for line in lab.do("logs").stdout.splitlines())
+    wait_for(lambda: (lab.query()["step"] or 0) > 1)
+    assert any("rank 1 works" in line for line in lab.run_action("logs").stdout.splitlines())
     # This preflight uses the cache of the first one.
-    again = lab.do("run")
-    assert again.returncode == 2
-    assert f"is alive in {lab.exp_dir} (since" in again.stderr
-    stopped = lab.do("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert lab.orphans() == {}
+    second_result = lab.run_action("run")
+    assert second_result.returncode == 2
+    assert f"is alive in {lab.exp_dir} (since" in second_result.stderr
+    stop_result = lab.run_action("stop")
+    assert stop_result.returncode == 0, stop_result.stderr
+    assert lab.remaining_processes() == {}
 
 
 def test_checkpoints_are_written_where_the_user_may_write(lab: SshLab) -> None:
-    """According to each host's own check of the directories that training uses."""
+    """Each host checks the directories that training uses."""
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     train = {
         "system": {
@@ -81,14 +81,14 @@ def test_checkpoints_are_written_where_the_user_may_write(lab: SshLab) -> None:
         open_python(host)
         host.run(["mkdir", "-p", lab.root / "kept"])
         for iteration in (2, 4):
-            store = CheckpointStore(host.path(f"{lab.root}/base"))
+            store = CheckpointStore(host.local_path(f"{lab.root}/base"))
             (store.begin(iteration) / "a").write_bytes(b"x" * 100)
             store.publish(iteration, {})
         host.run(["chown", "-R", USER, lab.root])
     lab.bed["h01"].run(["chown", "root", lab.root / "kept"])
     lab.bed["h00"].run(["truncate", "-s1", lab.root / "base" / "iter_0000004" / "a"])
     lab.bed["h01"].run(["rm", "-r", lab.root / "base" / "iter_0000002"])
-    result = lab.do("check", "json=true")
+    result = lab.run_action("check", "json=true")
     assert result.returncode == 2
     checks = json.loads(result.stdout)
     results = {(check["name"], check["hosts"]): check["found"] for check in checks}
@@ -97,24 +97,24 @@ def test_checkpoints_are_written_where_the_user_may_write(lab: SshLab) -> None:
     assert ("data_cache_path", "h00") in results
     assert ("data_cache_path", "h01") not in results
     assert results["load", "h00"] == (
-        f"iteration 2 in {lab.root / 'base'}; finetune: the weights alone; training starts from "
-        "step 0; passed over iter_0000004: a has 1 bytes, expected 100"
+        f"iteration 2 in {lab.root / 'base'}; weights only (finetune); training starts from "
+        "step 0; skipped iter_0000004: a has 1 bytes, expected 100"
     )
-    assert results["load", "h01"] == f"{lab.root / 'base'}/iter_0000002 is not there"
+    assert results["load", "h01"] == f"{lab.root / 'base'}/iter_0000002 does not exist on this host"
 
 
 def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None:
     lab.configure(hostfile=HOSTFILE, runner={"no_shared_fs": True})
-    lab.install()
+    lab.copy_program()
     for host in lab.bed.hosts:
         open_python(host)
     lab.bed["h00"].run(["chown", "-R", USER, lab.root])
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 2
     assert f"exp_dir (h01): {lab.root} is not writable for user {USER}" in result.stderr
     assert "(h00" not in result.stderr
-    unchecked = lab.do("run", "experiment.runner.preflight=false")
+    unchecked = lab.run_action("run", "experiment.runner.preflight=false")
     assert unchecked.returncode == 3
     assert "h01: the script could not be started" in unchecked.stderr
     assert "Permission denied" in unchecked.stderr
-    assert lab.orphans() == {}
+    assert lab.remaining_processes() == {}

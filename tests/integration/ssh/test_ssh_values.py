@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import until
+from support.launch_lab import wait_for
 from support.ssh_lab import SshLab, ssh_lab
 
 pytestmark = pytest.mark.integration
@@ -40,9 +40,9 @@ HOSTILE = {
 }
 
 
-def seen(lab: SshLab, rank: int) -> dict[str, Any]:
+def read_values(lab: SshLab, rank: int) -> dict[str, Any]:
     path = lab.root / f"seen_{rank}.json"
-    until(path.exists)
+    wait_for(path.exists)
     return dict(json.loads(path.read_text()))
 
 
@@ -50,14 +50,14 @@ def test_hostile_values_and_paths(bed: Bed, tmp_path: Path) -> None:
     root = tmp_path / "a b 'c' \"d\" $e,f;g 机器"
     with ssh_lab(bed, root) as lab:
         lab.configure(SHOW, envs={**HOSTILE, "API_TOKEN": "s'3\"c$r`3\nt"})
-        result = lab.do("run")
+        result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
         for rank in (0, 1):
-            environment = seen(lab, rank)["env"]
+            environment = read_values(lab, rank)["env"]
             assert {name: environment[name] for name in HOSTILE} == HOSTILE
             assert environment["API_TOKEN"] == "s'3\"c$r`3\nt"
-        until(lambda: lab.query()["state"] == "completed")
-        assert lab.orphans() == {}
+        wait_for(lambda: lab.query()["state"] == "completed")
+        assert lab.remaining_processes() == {}
         assert "s'3" not in (lab.exp_dir / "logs" / "scripts" / "plan.json").read_text()
 
 
@@ -67,11 +67,11 @@ LONG_NAME = "node-with-a-very-long-name." + "x" * 33
 @pytest.mark.bed(hosts=["N-1.rack-2.x", LONG_NAME])
 def test_hostile_host_names(lab: SshLab) -> None:
     lab.configure(SHOW)
-    result = lab.do("test")
+    result = lab.run_action("test")
     assert result.returncode == 0, result.stderr
     prefixes = {line.split(":")[0] for line in result.stdout.splitlines()}
     assert prefixes >= {"N-1.rack-2.x", LONG_NAME}
-    assert [seen(lab, rank)["env"]["RANK"] for rank in (0, 1)] == ["0", "1"]
+    assert [read_values(lab, rank)["env"]["RANK"] for rank in (0, 1)] == ["0", "1"]
 
 
 @pytest.mark.bed(hosts=3)
@@ -100,19 +100,19 @@ def test_values_of_types_and_hosts_reach_no_other_host(lab: SshLab) -> None:
             },
         },
     )
-    result = lab.do("dryrun").stdout
+    result = lab.run_action("dryrun").stdout
     assert "#   node_specific.h01.model.num_workers" in result
     assert "#   envs.node_specific.h02" in result
-    process = lab.do("run")
+    process = lab.run_action("run")
     assert process.returncode == 0, process.stderr
-    first, second, third = (seen(lab, rank) for rank in range(3))
-    for record, words in (
+    first, second, third = (read_values(lab, rank) for rank in range(3))
+    for record, arguments in (
         (first, ["--num-workers", "4", "--shared", "a b"]),
         (second, ["--num-workers", "1", "--shared", "a b", "--extra", "x", "y z"]),
         (third, ["--num-workers", "2"]),
     ):
-        assert record["argv"][: len(words)] == words
-        assert record["argv"][len(words)].startswith("--save")
+        assert record["argv"][: len(arguments)] == arguments
+        assert record["argv"][len(arguments)].startswith("--save")
     assert [r["env"]["WHO"] for r in (first, second, third)] == ["all", "B", "h02"]
     assert [r["env"].get("ONLY") for r in (first, second, third)] == [None, None, "a,b 'c'"]
     assert [r["env"]["STEP"] for r in (first, second, third)] == ["all", "all", "h02 $x"]
@@ -124,15 +124,15 @@ def test_values_of_types_and_hosts_reach_no_other_host(lab: SshLab) -> None:
 def test_ranks_meet_in_the_fabric(lab: SshLab) -> None:
     hostfile = "h[00-01] slots=1 addr=10.78.0.[1-2] user=root port=22\n"
     lab.configure(SHOW, hostfile=hostfile)
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
-        environment = seen(lab, rank)["env"]
+        environment = read_values(lab, rank)["env"]
         assert environment["GLOO_SOCKET_IFNAME"] == "fab0"
         assert environment["NCCL_SOCKET_IFNAME"] == "=fab0"
     script = (lab.exp_dir / "logs" / "scripts" / "host_1_h01_run.sh").read_text()
     assert "--master_addr 10.78.0.1" in script
-    process = json.loads(lab.do("check", "json=true").stdout)
+    process = json.loads(lab.run_action("check", "json=true").stdout)
     assert "fab0 reaches 10.78.0.1" in [check["found"] for check in process]
 
 
@@ -140,7 +140,7 @@ def test_ranks_meet_in_the_fabric(lab: SshLab) -> None:
 def test_hosts_behind_a_jump_host(lab: SshLab) -> None:
     hostfile = "h01 slots=1 proxy=gate\nh02 slots=1 proxy=root@gate:22\n"
     lab.configure(SHOW, hostfile=hostfile)
-    result = lab.do("run")
+    result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
-    until(lambda: lab.query()["state"] == "completed")
-    assert lab.do("stop").returncode == 0
+    wait_for(lambda: lab.query()["state"] == "completed")
+    assert lab.run_action("stop").returncode == 0

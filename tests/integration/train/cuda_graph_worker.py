@@ -1,4 +1,4 @@
-"""Train a tiny model with traced and compiled layers and count the graphs.
+"""Train a tiny model with traced and compiled layers and count torch's graphs (not CUDA graphs).
 
 usage: cuda_graph_worker.py ARGUMENTS...
 """
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     os.environ.update(FLAGSCALE_DEVICE="cpu", TORCHDYNAMO_DISABLE="0")
     warnings.filterwarnings("ignore")
     from flagscale.config.arguments.derive import derive_arguments
-    from flagscale.config.arguments.spec.parser import parse_arguments
+    from flagscale.config.arguments.spec.command_line import parse_arguments
     from flagscale.train import distributed
     from flagscale.train.device import choose_device
 
@@ -38,15 +38,15 @@ def main(argv: list[str]) -> dict[str, Any]:
     state = build_state(args, config, padded_vocabulary_size(args, tokenizer), device)
     # Graphs do not depend on the compiler backend; this one is fast.
     compile_layers(state.modules()[0], backend="aot_eager")
-    data: Any = build_data_iterators(args, tokenizer, state.progress, chunks=1)
+    data: Any = build_data_iterators(args, tokenizer, state.progress, model_chunks=1)
     stepper, deferred_metrics = Stepper(args, config, state, device), DeferredMetrics()
     for _ in range(3):
-        deferred_metrics.add(*stepper.train(data.train, stop=(False, False)))
+        deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
     validation = stepper.evaluate(data.valid, 1)
     from torch._dynamo.utils import counters
 
     return {
-        "loss": [reading.loss for reading in deferred_metrics.pop_completed(keep_newest=0)],
+        "loss": [metrics.loss for metrics in deferred_metrics.pop_completed(keep_newest=0)],
         "validation": validation,
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),

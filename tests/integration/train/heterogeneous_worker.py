@@ -3,8 +3,8 @@
 usage: heterogeneous_worker.py CASES.json
 
 CASES is a list of {"directory", "argv": [of rank 0, of rank 1], "stop", "slow"}. A rank runs the
-training program's ``main`` and writes weights.npz and its exit code to DIRECTORY/RANK. With "stop",
-rank 1 receives SIGTERM once step 3 is reported. With "slow", replica timings of rank 1 are
+training program's ``main`` and writes weights.npz and its exit code to DIRECTORY/RANK. With
+"stop", rank 1 receives SIGTERM once step 3 is reported. With "slow", replica timings of rank 1 are
 multiplied by ten. This process imports torch and megatron.core once and forks the ranks of each
 case.
 """
@@ -46,15 +46,15 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
     from flagscale.train import microbatch_balancer, setup, train_gpt
 
     rank = int(os.environ["RANK"])
-    status = Path(case["directory"]) / "status"
-    os.environ[STATUS_DIR_VARIABLE] = str(status)
+    status_dir = Path(case["directory"]) / "status"
+    os.environ[STATUS_DIR_VARIABLE] = str(status_dir)
     states: list[Any] = []
-    prepare = setup.prepare_training
+    original_prepare = setup.prepare_training
 
     def prepare_and_record(*args: Any, **options: Any) -> Any:
-        prepared = prepare(*args, **options)
-        states.append(prepared[1])
-        return prepared
+        trainer, state = original_prepare(*args, **options)
+        states.append(state)
+        return trainer, state
 
     setup.prepare_training = prepare_and_record
     if case["slow"] and rank == 1:
@@ -62,13 +62,13 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
             perf_counter_ns=lambda: 10 * time.perf_counter_ns()
         )
     if case["stop"] and rank == 1:
-        threading.Thread(target=stop_at_step_3, args=(status,), daemon=True).start()
-    code = train_gpt.main(case["argv"][rank])
+        threading.Thread(target=stop_at_step_3, args=(status_dir,), daemon=True).start()
+    exit_code = train_gpt.main(case["argv"][rank])
     rank_directory = Path(case["directory"]) / str(rank)
     rank_directory.mkdir()
     np.savez(rank_directory / "weights.npz", **(dict(iter_weights(states[0])) if states else {}))
-    (rank_directory / "code").write_text(str(code))
-    yield "code", {"code": code}
+    (rank_directory / "exit_code").write_text(str(exit_code))
+    yield "exit_code", {"exit_code": exit_code}
 
 
 def iter_weights(state: Any) -> Iterator[tuple[str, Any]]:
@@ -77,14 +77,16 @@ def iter_weights(state: Any) -> Iterator[tuple[str, Any]]:
     """
     for module in state.modules():
         for name, weight in module.named_parameters():
-            split = "shard:" if getattr(weight, "tensor_model_parallel", False) else ""
-            yield f"{split}{name}", weight.detach().float().numpy()
+            prefix = "shard:" if getattr(weight, "tensor_model_parallel", False) else ""
+            yield f"{prefix}{name}", weight.detach().float().numpy()
 
 
-def stop_at_step_3(status: Path) -> None:
-    reports = status / "rank_0.jsonl"
-    while not reports.exists() or not any(
-        event.event == "progress" and event.get("step") >= 3 for event in read_events(reports)[0]
+def stop_at_step_3(status_dir: Path) -> None:
+    """Send SIGTERM to this process once rank 0 has reported step 3."""
+    status_file = status_dir / "rank_0.jsonl"
+    while not status_file.exists() or not any(
+        event.event == "progress" and event.get("step") >= 3
+        for event in read_events(status_file)[0]
     ):
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -2,9 +2,10 @@
 
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
-CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow", "graphs"}; the last
-four are optional. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
-"graphs": layers are traced and compiled. "clusters" divides the ranks into nodes for fsccl.
+CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow", "graphs"}, of which
+the last four are optional. "world" is the number of ranks. "overflow" is [rank, step]: a gradient
+of that rank is infinite in that step. With "graphs", layers are traced and compiled. "clusters"
+divides the ranks into nodes for fsccl (FSCCL_CLUSTERS).
 
 Importing torch and megatron.core takes longer than training. On a CPU this process imports them
 once and forks the ranks. Cases with equal world size and backend share their ranks, which create
@@ -32,34 +33,35 @@ from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     results: dict[str, Any] = {}
-    kind = sys.argv[3] if len(sys.argv) > 3 else "cpu"
-    os.environ["FLAGSCALE_DEVICE"] = kind
-    if kind == "cpu":
+    device_kind = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+    os.environ["FLAGSCALE_DEVICE"] = device_kind
+    if device_kind == "cpu":
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    if kind == "cpu":
+    if device_kind == "cpu":
         # Imported before forking. On a GPU the import would initialize CUDA, which does not support
         # fork.
         import torch._dynamo.exc  # noqa: F401
 
-    for settings in sorted({shared_settings(case) for case in cases}):
-        group_cases = [case for case in cases if shared_settings(case) == settings]
+    for settings in sorted({get_shared_settings(case) for case in cases}):
+        group_cases = [case for case in cases if get_shared_settings(case) == settings]
         world, backend, clusters, _ = settings
         results.update(run_forked_ranks(world, partial(run_rank, group_cases, backend, clusters)))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
-def shared_settings(case: dict[str, Any]) -> tuple[int, str, str, bool]:
-    """Return the properties that cases must have in common to share ranks: world size, backend,
-    clusters and graphs.
+def get_shared_settings(case: dict[str, Any]) -> tuple[int, str, str, bool]:
+    """Return world size, backend, clusters and graphs of a case.
+
+    Cases with equal values run on the same ranks.
     """
     graphs = bool(case.get("graphs"))
     return case["world"], case.get("backend", "auto"), case.get("clusters", ""), graphs
 
 
 def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterator[Record]:
-    """Run the cases on a rank of the world."""
+    """Run the cases on a rank and yield their names and results."""
     if clusters:
         os.environ["FSCCL_CLUSTERS"] = clusters
     from flagscale.train import distributed
@@ -81,11 +83,12 @@ def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterat
 def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     """Train a case.
 
-    Returns standard deviation and mean of the initial weights by name, their norm, losses and
-    gradient norms of the steps, the validation loss, and further values that tests check.
+    Returns:
+        Standard deviation and mean of the initial weights by name, their norm, losses and gradient
+        norms of the steps, the validation loss, and other values that tests check.
     """
     from flagscale.config.arguments.derive import derive_arguments, rank_arguments
-    from flagscale.config.arguments.spec.parser import parse_arguments
+    from flagscale.config.arguments.spec.command_line import parse_arguments
     from flagscale.train import distributed, recompute
     from flagscale.train.build import build_state, padded_vocabulary_size, vocabulary_size
     from flagscale.train.data.datasets import build_data_iterators
@@ -104,8 +107,8 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     )
     groups = distributed.init_model_parallel(args)
     tokenizer = build_tokenizer(args)
-    size = vocabulary_size(args, tokenizer)
-    args, groups = resolve_auto_layout(args, groups, size, device, lambda line: None)
+    unpadded_vocabulary = vocabulary_size(args, tokenizer)
+    args, groups = resolve_auto_layout(args, groups, unpadded_vocabulary, device, lambda line: None)
     vocabulary = padded_vocabulary_size(args, tokenizer)
     recomputes = args.recompute_granularity in ("full", "auto")
     args = recompute.resolve_auto_recompute(args, vocabulary, device, lambda line: None)
@@ -118,7 +121,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     if case.get("graphs"):
         compile_layers_on_cpu(state.modules())
     reference_values = compute_reference(args, state, config, tokenizer)
-    data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
+    data = build_data_iterators(args, tokenizer, state.progress, model_chunks=len(state.chunks))
     weights = iter_global_parameters(state.modules()[0], config)
     weight_statistics = {
         name: [float(weight.std()), float(weight.mean())] for name, weight in weights
@@ -132,7 +135,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         with infinite_gradient(
             state.modules()[0], step == overflow_step and rank.rank == overflow_rank
         ):
-            deferred_metrics.add(*stepper.train(data.train, stop=(False, False)))
+            deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
         mtp_losses += stepper.mtp_losses.pop_averages().values()
         scales.append(float(state.optimizer.get_loss_scale()))
     step_metrics = list(deferred_metrics.pop_completed(keep_newest=0))
@@ -143,26 +146,26 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     scales = gather_from_ranks(scales) if args.fp16 else None
     reset_megatron_state()
     return {
-        "initial": weight_statistics,
-        "weights": [norm],
-        "by_hand": reference_values,
-        "loss": [reading.loss for reading in step_metrics],
-        "norm": [reading.grad_norm for reading in step_metrics],
+        "initial_statistics": weight_statistics,
+        "weight_norm": [norm],
+        "torch_reference": reference_values,
+        "loss": [metrics.loss for metrics in step_metrics],
+        "norm": [metrics.grad_norm for metrics in step_metrics],
         "validation": [validation],
-        "routers": routers,
-        "biases": [
-            float(own.abs().max())
+        "router_losses": routers,
+        "expert_biases": [
+            float(buffer.abs().max())
             for model in state.modules()
-            for name, own in model.named_buffers()
+            for name, buffer in model.named_buffers()
             if name.endswith("expert_bias")
         ],
-        "further": mtp_losses,
-        "own_weights": sum(p.numel() for p in list_parameters(state.chunks)),
+        "mtp_losses": mtp_losses,
+        "weight_count": sum(p.numel() for p in list_parameters(state.chunks)),
         "vocabulary": vocabulary,
-        "layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
-        "skipped": [reading.host.skipped for reading in step_metrics],
+        "stage_layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
+        "skipped": [metrics.host.skip_reason for metrics in step_metrics],
         "recomputed": recomputed,
-        "scales": scales,
+        "loss_scales": scales,
         "graphs": count_graphs() if case.get("graphs") else 0,
     }
 
@@ -199,7 +202,7 @@ def gather_from_ranks(value: Any) -> list[Any]:
 
 @contextmanager
 def infinite_gradient(model: Any, enabled: bool) -> Iterator[None]:
-    """Context manager in which the gradient of a weight is infinite, if ``enabled``."""
+    """Return a context manager in which the gradient of a weight is infinite, if ``enabled``."""
     if not enabled:
         yield
         return
@@ -212,8 +215,9 @@ def infinite_gradient(model: Any, enabled: bool) -> Iterator[None]:
 class LayerCounter:
     """Counts the forward passes of layers.
 
-    ``counted`` has an entry per model chunk: "dropped", the number of layers that ran without
-    storing activations, per micro-batch, and "again", the total number of recomputed layers.
+    ``counts`` has an entry per model chunk: "recomputed_per_micro_batch", the number of layers that
+    ran without storing activations in each micro-batch, and "recomputed_total", the number of
+    layers that ran again in the backward pass.
     """
 
     def __init__(self, models: list[Any]) -> None:
@@ -221,7 +225,7 @@ class LayerCounter:
 
         self.counts: list[dict[str, Any]] = []
         for model in models:
-            chunk_counts: dict[str, Any] = {"dropped": [], "again": 0}
+            chunk_counts: dict[str, Any] = {"recomputed_per_micro_batch": [], "recomputed_total": 0}
             self.counts.append(chunk_counts)
             (block,) = find_transformer_blocks(model).values()
             block.register_forward_pre_hook(
@@ -234,19 +238,20 @@ class LayerCounter:
         self, chunk_counts: dict[str, Any], layers: int, block: Any, _: Any
     ) -> None:
         if block.training:
-            chunk_counts["dropped"].append(0)
-            chunk_counts["again"] -= layers
+            chunk_counts["recomputed_per_micro_batch"].append(0)
+            # The forward pass itself runs every layer once.
+            chunk_counts["recomputed_total"] -= layers
 
     def _count_layer(self, chunk_counts: dict[str, Any], layer: Any, _: Any) -> None:
         import torch
 
         if layer.training:
-            chunk_counts["dropped"][-1] += not torch.is_grad_enabled()
-            chunk_counts["again"] += 1
+            chunk_counts["recomputed_per_micro_batch"][-1] += not torch.is_grad_enabled()
+            chunk_counts["recomputed_total"] += 1
 
 
 def compute_reference(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
-    """Return loss and gradient norm of the first step, and the MTP losses, computed by plain torch.
+    """Return loss, gradient norm and MTP losses of the first step, computed without megatron.core.
 
     None if there is no reference implementation of the model, or the rank holds only a part of it.
     """
@@ -262,7 +267,7 @@ def compute_reference(args: Any, state: Any, config: Any, tokenizer: Any) -> lis
         ("gpt", True, True): reference_llama.loss,
         ("bert", False, False): reference_bert.loss,
     }
-    loss = reference_losses.get(
+    compute_loss = reference_losses.get(
         (args.family, args.swiglu, args.untie_embeddings_and_output_weights)
     )
     has_reference = not (
@@ -272,7 +277,7 @@ def compute_reference(args: Any, state: Any, config: Any, tokenizer: Any) -> lis
     has_reference = has_reference and (
         args.family == "bert" or args.position_embedding_type == "rope"
     )
-    if torch.distributed.get_world_size() > 1 or not has_reference or loss is None:
+    if torch.distributed.get_world_size() > 1 or not has_reference or compute_loss is None:
         return None
     model = state.modules()[0]
     weights = {
@@ -284,19 +289,20 @@ def compute_reference(args: Any, state: Any, config: Any, tokenizer: Any) -> lis
     device = next(iter(weights.values())).device
     counts = [float(batch["loss_mask"].sum()) for batch in batches]
     # Mean per micro-batch, or sum over all tokens of the step.
-    shares = [count / sum(counts) for count in counts]
+    batch_weights = [count / sum(counts) for count in counts]
     if not args.calculate_per_token_loss:
-        shares = [1 / len(batches)] * len(batches)
+        batch_weights = [1 / len(batches)] * len(batches)
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]
-    mean = sum(
-        share * loss(weights, batch, args) for share, batch in zip(shares, batches, strict=True)
+    mean_loss = sum(
+        batch_weight * compute_loss(weights, batch, args)
+        for batch_weight, batch in zip(batch_weights, batches, strict=True)
     )
     mtp_loss, layer_losses = compute_mtp_reference(args, weights, batches)
-    (mean + mtp_loss).backward()
-    trained = [weight for weight in weights.values() if weight.requires_grad]
-    squares = [weight.grad.square().sum() for weight in trained]
+    (mean_loss + mtp_loss).backward()
+    trained_weights = [weight for weight in weights.values() if weight.requires_grad]
+    squares = [weight.grad.square().sum() for weight in trained_weights]
     norm = float(torch.stack(squares).sum().sqrt())
-    return [float(mean), norm, *layer_losses]
+    return [float(mean_loss), norm, *layer_losses]
 
 
 def compute_mtp_reference(args: Any, weights: Any, batches: list[Any]) -> tuple[Any, list[float]]:

@@ -1,4 +1,8 @@
-"""Reference implementation of BERT in plain torch, with the weights of the trained model."""
+"""Reference implementation of BERT with torch only, with the weights of the trained model.
+
+:mod:`layout_worker` compares losses and gradients with it. ``weights`` are by global parameter
+name.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +57,10 @@ def attention(weights: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
     Query, key and value of a head are adjacent in ``linear_qkv``.
     """
     batch, sequence, hidden = x.shape
-    heads, size = args.num_attention_heads, hidden // args.num_attention_heads
-    mixed = linear(weights, "self_attention.linear_qkv", x).view(batch, sequence, heads, 3, size)
-    query, key, value = (mixed[..., i, :].transpose(1, 2) for i in range(3))
-    output = (query @ key.transpose(2, 3) / size**0.5).softmax(-1) @ value
+    heads, head_dim = args.num_attention_heads, hidden // args.num_attention_heads
+    qkv = linear(weights, "self_attention.linear_qkv", x).view(batch, sequence, heads, 3, head_dim)
+    query, key, value = (qkv[..., i, :].transpose(1, 2) for i in range(3))
+    output = (query @ key.transpose(2, 3) / head_dim**0.5).softmax(-1) @ value
     return linear(
         weights,
         "self_attention.linear_proj",

@@ -1,4 +1,8 @@
-"""Reference implementation of Llama in plain torch, with the weights of megatron.core's model."""
+"""Reference implementation of Llama with torch only, with the weights of megatron.core's model.
+
+:mod:`layout_worker` compares losses and gradients with it. ``weights`` are by global
+parameter name.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from torch.nn import functional
 def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
     """Return the mean cross-entropy in nats of a batch [b, s].
 
-    Masked documents are computed one by one.
+    If documents are masked, each is computed separately.
     """
     if args.peft_type:
         weights = merge_adapters(weights, args)
-    total = torch.zeros((), device=batch["tokens"].device)
-    for part in split_documents(batch):
-        token_losses = losses(weights, part["tokens"], part["labels"], args)
-        total = total + (token_losses * part["loss_mask"]).sum()
-    return total / batch["loss_mask"].sum()
+    loss_sum = torch.zeros((), device=batch["tokens"].device)
+    for document in split_documents(batch):
+        token_losses = compute_token_losses(weights, document["tokens"], document["labels"], args)
+        loss_sum = loss_sum + (token_losses * document["loss_mask"]).sum()
+    return loss_sum / batch["loss_mask"].sum()
 
 
 def split_documents(batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
@@ -40,19 +44,19 @@ def split_documents(batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor
 def mtp_loss_sums(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
     """Return the sum of losses and the number of tokens of each MTP layer, [layers, 2].
 
-    A position counts if its document continues far enough.
+    A position counts if its document has the token that the layer predicts.
     """
     device = batch["tokens"].device
     sums_and_counts = torch.zeros(args.mtp_num_layers or 0, 2, device=device)
     names, table = ("tokens", "labels", "loss_mask"), weights["embedding.word_embeddings.weight"]
-    for part in split_documents(batch):
-        x = hidden_states(weights, part["tokens"], args)
+    for document in split_documents(batch):
+        x = hidden_states(weights, document["tokens"], args)
         for layer in range(min(len(sums_and_counts), x.shape[1] - 1)):
             prefix = f"mtp.layers.{layer}."
             mtp_weights = {
                 name.removeprefix(prefix): w for name, w in weights.items() if prefix in name
             }
-            tokens, labels, mask = (part[name][:, layer + 1 :] for name in names)
+            tokens, labels, mask = (document[name][:, layer + 1 :] for name in names)
             embeddings = norm(table[tokens], mtp_weights["enorm.weight"], args)
             previous = norm(x[:, :-1], mtp_weights["hnorm.weight"], args)
             layer_weights = {
@@ -80,30 +84,37 @@ def merge_adapters(weights: Mapping[str, Tensor], args: Any) -> Mapping[str, Ten
         if name.endswith(".lora_a"):
             layer = name.removesuffix(".lora_a")
             lora_b = weights[f"{layer}.lora_b"]
-            row_mask = adapter_rows(layer, len(lora_b), args).to(lora_b.device)
+            row_mask = build_adapter_row_mask(layer, len(lora_b), args).to(lora_b.device)
             delta = lora_b * row_mask @ weights[name]
             merged[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * delta
     return merged
 
 
-def adapter_rows(layer: str, rows: int, args: Any) -> Tensor:
+def build_adapter_row_mask(layer: str, rows: int, args: Any) -> Tensor:
     """Return a mask [rows, 1] of the rows of a layer that have an adapter."""
-    named = args.lora_target_modules or ("all-linear",)
-    if {layer.rpartition(".")[2], "all-linear"} & set(named):
+    target_modules = args.lora_target_modules or ("all-linear",)
+    if {layer.rpartition(".")[2], "all-linear"} & set(target_modules):
         return torch.ones(rows, 1)
     if layer.endswith("linear_fc1"):
-        halves = [torch.full((rows // 2,), float(n in named)) for n in ("gate_proj", "up_proj")]
+        halves = [
+            torch.full((rows // 2,), float(n in target_modules)) for n in ("gate_proj", "up_proj")
+        ]
         return torch.cat(halves)[:, None]
     if not layer.endswith("linear_qkv"):
         return torch.ones(rows, 1)
-    size, each = args.hidden_size // args.num_attention_heads, args.num_query_groups
-    each = args.num_attention_heads // each
-    heads = [float("q_proj" in named)] * each + [float(n in named) for n in ("k_proj", "v_proj")]
-    group = torch.tensor(heads).repeat_interleave(size)
+    head_dim = args.hidden_size // args.num_attention_heads
+    group_size = args.num_attention_heads // args.num_query_groups
+    # Rows of a query group: its queries, key, value.
+    heads = [float("q_proj" in target_modules)] * group_size + [
+        float(n in target_modules) for n in ("k_proj", "v_proj")
+    ]
+    group = torch.tensor(heads).repeat_interleave(head_dim)
     return group.repeat(args.num_query_groups)[:, None]
 
 
-def losses(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any) -> Tensor:
+def compute_token_losses(
+    weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any
+) -> Tensor:
     """Return the cross-entropy in nats of each token, [b, s]."""
     return cross_entropy(weights, hidden_states(weights, tokens, args), labels)
 
@@ -147,25 +158,27 @@ def attention(weights: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
     """Compute causal attention. A group's queries, key and value are adjacent in ``linear_qkv``."""
     batch, sequence, hidden = x.shape
     heads, groups = args.num_attention_heads, args.num_query_groups
-    size, each = hidden // heads, heads // groups
-    mixed = (x @ weights["self_attention.linear_qkv.weight"].T).view(
-        batch, sequence, groups, each + 2, size
+    head_dim, group_size = hidden // heads, heads // groups
+    qkv = (x @ weights["self_attention.linear_qkv.weight"].T).view(
+        batch, sequence, groups, group_size + 2, head_dim
     )
-    query = rotate(mixed[..., :each, :].reshape(batch, sequence, heads, size), args.rotary_base)
-    key = rotate(mixed[..., each, :], args.rotary_base)
-    value = mixed[..., each + 1, :]
-    key, value = (t.repeat_interleave(each, dim=2).transpose(1, 2) for t in (key, value))
-    scores = query.transpose(1, 2) @ key.transpose(2, 3) / size**0.5
-    hidden_ones = torch.ones(sequence, sequence, dtype=torch.bool, device=scores.device).triu(1)
-    output = scores.masked_fill(hidden_ones, float("-inf")).softmax(-1) @ value
+    query = rotate(
+        qkv[..., :group_size, :].reshape(batch, sequence, heads, head_dim), args.rotary_base
+    )
+    key = rotate(qkv[..., group_size, :], args.rotary_base)
+    value = qkv[..., group_size + 1, :]
+    key, value = (t.repeat_interleave(group_size, dim=2).transpose(1, 2) for t in (key, value))
+    scores = query.transpose(1, 2) @ key.transpose(2, 3) / head_dim**0.5
+    future_mask = torch.ones(sequence, sequence, dtype=torch.bool, device=scores.device).triu(1)
+    output = scores.masked_fill(future_mask, float("-inf")).softmax(-1) @ value
     output = output.transpose(1, 2).reshape(batch, sequence, hidden)
     return output @ weights["self_attention.linear_proj.weight"].T
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
     """Apply rotary positions to ``x`` [b, s, heads, d]; pairs are half a head apart."""
-    size = x.shape[-1]
-    frequencies = base ** (-torch.arange(0, size, 2, device=x.device) / size)
+    head_dim = x.shape[-1]
+    frequencies = base ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
     angles = torch.outer(torch.arange(x.shape[1], device=x.device), frequencies)[None, :, None, :]
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()

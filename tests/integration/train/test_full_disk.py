@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.train.test_train_gpt import Job
+from integration.train.test_train_gpt import TrainingProcess
 from support.full_disk import fill_disk, small_disk
 
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.status import Event, StatusWriter, read_events
 from flagscale.train import report
 from flagscale.train.deferred_metrics import HostMetrics, StepMetrics
@@ -22,8 +22,8 @@ from flagscale.train.report import TrainingReporter
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-STEPS_WITHOUT_ROOM = 100
-"""Number of steps whose output exceeds the last free block of a file."""
+STEPS_ON_FULL_DISK = 100
+"""Number of steps whose output is larger than the free rest of a file's last block."""
 
 
 @pytest.fixture
@@ -32,33 +32,42 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def step_metrics(step: int) -> StepMetrics:
-    host_metrics = HostMetrics(step=step, samples=4 * step, learning_rate=1e-3)
-    return StepMetrics(host_metrics, loss=2.0, grad_norm=1.0, stop=None, own_loss_finite=True)
+def create_metrics(step: int) -> StepMetrics:
+    host_metrics = HostMetrics(step=step, consumed_samples=4 * step, learning_rate=1e-3)
+    return StepMetrics(
+        host_metrics, loss=2.0, grad_norm=1.0, stop_reason=None, is_rank_loss_finite=True
+    )
 
 
-def events(status: Path) -> list[Event]:
+def read_rank_0_events(status: Path) -> list[Event]:
     return read_events(status / "rank_0.jsonl")[0]
 
 
-def warnings(status: Path) -> list[str]:
-    return [event.get("message") for event in events(status) if event.event == "warning"]
+def read_warnings(status: Path) -> list[str]:
+    return [
+        event.get("message") for event in read_rank_0_events(status) if event.event == "warning"
+    ]
 
 
-def latest_step(status: Path) -> int:
-    return max((e.get("step") for e in events(status) if e.event == "progress"), default=0)
+def read_latest_step(status: Path) -> int:
+    return max(
+        (e.get("step") for e in read_rank_0_events(status) if e.event == "progress"), default=0
+    )
 
 
 def wait_for_step(training: subprocess.Popen[str], status: Path, step: int) -> None:
     for _ in range(1200):
-        if latest_step(status) >= step:
+        if read_latest_step(status) >= step:
             return
-        assert training.poll() is None, [e.fields for e in events(status) if e.event == "failed"]
+        assert training.poll() is None, [
+            e.fields for e in read_rank_0_events(status) if e.event == "failed"
+        ]
         time.sleep(0.1)
-    raise AssertionError(f"step {step} did not come")
+    raise AssertionError(f"step {step} was not reached")
 
 
-def plotted_steps(board: Path) -> set[int]:
+def read_plotted_steps(board: Path) -> set[int]:
+    """Return the steps with a loss in the TensorBoard files of a directory."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(board))
@@ -70,55 +79,60 @@ def plotted_steps(board: Path) -> set[int]:
 def test_metrics_are_dropped_until_there_is_space(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(report, "_TENSORBOARD_RETRY_SECONDS", 0.0)
     board, status = disk / "board", tmp_path / "status"
     overrides = {"tensorboard_dir": str(board), "train_iters": 10, "tensorboard_queue_size": 1}
     args = Namespace(**{**vars(parse_arguments([])), **overrides})
     reporter = TrainingReporter(args, StatusWriter(status, 0), is_reporting_rank=True)
-    reporter.log_scalars(step_metrics(1))
-    filler, resumed_step = fill_disk(disk), 2 + STEPS_WITHOUT_ROOM
+    reporter.log_scalars(create_metrics(1))
+    filler, resumed_step = fill_disk(disk), 2 + STEPS_ON_FULL_DISK
     for step in range(2, resumed_step):
-        reporter.log_scalars(step_metrics(step))
-    [warning] = warnings(status)
+        reporter.log_scalars(create_metrics(step))
+    [warning] = read_warnings(status)
     assert f"tensorboard_dir: {board} cannot be written: No space left on device" in warning
     filler.unlink()
     for step in range(resumed_step, resumed_step + 3):
-        reporter.log_scalars(step_metrics(step))
+        reporter.log_scalars(create_metrics(step))
     reporter.close()
-    assert warnings(status)[1:] == [
-        f"tensorboard_dir: {board} can be written again: its figures go on at step {resumed_step}"
+    assert read_warnings(status)[1:] == [
+        f"tensorboard_dir: {board} can be written again: "
+        f"its metrics continue at step {resumed_step}"
     ]
-    steps = plotted_steps(board)
+    steps = read_plotted_steps(board)
     assert 1 in steps
     assert {resumed_step, resumed_step + 1, resumed_step + 2} <= steps
     assert resumed_step - 1 not in steps
 
 
 @pytest.mark.parametrize(
-    ("board", "unbuffered"),
+    ("tensorboard_dir", "python_unbuffered"),
     [
-        pytest.param("disk/board", "1", id="board-on-it-unbuffered"),
-        pytest.param("board", "", id="board-elsewhere-buffered"),
+        pytest.param("disk/board", "1", id="tensorboard-on-full-disk-unbuffered"),
+        pytest.param("board", "", id="tensorboard-elsewhere-buffered"),
     ],
 )
 def test_full_disk_does_not_end_training(
-    board: str, unbuffered: str, disk: Path, tmp_path: Path
+    tensorboard_dir: str, python_unbuffered: str, disk: Path, tmp_path: Path
 ) -> None:
     """Standard output is a file on the disk, as with the launcher's logs. The disk stays full."""
     status = tmp_path / "status"
     arguments = "--train-iters 20000 --exit-signal-handler --tensorboard-queue-size 1 "
-    arguments += f"--tensorboard-dir {tmp_path / board} --data-cache-path {tmp_path / 'cache'}"
+    arguments += (
+        f"--tensorboard-dir {tmp_path / tensorboard_dir} --data-cache-path {tmp_path / 'cache'}"
+    )
     with (disk / "output").open("wb") as output:
-        training = Job(tmp_path, arguments, output=output, PYTHONUNBUFFERED=unbuffered).process
+        training = TrainingProcess(
+            tmp_path, arguments, output=output, PYTHONUNBUFFERED=python_unbuffered
+        ).process
     try:
         wait_for_step(training, status, 1)
         fill_disk(disk)
-        wait_for_step(training, status, latest_step(status) + STEPS_WITHOUT_ROOM)
+        wait_for_step(training, status, read_latest_step(status) + STEPS_ON_FULL_DISK)
         training.send_signal(signal.SIGTERM)
         assert training.wait(60) == 0
     finally:
         training.kill()
         training.wait()
-    assert events(status)[-1].fields["reason"] == "signal"
+    assert read_rank_0_events(status)[-1].fields["reason"] == "signal"
     assert os.statvfs(disk).f_bavail == 0
-    assert len(warnings(status)) == board.startswith("disk")
+    assert len(read_warnings(status)) == tensorboard_dir.startswith("disk")

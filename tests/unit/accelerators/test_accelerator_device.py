@@ -46,7 +46,7 @@ class PrivateUse(Accelerator):
 
 
 @pytest.mark.parametrize(
-    ("kind", "missing"),
+    ("kind", "error_text"),
     [
         pytest.param(Npu(), "torch cannot use npu here: No module named 'torch_npu'", id="npu"),
         pytest.param(Musa(), "torch cannot use musa here: No module named", id="musa"),
@@ -56,11 +56,11 @@ class PrivateUse(Accelerator):
         pytest.param(PrivateUse(), "torch cannot use chip here: ", id="privateuseone"),
     ],
 )
-def test_adapter_attributes_suffice(kind: Accelerator, missing: str) -> None:
+def test_adapter_attributes_suffice(kind: Accelerator, error_text: str) -> None:
     torch_type = kind.default_backend.rpartition(",")[2].partition(":")[0]
     assert (kind.torch_type, kind.is_host) == (torch_type, False)
     assert torch.device(kind.torch_type, 1).type == torch_type if kind.plugin is None else True
-    assert (kind.explain_unavailable() or "").startswith(missing)
+    assert (kind.explain_unavailable() or "").startswith(error_text)
     with pytest.raises(ConfigError, match=f"device: {kind.name} is asked for, but "):
         kind.select(0)
     backend = registry.get_backend(kind.default_backend)
@@ -68,7 +68,7 @@ def test_adapter_attributes_suffice(kind: Accelerator, missing: str) -> None:
     assert backend.devices == ("cpu", torch_type)
 
 
-def test_the_cpu() -> None:
+def test_cpu_device_properties() -> None:
     device = select_device("cpu", 7)
     assert current_device() == device == Device.from_torch(torch.device("cpu"))
     assert (device.kind, device.name, device.torch_device.type) == ("cpu", "cpu", "cpu")

@@ -17,11 +17,11 @@ HOSTILE = ["0", "", "it's", "two words", "$HOME `id` $(id)", '"q"', "a\nb", "}",
 
 
 def run_bash(program: str, **environment: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-uc", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stderr == ""
-    return done.stdout
+    assert result.stderr == ""
+    return result.stdout
 
 
 def test_unprobed_host_checks_every_kind() -> None:
@@ -38,11 +38,14 @@ def test_unprobed_host_checks_every_kind() -> None:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-@pytest.mark.parametrize("given", [None, "the user's $own"], ids=["default", "given"])
-def test_values_are_quoted_by_construction(value: str, given: str | None) -> None:
+@pytest.mark.parametrize("user_value", [None, "the user's $own"], ids=["default", "user"])
+def test_values_are_quoted_by_construction(value: str, user_value: str | None) -> None:
     lines = [*probes._iter_exports({"A_VALUE": value}), "printenv A_VALUE"]
-    environment = {"PATH": "/usr/bin:/bin", **({} if given is None else {"A_VALUE": given})}
-    expected = value if given is None else given
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        **({} if user_value is None else {"A_VALUE": user_value}),
+    }
+    expected = value if user_value is None else user_value
     assert run_bash("\n".join(lines), **environment) == f"{expected}\n"
 
 
@@ -69,8 +72,8 @@ def test_count_scripts_pass_shellcheck(tmp_path: Path) -> None:
         program = f'{kind.count_script}\nif {kind.presence_condition}; then echo "$count"; fi\n'
         (tmp_path / f"{kind.name}.sh").write_text(head + program)
     files = map(str, tmp_path.glob("*.sh"))
-    found = subprocess.run([tool, *files], capture_output=True, text=True, check=False)
-    assert found.stdout == ""
+    result = subprocess.run([tool, *files], capture_output=True, text=True, check=False)
+    assert result.stdout == ""
 
 
 class Counted(Accelerator):
@@ -78,7 +81,7 @@ class Counted(Accelerator):
 
 
 @pytest.mark.parametrize(
-    ("look", "expected"),
+    ("count_script", "expected"),
     [
         pytest.param("devices=(/proc/self/fd/[012])\ncount=${#devices[@]}", 3, id="globs"),
         pytest.param("devices=(/no/such/*)\ncount=${#devices[@]}", 0, id="no-match"),
@@ -89,9 +92,9 @@ class Counted(Accelerator):
         pytest.param("exit 3", 0, id="exits"),
     ],
 )
-def test_count_script_on_this_machine(look: str, expected: int) -> None:
+def test_count_script_on_this_machine(count_script: str, expected: int) -> None:
     kind = Counted()
-    kind.count_script = look
+    kind.count_script = count_script
     assert kind.count_devices() == expected
 
 
@@ -100,7 +103,7 @@ def test_cuda_count_methods_agree() -> None:
     assert cuda.count_devices() == Accelerator.count_devices(cuda)
 
 
-# What the driver writes for each GPU.
+# The driver's information file of a GPU.
 INFORMATION = """\
 Model: \t\t NVIDIA H100 80GB HBM3
 IRQ:   \t\t 257
@@ -117,6 +120,8 @@ def test_product_name_from_the_driver(tmp_path: Path, text: str | None, product:
         (tmp_path / bus).mkdir()
         if text is not None:
             (tmp_path / bus / "information").write_text(text)
-    look = get_accelerator("cuda").count_script.replace("/proc/driver/nvidia/gpus", str(tmp_path))
-    program = f'shopt -s nullglob\ncount=0 product=\n{look}\necho "$count,$product"'
+    count_script = get_accelerator("cuda").count_script.replace(
+        "/proc/driver/nvidia/gpus", str(tmp_path)
+    )
+    program = f'shopt -s nullglob\ncount=0 product=\n{count_script}\necho "$count,$product"'
     assert run_bash(program, PATH="/usr/bin:/bin") == f"2,{product}\n"

@@ -25,7 +25,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 
 def test_builtin_kinds() -> None:
     assert list_device_kinds() == ["auto", "cpu", "cuda"]
-    # The order in which `auto` looks.
+    # The order in which `auto` tries them.
     assert [kind.name for kind in list_accelerators()] == ["cuda", "cpu"]
     assert [kind.is_host for kind in list_accelerators()] == [False, True]
 
@@ -54,7 +54,7 @@ def test_unknown_kind_lists_the_known_ones(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "devices", "expected"),
+    ("configured_kind", "devices", "expected"),
     [
         pytest.param("auto", {}, "cpu", id="nothing"),
         pytest.param("auto", {"cuda": 0}, "cpu", id="none"),
@@ -64,8 +64,8 @@ def test_unknown_kind_lists_the_known_ones(kind: str) -> None:
         pytest.param("cuda", {}, "cuda", id="cuda-asked-for"),
     ],
 )
-def test_choose_kind(wanted: str, devices: dict[str, int], expected: str) -> None:
-    assert choose_kind(wanted, devices) == expected
+def test_choose_kind(configured_kind: str, devices: dict[str, int], expected: str) -> None:
+    assert choose_kind(configured_kind, devices) == expected
 
 
 PACKAGE = """\
@@ -101,15 +101,15 @@ def test_kinds_of_packages_and_load_errors(tmp_path: Path) -> None:
         "type(get_accelerator('cpu')).__name__, list_broken_kinds(),"
         "explain_unusable_kind('raises'), list_device_kinds(), 'torch' in modules]))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{PROJECT}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    usable, cpu, broken, why, known, torch = json.loads(done.stdout)
-    # One that fails keeps nobody from using the others, and none takes the place of ours.
+    usable, cpu, broken, broken_reason, known_kinds, torch = json.loads(result.stdout)
+    # A failing adapter does not affect the others, and none replaces a built-in one.
     assert (usable, cpu, torch) == (["cuda", "good", "cpu"], "Cpu", False)
     assert broken == {
         "absent": "chips: AttributeError: module 'chips' has no attribute 'Absent'",
@@ -118,5 +118,5 @@ def test_kinds_of_packages_and_load_errors(tmp_path: Path) -> None:
         "raises": "chips: OSError: no driver",
         "stranger": "chips: chips:Stranger is no Accelerator",
     }
-    assert why == broken["raises"]
-    assert known == ["auto", "cpu", "cuda", *sorted([*broken, "good"])]
+    assert broken_reason == broken["raises"]
+    assert known_kinds == ["auto", "cpu", "cuda", *sorted([*broken, "good"])]

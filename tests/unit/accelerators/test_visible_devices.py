@@ -26,7 +26,7 @@ from flagscale.accelerators.visible import (
         pytest.param({"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, 2, id="ascend"),
     ],
 )
-def test_visible_devices(environment: dict[str, str], expected: int | None) -> None:
+def test_visible_devices_are_counted(environment: dict[str, str], expected: int | None) -> None:
     assert count_visible_devices(environment) == expected
 
 
@@ -42,12 +42,14 @@ def test_visible_devices(environment: dict[str, str], expected: int | None) -> N
         ({"MUSA_VISIBLE_DEVICES": "0,1,2"}, 0, 3),
     ],
 )
-def test_automatic_ranks(environment: dict[str, str], installed: int, expected: int) -> None:
+def test_automatic_ranks_match_visible_devices(
+    environment: dict[str, str], installed: int, expected: int
+) -> None:
     assert count_automatic_ranks(environment, {"cuda": installed}) == expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "environment", "expected"),
+    ("configured_kind", "environment", "expected"),
     [
         pytest.param("cuda", {}, 8, id="cuda"),
         pytest.param("cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}, 2, id="cuda-some"),
@@ -56,9 +58,9 @@ def test_automatic_ranks(environment: dict[str, str], installed: int, expected: 
     ],
 )
 def test_configured_kind_is_counted(
-    wanted: str, environment: dict[str, str], expected: int
+    configured_kind: str, environment: dict[str, str], expected: int
 ) -> None:
-    assert count_automatic_ranks(environment, {"cuda": 8}, wanted) == expected
+    assert count_automatic_ranks(environment, {"cuda": 8}, configured_kind) == expected
 
 
 def test_hides_all_devices() -> None:

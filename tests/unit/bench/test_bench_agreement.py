@@ -39,13 +39,13 @@ def test_definitions_reproduce_published_output(
 @pytest.mark.parametrize("name", definitions.OPERATIONS)
 def test_bandwidths_match_nccl_tests(name: str, ranks: int) -> None:
     operation = OPERATIONS[name]
-    size = round_to_parts(1_000_000, 4, ranks if operation.parts else 1)
-    n = definitions.count_elements(name, ranks, size, 4)
-    algbw, busbw = definitions.compute_bandwidths(name, ranks, n.count, 4, 0.001)
+    size = round_to_parts(1_000_000, 4, ranks if operation.has_shards else 1)
+    counts = definitions.count_elements(name, ranks, size, 4)
+    algbw, busbw = definitions.compute_bandwidths(name, ranks, counts.count, 4, 0.001)
     assert algbw == pytest.approx(size / 1e9 / 0.001)
     assert busbw == pytest.approx(algbw * operation.bus_factor(ranks))
     # A size is the larger of the two buffers.
-    assert max(n.send, n.receive) * 4 == size
+    assert max(counts.send, counts.receive) * 4 == size
 
 
 def test_operations_without_nccl_test_are_rejected() -> None:
@@ -66,8 +66,10 @@ def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pair(value: float, low: float, high: float) -> TimePair:
-    ours, bare = 100 * value, 100.0
-    return TimePair("all_reduce", 1024, ours, bare, 1 / ours, 1 / bare, Ratio(value, low, high))
+    ours, baseline = 100 * value, 100.0
+    return TimePair(
+        "all_reduce", 1024, ours, baseline, 1 / ours, 1 / baseline, Ratio(value, low, high)
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_table_and_conclusion() -> None:
     ("line", "message"),
     [
         ("", "the number of ranks is missing"),
-        ("-r 1", "one rank moves nothing"),
+        ("-r 1", "a single rank sends nothing"),
         ("-r 2 --operations permute", "nccl-tests has all_reduce"),
         ("-r 2 --operations allrduce", "did you mean 'allreduce'"),
         ("-r 2 -d fp32,bf16", "one type at a time"),

@@ -66,8 +66,13 @@ def test_flags_reach_the_specification() -> None:
     assert [op.name for op in spec.operations] == ["all_reduce", "all_gather"]
     assert [t.name for t in spec.types] == ["fp32", "fp16"]
     assert spec.reductions == ("max", "min")
-    loop = spec.iterations
-    assert (loop.measured, loop.warmup, loop.replays, loop.replay_warmup) == (7, 2, 3, 1)
+    iterations = spec.iterations
+    assert (
+        iterations.measured,
+        iterations.warmup,
+        iterations.replays,
+        iterations.replay_warmup,
+    ) == (7, 2, 3, 1)
     assert spec.check.mode == "all_ones"
     labels = [case.label for case in spec.cases(4)]
     assert labels[0] == "all_reduce fp32 max"
@@ -237,7 +242,7 @@ def test_batch_reads_all_lines_and_reports_the_invalid_line(tmp_path: Path) -> N
         read_specs(["--batch", str(file)])
 
 
-def _row(**more: Any) -> ResultRow:
+def _row(**changes: Any) -> ResultRow:
     values: dict[str, Any] = {
         "operation": "all_reduce",
         "type": "fp32",
@@ -254,7 +259,7 @@ def _row(**more: Any) -> ResultRow:
         "bus_factor": 1.0,
         "time": 10.0,
     }
-    return ResultRow(**{**values, **more})
+    return ResultRow(**{**values, **changes})
 
 
 def test_only_slower_rows_fail_the_baseline(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from support.bench_lines import parse_spec
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import checks, collective_calls
 from flagscale.bench.collectives.checks import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     Golden,
     OutputCheck,
     fingerprint_bytes,
@@ -53,13 +53,14 @@ def _golden(line: str, index: int = 0, mode: Any = "random", size: int = 4) -> G
 
 def test_inputs_depend_on_rank_position_and_seed_only() -> None:
     golden = _golden("allr -d fp32")
-    whole = golden.inputs(1, 0, 1000)
-    assert torch.equal(whole[300:400], golden.inputs(1, 300, 100))
-    assert not torch.equal(whole, golden.inputs(2, 0, 1000))
-    assert not torch.equal(whole, Golden(golden.case, golden.group, "random", 6).inputs(1, 0, 1000))
-    assert whole.min() >= -1
-    assert whole.max() < 1
-    assert abs(float(whole.mean())) < 0.1
+    values = golden.inputs(1, 0, 1000)
+    assert torch.equal(values[300:400], golden.inputs(1, 300, 100))
+    assert not torch.equal(values, golden.inputs(2, 0, 1000))
+    other_seed = Golden(golden.case, golden.group, "random", 6)
+    assert not torch.equal(values, other_seed.inputs(1, 0, 1000))
+    assert values.min() >= -1
+    assert values.max() < 1
+    assert abs(float(values.mean())) < 0.1
 
 
 def test_integers_use_their_whole_range() -> None:
@@ -69,9 +70,9 @@ def test_integers_use_their_whole_range() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "prod", "min", "max", "avg"])
-@pytest.mark.parametrize("type_", ["fp16", "bf16", "fp32", "fp64"])
-def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_: str) -> None:
-    line = f"allr -d {type_} -o {reduction}"
+@pytest.mark.parametrize("type_name", ["fp16", "bf16", "fp32", "fp64"])
+def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_name: str) -> None:
+    line = f"allr -d {type_name} -o {reduction}"
     golden = _golden(line, size=32)
     inputs = [golden.inputs(rank, 0, 4000) for rank in range(32)]
     part = _part(line, 4000, golden.group)
@@ -92,23 +93,23 @@ def _part(line: str, elements: int, group: RankGroup) -> collective_calls.Operat
     return collective_calls.build_part(_case(line), Shape(elements, elements, elements), group, CPU)
 
 
-@pytest.mark.parametrize("type_", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
-def test_one_wrong_element_is_detected(type_: str) -> None:
-    golden = _golden(f"allr -d {type_}")
-    part = _part(f"allr -d {type_}", CHUNK + 10, golden.group)
-    part.output.copy_(golden.whole(part))
+@pytest.mark.parametrize("type_name", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
+def test_one_wrong_element_is_detected(type_name: str) -> None:
+    golden = _golden(f"allr -d {type_name}")
+    part = _part(f"allr -d {type_name}", CHUNK_ELEMENTS + 10, golden.group)
+    part.output.copy_(golden.golden_output(part))
     assert golden.verify(part).wrong == 0
-    wrong_value = part.output[CHUNK + 3].to(torch.float64) + 1
-    part.output[CHUNK + 3] = wrong_value.to(part.output.dtype)
-    verdict = golden.verify(part)
-    assert (verdict.wrong, verdict.first) == (1, CHUNK + 3)
-    assert f"the first at {CHUNK + 3}" in str(verdict)
+    wrong_value = part.output[CHUNK_ELEMENTS + 3].to(torch.float64) + 1
+    part.output[CHUNK_ELEMENTS + 3] = wrong_value.to(part.output.dtype)
+    check = golden.verify(part)
+    assert (check.wrong, check.first) == (1, CHUNK_ELEMENTS + 3)
+    assert f"the first at {CHUNK_ELEMENTS + 3}" in str(check)
 
 
 def test_nan_and_infinity_are_detected() -> None:
     golden = _golden("allr -d fp32")
     part = _part("allr -d fp32", 8, golden.group)
-    part.output.copy_(golden.whole(part))
+    part.output.copy_(golden.golden_output(part))
     part.output[2] = float("nan")
     part.output[5] = float("inf")
     assert golden.verify(part).wrong == 2
@@ -123,7 +124,7 @@ def test_missing_rank_is_detected() -> None:
 
 def test_all_ones_sum_to_the_number_of_ranks() -> None:
     golden = _golden("allr -d fp32", mode="all_ones")
-    assert golden.whole(_part("allr -d fp32", 5, golden.group)).tolist() == [4] * 5
+    assert golden.golden_output(_part("allr -d fp32", 5, golden.group)).tolist() == [4] * 5
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def _parse_placement(line: str) -> Any:
 
 
 def _task(*words: str) -> WorkerTask:
-    return WorkerTask.of(CollectivesCommand.run, Batch(tuple(read_specs(words or ["allr"]))))
+    return WorkerTask.create(
+        CollectivesCommand.rank_entry_point, Batch(tuple(read_specs(words or ["allr"])))
+    )
 
 
 def test_mpirun_command_lines() -> None:
@@ -355,7 +357,7 @@ def test_task_fits_an_environment_variable() -> None:
     "text", ["", "[]", "{}", '{"specs": 3}', '{"specs": [{"no_such": 1}]}', '{"specs": [[1]]}']
 )
 def test_task_of_another_version_is_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no Batch"):
+    with pytest.raises(ConfigError, match="is not a valid Batch"):
         decode(Batch, text)
 
 
@@ -366,7 +368,7 @@ def test_file_missing_on_a_host_raises_unreadable_file_error(tmp_path: Path) -> 
     with pytest.raises(ConfigError):
         parse_spec(line)
     # Ranks that write no results do not need the files.
-    assert parse_spec(line, keeps=False).output.json is None
+    assert parse_spec(line, writes_results=False).output.json is None
 
 
 def test_ssh_ranks_have_the_rendezvous_address() -> None:

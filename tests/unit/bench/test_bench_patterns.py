@@ -15,7 +15,8 @@ from flagscale.bench.collectives import patterns
 from flagscale.bench.collectives.patterns import Exchange
 from flagscale.errors import ConfigError
 
-GUIDE = {
+# The example of nccom-test's guide.
+GUIDE_EXCHANGE = {
     "send_counts": [512, 1024],
     "send_displs": [0, 512],
     "recv_counts": [256, 768],
@@ -105,7 +106,9 @@ def test_default_pairs_form_a_ring() -> None:
 
 
 def test_counts_of_the_nccom_guide_are_scaled(tmp_path: Path) -> None:
-    file_exchange = patterns.read_exchange(_write_file(tmp_path, {"alltoallv_metadata": [GUIDE]}))
+    file_exchange = patterns.read_exchange(
+        _write_file(tmp_path, {"alltoallv_metadata": [GUIDE_EXCHANGE]})
+    )
     exchanges, notes = patterns.exchanges_for(2, file_exchange, 2**20, 4)
     # The guide prints 262152 elements for 1 MB of fp32.
     assert sum(exchanges[0].send_counts) == 262152
@@ -126,7 +129,9 @@ def test_counts_of_the_nccom_guide_are_scaled(tmp_path: Path) -> None:
 )
 def test_invalid_counts_are_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        patterns.read_exchange(_write_file(tmp_path, {"alltoallv_metadata": [{**GUIDE, **change}]}))
+        patterns.read_exchange(
+            _write_file(tmp_path, {"alltoallv_metadata": [{**GUIDE_EXCHANGE, **change}]})
+        )
 
 
 def test_mismatched_counts_are_reported() -> None:

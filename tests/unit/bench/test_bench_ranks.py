@@ -43,15 +43,15 @@ def test_unloadable_backend_is_reported() -> None:
 def test_unsupported_operations_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._BUILTIN, "gloo", _GlooOnGpu())
     spec = parse_spec(["allr,sendrecv,permute", "--backend", "gloo"])
-    assert worker._drop_unsupported(spec, "cpu") == spec
-    supported = worker._drop_unsupported(spec, "cuda")
+    assert worker._without_unsupported(spec, "cpu") == spec
+    supported = worker._without_unsupported(spec, "cuda")
     assert [op.name for op in supported.operations] == ["all_reduce"]
     assert supported.notes == (
         "sendrecv: left out, gloo cannot do it on cuda",
         "permute: left out, gloo cannot do it on cuda",
     )
     with pytest.raises(ConfigError, match="it cannot do permute on GPU memory"):
-        worker._drop_unsupported(parse_spec(["permute", "--backend", "gloo"]), "cuda")
+        worker._without_unsupported(parse_spec(["permute", "--backend", "gloo"]), "cuda")
 
 
 def test_flags_without_effect_on_a_cpu_produce_notes() -> None:

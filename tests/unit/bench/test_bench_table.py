@@ -18,9 +18,11 @@ from flagscale.bench.collectives.report import render
 from flagscale.bench.collectives.table import NcclTable, make_table
 
 
-def _row(op: str, ranks: int, size: int, type_: str, time: float, **more: object) -> ResultRow:
-    operation, data_type = find_operation(op), find_data_type(type_)
-    part = size // ranks
+def _row(
+    operation_name: str, ranks: int, size: int, type_name: str, time: float, **changes: object
+) -> ResultRow:
+    operation, data_type = find_operation(operation_name), find_data_type(type_name)
+    shard_bytes = size // ranks
     row = ResultRow(
         operation=operation.name,
         type=data_type.name,
@@ -32,17 +34,17 @@ def _row(op: str, ranks: int, size: int, type_: str, time: float, **more: object
         ranks=ranks,
         size=size,
         count=size // data_type.bytes,
-        input_bytes=part if operation.input == "part" else size,
-        output_bytes=part if operation.output == "part" else size,
+        input_bytes=shard_bytes if operation.input == "part" else size,
+        output_bytes=shard_bytes if operation.output == "part" else size,
         bus_factor=operation.bus_factor(ranks),
         time=time,
     )
-    return replace(row, **more)  # type: ignore[arg-type]
+    return replace(row, **changes)  # type: ignore[arg-type]
 
 
 def _render_table(line: str, rows: list[ResultRow]) -> str:
     spec = parse_spec(line.split())
-    table = make_table(spec, [t.name for t in spec.types], parts=True)
+    table = make_table(spec, [t.name for t in spec.types], has_shards=True)
     lines = table.head()
     for row in rows:
         lines += table.lines([row])
@@ -94,14 +96,14 @@ size(B)    count(elems)    total_input_size(B)    total_output_size(B)    type  
 
 
 def test_nccom_table_with_percentiles() -> None:
-    times = {1024: (10.0, 10, 10, 11, 12), 524288: (14.83, 14, 15, 16, 17)}
+    times_by_size = {1024: (10.0, 10, 10, 11, 12), 524288: (14.83, 14, 15, 16, 17)}
     names = ("p25", "p50", "p90", "p99")
     rows = [
         _row(
             *("allg", 8, size, "fp32", t[0]),
             statistics={f"time:{n}(us)": float(v) for n, v in zip(names, t[1:], strict=True)},
         )
-        for size, t in times.items()
+        for size, t in times_by_size.items()
     ]
     line = "-r 8 -b 1kb -e 1mb -f 8 -d fp32 --stats avg p25 p50 p90 p99 --iters 1000 allg"
     assert (
@@ -164,7 +166,7 @@ def test_failure_replaces_the_numbers_of_a_row() -> None:
 def test_nccl_tests_layout() -> None:
     out = _row("allg", 8, 1048576, "fp32", 33.71, wrong=0)
     rows = [out, replace(out, in_place=True, time=12345.6)]
-    table = NcclTable(parts=True)
+    table = NcclTable(has_shards=True)
     assert [*table.head(), *table.lines(rows), *table.foot(rows)] == [
         "#",
         "#                                                              out-of-place"
@@ -183,7 +185,7 @@ def test_nccl_tests_layout() -> None:
 
 def test_nccl_tests_layout_without_out_of_place_or_check() -> None:
     row = _row("allr", 2, 1024, "bf16", 123.456)
-    assert NcclTable(parts=False).lines([row]) == [
+    assert NcclTable(has_shards=False).lines([row]) == [
         "        1024           512  bfloat16     sum      -1      N/A     N/A     N/A    N/A"
         "    123.5    0.01    0.01    N/A"
     ]
@@ -192,7 +194,7 @@ def test_nccl_tests_layout_without_out_of_place_or_check() -> None:
 def test_flagcx_layout() -> None:
     row = _row("allr", 4, 131072, "fp32", 8623.0)
     spec = parse_spec(["allr", "-r", "4", "--format", "flagcx"])
-    assert make_table(spec, ["fp32"], parts=False).lines([row]) == [
+    assert make_table(spec, ["fp32"], has_shards=False).lines([row]) == [
         "Comm size: 131072 bytes; Elapsed time: 0.008623 sec; Algo bandwidth: 0.015200 GB/s; "
         "Bus bandwidth: 0.022800 GB/s"
     ]
@@ -268,7 +270,7 @@ def test_paired_ratio_uses_student_interval() -> None:
 
 def test_comparison_table_separates_backends() -> None:
     spec = parse_spec(["allr", "-d", "fp32", "-b", "1K", "-e", "1K", "--compare", "gloo,fsccl"])
-    table = make_table(spec, ["fp32"], parts=False, backends=2)
+    table = make_table(spec, ["fp32"], has_shards=False, backends=2)
     good = _row("all_reduce", 2, 1024, "fp32", 1.024)
     bad = replace(good, backend="fsccl", failure="Failure on rank 1: lost")
     assert table.lines([bad])[0].endswith("    fsccl: Failure on rank 1: lost")
@@ -280,8 +282,11 @@ def test_comparison_table_separates_backends() -> None:
 
 
 def _render_report(rows: list[ResultRow], curves: list[Curve]) -> str:
-    about = {"config": {"command": ["allr", "-J", "a <b>.json"]}, "environment": {"date": "2026"}}
-    return render(rows, curves, ["head <i>"], about)
+    conditions = {
+        "config": {"command": ["allr", "-J", "a <b>.json"]},
+        "environment": {"date": "2026"},
+    }
+    return render(rows, curves, ["head <i>"], conditions)
 
 
 def test_report_has_a_section_per_operation() -> None:

@@ -41,7 +41,7 @@ import sys
 from flagscale.bench.starters.local import run_local_ranks
 
 rank = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 19); time.sleep(600)"
-sys.exit(run_local_ranks([sys.executable, "-c", rank], 2, stopped_limit=0.5))
+sys.exit(run_local_ranks([sys.executable, "-c", rank], 2, stopped_limit_seconds=0.5))
 """
 
 

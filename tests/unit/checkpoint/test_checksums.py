@@ -12,68 +12,72 @@ from flagscale.errors import CheckpointError
 
 pytestmark = pytest.mark.torch
 
-FILE = "__0_0.distcp"
+FILE_NAME = "__0_0.distcp"
 
 
-def checkpoint(path: Path) -> list[tuple[Any, Any]]:
+def write_records(path: Path) -> list[tuple[Any, Any]]:
     """Write three records into one file, with their locations as in a checkpoint's metadata."""
     import torch
 
-    storage = []
-    with (path / FILE).open("wb") as file:
+    storage_items = []
+    with (path / FILE_NAME).open("wb") as file:
         for number in range(3):
             begin = file.tell()
             torch.save(torch.arange(1000) + number, file)
-            place = SimpleNamespace(relative_path=FILE, offset=begin, length=file.tell() - begin)
-            storage.append((SimpleNamespace(fqn=f"weight_{number}"), place))
-    return storage
+            location = SimpleNamespace(
+                relative_path=FILE_NAME, offset=begin, length=file.tell() - begin
+            )
+            storage_items.append((SimpleNamespace(fqn=f"weight_{number}"), location))
+    return storage_items
 
 
-def damage(path: Path, place: Any) -> None:
+def flip_bit(path: Path, location: Any) -> None:
     """Change one bit in the middle of a record."""
-    with (path / FILE).open("r+b") as file:
-        file.seek(place.offset + place.length // 2)
+    with (path / FILE_NAME).open("r+b") as file:
+        file.seek(location.offset + location.length // 2)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
-def test_undamaged_records_pass(tmp_path: Path, parts: int) -> None:
+@pytest.mark.parametrize("partition_count", [1, 2, 5])
+def test_undamaged_records_pass(tmp_path: Path, partition_count: int) -> None:
     from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = checkpoint(tmp_path)
-    for part in range(parts):
-        verify_checksums(tmp_path, storage, part, parts)
+    storage_items = write_records(tmp_path)
+    for partition in range(partition_count):
+        verify_checksums(tmp_path, storage_items, partition, partition_count)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_flipped_bit_is_detected_in_its_share(tmp_path: Path, number: int) -> None:
+def test_a_flipped_bit_is_detected_in_its_partition(tmp_path: Path, number: int) -> None:
     from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = checkpoint(tmp_path)
-    damage(tmp_path, storage[number][1])
-    detected = []
-    for part in range(3):
+    storage_items = write_records(tmp_path)
+    flip_bit(tmp_path, storage_items[number][1])
+    messages = []
+    for partition in range(3):
         try:
-            verify_checksums(tmp_path, storage, part, 3)
+            verify_checksums(tmp_path, storage_items, partition, 3)
         except CheckpointError as error:
-            detected.append(error.message)
-    assert len(detected) == 1
-    assert detected[0].startswith(f"{tmp_path / FILE}: weight_{number} is not as it was written")
+            messages.append(error.message)
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        f"{tmp_path / FILE_NAME}: weight_{number} is not as it was written"
+    )
 
 
-def test_a_truncated_or_missing_file(tmp_path: Path) -> None:
+def test_a_truncated_or_missing_file_is_reported(tmp_path: Path) -> None:
     from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = checkpoint(tmp_path)
-    file = tmp_path / FILE
+    storage_items = write_records(tmp_path)
+    file = tmp_path / FILE_NAME
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="weight_2"):
-        verify_checksums(tmp_path, storage, 0, 1)
+        verify_checksums(tmp_path, storage_items, 0, 1)
     file.unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        verify_checksums(tmp_path, storage, 0, 1)
+        verify_checksums(tmp_path, storage_items, 0, 1)
 
 
 def test_records_without_checksums_pass(tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_records_without_checksums_pass(tmp_path: Path) -> None:
 
     set_crc32_options(False)
     try:
-        storage = checkpoint(tmp_path)
+        storage_items = write_records(tmp_path)
     finally:
         set_crc32_options(True)
-    verify_checksums(tmp_path, storage, 0, 1)
+    verify_checksums(tmp_path, storage_items, 0, 1)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.checkpoints import REQUIRED, check_complete
+from flagscale.checkpoints import REQUIRED_FILES, check_complete
 from flagscale.config.arguments.compat.huggingface.families import HUGGINGFACE_FAMILIES
 from flagscale.config.arguments.compat.huggingface.models import effective
 from flagscale.errors import CheckpointError
@@ -36,7 +36,7 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
 )
 from flagscale.train.checkpoint.formats.safetensors_file import (
     SafetensorsFile,
-    split_into_shards,
+    split_into_files,
     write_safetensors,
 )
 from flagscale.train.checkpoint.formats.saved_tensor import view_saved_tensor
@@ -47,11 +47,13 @@ from flagscale.train.checkpoint.formats.weight_mappings import FAMILY_MAPPINGS, 
 pytestmark = pytest.mark.torch
 
 
-def stored(tensor: Any) -> MappedTensor:
+def make_lazy(tensor: Any) -> MappedTensor:
+    """Return a lazy tensor that reads ``tensor`` from memory."""
     return MappedTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def counted(*shape: int, begin: int = 0) -> Any:
+def count_up(*shape: int, begin: int = 0) -> Any:
+    """Return a tensor of consecutive numbers, so that any exchanged element shows."""
     return torch.arange(begin, begin + prod(shape), dtype=torch.float32).reshape(shape)
 
 
@@ -67,9 +69,9 @@ SIZES = st.builds(
         expert_ffn_hidden=inner,
         experts=experts,
     ),
-    *(st.integers(1, most) for most in (3, 3, 4, 5, 4, 3)),
+    *(st.integers(1, maximum) for maximum in (3, 3, 4, 5, 4, 3)),
 )
-RULES: dict[str, tuple[weight_transforms.WeightTransform, tuple[str, ...]]] = {
+TRANSFORMS: dict[str, tuple[weight_transforms.WeightTransform, tuple[str, ...]]] = {
     "same": (weight_transforms.IDENTITY, ("H,A",)),
     "transposed": (weight_transforms.TRANSPOSE, ("H,F",)),
     "vocabulary": (weight_transforms.TRIM_VOCABULARY, ("V,H",)),
@@ -80,26 +82,31 @@ RULES: dict[str, tuple[weight_transforms.WeightTransform, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TRANSFORMS)
 @given(sizes=SIZES, data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_a_transform_and_its_inverse(
+def test_a_transform_and_its_inverse_give_the_same_tensors(
     name: str, sizes: weight_transforms.ModelSizes, data: st.DataObject
 ) -> None:
-    rule, shapes = RULES[name]
+    transform, shapes = TRANSFORMS[name]
     count = sizes.experts if name == "experts" else 1
-    parts = [counted(*sizes.shape(s), begin=1000 * i) for i, s in enumerate(shapes * count)]
-    joined = rule.to_megatron([stored(tensor) for tensor in parts], sizes)
-    back = rule.to_huggingface(joined, sizes)
-    assert [tuple(part.shape) for part in back] == [tuple(tensor.shape) for tensor in parts]
-    assert all(read_tensor(part).equal(tensor) for part, tensor in zip(back, parts, strict=True))
-    for tensor in (joined, *back):
-        region = _region(tensor, data)
+    parts = [count_up(*sizes.shape(s), begin=1000 * i) for i, s in enumerate(shapes * count)]
+    megatron_tensor = transform.to_megatron([make_lazy(tensor) for tensor in parts], sizes)
+    huggingface_tensors = transform.to_huggingface(megatron_tensor, sizes)
+    assert [tuple(part.shape) for part in huggingface_tensors] == [
+        tuple(tensor.shape) for tensor in parts
+    ]
+    assert all(
+        read_tensor(part).equal(tensor)
+        for part, tensor in zip(huggingface_tensors, parts, strict=True)
+    )
+    for tensor in (megatron_tensor, *huggingface_tensors):
+        region = draw_region(tensor, data)
         slices = tuple(slice(begin, end) for begin, end in region)
         assert tensor.read(region).equal(read_tensor(tensor)[slices])
 
 
-def _region(tensor: LazyTensor, data: st.DataObject) -> Region:
+def draw_region(tensor: LazyTensor, data: st.DataObject) -> Region:
     ends = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in tensor.shape]
     return tuple((begin, end) for begin, end in ends)
 
@@ -108,38 +115,42 @@ def test_queries_keys_and_values_are_interleaved_by_group() -> None:
     sizes = weight_transforms.ModelSizes(
         7, 5, hidden=1, heads=4, groups=2, head_dim=1, ffn_hidden=1, expert_ffn_hidden=1, experts=0
     )
-    parts = [counted(4, 1), counted(2, 1, begin=10), counted(2, 1, begin=20)]
-    joined = weight_transforms.GROUPED_QKV.to_megatron([stored(part) for part in parts], sizes)
-    assert read_tensor(joined).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    parts = [count_up(4, 1), count_up(2, 1, begin=10), count_up(2, 1, begin=20)]
+    megatron_tensor = weight_transforms.GROUPED_QKV.to_megatron(
+        [make_lazy(part) for part in parts], sizes
+    )
+    assert read_tensor(megatron_tensor).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     fused = torch.cat(parts).t()
-    again = weight_transforms.CONV1D_QKV.to_megatron([stored(fused)], sizes)
-    assert read_tensor(again).equal(read_tensor(joined))
+    again = weight_transforms.CONV1D_QKV.to_megatron([make_lazy(fused)], sizes)
+    assert read_tensor(again).equal(read_tensor(megatron_tensor))
     assert read_tensor(weight_transforms.CONV1D_QKV.to_huggingface(again, sizes)[0]).equal(fused)
 
 
-@given(shape=st.lists(st.integers(0, 6), max_size=4), most=st.integers(4, 200))
-def test_split_regions_cover_a_tensor(shape: list[int], most: int) -> None:
-    tensor = counted(*shape)
-    regions = [stored(tensor).read(r) for r in split_region(full_region(tensor.shape), 4, most)]
+@given(shape=st.lists(st.integers(0, 6), max_size=4), max_bytes=st.integers(4, 200))
+def test_split_regions_cover_a_tensor(shape: list[int], max_bytes: int) -> None:
+    tensor = count_up(*shape)
+    regions = [
+        make_lazy(tensor).read(r) for r in split_region(full_region(tensor.shape), 4, max_bytes)
+    ]
     flat = [part.flatten() for part in regions]
     assert torch.cat([*flat, torch.empty(0)]).equal(tensor.flatten())
-    assert all(part.nbytes <= most for part in regions)
+    assert all(part.nbytes <= max_bytes for part in regions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @settings(max_examples=20)
-@given(shape=st.lists(st.integers(0, 6), max_size=3), ahead=st.integers(0, 3))
+@given(shape=st.lists(st.integers(0, 6), max_size=3), blocks_before=st.integers(0, 3))
 def test_a_written_archive_equals_one_of_torch(
-    dtype: torch.dtype, shape: list[int], ahead: int
+    dtype: torch.dtype, shape: list[int], blocks_before: int
 ) -> None:
     """torch loads it, it is viewed without a copy, and its checksum is right, anywhere in a
     file.
     """
-    tensor, file, reported = counted(*shape).to(dtype), io.BytesIO(), list[int]()
-    file.write(b"." * 64 * ahead)
-    length, span = write_tensor(file, stored(tensor), full_region(tensor.shape), reported.append)
+    tensor, file, reported = count_up(*shape).to(dtype), io.BytesIO(), list[int]()
+    file.write(b"." * 64 * blocks_before)
+    length, span = write_tensor(file, make_lazy(tensor), full_region(tensor.shape), reported.append)
     content = file.getvalue()
-    archive = content[64 * ahead :]
+    archive = content[64 * blocks_before :]
     assert (length, sum(reported)) == (len(archive), tensor.nbytes)
     assert torch.load(io.BytesIO(archive), weights_only=True).equal(tensor)
     assert view_saved_tensor(torch.frombuffer(bytearray(archive), dtype=torch.uint8)).equal(tensor)
@@ -150,23 +161,25 @@ def test_a_written_archive_equals_one_of_torch(
         assert records.testzip() is None
     if span.size:
         damaged = bytearray(archive)
-        damaged[span.begin - 64 * ahead + span.size // 2] ^= 4
+        damaged[span.begin - 64 * blocks_before + span.size // 2] ^= 4
         viewed = torch.frombuffer(damaged, dtype=torch.uint8)
         with pytest.raises(CheckpointError, match="is not as it was written"):
             view_saved_tensor(viewed)
-        assert view_saved_tensor(viewed, trusted=True).shape == tensor.shape
+        assert view_saved_tensor(viewed, is_trusted=True).shape == tensor.shape
 
 
 @given(
     content=st.binary(max_size=60),
-    cuts=st.lists(st.integers(0, 60), max_size=6),
+    boundaries=st.lists(st.integers(0, 60), max_size=6),
     known_count=st.integers(0, 63),
-    changed=st.integers(0, 59),
+    changed_byte=st.integers(0, 59),
 )
 def test_spans_detect_a_changed_file(
-    content: bytes, cuts: list[int], known_count: int, changed: int
+    content: bytes, boundaries: list[int], known_count: int, changed_byte: int
 ) -> None:
-    ends = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
+    ends = sorted(
+        {0, len(content), *(boundary for boundary in boundaries if boundary < len(content))}
+    )
     spans = [FileSpan(a, b - a, zlib.crc32(content[a:b])) for a, b in pairwise(ends)]
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
@@ -176,43 +189,48 @@ def test_spans_detect_a_changed_file(
         assert matches_spans(path, recorded)
         if content:
             changed_content = bytearray(content)
-            changed_content[changed % len(content)] ^= 1
+            changed_content[changed_byte % len(content)] ^= 1
             path.write_bytes(changed_content)
             assert not matches_spans(path, recorded)
         path.write_bytes(content + b"x")
         assert not matches_spans(path, recorded)
 
 
-def test_every_family_has_its_tensors() -> None:
+def test_no_family_names_a_tensor_twice() -> None:
     assert set(FAMILY_MAPPINGS) == set(HUGGINGFACE_FAMILIES)
     base = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 7}
-    for kind in FAMILY_MAPPINGS:
-        experts = 2 if FAMILY_MAPPINGS[kind].sparse else None
+    for model_type in FAMILY_MAPPINGS:
+        experts = 2 if FAMILY_MAPPINGS[model_type].experts else None
         values = effective({**base, "num_moe_experts": experts, "max_position_embeddings": 5})
-        names = [entry.name for entry in iter_weights(kind, values)]
-        theirs = [name for entry in iter_weights(kind, values) for name, _ in entry.sources]
+        names = [spec.name for spec in iter_weights(model_type, values)]
+        huggingface_names = [
+            name for spec in iter_weights(model_type, values) for name, _ in spec.sources
+        ]
         assert len(set(names)) == len(names)
-        assert len(set(theirs)) == len(theirs)
+        assert len(set(huggingface_names)) == len(huggingface_names)
 
 
-@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), most=st.integers(1, 120))
-def test_shards_keep_order_and_size(sizes: list[int], most: int) -> None:
-    tensors: dict[str, LazyTensor] = {f"t{i}": stored(counted(n)) for i, n in enumerate(sizes)}
-    files = split_into_shards(tensors, most)
-    assert [name for shard in files for name in shard] == list(tensors)
-    for shard in files:
-        assert len(shard) == 1 or sum(4 * t.shape[0] for t in shard.values()) <= most
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=12), max_bytes=st.integers(1, 120))
+def test_files_keep_the_order_and_the_maximum_size(sizes: list[int], max_bytes: int) -> None:
+    tensors: dict[str, LazyTensor] = {f"t{i}": make_lazy(count_up(n)) for i, n in enumerate(sizes)}
+    files = split_into_files(tensors, max_bytes)
+    assert [name for file_tensors in files for name in file_tensors] == list(tensors)
+    for file_tensors in files:
+        assert (
+            len(file_tensors) == 1
+            or sum(4 * t.shape[0] for t in file_tensors.values()) <= max_bytes
+        )
 
 
 def test_safetensors_reads_a_written_file(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     written = {
-        "a": counted(3, 5),
+        "a": count_up(3, 5),
         "b.c": torch.ones(2, dtype=torch.bfloat16),
-        "none": counted(0, 4),
+        "none": count_up(0, 4),
     }
-    write_safetensors(tmp_path / "x", {n: stored(t) for n, t in written.items()}, lambda _: None)
+    write_safetensors(tmp_path / "x", {n: make_lazy(t) for n, t in written.items()}, lambda _: None)
     for loaded in (
         load_file(tmp_path / "x"),
         {n: read_tensor(t) for n, t in SafetensorsFile(tmp_path / "x").tensors.items()},
@@ -221,57 +239,59 @@ def test_safetensors_reads_a_written_file(tmp_path: Path) -> None:
         assert all(loaded[n].equal(t) and loaded[n].dtype == t.dtype for n, t in written.items())
 
 
-SAVED = {
-    "plain": counted(3, 4),
+SAVED_TENSORS = {
+    "plain": count_up(3, 4),
     "16 bits": torch.ones(5, 2, dtype=torch.bfloat16) * 3,
-    "a part": counted(6, 4)[2:5, 1:],
-    "turned": counted(3, 4).t(),
-    "nothing": counted(0, 4),
+    "a part": count_up(6, 4)[2:5, 1:],
+    "turned": count_up(3, 4).t(),
+    "nothing": count_up(0, 4),
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("name", SAVED)
-def test_a_saved_tensor_is_viewed_without_a_copy(name: str, ahead: int) -> None:
+@pytest.mark.parametrize("bytes_before", [0, 1, 3])
+@pytest.mark.parametrize("name", SAVED_TENSORS)
+def test_a_saved_tensor_is_viewed_without_a_copy(name: str, bytes_before: int) -> None:
     buffer = io.BytesIO()
-    torch.save(SAVED[name], buffer)
-    raw = torch.frombuffer(bytearray(b"x" * ahead + buffer.getvalue()), dtype=torch.uint8)
-    assert view_saved_tensor(raw[ahead:]).equal(SAVED[name])
+    torch.save(SAVED_TENSORS[name], buffer)
+    raw = torch.frombuffer(bytearray(b"x" * bytes_before + buffer.getvalue()), dtype=torch.uint8)
+    assert view_saved_tensor(raw[bytes_before:]).equal(SAVED_TENSORS[name])
 
 
-class Evil:
+class CodeExecution:
+    """Object that creates a file when it is unpickled without restrictions."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("evil"),)
 
 
 @pytest.mark.parametrize(
-    "item",
+    "value",
     [
-        pytest.param(Evil(), id="code"),
+        pytest.param(CodeExecution(), id="code"),
         pytest.param([None], id="no tensor"),
-        pytest.param({"a": counted(2)}, id="several"),
+        pytest.param({"a": count_up(2)}, id="several"),
     ],
 )
 def test_other_pickles_than_tensors_are_refused(
-    item: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     buffer = io.BytesIO()
-    torch.save(item, buffer)
+    torch.save(value, buffer)
     raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="a tensor cannot be read"):
         view_saved_tensor(raw)
     assert list(tmp_path.iterdir()) == []
 
 
-@given(cut=st.integers(0, 1100), flipped=st.integers(0, 1100), bits=st.integers(1, 255))
+@given(cut_bytes=st.integers(0, 1100), flipped=st.integers(0, 1100), bits=st.integers(1, 255))
 @settings(deadline=None, max_examples=200)
-def test_a_damaged_tensor_is_an_error_or_a_tensor(cut: int, flipped: int, bits: int) -> None:
+def test_a_damaged_tensor_is_an_error_or_a_tensor(cut_bytes: int, flipped: int, bits: int) -> None:
     buffer = io.BytesIO()
-    torch.save(counted(3, 4), buffer)
+    torch.save(count_up(3, 4), buffer)
     damaged = bytearray(buffer.getvalue())
     damaged[flipped % len(damaged)] ^= bits
-    raw = torch.frombuffer(damaged[: max(len(damaged) - cut, 1)], dtype=torch.uint8)
+    raw = torch.frombuffer(damaged[: max(len(damaged) - cut_bytes, 1)], dtype=torch.uint8)
     try:
         viewed = view_saved_tensor(raw)
     except CheckpointError:
@@ -280,31 +300,31 @@ def test_a_damaged_tensor_is_an_error_or_a_tensor(cut: int, flipped: int, bits: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_infinities_and_nan_are_detected(dtype: Any, bad: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_infinities_and_nan_are_differences(dtype: Any, value: float) -> None:
     tensor = torch.full((1000,), -3.0, dtype=dtype)
     assert are_finite(tensor)
-    tensor[777] = bad
+    tensor[777] = value
     assert not are_finite(tensor)
-    assert describe_difference(stored(tensor), stored(tensor), lambda _: None) is not None
+    assert describe_difference(make_lazy(tensor), make_lazy(tensor), lambda _: None) is not None
 
 
-@given(place=st.integers(0, 62), unaligned=st.booleans())
-def test_one_bit_is_a_difference(place: int, unaligned: bool) -> None:
-    first = counted(64)[int(unaligned) :]
+@given(word_index=st.integers(0, 62), unaligned=st.booleans())
+def test_one_bit_is_a_difference(word_index: int, unaligned: bool) -> None:
+    first = count_up(64)[int(unaligned) :]
     second = first.clone()
-    assert describe_difference(stored(first), stored(second), lambda _: None) is None
-    second.view(torch.int32)[place] ^= 1
+    assert describe_difference(make_lazy(first), make_lazy(second), lambda _: None) is None
+    second.view(torch.int32)[word_index] ^= 1
     assert (
-        describe_difference(stored(first), stored(second), lambda _: None)
-        == "it is not what it was made of"
+        describe_difference(make_lazy(first), make_lazy(second), lambda _: None)
+        == "it differs from its source"
     )
 
 
 def test_metadata_refuses_other_classes(tmp_path: Path) -> None:
     from flagscale.checkpoint_metadata import read_metadata
 
-    for content in (pickle.dumps(Evil()), pickle.dumps({"a": 1}), b"", b"\x80"):
+    for content in (pickle.dumps(CodeExecution()), pickle.dumps({"a": 1}), b"", b"\x80"):
         (tmp_path / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             read_metadata(tmp_path)
@@ -312,14 +332,14 @@ def test_metadata_refuses_other_classes(tmp_path: Path) -> None:
 
 
 def test_checking_a_foreign_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    for name in REQUIRED:
-        (tmp_path / name).write_bytes(pickle.dumps(Evil()))
+    for name in REQUIRED_FILES:
+        (tmp_path / name).write_bytes(pickle.dumps(CodeExecution()))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names"):
         check_complete(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(REQUIRED)
+    assert {path.name for path in tmp_path.iterdir()} == set(REQUIRED_FILES)
 
 
-def test_full_region() -> None:
+def test_full_region_covers_every_dimension() -> None:
     assert full_region((2, 3)) == ((0, 2), (0, 3))
 
 
@@ -349,10 +369,10 @@ def test_only_members_of_enumerations_are_looked_up(name: str, tmp_path: Path) -
 
     from flagscale.checkpoint_metadata import read_metadata
 
-    class Asks:
+    class AttributeLookup:
         def __reduce__(self) -> Any:
             return getattr, (Metadata, name)
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": Asks()}))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": AttributeLookup()}))
     with pytest.raises(CheckpointError, match="it asks"):
         read_metadata(tmp_path)

@@ -1,4 +1,4 @@
-"""Restored padding of buckets that megatron.core leaves out."""
+"""Padding of buckets, which megatron.core leaves out of the gathered optimizer state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(
-    ("flat", "sizes", "expected"),
+    ("elements", "bucket_sizes", "expected"),
     [
         pytest.param([1, 2, 3], [(3, 4)], [1, 2, 3], id="one-bucket"),
         pytest.param([1, 2, 3], [(2, 2), (1, 4)], [1, 2, 3], id="even-buckets"),
@@ -20,30 +20,32 @@ pytestmark = pytest.mark.torch
         pytest.param([1, 2, 3, 4], [(1, 2), (1, 2), (2, 3)], [1, 0, 2, 0, 3, 4, 0], id="three"),
     ],
 )
-def test_insert_padding(flat: list[int], sizes: list[tuple[int, int]], expected: list[int]) -> None:
+def test_padding_is_inserted_after_each_bucket(
+    elements: list[int], bucket_sizes: list[tuple[int, int]], expected: list[int]
+) -> None:
     from flagscale.train.checkpoint.bucket_padding import insert_padding
 
-    assert insert_padding(torch.tensor(flat), sizes).tolist() == expected
+    assert insert_padding(torch.tensor(elements), bucket_sizes).tolist() == expected
 
 
 def test_only_gathering_inside_the_context_is_changed() -> None:
     from flagscale.train.checkpoint.bucket_padding import keep_bucket_padding
 
-    def bucket(bare: int, full: int) -> Any:
-        return SimpleNamespace(numel_unpadded=bare, grad_data=torch.empty(full))
+    def bucket(unpadded_size: int, padded_size: int) -> Any:
+        return SimpleNamespace(numel_unpadded=unpadded_size, grad_data=torch.empty(padded_size))
 
     class Optimizer:
         buffers = (SimpleNamespace(buckets=(bucket(1, 2), bucket(1, 1))),)
 
-        def get_parameter_state_dp_zero(self, *, absent: bool = False) -> Any:
-            flat = torch.tensor([5.0, 6.0])
-            return None if absent else {0: {"fp32": {"param": flat, "numel_unpadded": 2}}}
+        def get_parameter_state_dp_zero(self, *, has_no_state: bool = False) -> Any:
+            elements = torch.tensor([5.0, 6.0])
+            return None if has_no_state else {0: {"fp32": {"param": elements, "numel_unpadded": 2}}}
 
-    part = Optimizer()
-    plain = SimpleNamespace()  # an optimizer that is not distributed
-    with keep_bucket_padding(SimpleNamespace(chained_optimizers=[part, plain])):
-        gathered = part.get_parameter_state_dp_zero()[0]["fp32"]
+    optimizer = Optimizer()
+    other_optimizer = SimpleNamespace()  # an optimizer that is not distributed
+    with keep_bucket_padding(SimpleNamespace(chained_optimizers=[optimizer, other_optimizer])):
+        gathered = optimizer.get_parameter_state_dp_zero()[0]["fp32"]
         assert gathered["param"].tolist() == [5, 0, 6]
         assert gathered["numel_unpadded"] == 2
-        assert part.get_parameter_state_dp_zero(absent=True) is None
-    assert part.get_parameter_state_dp_zero()[0]["fp32"]["param"].tolist() == [5, 6]
+        assert optimizer.get_parameter_state_dp_zero(has_no_state=True) is None
+    assert optimizer.get_parameter_state_dp_zero()[0]["fp32"]["param"].tolist() == [5, 6]

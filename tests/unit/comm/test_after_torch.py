@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FIRST = "import flagscale.comm\nimport torch.distributed as dist\n"
-SECOND = "import torch.distributed as dist\nimport flagscale.comm\n"
-AFTER_CHECK = (
+COMM_FIRST = "import flagscale.comm\nimport torch.distributed as dist\n"
+TORCH_FIRST = "import torch.distributed as dist\nimport flagscale.comm\n"
+COMM_CHECK_FIRST = (
     "from flagscale.comm.base import explain_missing_torch\n"
     "assert explain_missing_torch() is None\n"
     "import torch.distributed as dist\n"
 )
-KNOWN = "assert dist.is_backend_available('fsccl'), dist.Backend.backend_list\n"
-UNCHANGED = (
+ASSERT_FSCCL_IS_KNOWN = "assert dist.is_backend_available('fsccl'), dist.Backend.backend_list\n"
+ASSERT_TORCH_IS_UNCHANGED = (
     "import importlib.machinery, sys, torch\n"
     "assert type(torch.__spec__.loader) is importlib.machinery.SourceFileLoader\n"
     "assert torch.__loader__ is torch.__spec__.loader\n"
@@ -26,7 +26,7 @@ UNCHANGED = (
 
 
 def run_python(program: str) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,
@@ -34,8 +34,8 @@ def run_python(program: str) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_torch_is_not_imported() -> None:
@@ -43,15 +43,17 @@ def test_torch_is_not_imported() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("order", [FIRST, SECOND, AFTER_CHECK], ids=["first", "second", "asked"])
-def test_fsccl_is_registered_in_either_order(order: str) -> None:
-    run_python(order + KNOWN + UNCHANGED)
+@pytest.mark.parametrize(
+    "imports", [COMM_FIRST, TORCH_FIRST, COMM_CHECK_FIRST], ids=["comm", "torch", "comm-check"]
+)
+def test_fsccl_is_registered_in_any_order_of_imports(imports: str) -> None:
+    run_python(imports + ASSERT_FSCCL_IS_KNOWN + ASSERT_TORCH_IS_UNCHANGED)
 
 
-def test_without_torch_nothing_happens() -> None:
+def test_comm_is_imported_without_torch() -> None:
     program = (
         "import sys, importlib.util\n"
-        "sys.modules['torch'] = None\n"  # as Python has it: not to be imported
+        "sys.modules['torch'] = None\n"  # None makes Python refuse to import it
         "import flagscale.comm\n"
         "del sys.modules['torch']\n"
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
@@ -61,15 +63,15 @@ def test_without_torch_nothing_happens() -> None:
 
 
 @pytest.mark.torch
-def test_errors_of_the_action_do_not_affect_torch() -> None:
+def test_errors_of_the_callback_do_not_affect_torch() -> None:
     program = (
         "import warnings\n"
         "from flagscale.comm import after_torch\n"
         "after_torch.call_after_torch(lambda: 1 / 0)\n"
-        "with warnings.catch_warnings(record=True) as said:\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    import torch\n"
-        "assert [str(w.message) for w in said if 'after importing' in str(w.message)]\n"
+        "assert [str(w.message) for w in caught if 'after importing' in str(w.message)]\n"
         "assert torch.ones(1).sum() == 1\n"
     )
     run_python(program)

@@ -1,10 +1,12 @@
+"""Tests of the options of backends, from the configuration to environment variables."""
+
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
 import pytest
-from support.arguments import as_written, train_arguments
+from support.arguments import train_arguments, values_by_yaml_name
 
 from flagscale.comm import options, registry
 from flagscale.comm.base import OPERATIONS
@@ -13,7 +15,7 @@ from flagscale.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("backend", "words", "expected"),
+    ("backend", "arguments", "expected"),
     [
         ("gloo", ["socket_ifname=eth0"], {"socket_ifname": "eth0"}),
         ("fsccl", ["clusters=4,4", "pipeline_k=2"], {"clusters": "4,4", "pipeline_k": 2}),
@@ -30,12 +32,14 @@ from flagscale.errors import ConfigError
         ("mpi", [], {}),
     ],
 )
-def test_options_are_read(backend: str, words: list[str], expected: dict[str, object]) -> None:
-    assert registry.parse_backend_options(backend, words) == expected
+def test_options_are_parsed(
+    backend: str, arguments: list[str], expected: dict[str, object]
+) -> None:
+    assert registry.parse_backend_options(backend, arguments) == expected
 
 
 @pytest.mark.parametrize(
-    ("backend", "words", "message"),
+    ("backend", "arguments", "message"),
     [
         ("gloo", ["socket_ifnam=x"], "no option of gloo; did you mean 'socket_ifname'"),
         ("mpi", ["x=1"], "x: is no option of mpi \\(it has none\\)"),
@@ -50,14 +54,14 @@ def test_options_are_read(backend: str, words: list[str], expected: dict[str, ob
         ("fsccl", ["debug=yes"], "expected INFO or WARN, found 'yes'"),
         ("gloo", ["socket_ifname="], "socket_ifname: expected a text, found ''"),
         ("gloo", ["socket_ifname=a", "socket_ifname=b"], "is given twice"),
-        # It can only be given to torch, which takes one set of options for a whole map.
+        # Only torch can take this option, and it takes one set of options for a whole map.
         ("cpu:gloo,cuda:nccl", ["split_share=true"], "no option of cpu:gloo,cuda:nccl"),
         ("torchcomms", ["torch_distributed_use_torchcomms=1"], "it has none"),
     ],
 )
-def test_invalid_options_are_reported(backend: str, words: list[str], message: str) -> None:
+def test_invalid_options_are_reported(backend: str, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        registry.parse_backend_options(backend, words)
+        registry.parse_backend_options(backend, arguments)
 
 
 def test_all_problems_are_in_one_error() -> None:
@@ -94,10 +98,10 @@ def test_map_supports_the_common_operations() -> None:
     assert registry.get_backend("cpu:gloo,cuda:nccl").operations == OPERATIONS
 
 
-def test_the_benchmarks_operations_are_the_adapters() -> None:
-    from flagscale.bench.collectives.operations import OPERATIONS as MEASURED
+def test_benchmark_measures_the_operations_of_the_adapters() -> None:
+    from flagscale.bench.collectives.operations import OPERATIONS as MEASURED_OPERATIONS
 
-    assert set(MEASURED) == set(OPERATIONS)
+    assert set(MEASURED_OPERATIONS) == set(OPERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +113,12 @@ def test_the_benchmarks_operations_are_the_adapters() -> None:
         ({"comm": ["x=1"]}, {"comm": ["x=1"]}),
         ({"comm": {"x": {"y": 1}}}, {"y": 1}),
     ],
-    ids=["none", "values", "empty", "words", "nested"],
+    ids=["none", "values", "empty", "list", "nested"],
 )
-def test_a_map_becomes_words(section: dict[str, object], expected: dict[str, object]) -> None:
-    assert as_written(train_arguments(system=section)) == expected
+def test_option_map_becomes_name_value_pairs(
+    section: dict[str, object], expected: dict[str, object]
+) -> None:
+    assert values_by_yaml_name(train_arguments(system=section)) == expected
 
 
 _YAML = """\
@@ -135,15 +141,19 @@ node_specific:
 """
 
 
-def test_options_are_checked_before_the_start(tmp_path: Path) -> None:
+def test_options_are_checked_before_the_launch(tmp_path: Path) -> None:
     from flagscale.config.load import load
-    from flagscale.launcher.planning.backends import check_backend
+    from flagscale.launcher.planning.support import check_backend
 
     (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
     experiment = load(tmp_path, "x", []).experiment
     assert experiment.train["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
-    given = {g.key: g.value for host in experiment.by_host.values() for g in host.arguments}
-    assert given == {
+    host_arguments = {
+        argument.key: argument.value
+        for host in experiment.by_host.values()
+        for argument in host.arguments
+    }
+    assert host_arguments == {
         "node_specific.a.system.comm": ["socket_ifname=eth1"],
         "node_specific.b.comm": ["socket_ifname=eth2"],
     }
@@ -153,11 +163,11 @@ def test_options_are_checked_before_the_start(tmp_path: Path) -> None:
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in problem.message
 
 
-def test_options_can_be_overridden_as_they_are_typed() -> None:
+def test_options_can_be_overridden_without_quotes() -> None:
     from flagscale.config.overrides import normalize_overrides
 
-    given = ["train.system.comm.clusters=4,4", "train.system.comm.debug=INFO", "train.comm.x=1"]
-    assert normalize_overrides(given) == [
+    overrides = ["train.system.comm.clusters=4,4", "train.system.comm.debug=INFO", "train.comm.x=1"]
+    assert normalize_overrides(overrides) == [
         "++train.system.comm.clusters='4,4'",
         "++train.system.comm.debug='INFO'",
         "train.comm.x=1",

@@ -1,3 +1,5 @@
+"""Tests of backends that are missing, mapped to devices, or provided by other packages."""
+
 from __future__ import annotations
 
 import os
@@ -47,13 +49,13 @@ def test_every_missing_backend_has_instructions(name: str) -> None:
         ("cpu:strange", "cpu", "torch knows no backend 'strange'"),
     ],
 )
-def test_a_map_is_as_usable_as_its_part(name: str, device: str, reason: str | None) -> None:
+def test_device_map_is_usable_where_its_part_is(name: str, device: str, reason: str | None) -> None:
     backend = registry.get_backend(name)
     assert isinstance(backend, DeviceMap)
-    found = backend.explain_unavailable(device)  # type: ignore[arg-type]
+    explanation = backend.explain_unavailable(device)  # type: ignore[arg-type]
     if "no nccl" in (reason or "") and dist.is_nccl_available():
         reason = None
-    assert found is None if reason is None else reason in (found or "")
+    assert explanation is None if reason is None else reason in (explanation or "")
     assert backend.torch_backend("cpu") == name
 
 
@@ -72,7 +74,7 @@ def test_malformed_map_is_rejected(name: str, message: str) -> None:
         registry.get_backend(name)
 
 
-def _package(directory: Path, name: str, entry: str, source: str) -> None:
+def write_package(directory: Path, name: str, entry: str, source: str) -> None:
     (directory / f"{name}.py").write_text(source)
     info = directory / f"{name}-1.0.dist-info"
     info.mkdir()
@@ -80,34 +82,37 @@ def _package(directory: Path, name: str, entry: str, source: str) -> None:
     (info / "entry_points.txt").write_text(f"[flagscale.comm_backends]\n{entry}\n")
 
 
-_GOOD = """
+_FAST_BACKEND = """
 from flagscale.comm.base import CommBackend
 class Fast(CommBackend):
-    name, summary, devices = "?", "a stranger's", ("cpu",)
+    name, summary, devices = "?", "a quick one", ("cpu",)
     def explain_unavailable(self, device): return None
 """
 
 
-def _list(directory: Path) -> str:
-    """Run in a new process, because installed packages are searched once."""
+def list_backends(directory: Path) -> str:
+    """Return the printed list of backends with the packages in ``directory``.
+
+    A new process prints it, because installed packages are searched only once.
+    """
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{directory}:{root}", "COLUMNS": "200"}
     program = "from flagscale.bench.cli import main_comm; main_comm(['list'])"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    return done.stdout
+    return completed.stdout
 
 
 def test_backends_of_packages_and_load_errors(tmp_path: Path) -> None:
-    _package(tmp_path, "fastlib", "fast = fastlib:Fast", _GOOD)
-    _package(tmp_path, "badlib", "bad = badlib:Nothing", "")
-    _package(tmp_path, "oddlib", "odd = oddlib:VALUE\ngloo = oddlib:VALUE", "VALUE = 3\n")
-    said = _list(tmp_path)
-    assert "fast        -        yes  -     a stranger's" in said
-    assert "bad: badlib: AttributeError" in said
-    assert "odd: oddlib: oddlib:VALUE is no CommBackend" in said
-    # No package can take one of our names.
-    assert "gloo        -        yes  no    torch's own TCP" in said
-    assert "  gloo on cuda: all but sendrecv, permute\n" in said
-    assert "  mpi: all but reduce_scatter\n" in said
+    write_package(tmp_path, "fastlib", "fast = fastlib:Fast", _FAST_BACKEND)
+    write_package(tmp_path, "badlib", "bad = badlib:Nothing", "")
+    write_package(tmp_path, "oddlib", "odd = oddlib:VALUE\ngloo = oddlib:VALUE", "VALUE = 3\n")
+    listing = list_backends(tmp_path)
+    assert "fast        -        yes  -     a quick one" in listing
+    assert "bad: badlib: AttributeError" in listing
+    assert "odd: oddlib: oddlib:VALUE is no CommBackend" in listing
+    # A package cannot replace a built-in backend.
+    assert "gloo        -        yes  no    torch's own TCP" in listing
+    assert "  gloo on cuda: all but sendrecv, permute\n" in listing
+    assert "  mpi: all but reduce_scatter\n" in listing

@@ -1,3 +1,5 @@
+"""Tests of the built-in backends: names, devices and operations."""
+
 from __future__ import annotations
 
 import subprocess
@@ -12,7 +14,7 @@ from flagscale.comm.registry import Gloo
 from flagscale.errors import ConfigError
 
 
-def test_names_lists_auto_first() -> None:
+def test_auto_is_listed_first() -> None:
     assert registry.list_backend_names()[:3] == ("auto", "nccl", "gloo")
 
 
@@ -31,10 +33,10 @@ def test_torch_backend(name: str, device: registry.DeviceType, expected: str) ->
 
 @pytest.mark.parametrize("name", registry.list_backend_names())
 def test_every_backend_describes_itself(name: str) -> None:
-    found = registry.get_backend(name)
-    assert found.name == name
-    assert found.summary
-    assert found.devices
+    backend = registry.get_backend(name)
+    assert backend.name == name
+    assert backend.summary
+    assert backend.devices
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,8 @@ def test_nccl_without_a_gpu_is_rejected() -> None:
     assert "auto, gloo" in str(error.value)
 
 
-class _WithGpu(Gloo):
-    """gloo on a machine with a GPU."""
+class _GlooOnGpu(Gloo):
+    """Gloo as on a machine with a GPU."""
 
     def explain_unavailable(self, device: registry.DeviceType) -> str | None:
         return None
@@ -79,7 +81,7 @@ class _WithGpu(Gloo):
 
 @pytest.mark.torch
 def test_unsupported_operations_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BUILTIN, "gloo", _WithGpu())
+    monkeypatch.setitem(registry._BUILTIN, "gloo", _GlooOnGpu())
     assert registry.get_usable_backend("gloo", "cuda", ["all_reduce"]).name == "gloo"
     assert registry.get_usable_backend("gloo", "cpu", TRAINING_OPERATIONS).name == "gloo"
     with pytest.raises(ConfigError, match="it cannot do sendrecv on GPU memory"):

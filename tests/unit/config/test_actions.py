@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from flagscale.config.actions import ACTIONS, OPTIONS, Action
-from flagscale.config.schema import Options, documented
+from flagscale.config.schema import Options, documented_fields
 
 if TYPE_CHECKING:
     from conftest import Workspace
@@ -55,7 +55,7 @@ def test_action_row_is_complete(action: Action) -> None:
 
 def test_every_option_is_used_and_typed() -> None:
     options = {name for action in ACTIONS.values() for name in action.options}
-    assert options == set(OPTIONS) == set(documented(Options)) - {"action"}
+    assert options == set(OPTIONS) == set(documented_fields(Options)) - {"action"}
 
 
 def _run_plugin_program(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.arguments import canonical
+from support.arguments import resolve_argument
 
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError
 
 
@@ -79,13 +79,19 @@ def test_default_lists_are_copied() -> None:
         ("--norm-epsilon 1e-5 --layernorm-epsilon 1e-6", "contradicts --norm-epsilon"),
         ("--params-dtype bf16", "follows from `bf16`"),
         ("--no-num-layers", "unknown argument"),
-        ("--lr-decay-style stablelm2-scheduler", "WSD is the nearest"),
-        ("--tokenizer-type TikTokenizer", "convert it to tokenizer.json and take"),
+        ("--lr-decay-style stablelm2-scheduler", "most similar schedule is WSD"),
+        ("--tokenizer-type TikTokenizer", r"convert the tokenizer to tokenizer\.json"),
         ("--tokenizer-type HuggingfaceTokenizer", "did you mean 'HuggingFaceTokenizer'"),
-        ("--lora-in-init-method zero", "with both matrices as zeros neither would ever change"),
-        ("--lora-out-init-method normal", "starts as zeros, so that training starts from the base"),
-        ("--lora-seed 8", "--lora-seed: cannot be given: `peft_type: lora`"),
-        ("--log-straggler", "--log-straggler: cannot be given: this figure, trace or check"),
+        (
+            "--lora-in-init-method zero",
+            "both matrices initialized to zero, adapters would never change",
+        ),
+        (
+            "--lora-out-init-method normal",
+            "initialized to zero, so that training starts from the base model",
+        ),
+        ("--lora-seed 8", "--lora-seed: is not supported: `peft_type: lora`"),
+        ("--log-straggler", "--log-straggler: is not supported: this metric, trace or check"),
         ("--moe-layer-freq [0]+1", r"or \[0\]\+\[1\]\*3 for \[0, 1, 1, 1\], found"),
         ("--moe-layer-freq [1]*[1]", "a whole number"),
         ("--moe-layer-freq [1]-[1]", "a whole number"),
@@ -147,4 +153,4 @@ def test_help_lists_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 def test_alias_is_converted_to_canonical_argument(
     name: str, value: Any, expected: tuple[str, Any] | None
 ) -> None:
-    assert canonical(name, value) == expected
+    assert resolve_argument(name, value) == expected

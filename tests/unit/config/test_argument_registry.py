@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from flagscale.config.arguments.compat.aliases import ALIASES
-from flagscale.config.arguments.compat.unsupported import why_unsupported
+from flagscale.config.arguments.compat.names import ALIASES, why_unsupported
 from flagscale.config.arguments.spec.registry import (
     BOUNDS,
     aliases,
@@ -55,7 +54,8 @@ def test_generator_check_detects_stale_file(tmp_path: Path) -> None:
 
 def test_parser_does_not_import_torch() -> None:
     code = (
-        "import sys; import flagscale.config.load, flagscale.config.arguments.spec.parser as p; "
+        "import sys; import flagscale.config.load; "
+        "import flagscale.config.arguments.spec.command_line as p; "
         "p.parse_arguments([]); "
         "print([m for m in ('torch', 'numpy', 'hydra', 'rich') if m in sys.modules])"
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.arguments import as_written, train_arguments
+from support.arguments import train_arguments, values_by_yaml_name
 from unit.config.check_helpers import (
     ADAPTERS,
     BOUNDED_ALL_REDUCE,
@@ -119,25 +119,25 @@ PROBLEMS: Problems = {
     "switch-of-a-value": (
         {"use_flash_attn": True, "window_size": [4, 0]},
         "window_size",
-        "[4, 0] is not possible with attention_backend: flash",
+        "is not supported by attention_backend: flash; use auto",
     ),
     "graph": (
         {"cuda_graph_impl": "transformer_engine"},
         "cuda_graph_impl",
-        "transformer_engine needs Transformer Engine; local with cuda_graph_scope: full_iteration",
+        "transformer_engine requires Transformer Engine; use local with cuda_graph_scope: full_ite",
     ),
-    "precision": ({"bf16": True, "fp16": True}, "fp16", "excludes bf16"),
+    "precision": ({"bf16": True, "fp16": True}, "fp16", "cannot be combined with bf16"),
     "positions": ({"max_position_embeddings": 16}, "max_position_embeddings", "less than"),
-    "warmup": ({"lr_warmup_iters": 10}, "lr_warmup_iters", "leaves nothing of the 10"),
+    "warmup": ({"lr_warmup_iters": 10}, "lr_warmup_iters", "10 steps must be shorter than"),
     "profile": (
         {"profile": True, "profile_step_start": 5, "profile_step_end": 5},
         "profile_step_end",
-        "5 is not after profile_step_start 5",
+        "greater than profile_step_start 5, found 5",
     ),
     "two-choices": (
         {"mock_data": None, "data_path": ["a"], "train_data_path": ["b"]},
         "train_data_path",
-        "excludes data_path",
+        "cannot be combined with data_path",
     ),
 }
 
@@ -150,13 +150,16 @@ def test_invalid_argument_is_rejected(values: dict[str, Any], name: str, message
 
 
 FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
-    "te": ({"transformer_impl": "transformer_engine"}, "'auto' is taken in place of"),
-    "torch": ({"dist_ckpt_format": "torch"}, "dist_ckpt_format: 'torch_dist' is taken"),
-    "sp": ({"sequence_parallel": True}, "sequence_parallel: false is taken in place of true"),
+    "te": (
+        {"transformer_impl": "transformer_engine"},
+        "auto' is used instead of 'transformer_engine",
+    ),
+    "torch": ({"dist_ckpt_format": "torch"}, "torch_dist' is used instead of 'torch':"),
+    "sp": ({"sequence_parallel": True}, "false is used instead of true: sequence parallelism"),
     "frozen-biases": (
         {"moe_router_bias_update_rate": 0.1, "num_experts": 4, **ADAPTERS}
         | {"lora_target_modules": ["linear_proj"], **SIGMOID_ROUTER},
-        "moe_router_bias_update_rate: 0.0 is taken in place of 0.1: a model does not change",
+        "0.0 is used instead of 0.1: expert biases are frozen like the",
     ),
     "sp-meshes": (
         {
@@ -165,7 +168,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
             "hetero_process_meshes": [1] * 10,
             "hetero_device_types": ["a", "b"],
         },
-        "sequence_parallel: false is taken in place of true",
+        "false is used instead of true: sequence parallelism",
     ),
 }
 
@@ -182,7 +185,7 @@ def test_bounded_all_reduce_set_by_environment_is_rejected(envs: Environments) -
     experiment = replace(build_experiment({"use_distributed_optimizer": True}), envs=envs)
     (problem,) = check_arguments(experiment)
     assert problem.key == "train.model.inner.use_distributed_optimizer"
-    assert "true with FSCCL_TAIL=bounded of experiment.envs" in problem.message
+    assert "FSCCL_TAIL=bounded of experiment.envs: it reduces" in problem.message
 
 
 @pytest.mark.parametrize(("values", "note"), FALLBACKS.values(), ids=FALLBACKS)
@@ -193,24 +196,27 @@ def test_substitution_is_noted_or_rejected(values: dict[str, Any], note: str) ->
     assert note in text
     (problem,) = check_arguments(build_experiment({**values, "allow_fallbacks": False}))
     assert problem.key.endswith(next(iter(values)))
-    assert "allow_fallbacks: true takes" in problem.message
+    assert "or allow_fallbacks: true" in problem.message
 
 
 PHASES: dict[str, Any] = {"mock_data": None, "data_path": "a", "micro_batch_size": 1}
 WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (
         {"moe_router_topk": 2, "moe_aux_loss_coeff": 0.1},
-        "no effect of moe_router_topk, moe_aux_loss_coeff: needs num_moe_experts",
+        "moe_router_topk, moe_aux_loss_coeff have no effect: requires num_moe_experts",
     ),
     "loss-scale": (
         {"bf16": True, "initial_loss_scale": 1024, "min_loss_scale": 1.0},
-        "no effect of initial_loss_scale, min_loss_scale: needs fp16",
+        "initial_loss_scale, min_loss_scale have no effect: requires fp16",
     ),
-    "nothing-exchanged": ({"tp_comm_overlap": True}, "no effect of tp_comm_overlap: needs sequ"),
-    "other-optimizer": ({"sgd_momentum": 0.8}, "no effect of sgd_momentum: needs optimizer: sgd"),
+    "nothing-exchanged": (
+        {"tp_comm_overlap": True},
+        "tp_comm_overlap has no effect: requires sequence_parallel",
+    ),
+    "other-optimizer": ({"sgd_momentum": 0.8}, "sgd_momentum has no effect: requires optimizer:"),
     "adapters-of-mixtures": (
         {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["all-linear"]},
-        "lora_target_modules: ['all-linear'] trains linear_qkv, linear_proj: of a mixture",
+        "lora_target_modules: ['all-linear'] trains adapters of linear_qkv, linear_proj",
     ),
     "adapters-of-named-layers": (
         {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["linear_proj"]},
@@ -218,26 +224,32 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "latent-documents": (
         {**LATENT, "reset_position_ids": True, "reset_attention_mask": True},
-        "no effect of reset_position_ids: documents are apart",
+        "reset_position_ids has no effect: documents are separate",
     ),
     "no-shared-expert": (
         {"moe_shared_expert_overlap": True, "num_experts": 4},
-        "no effect of moe_shared_expert_overlap: needs moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap has no effect: requires moe_shared_expert_intermediate_size",
     ),
     "skipped-behind-the-end": (
         {"skip_train_iters": [5, 500]},
-        "no effect of skip_train_iters: [500]: training ends after step 10",
+        "skip_train_iters has no effect: [500]: training ends after step 10",
     ),
     "skipped-in-time": ({"iterations_to_skip": [10]}, ""),
     "phase-behind-the-end": (
         {**PHASES, "data_phases": ["samples=9 b", "samples=10 c"]},
-        "no effect of data_phases: from sample 10 on: training ends after 10",
+        "data_phases has no effect: phase at sample 10: training ends",
     ),
     "phase-in-time": ({**PHASES, "data_phases": ["samples=9 b"]}, ""),
-    "alias": ({"dataloader_fast_cache_load": True}, "no effect of dataloader_fast_cache_load: the"),
-    "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer only"),
-    "on-by-default": ({"no_gradient_reduce_div_fusion": True}, "no_gradient_reduce_div_fusion: it"),
-    "foreign": ({"log_straggler": True}, "no effect of log_straggler: this figure, trace or"),
+    "alias": (
+        {"dataloader_fast_cache_load": True},
+        "dataloader_fast_cache_load has no effect: caches",
+    ),
+    "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer state"),
+    "on-by-default": (
+        {"no_gradient_reduce_div_fusion": True},
+        "no_gradient_reduce_div_fusion has no effect",
+    ),
+    "foreign": ({"log_straggler": True}, "log_straggler has no effect: this metric, trace or"),
     "off": ({"moe_per_layer_logging": False, "fsdp_double_buffer": False, "auto_tune": False}, ""),
     "satisfied": ({"fp16": True, "initial_loss_scale": 1024}, ""),
 }
@@ -263,7 +275,7 @@ def test_unsaved_adapters_need_no_pretrained_checkpoint() -> None:
 def test_arguments_of_external_program_are_not_checked() -> None:
     experiment = build_experiment({"transformer_impl": "transformer_engine"}, external=True)
     (note,) = experiment_notes(experiment, 1)
-    assert "its own parser judges the arguments" in note
+    assert "its own parser checks the arguments" in note
 
 
 WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
@@ -273,9 +285,9 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "tp-pp-no": (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         6,
-        "tensor 2 x pipeline 2 = 4 ranks do not divide the 6 of the job",
+        "6 ranks are not divisible by tensor 2 x pipeline 2 = 4",
     ),
-    "too-few": ({"tensor_model_parallel_size": 2}, 1, "do not divide the 1 of"),
+    "too-few": ({"tensor_model_parallel_size": 2}, 1, "1 ranks are not divisible by tensor 2"),
     "batch": ({"global_batch_size": 6, "micro_batch_size": 2}, 2, "6 is not divisible by micro"),
     "vpp-micro": (
         {
@@ -284,17 +296,17 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
             "global_batch_size": 3,
         },
         2,
-        "gives 3 micro-batches",
+        "3 has 3 micro-batches, which is not divisible",
     ),
     "experts-tp": (
         {"num_moe_experts": 4, "expert_tensor_parallel_size": 2},
         1,
-        "1 x tensor 2 x pipeline 1 does not divide 1 ranks",
+        "1 ranks are not divisible by expert-parallel size 1 x expert tensor-parallel size 2",
     ),
     "ep": (
         {"num_moe_experts": 4, "expert_model_parallel_size": 4},
         2,
-        "does not divide 2 ranks",
+        "2 ranks are not divisible by expert-parallel size 4",
     ),
 }
 
@@ -321,7 +333,11 @@ def test_model_of_external_program_is_not_checked() -> None:
             1,
             "200 steps: train_samples 800 / global",
         ),
-        ({"train_samples": 801, "global_batch_size": 4}, 1, "not whole: the last 1 samples"),
+        (
+            {"train_samples": 801, "global_batch_size": 4},
+            1,
+            "is not an integer: the last 1 samples",
+        ),
         ({"train_samples": 64, "micro_batch_size": 2}, 4, "8 steps"),
         ({"train_iters": 3}, 1, None),
         ({"data_path": ["a"], "split": "1,0,0"}, 1, "no evaluation: split 1,0,0"),
@@ -337,10 +353,12 @@ def test_notes_of_experiment(values: dict[str, Any], world: int, note: str | Non
 
 def test_problem_has_source_location() -> None:
     experiment = build_experiment({"context_parallel_size": 2, "attention_backend": "local"})
-    places = {"train.model.inner.context_parallel_size": "a.yaml:3"}
-    train = train_arguments(model={"inner": as_written(experiment.train)}, places=places)
+    locations = {"train.model.inner.context_parallel_size": "a.yaml:3"}
+    train = train_arguments(
+        model={"inner": values_by_yaml_name(experiment.train)}, locations=locations
+    )
     assert str(check_arguments(replace(experiment, train=train))[0]).startswith(
-        "a.yaml:3: train.model.inner.context_parallel_size: 2: "
+        "a.yaml:3: train.model.inner.context_parallel_size: 2 is not supported"
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.arguments import flatten
 
 from flagscale.config.arguments.spec.argument import Argument
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.config.arguments.spec.registry import arguments, one_or_many
 from flagscale.errors import ConfigError
 
@@ -55,14 +55,14 @@ def test_sections_are_flattened(sections: dict[str, Any], argv: list[str] | None
         ({"a": {"x": 1}, "b": {"x": 2}}, "2 here and 1 as a.x"),
         ({"a": {"x": 1}, "b": {"x": True}}, "given twice"),
         ({"a": {"x_y": 1}, "b": {"x-y": 2}}, "given twice"),
-        ({"a": [{"b": 1}]}, "plain values"),
-        ({"a": [[1]]}, "plain values"),
-        ({"a": [None]}, "plain values"),
+        ({"a": [{"b": 1}]}, "list of scalars"),
+        ({"a": [[1]]}, "list of scalars"),
+        ({"a": [None]}, "list of scalars"),
         ({"a": ["-x"]}, "dash"),
-        ({3: 1}, "name of an argument"),
-        ({"a b": 1}, "name of an argument"),
-        ({"--a": 1}, "name of an argument"),
-        ({"a;rm -rf": 1}, "name of an argument"),
+        ({3: 1}, "is not a valid argument name"),
+        ({"a b": 1}, "is not a valid argument name"),
+        ({"--a": 1}, "is not a valid argument name"),
+        ({"a;rm -rf": 1}, "is not a valid argument name"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )

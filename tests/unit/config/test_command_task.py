@@ -117,13 +117,15 @@ def test_override_of_command_keeps_commas(workspace: Workspace) -> None:
         pytest.param(
             "    command: date\n",
             "    numa_binding: node\n",
-            "numa_binding: is torchrun's",
+            "numa_binding: is an option of torchrun",
             id="option",
         ),
         pytest.param(
             "    command: date\n", "    tee: 4\n", "tee: expected 0, 1, 2, 3 or RANK", id="streams"
         ),
-        pytest.param("    command: date\n", "    rdzv_id: x\n", "rdzv_id: is torchrun's", id="id"),
+        pytest.param(
+            "    command: date\n", "    rdzv_id: x\n", "rdzv_id: is an option of torchrun", id="id"
+        ),
     ],
 )
 def test_invalid_command_task_is_rejected(

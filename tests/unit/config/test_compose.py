@@ -161,7 +161,9 @@ def test_missing_config_file_and_directory_are_reported(workspace: Workspace) ->
     workspace.write("conf/.hidden.yaml", "a: 1\n")
     with pytest.raises(ConfigError, match=r"^no trian.yaml in conf; it has train; did you mean"):
         config_file(workspace.conf, "trian")
-    with pytest.raises(ConfigError, match=r"^no x.yaml in the current directory; it has no YAML"):
+    with pytest.raises(
+        ConfigError, match=r"^no x.yaml in the current directory; it has no YAML files"
+    ):
         config_file(Path(), "x")
     with pytest.raises(ConfigError, match=r"^no directory nowhere"):
         config_file(workspace.root / "nowhere", "train")
@@ -193,8 +195,8 @@ def test_environment_section_can_be_overridden(workspace: Workspace) -> None:
 
 def test_overrides_have_location_override(workspace: Workspace) -> None:
     sources = trace_sources(workspace.conf / "train.yaml", ["action=stop", "rank=1", "train=tiny"])
-    assert (sources.place("action"), sources.place("rank")) == ("override", "override")
-    assert sources.place("train") != "override"
+    assert (sources.location("action"), sources.location("rank")) == ("override", "override")
+    assert sources.location("train") != "override"
 
 
 def test_normalize_keeps_hydra_syntax() -> None:
@@ -206,11 +208,11 @@ def test_normalize_keeps_hydra_syntax() -> None:
 
 def test_source_locations_of_keys(workspace: Workspace) -> None:
     sources = trace_sources(workspace.conf / "train.yaml", ["train.model.seq_length=9", "+a.b=1"])
-    assert sources.places["train.model.num_layers"] == "conf/train/tiny.yaml:6"
-    assert sources.places["experiment.exp_dir"] == "conf/train.yaml:6"
-    assert sources.places["train.model.seq_length"] == "override"
+    assert sources.locations["train.model.num_layers"] == "conf/train/tiny.yaml:6"
+    assert sources.locations["experiment.exp_dir"] == "conf/train.yaml:6"
+    assert sources.locations["train.model.seq_length"] == "override"
     assert sources.texts["experiment.envs.CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert sources.place("experiment.runner.unheard.of") == "conf/train.yaml:9"
+    assert sources.location("experiment.runner.unheard.of") == "conf/train.yaml:9"
 
 
 def test_source_locations_in_groups_and_packages(workspace: Workspace) -> None:
@@ -224,10 +226,10 @@ def test_source_locations_in_groups_and_packages(workspace: Workspace) -> None:
         "  - train: tiny\n  - _self_\nboth: 2\n",
     )
     sources = trace_sources(workspace.conf / "train.yaml", [])
-    assert sources.places["shared"] == "conf/base.yaml:1"
-    assert sources.places["both"] == "conf/train.yaml:7"
-    assert sources.places["elsewhere.here.global"] == "conf/host/big.yaml:2"
-    assert sources.places["train.part.deep"] == "conf/train/part/x.yaml:1"
+    assert sources.locations["shared"] == "conf/base.yaml:1"
+    assert sources.locations["both"] == "conf/train.yaml:7"
+    assert sources.locations["elsewhere.here.global"] == "conf/host/big.yaml:2"
+    assert sources.locations["train.part.deep"] == "conf/train/part/x.yaml:1"
 
 
 @pytest.mark.parametrize(

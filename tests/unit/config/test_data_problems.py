@@ -11,17 +11,17 @@ PROBLEMS: Problems = {
     "documents-and-a-window": (
         {"reset_attention_mask": True, "attention_backend": "local", "window_size": [4, 0]},
         "window_size",
-        "[4, 0] with reset_attention_mask: megatron.core's own attention makes",
+        "reset_attention_mask and attention_backend: local, whose window",
     ),
     "documents-by-cudnn": (
         {"reset_attention_mask": True, "attention_backend": "fused"},
         "attention_backend",
-        "fused: cuDNN's kernel takes no documents",
+        "fused is not supported with reset_attention_mask: the cuDNN kernel cannot separate",
     ),
     "validations": (
         {"multiple_validation_sets": True},
         "multiple_validation_sets",
-        "true needs valid_data_path, which names the sets",
+        "valid_data_path with one prefix per validation set",
     ),
     "weights-of-validations": (
         {
@@ -31,46 +31,54 @@ PROBLEMS: Problems = {
             "valid_data_path": "0.3 a 0.7 b",
         },
         "valid_data_path",
-        "a blend's weights with multiple_validation_sets",
+        "multiple_validation_sets, because each set is evaluated",
     ),
     "conversations-as-text": (
         {"data_path": "a.jsonl", "mock_data": False},
         "data_path",
-        "a.jsonl: sft: true trains on conversations; text of JSON lines is made",
+        "a.jsonl: to train on its conversations set sft: true; to train on its text",
     ),
     **{
         f"conversations-{name}": ({**CHAT_DATA, **values}, key, message)
         for name, (values, key, message) in {
-            "of-an-index": ({"data_path": "a/b"}, "data_path", "a/b: with sft expected files of"),
+            "of-an-index": (
+                {"data_path": "a/b"},
+                "data_path",
+                "sft requires conversation files (.jsonl, .ndjson, .json), found a/b",
+            ),
             "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
             "without-template": (
                 {"tokenizer_type": "NullTokenizer"},
                 "tokenizer_type",
-                "NullTokenizer with sft: it has no chat template; take HuggingFaceTokenizer",
+                "NullTokenizer is not supported with sft: it has no chat template; use Hugging",
             ),
             "template": (
                 {"chat_template": "chatlm"},
                 "chat_template",
                 "expected chatml or llama3 or a .jinja file, found 'chatlm'",
             ),
-            "by-cudnn": ({"attention_backend": "fused"}, "attention_backend", "takes no documents"),
+            "by-cudnn": (
+                {"attention_backend": "fused"},
+                "attention_backend",
+                "cannot separate conversations",
+            ),
             "of-bert": ({"family": "bert"}, "sft", "answers are not predicted token by token"),
         }.items()
     },
     "prompts-without-evaluation": (
         {"eval_prompts": "/x", "eval_iters": 0, "eval_prompt_tokens": 4},
         "eval_prompts",
-        "prompts are answered at evaluations, which eval_iters: 0 switches off",
+        "requires evaluations, which eval_iters: 0 disables",
     ),
     "prompts-in-parts": (
         {"eval_prompts": "/x", "context_parallel_size": 2, "eval_prompt_tokens": 4},
         "eval_prompts",
-        "prompts are not answered with context parallelism or unlike devices",
+        "is not supported with context_parallel_size above 1 or enable_hetero",
     ),
     "prompts-without-room": (
         {"eval_prompts": "/x"},
         "eval_prompt_tokens",
-        "leaves no room in seq_length 32",
+        "less than seq_length 32, found 32",
     ),
     "no-length": ({"train_iters": None}, "train_iters", "found neither"),
     "two-lengths": ({"train_samples": 4}, "train_samples", "found both"),
@@ -80,38 +88,42 @@ PROBLEMS: Problems = {
             "warm-up-twice": (
                 {"lr_warmup_iters": 8, "lr_warmup_samples": 4},
                 "lr_warmup_iters",
-                "8 beside lr_warmup_samples 4: give the length in steps or in samples",
+                "cannot be combined with lr_warmup_samples; leave one out",
             ),
             "decay-twice": (
                 {"lr_decay_iters": 8, "lr_decay_samples": 4},
                 "lr_decay_iters",
-                "8 beside lr_decay_samples 4",
+                "lr_decay_samples; leave one",
             ),
             "last-phase-twice": (
                 {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_wsd_decay_samples": 4},
                 "lr_wsd_decay_iters",
-                "8 beside lr_wsd_decay_samples 4",
+                "lr_wsd_decay_samples; leave one",
             ),
             "last-phase": (
                 {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11},
                 "lr_wsd_decay_iters",
-                "11 steps exceed 10 of the decay: the rate would jump below lr",
+                "final phase of 11 steps does not fit in the decay of 10 steps",
             ),
             "last-phase-in-samples": (
                 {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 44, "global_batch_size": 4},
                 "lr_wsd_decay_samples",
-                "11 steps exceed 10 of the decay",
+                "11 steps does not fit in the decay of 10",
             ),
             "last-phase-and-warm-up": (
                 {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_fraction": 0.2},
                 "lr_wsd_decay_iters",
-                "9 steps exceed 10 of the decay less 2 of warm-up",
+                "9 steps does not fit in the decay of 10 steps after a warm-up of 2",
             ),
-            "no-last-phase": ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters", "WSD needs it"),
+            "no-last-phase": (
+                {"lr_decay_style": "WSD"},
+                "lr_wsd_decay_iters",
+                "is required by lr_decay_style: WSD",
+            ),
             "weight-decay": (
                 {"weight_decay_incr_style": "linear"},
                 "weight_decay_incr_style",
-                "linear leads from start_weight_decay to end_weight_decay: give one or both",
+                "linear requires start_weight_decay or end_weight_decay",
             ),
         }.items()
     },
@@ -122,7 +134,7 @@ PROBLEMS: Problems = {
     "blend-two-weights": (
         {"mock_data": None, "data_path": ["1", "2", "a"]},
         "data_path",
-        "two weights in a row before '2'",
+        "prefix after the weight 1, found '2'",
     ),
     "blend-some-weights": (
         {"mock_data": None, "data_path": ["0.3", "a", "b"]},
@@ -132,17 +144,17 @@ PROBLEMS: Problems = {
     "blend-at-end": (
         {"mock_data": None, "train_data_path": ["b"], "valid_data_path": ["a", "0.5"]},
         "valid_data_path",
-        "0.5 at the end",
+        "after the weight 0.5, found the end",
     ),
     "blend-negative": (
         {"mock_data": None, "data_path": ["-0.5", "a", "1", "b"]},
         "data_path",
-        "-0.5 is not a pos",
+        "positive weight, found -0.5",
     ),
     "blend-zero": (
         {"mock_data": None, "train_data_path": ["0", "a"]},
         "train_data_path",
-        "weight 0 is not",
+        "a positive weight, found 0",
     ),
     **{
         f"phases-{name}": (
@@ -152,26 +164,41 @@ PROBLEMS: Problems = {
         )
         for name, (phases, more, key, message) in {
             "none": (["100 a"], {}, "data_phases", "expected {samples: 100000"),
-            "back": (["samples=9 a", "tokens=9 a"], {}, "data_phases", "found [9, 1] samples"),
-            "weights": (["samples=9 0.3 a b"], {}, "data_phases", "b has no weight"),
-            "bare": (["samples=9 a b"], {}, "data_phases", "such as a: expected a weight for each"),
+            "back": (
+                ["samples=9 a", "tokens=9 a"],
+                {},
+                "data_phases",
+                "found first samples [9, 1]",
+            ),
+            "weights": (
+                ["samples=9 0.3 a b"],
+                {},
+                "data_phases",
+                "for all data sets or for none; b has none",
+            ),
+            "bare": (
+                ["samples=9 a b"],
+                {},
+                "data_phases",
+                "expected a weight for each data set; a has none",
+            ),
             "shuffled": (
                 ["samples=9 a"],
                 {"dataloader_type": "cyclic"},
                 "dataloader_type",
-                "cyclic shuffles all samples",
+                "cyclic is not supported with data_phases: it shuffles samples",
             ),
             "alone": (
                 ["samples=9 a"],
                 {"mock_data": True, "data_path": None},
                 "data_phases",
-                "needs data_path or train_data_path",
+                "requires data_path or train_data_path",
             ),
             "talks": (
                 ["samples=9 a.jsonl"],
                 {"sft": True, "data_path": ["a.jsonl"]},
                 "data_phases",
-                "is for text",
+                "is not supported with sft: conversations are reshuffled",
             ),
         }.items()
     },
@@ -185,17 +212,21 @@ PROBLEMS: Problems = {
             "nothing": ({"external_data": None}, "external_data", "is required by"),
             "form": ({"external_data": "a b:f"}, "external_data", "found 'a b:f'"),
             "no-function": ({"external_data": "a.py"}, "external_data", "file.py:function, found"),
-            "data-too": ({"data_path": ["a"]}, "data_path", "the data is external_data's"),
-            "mock-too": ({"mock_data": True}, "mock_data", "the data is external_data's"),
+            "data-too": ({"data_path": ["a"]}, "data_path", "external_data; leave one out"),
+            "mock-too": ({"mock_data": True}, "mock_data", "external_data; leave one out"),
             "phases": (
                 {"data_phases": ["samples=9 1 a"]},
                 "data_phases",
-                "needs data_path",
+                "requires data_path or train_data_path",
             ),
         }.items()
     },
-    "blend-empty": ({"mock_data": None, "data_path": []}, "data_path", "is empty"),
-    "mock-and-data": ({"data_path": ["a"]}, "mock_data", "makes data up, but data_path is set"),
+    "blend-empty": (
+        {"mock_data": None, "data_path": []},
+        "data_path",
+        "data set, found an empty list",
+    ),
+    "mock-and-data": ({"data_path": ["a"]}, "mock_data", "cannot be combined with data_path"),
 }
 
 

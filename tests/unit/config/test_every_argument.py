@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.arguments import canonical, train_arguments
+from support.arguments import resolve_argument, train_arguments
 
-from flagscale.config.arguments.check import check_values
-from flagscale.config.arguments.compat.substitutions import note_substitutions
-from flagscale.config.arguments.compat.unsupported import (
+from flagscale.config.arguments.check import check_values, note_substitutions
+from flagscale.config.arguments.compat.names import (
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
     unsupported_family,
@@ -38,7 +37,7 @@ from flagscale.config.arguments.compat.unused import (
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.registry import aliases, arguments, registry
 from flagscale.config.checks import check_arguments, experiment_notes
-from flagscale.config.documented import documented
+from flagscale.config.documented import documented_fields
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
 
@@ -71,8 +70,6 @@ CHECK_MODULES = (
     "check",
     "precision",
     "unused",
-    "substitutions",
-    "mesh_rules",
     "checks",
     "placement",
     "meshes",
@@ -85,8 +82,7 @@ CHECK_MODULES = (
     "data",
     "explain",
     "reference",
-    "attention",
-    "moe",
+    "layers",
     "tokenizers",
 )
 """Modules of this project whose reads only produce messages or serve other modules."""
@@ -99,10 +95,10 @@ INDIRECTLY_READ = {
     "num_layers_per_virtual_pipeline_stage": "read by parallel_layout.virtual_chunks",
     "moe_enable_deepep": "chooses the flexible dispatcher's backend as the configuration is made",
     "allow_fallbacks": "read by the checks themselves",
-    "save_interval": "read by schedule.save_interval_at",
-    "rampup_save_interval": "read by schedule.save_interval_at",
+    "save_interval": "read by optimizer.save_interval_at",
+    "rampup_save_interval": "read by optimizer.save_interval_at",
     "exit_on_missing_checkpoint": "read by resuming.needs_checkpoint",
-    "end_weight_decay": "read by schedule.weight_decays",
+    "end_weight_decay": "read by optimizer.weight_decays",
     "train_data_path": "read as one of three",
     "valid_data_path": "read as one of three",
     "hetero_mode": "chooses between meshes and replicas (uses_microbatch_split)",
@@ -223,7 +219,7 @@ def test_every_alias_sets_an_argument_or_is_reported() -> None:
         values = (
             [True, False] if registry()[name].kind == "bool" else [_other_value(registry()[name])]
         )
-        results = [canonical(name, value) for value in values]
+        results = [resolve_argument(name, value) for value in values]
         effects = [result for result in results if result is not None]
         changed = any(value != arguments()[target].default for target, value in effects)
         if not changed and not any(
@@ -237,7 +233,7 @@ def test_tables_have_no_stale_names() -> None:
     unused = {name for names, _ in UNUSED_ARGUMENTS.values() for name in names} | set(
         REFUSED_ARGUMENTS
     )
-    unused |= {name for need in REQUIREMENTS for name in (need.master, *need.names.split())}
+    unused |= {name for need in REQUIREMENTS for name in (need.required, *need.names.split())}
     assert unused - set(arguments()) == set()
     assert [name for name in UNSUPPORTED if name in registry()] == []
     pairs = [(name, value) for name, value in UNSUPPORTED_VALUES if name in arguments()]
@@ -270,7 +266,7 @@ def test_no_key_outside_train_is_silently_ignored() -> None:
     ignored = {
         key
         for kind in kinds.values()
-        for key, item in documented(kind).items()
+        for key, item in documented_fields(kind).items()
         if item.name not in read
     }
     assert ignored == set(UNREAD_KEYS)
@@ -294,35 +290,35 @@ EXTERNAL_NAMES = {
     "multiple_instance": (None, None),
     "rl_use_sequence_packing": ("reinforcement learning", "refused"),
     "inference_max_requests": ("inference", "refused"),
-    "retriever_score_scaling": ("T5 and retrieval", "refused"),
-    "bert_no_binary_head": ("BERT's second head", "noted"),
-    "bert_binary_head": ("T5 and retrieval", "refused"),
+    "retriever_score_scaling": ("T5 and retrieval models", "refused"),
+    "bert_no_binary_head": ("next-sentence prediction of BERT", "noted"),
+    "bert_binary_head": ("T5 and retrieval models", "refused"),
     "dino_teacher_temp": ("models of images", "refused"),
-    "lora_a2a_experimental": ("fine-tuning by adapters", "refused"),
+    "lora_a2a_experimental": ("fine-tuning with adapters", "refused"),
     "ckpt_convert_save": ("conversion of checkpoints", "refused"),
     "freeze_LM": ("models of images", "refused"),
     "dataloader_save": ("models of images", "refused"),
-    "action_token_key": ("robots' models", "refused"),
-    "rwkv_head_size": ("mixers of other kinds", "refused"),
-    "logits_load_kd_loss_alpha": ("distillation", "refused"),
-    "mup_width_mult": ("maximal update parametrisation", "refused"),
-    "mtp_detach_heads": ("multi-token prediction of other kinds", "refused"),
-    "yarn_beta_fast": ("yarn by other names", "refused"),
-    "gtp_remat_nccl_ub": ("weights in shards", "refused"),
-    "moe_paged_stash_page_size": ("activations in pages", "refused"),
-    "fault_injector_seed": ("faults on purpose", "refused"),
+    "action_token_key": ("robotics", "refused"),
+    "rwkv_head_size": ("other sequence mixers", "refused"),
+    "logits_load_kd_loss_alpha": ("knowledge distillation", "refused"),
+    "mup_width_mult": ("maximal update parametrization", "refused"),
+    "mtp_detach_heads": ("variants of multi-token prediction", "refused"),
+    "yarn_beta_fast": ("YaRN by other names", "refused"),
+    "gtp_remat_nccl_ub": ("sharded weights", "refused"),
+    "moe_paged_stash_page_size": ("memory of activations", "refused"),
+    "fault_injector_seed": ("fault injection", "refused"),
     "moe_fb_overlap": ("the DualPipeV schedule", "noted"),
-    "flight_recorder_dump_path": ("variables of NCCL's flight recorder", "noted"),
+    "flight_recorder_dump_path": ("NCCL flight recorder", "noted"),
     "moe_single_grouped_bias": ("kernels of Transformer Engine", "noted"),
-    "activation_offload_fraction": ("offloading in detail", "noted"),
-    "lion_beta1": ("optimizers of other kinds", "noted"),
-    "otel_enabled": ("other programs' records", "noted"),
-    "moe_routing_trace_path": ("figures and traces", "noted"),
-    "async_strategy": ("how Megatron-LM's own loop saves memory and time", "noted"),
+    "activation_offload_fraction": ("details of offloading", "noted"),
+    "lion_beta1": ("other optimizers", "noted"),
+    "otel_enabled": ("external telemetry", "noted"),
+    "moe_routing_trace_path": ("metrics, traces and checks", "noted"),
+    "async_strategy": ("internals of Megatron-LM's training loop", "noted"),
     "torch_fsdp2_no_reshard_after_forward": ("fully sharded data parallelism", "refused"),
-    "inprocess_hard_timeout": ("restarts inside a process", "refused"),
-    "no_one_logger": ("other programs' records", "noted"),
-    "log_straggler": ("figures and traces", "noted"),
+    "inprocess_hard_timeout": ("in-process restarts", "refused"),
+    "no_one_logger": ("external telemetry", "noted"),
+    "log_straggler": ("metrics, traces and checks", "noted"),
 }
 
 

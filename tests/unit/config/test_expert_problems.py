@@ -39,90 +39,94 @@ def test_valid_moe_arguments_are_accepted(values: dict[str, Any]) -> None:
 
 
 PROBLEMS: Problems = {
-    "more-than-there-are": ({"moe_router_topk": 9}, "moe_router_topk", "9 of 4 experts (num_moe"),
+    "more-than-there-are": (
+        {"moe_router_topk": 9},
+        "moe_router_topk",
+        "9 exceeds num_moe_experts 4",
+    ),
     "one-of-none": (
         {"num_experts": None, "moe_router_topk": 1},
         "moe_router_topk",
-        "1 needs moe_router_pre_softmax: true; without num_moe_experts leave it out",
+        "1 requires moe_router_pre_softmax: true; without num_moe_experts",
     ),
     "bias-of-softmax": (
         {"moe_router_enable_expert_bias": True},
         "moe_router_enable_expert_bias",
-        "true needs moe_router_score_function: sigmoid, found softmax",
+        "requires moe_router_score_function: sigmoid, found softmax",
     ),
     "latent": ({"moe_latent_size": 16}, "moe_latent_size", "16 is not supported by this trainer"),
-    "groups-alone": ({_GROUPS: 2}, _GROUPS, f"2 needs {_CHOSEN}: how many of them"),
-    "chosen-alone": ({_CHOSEN: 2}, _CHOSEN, f"2 needs {_GROUPS}: how many groups there are"),
+    "groups-alone": ({_GROUPS: 2}, _GROUPS, f"requires {_CHOSEN}, the number of groups"),
+    "chosen-alone": ({_CHOSEN: 2}, _CHOSEN, f"requires {_GROUPS}, the number of groups"),
     "groups-of-none": (
         {"num_experts": None, _GROUPS: 2, _CHOSEN: 1},
         _CHOSEN,
-        "1 needs num_moe_experts; leave it out",
+        "requires num_moe_experts; leave it out",
     ),
     "unlike-groups": ({_GROUPS: 3, _CHOSEN: 1}, _GROUPS, "3 does not divide num_moe_experts 4"),
-    "too-many-groups": ({_GROUPS: 2, _CHOSEN: 3}, _CHOSEN, f"3 of 2 groups ({_GROUPS})"),
+    "too-many-groups": ({_GROUPS: 2, _CHOSEN: 3}, _CHOSEN, f"3 exceeds {_GROUPS} 2"),
     "groups-for-nobody": (
         {_GROUPS: 4, _CHOSEN: 3},
         _CHOSEN,
-        "3 groups for 2 experts of a token (moe_router_topk)",
+        "3 exceeds moe_router_topk 2",
     ),
     "groups-too-small": (
         {_GROUPS: 2, _CHOSEN: 1, "moe_router_topk": 3},
         "moe_router_topk",
-        f"3, but 1 of 2 groups ({_CHOSEN}) have 2 experts",
+        f"3 exceeds the 2 experts in 1 of 2 groups ({_CHOSEN})",
     ),
     "one-coefficient-of-two": (
         {_BALANCING: _TWO_LOSSES, _COEFFICIENT: [0.1]},
         _COEFFICIENT,
-        f"[0.1]: expected a number for each of {_BALANCING} {_TWO_LOSSES}",
+        f"expected one coefficient per entry of {_BALANCING} {_TWO_LOSSES}, found [0.1]",
     ),
-    "no-list": ({_BALANCING: _TWO_LOSSES}, _COEFFICIENT, "0.0: expected a number for each of"),
+    "no-list": ({_BALANCING: _TWO_LOSSES}, _COEFFICIENT, "aux_loss', 'seq_aux_loss'], found 0.0"),
     "two-coefficients-of-one": (
         {_COEFFICIENT: [0.1, 0.2]},
         _COEFFICIENT,
-        "[0.1, 0.2]: expected a number for each of",
+        "moe_router_load_balancing_type 'aux_loss', found [0.1, 0.2]",
     ),
     "twice": (
         {_BALANCING: ["aux_loss", "aux_loss"], _COEFFICIENT: [0.1, 0.1]},
         _BALANCING,
-        "each can be named once",
+        "expected distinct entries,",
     ),
     "sinkhorn-and-others": (
         {_BALANCING: ["sinkhorn", "aux_loss"], _COEFFICIENT: [0.0, 0.1]},
         _BALANCING,
-        "sinkhorn is no loss that others can be added to",
+        "sinkhorn is not a loss and cannot be combined with others",
     ),
     "sinkhorn-as-a-loss": (
         {_BALANCING: "sinkhorn", _COEFFICIENT: 0.1},
         _COEFFICIENT,
-        f"0.1 with {_BALANCING} sinkhorn, which is no loss; leave it out",
+        f"is not supported with {_BALANCING}: sinkhorn, which has no loss; leave it out",
     ),
     "sinkhorn-that-drops": (
         {_BALANCING: "sinkhorn", _CAPACITY: 1.0},
         _CAPACITY,
-        f"1.0 with {_BALANCING} sinkhorn: no token is dropped there",
+        f"is not supported with {_BALANCING}: sinkhorn, which drops no tokens",
     ),
     **{
-        f"capacity-{factor}": ({_CAPACITY: factor}, _CAPACITY, "expected more than 0, how many")
+        f"capacity-{factor}": ({_CAPACITY: factor}, _CAPACITY, "must be greater than 0")
         for factor in (-2.0, 0)
     },
-    "padded-to-nothing": ({_PADDED: True}, _PADDED, f"true needs {_CAPACITY}: how much"),
+    "padded-to-nothing": ({_PADDED: True}, _PADDED, f"requires {_CAPACITY}, the capacity"),
     "padded-by-flex": (
         {
             **{_CAPACITY: 1.0, _PADDED: True, "moe_token_dispatcher_type": "flex"},
             "expert_model_parallel_size": 2,
         },
         _PADDED,
-        "true with moe_token_dispatcher_type flex, which does not pad; take alltoall",
+        "not supported by moe_token_dispatcher_type: flex; use alltoall",
     ),
     "shared-gathered": (
         _SHARED,
         "moe_shared_expert_overlap",
-        "true needs moe_token_dispatcher_type: alltoall, found allgather",
+        "requires moe_token_dispatcher_type: alltoall, found allgather",
     ),
     "deepep": (
         {"moe_enable_deepep": True},
         "moe_enable_deepep",
-        "true needs moe_token_dispatcher_type: flex, found allgather",
+        "requires moe_token_dispatcher_type: flex, found allgather",
     ),
     "two-backends": (
         {
@@ -130,22 +134,22 @@ PROBLEMS: Problems = {
             **{"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2},
         },
         "moe_enable_deepep",
-        "true with moe_flex_dispatcher_backend hybridep; leave one out",
+        "combined with moe_flex_dispatcher_backend: hybridep; leave one out",
     ),
     "lengths": (
         {"variable_seq_lengths": True},
         "variable_seq_lengths",
-        "true needs moe_token_dispatcher_type: alltoall, found allgather",
+        "requires moe_token_dispatcher_type: alltoall, found allgather",
     ),
     "width-of-none": (
         {"num_experts": None, "moe_ffn_hidden_size": 32},
         "moe_ffn_hidden_size",
-        "32 needs num_moe_experts; leave it out",
+        "requires num_moe_experts; leave it out",
     ),
     "biases": (
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         "add_bias_linear",
-        "true: experts that 2 tensor-parallel ranks share have no biases: set disable_bias_linear",
+        "2 tensor-parallel ranks; set disable_bias_linear: true, or expert_tensor_parallel_size",
     ),
 }
 

@@ -62,8 +62,8 @@ def test_arguments_of_families_exist() -> None:
         pytest.param(
             {"family": "bert", "eod_mask_loss": True},
             [
-                "eod_mask_loss: true: with family bert the end of a document is never masked, and "
-                "so never in the loss; leave it out"
+                "eod_mask_loss: true: with family bert the end of a document is never masked, so "
+                "it is never part of the loss; leave it out"
             ],
             id="other-data",
         ),
@@ -85,16 +85,18 @@ def test_unsupported_arguments_of_family_are_rejected(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        pytest.param({"mask_prob": 0.3}, [(["mask_prob"], "needs family: bert")], id="masked-gpt"),
+        pytest.param(
+            {"mask_prob": 0.3}, [(["mask_prob"], "requires family: bert")], id="masked-gpt"
+        ),
         pytest.param({"mask_prob": 0.3, "family": "bert"}, [], id="masked-bert"),
         pytest.param(
             {"reset_position_ids": True, "family": "bert"},
-            [(["reset_position_ids"], "needs family: gpt")],
+            [(["reset_position_ids"], "requires family: gpt")],
             id="of-gpt",
         ),
         pytest.param(
             {"mask_prob": 0.3, "family": "no such"},
-            [(["mask_prob"], "needs family: bert")],
+            [(["mask_prob"], "requires family: bert")],
             id="unknown",
         ),
     ],
@@ -118,7 +120,9 @@ class DataParallelFamily(ModelFamily):
         pytest.param({"tensor_model_parallel_size": 1, "enable_hetero": False}, [], id="off"),
         *(
             pytest.param(
-                {name: value}, [f"{text} with family other: {reason}; leave it out"], id=name
+                {name: value},
+                [f"{text} is not supported by family: other: {reason}; leave it out"],
+                id=name,
             )
             for (name, reason), (value, text) in zip(
                 FAMILY_LAYOUTS.items(),

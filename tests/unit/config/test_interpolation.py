@@ -8,11 +8,11 @@ import pytest
 
 from flagscale.config.checks import experiment_notes
 from flagscale.config.interpolation import (
-    reference,
-    references,
+    host_reference,
+    host_references,
+    remove_references,
     restore_references,
     split_references,
-    without_references,
 )
 from flagscale.errors import ConfigError
 from flagscale.hosts.probe import fill_references
@@ -20,13 +20,13 @@ from flagscale.hosts.probe import fill_references
 if TYPE_CHECKING:
     from conftest import Workspace
 
-PATH = reference("PATH")
+PATH = host_reference("PATH")
 
 WRITTEN = {
     "extended": ("/opt/x/bin:${host:PATH}", f"/opt/x/bin:{PATH}"),
     "alone": ("${host:PATH}", PATH),
-    "several": ("${host:A}${host:B} ${host:A}", "".join(map(reference, "AB")) + " \0host:A\0"),
-    "another": ("${host:LD_LIBRARY_PATH}", reference("LD_LIBRARY_PATH")),
+    "several": ("${host:A}${host:B} ${host:A}", "".join(map(host_reference, "AB")) + " \0host:A\0"),
+    "another": ("${host:LD_LIBRARY_PATH}", host_reference("LD_LIBRARY_PATH")),
     "hostile": (
         '"a b\'c\\"$(id) `id`\\n,;é ${host:PATH} \\\\ $HOME"',
         f"a b'c\"$(id) `id`\n,;é {PATH} \\ $HOME",
@@ -74,12 +74,12 @@ def test_invalid_reference_is_rejected(workspace: Workspace, written: str, messa
 HINTS = {
     "elsewhere": (
         "exp_name: ${host:PATH}",
-        "under experiment.envs alone; ${oc.env:NAME} is this machine's",
+        "is supported only under experiment.envs; ${oc.env:NAME} is a variable of this machine",
     ),
     "elsewhere-unknown": ("exp_name: ${HOME}", "write ${oc.env:HOME} for this machine's variable"),
     "unset": (
         "exp_name: ${oc.env:NO_SUCH_VARIABLE}",
-        "this machine has no variable NO_SUCH_VARIABLE: set it, or say what holds without it, "
+        "this machine has no variable NO_SUCH_VARIABLE: set it, or write a default, "
         "${oc.env:NO_SUCH_VARIABLE,…}",
     ),
     "a-key": ("exp_name: ${train.model.none}", "'train.model.none' not found"),
@@ -106,7 +106,7 @@ HINTS = {
     ),
     "begun": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME'}",
-        r"${ begins an interpolation: what is not meant as one is written \${",
+        r"${ begins an interpolation; for the literal text write \${",
     ),
 }
 
@@ -151,16 +151,14 @@ def test_user_defined_key_can_be_referenced(
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", f"num_layers: {reference}")
     experiment = workspace.load()
     assert experiment.train["num_layers"] == value
-    assert not experiment.idle
+    assert not experiment.unreferenced_keys
 
 
 def test_unreferenced_user_key_is_noted(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "  exp_name: demo\n", "  exp_name: demo\n  seed: 4\n")
     experiment = workspace.load()
-    assert experiment.idle == ("experiment.seed",)
-    assert (
-        "no key takes its value from it by ${experiment.seed}" in experiment_notes(experiment, 1)[0]
-    )
+    assert experiment.unreferenced_keys == ("experiment.seed",)
+    assert "no key refers to it as ${experiment.seed}" in experiment_notes(experiment, 1)[0]
     with pytest.raises(ConfigError, match=r"override: experiment\.steps: unknown key"):
         workspace.load("+experiment.steps=4")
 
@@ -188,6 +186,6 @@ def test_unset_variable_is_empty(name: str, value: str, expected: str, expected_
 
 
 def test_references_are_restored_to_yaml_syntax() -> None:
-    value = f"a ${{host:X}}{reference('X')}"
+    value = f"a ${{host:X}}{host_reference('X')}"
     assert restore_references({"k": [value, 1, None]}) == {"k": [r"a \${host:X}${host:X}", 1, None]}
-    assert (references(value), without_references(value)) == (["X"], "a ${host:X}")
+    assert (host_references(value), remove_references(value)) == (["X"], "a ${host:X}")

@@ -14,7 +14,11 @@ PROBLEMS: Problems = {
         "num_query_groups",
         "2 is not divisible by tensor_model_parallel_size 4",
     ),
-    "groups-heads": ({"num_query_groups": 3}, "num_query_groups", "3 does not divide 8 heads"),
+    "groups-heads": (
+        {"num_query_groups": 3},
+        "num_query_groups",
+        "3 does not divide num_attention_heads 8",
+    ),
     "hidden": ({"hidden_size": 63}, "hidden_size", "num_attention_heads 8"),
     "ffn": (
         {"ffn_hidden_size": 90, "tensor_model_parallel_size": 4},
@@ -24,7 +28,7 @@ PROBLEMS: Problems = {
     "layers": (
         {"pipeline_model_parallel_size": 3},
         "num_layers",
-        "8 layers do not divide into 3 pipeline stages",
+        "8 layers are not divisible by 3 pipeline stages",
     ),
     "layers-of-the-ends": (
         {
@@ -33,12 +37,12 @@ PROBLEMS: Problems = {
             "num_layers_in_last_pipeline_stage": 4,
         },
         "num_layers",
-        "7 of 8 layers are given to 2 of 2 stages",
+        "7 layers are assigned to 2 of 2 stages, but num_layers is 8",
     ),
     "layers-of-the-first": (
         {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 9},
         "num_layers",
-        "9 of 8 layers are given to 1 of 3 stages",
+        "9 layers are assigned to 1 of 3 stages, but num_layers is 8",
     ),
     "layers-vpp": (
         {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3},
@@ -48,12 +52,12 @@ PROBLEMS: Problems = {
     "layers-per-stage": (
         {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
         "num_layers_per_virtual_pipeline_stage",
-        "do not divide into 3 x",
+        "is not divisible by 3 x pipeline_model_parallel_size",
     ),
     "vpp-without-pp": (
         {"num_virtual_stages_per_pipeline_rank": 2},
         "pipeline_model_parallel_size",
-        "need a pipeline of at least 2",
+        "2 with 2 virtual stages, found",
     ),
     "vpp-p2p": (
         {
@@ -81,7 +85,7 @@ PROBLEMS: Problems = {
     "cp-local": (
         {"context_parallel_size": 2, "attention_backend": "local"},
         "context_parallel_size",
-        "cannot split a sequence over ranks; take auto",
+        "supported with attention_backend: local; use auto",
     ),
     "cp-length": (
         {"context_parallel_size": 2, "seq_length": 30},
@@ -96,12 +100,12 @@ PROBLEMS: Problems = {
             "seq_length": 36,
         },
         "seq_length",
-        "36 is not divisible by 2 x context_parallel_size 2 x tensor 2",
+        "36 is not divisible by 2 x context_parallel_size 2 x tensor_model_parallel_size",
     ),
     "cp-ring": (
         {"context_parallel_size": 2, "cp_comm_type": "p2p"},
         "cp_comm_type",
-        "p2p: keys and values are gathered here",
+        "expected all_gather, found p2p; leave it out",
     ),
     **{
         f"layout-{name}": ({"pipeline_model_parallel_size": 2, **values}, key, message)
@@ -109,17 +113,17 @@ PROBLEMS: Problems = {
             "letters": (
                 {"pipeline_model_parallel_layout": "another"},
                 "pipeline_model_parallel_layout",
-                "another: expected E (the embedding) first, t (a layer)",
+                "such as Et*3|t*4|t*3L; found another",
             ),
             "stages": (
                 {"pipeline_model_parallel_layout": "Et*4|t*4|L"},
                 "pipeline_model_parallel_layout",
-                "Et*4|t*4|L has 3 stages, expected pipeline_model_parallel_size 2",
+                "pipeline_model_parallel_size 2, found 3 stages in Et*4|t*4|L",
             ),
             "layers": (
                 {"pipeline_model_parallel_layout": "Et*4|t*3L"},
                 "pipeline_model_parallel_layout",
-                "Et*4|t*3L has 7 t, but num_layers is 8",
+                "expected num_layers 8 t, found 7 in Et*4|t*3L",
             ),
             "and-ends": (
                 {
@@ -127,7 +131,7 @@ PROBLEMS: Problems = {
                     "num_layers_in_first_pipeline_stage": 4,
                 },
                 "num_layers_in_first_pipeline_stage",
-                "4 with pipeline_model_parallel_layout, which names the layers",
+                "be combined with pipeline_model_parallel_layout; leave one out",
             ),
             "ends-and-embedding": (
                 {
@@ -137,7 +141,7 @@ PROBLEMS: Problems = {
                     "num_layers": 6,
                 },
                 "account_for_embedding_in_pipeline_split",
-                "true with num_layers_in_first_pipeline_stage 4: leave one of them out",
+                "combined with num_layers_in_first_pipeline_stage; leave one out",
             ),
             "end-in-chunks": (
                 {
@@ -146,18 +150,22 @@ PROBLEMS: Problems = {
                     "num_layers": 7,
                 },
                 "num_layers_in_first_pipeline_stage",
-                "3 does not divide into 2 virtual stages",
+                "3 is not divisible by 2 virtual stages",
             ),
         }.items()
     },
     **{
         f"recompute-{name}": ({"recompute_granularity": "selective", **values}, key, message)
         for name, (values, key, message) in {
-            "moe": ({"recompute_modules": ["moe"]}, "recompute_modules", "moe needs num_moe_exp"),
+            "moe": (
+                {"recompute_modules": ["moe"]},
+                "recompute_modules",
+                "moe requires num_moe_experts",
+            ),
             "shared": (
                 {"recompute_modules": ["mlp", "shared_experts"]},
                 "recompute_modules",
-                "shared_experts needs moe_shared_expert_intermediate_size; leave it out",
+                "shared_experts requires moe_shared_expert_intermediate_size;",
             ),
             "shared-overlapping": (
                 {
@@ -168,12 +176,12 @@ PROBLEMS: Problems = {
                     "moe_shared_expert_overlap": True,
                 },
                 "recompute_modules",
-                "shared_experts with moe_shared_expert_overlap; leave one of them out",
+                "shared_experts cannot be combined with moe_shared_expert_overlap",
             ),
             "layers": (
                 {"recompute_num_layers": 2},
                 "recompute_num_layers",
-                "2 with recompute_granularity selective, which is of every layer",
+                "recompute_granularity: selective, which applies to every layer",
             ),
             "shared-out": (
                 {
@@ -182,14 +190,14 @@ PROBLEMS: Problems = {
                     "tensor_model_parallel_size": 2,
                 },
                 "distribute_saved_activations",
-                "true with sequence_parallel, which shares them out already",
+                "sequence_parallel, which already distributes activations; leave",
             ),
         }.items()
     },
     "overlap-at-the-ends": (
         {"overlap_p2p_comm_warmup_flush": True},
         "overlap_p2p_comm_warmup_flush",
-        "true needs overlap_p2p_comm, and batch_p2p_comm: false",
+        "overlap_p2p_comm: true and batch_p2p_comm: false; leave",
     ),
     "recompute-twice": (
         {
@@ -200,48 +208,64 @@ PROBLEMS: Problems = {
             "num_experts": 4,
         },
         "moe_layer_recompute",
-        "true with recompute_granularity full; leave it out",
+        "supported with recompute_granularity: full; leave it out",
     ),
-    "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
-    "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
+    "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "requires Transformer Engine"),
+    "router": ({"moe_router_fusion": True}, "moe_router_fusion", "requires Transformer Engine"),
     **{
         f"captured-{name}": ({**FULL_CUDA_GRAPH, name: value}, name, message)
         for name, value, message in (
-            ("cuda_graph_scope", ["attn"], "['attn']: only whole steps are captured here"),
-            ("tensor_model_parallel_size", 2, "2: ranks would communicate within a captured step"),
-            ("overlap_grad_reduce", True, "true: ranks would communicate within a captured step"),
-            ("fp16", True, "true cannot be captured (cuda_graph_impl): the loss scale"),
-            ("num_moe_experts", 4, "4 cannot be captured (cuda_graph_impl): how many tokens"),
+            (
+                "cuda_graph_scope",
+                ["attn"],
+                "full_iteration, the only supported scope; found ['attn']",
+            ),
+            (
+                "tensor_model_parallel_size",
+                2,
+                "2 is not supported with cuda_graph_impl: local: ranks",
+            ),
+            (
+                "overlap_grad_reduce",
+                True,
+                "local: ranks cannot communicate within a captured step",
+            ),
+            ("fp16", True, "cuda_graph_impl: local: the host updates the loss scale; use"),
+            ("num_moe_experts", 4, "4 is not supported with cuda_graph_impl: local: the host"),
             (
                 "recompute_granularity",
                 "selective",
-                "'selective' cannot be captured (cuda_graph_impl)",
+                "cuda_graph_impl: local: the state of its random number",
             ),
-            ("attention_dropout", 0.1, "0.1 cannot be captured (cuda_graph_impl): the state of"),
+            (
+                "attention_dropout",
+                0.1,
+                "0.1 is not supported with cuda_graph_impl: local: the state",
+            ),
         )
     },
     "instances": (
         {"num_distributed_optimizer_instances": 2},
         "num_distributed_optimizer_instances",
-        "2: the optimizer here is sharded over all data-parallel ranks",
+        "the optimizer is sharded over all data-parallel ranks; found 2",
     ),
     **{
         f"recompute-{name}": (
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", name]},
             "recompute_modules",
-            f"{name} needs",
+            f"{name} {'is not supported' if name == 'mla_up_proj' else 'requires'}",
         )
         for name in ("layernorm", "moe_act", "mla_up_proj")
     },
     "sgd": (
         {"optimizer": "sgd", "use_distributed_optimizer": True},
         "optimizer",
-        "megatron.core shards Adam alone",
+        "megatron.core shards only Adam",
     ),
     "bounded": (
         {**BOUNDED_ALL_REDUCE, "use_distributed_optimizer": True},
         "use_distributed_optimizer",
-        "true with comm: {tail: bounded}: it sums gradients by reduce_scatter, which is exact",
+        "reduce_scatter, which is not bounded; set it to false, or leave",
     ),
     "ep": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size", "num_moe_experts"),
     "experts": (
@@ -253,15 +277,15 @@ PROBLEMS: Problems = {
     "moe-pattern": (
         {"num_moe_experts": 4, "moe_layer_freq": "[0]+[1]*6"},
         "moe_layer_freq",
-        "7 items, but num_layers is 8",
+        "layer (num_layers 8), found 7",
     ),
-    "moe-never": ({"moe_layer_freq": 0}, "moe_layer_freq", "0: expected 1 for every layer"),
+    "moe-never": ({"moe_layer_freq": 0}, "moe_layer_freq", "has experts) or a list, found 0"),
     "grouped-bias": (
         {"num_moe_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": True},
         "moe_grouped_gemm",
-        "have no biases",
+        "requires disable_bias_linear:",
     ),
-    "grouped-dense": ({"moe_grouped_gemm": True}, "moe_grouped_gemm", "needs num_moe_experts"),
+    "grouped-dense": ({"moe_grouped_gemm": True}, "moe_grouped_gemm", "requires num_moe_experts"),
     "gather": ({"overlap_param_gather": True}, "overlap_param_gather", "use_distributed_opt"),
 }
 

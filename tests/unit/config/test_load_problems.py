@@ -34,20 +34,28 @@ EXPERIMENT_PROBLEMS = {
     "unknown-envs": ("  envs:\n", "  env: {}\n  envs:\n", "did you mean 'envs'"),
     "unknown-notify": ("nnodes: 1", "notfy: {command: c}", "did you mean 'notify'"),
     "unknown-top": ("action: run", "action: run\nexperimnt: 1", "did you mean 'experiment'"),
-    "tuning": ("action: run", "action: auto_tune", "'auto_tune' cannot be given: it would try"),
+    "tuning": (
+        "action: run",
+        "action: auto_tune",
+        "'auto_tune' is not supported: automatic tuning",
+    ),
     "bad-action": ("action: run", "action: rnu", "expected one of run, dryrun"),
     "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
     "program-of-flagscale": (
         "type: train",
         "entrypoint: ./flagscale/train/train_llava.py",
-        "train_gpt.py is the one program here: give the path of another's",
+        "train_gpt.py is this project's only program: give the path of another",
     ),
     "task-type": ("type: train", "type: eval", "expected one of train, command, found 'eval'"),
-    "serving": ("type: train", "type: serve", "`export_huggingface` writes one that vLLM serves"),
+    "serving": (
+        "type: train",
+        "type: serve",
+        "supported; `export_huggingface` writes a model for vLLM",
+    ),
     "robots": (
         "type: train",
         "backend: pi0",
-        "'pi0' cannot be given: it is FlagScale's trainer of",
+        "'pi0' is not supported: FlagScale's robotics trainer",
     ),
     "interval-for-ever": (
         "nnodes: 1",
@@ -84,11 +92,15 @@ EXPERIMENT_PROBLEMS = {
     "many-restarts": ("nnodes: 1", "max_restarts: 99999999999999999999", "from 0 to 1000000"),
     "nnodes-zero": ("nnodes: 1", "nnodes: 0", "from 1 to 1000000, found '0'"),
     "nnodes-text": ("nnodes: 1", "nnodes: two", "whole number"),
-    "nnodes-without-hosts": ("nnodes: 1", "nnodes: 4", "4 hosts, but no `hostfile` names them"),
+    "nnodes-without-hosts": (
+        "nnodes: 1",
+        "nnodes: 4",
+        "4 hosts, but no `hostfile` that lists them",
+    ),
     "job-of-its-own": (
         "nnodes: 1",
         "hostfile: hostfile\n    per_node_task: true",
-        "per_node_task: true: the hosts of a run do one job together",
+        "per_node_task: true: the hosts of a run execute one job together",
     ),
     "nproc": ("nproc_per_node: 2", "nproc_per_node: gpu", "expected a whole number"),
     "hostfile": ("nnodes: 1", "hostfile: no/hosts", "no file no/hosts"),
@@ -106,13 +118,13 @@ EXPERIMENT_PROBLEMS = {
     "leave-and-restart": (
         "nnodes: 1",
         "on_failure: leave\n    max_restarts: 1",
-        "`leave` lets the other hosts go on",
+        "`leave` lets the other hosts continue",
     ),
     "on-failure": ("nnodes: 1", "on_failure: panic", "expected one of stop, leave"),
     "one-port": (
         "nnodes: 1",
         "master_port: 5000\n    liveness_port: 5000",
-        "is `master_port`",
+        "equals `master_port`",
     ),
     "notify-nobody": ("nnodes: 1", "notify: {on: [failed]}", "expected a `command`, a `webhook`"),
     "notify-of-what": (
@@ -170,17 +182,17 @@ EXPERIMENT_PROBLEMS = {
     "long-variable": (
         "CUDA_VISIBLE_DEVICES: 0,1",
         f"X: {'x' * 131_070}",
-        "envs.X: is 131,072 bytes long; a program can get 131,071 at most",
+        "envs.X: is 131,072 bytes long; expected at most 131,071",
     ),
     "long-directory": (
         "exp_dir: ./outputs demo",
         f"exp_dir: a/{'x' * 256}/b",
-        "exp_dir: a name in it is 256 bytes long; file systems take 255 at most",
+        "exp_dir: a name in it is 256 bytes long; expected at most 255",
     ),
     "deep-directory": (
         "exp_dir: ./outputs demo",
         f"exp_dir: /{'x/' * 2000}",
-        "exp_dir: is 4,000 bytes long, which leaves no room",
+        "exp_dir: is 4,000 bytes long; expected at most 3,584",
     ),
     "no-program": ("type: train", "entrypoint: hostfile", "expected a Python program, *.py, found"),
     "host-variable": (
@@ -239,10 +251,15 @@ TRAIN_PROBLEMS = {
     "derived": ("bf16: true", "params_dtype: bf16", 4, "follows from `bf16`"),
     "map-in-list": ("num_layers: 4", "num_layers: 4\n  recompute_modules: [{a: 1}]", 7, "a list"),
     "map-in-blend": ("data_path: data/text", "data_path: [{a: 1}]", 16, "found [{'a': 1}]"),
-    "no-data": ("data_path: data/text", "data_path: data/other", 16, "there is"),
+    "no-data": ("data_path: data/text", "data_path: data/other", 16, "existing data sets:"),
     "data-suffix": ("data_path: data/text", "data_path: data/text.bin", 16, "without .bin"),
     "blend": ("data_path: data/text", "data_path: [0.3, data/text, 0.7, data/b]", 16, "data/b"),
-    "blend-weights": ("data_path: data/text", "data_path: [0.3, data/text, 0.7]", 16, "at the end"),
+    "blend-weights": (
+        "data_path: data/text",
+        "data_path: [0.3, data/text, 0.7]",
+        16,
+        "after the weight 0.7, found the end",
+    ),
     "no-tokenizer": ("data/tokenizer", "data/none", 18, "no file or directory"),
 }
 
@@ -274,7 +291,7 @@ def test_kernel_directory_is_rejected(workspace: Workspace, override: str, place
     with pytest.raises(ConfigError) as error:
         workspace.load(override)
     assert [p.key for p in error.value.problems] == [override.lstrip("+").partition("=")[0]]
-    assert f"lies in {place}, whose files are the kernel's" in str(error.value)
+    assert f"is in {place}, a pseudo file system of the kernel" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["save", "load", "tensorboard_dir"])
@@ -288,7 +305,7 @@ def test_boolean_or_empty_directory_is_rejected(
     (problem,) = error.value.problems
     text = value.strip("'")
     assert problem.key == f"train.system.checkpoint.{name}"
-    assert problem.message == f"expected a directory, found {text!r}; null leaves it out"
+    assert problem.message == f"expected a directory, found {text!r}; to disable it, use null"
     experiment = workspace.load(f"+train.system.checkpoint.{name}=./false")
     assert experiment.train.spelled[name].value.endswith("/false")
 

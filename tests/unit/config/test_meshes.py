@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.hetero.meshes import Mesh, Meshes
 from flagscale.config.arguments.layout import describe_ranks, pad_vocabulary
-from flagscale.config.arguments.spec.parser import parse_arguments
-from flagscale.config.arguments.spec.reading import mesh_words
+from flagscale.config.arguments.spec.command_line import parse_arguments
+from flagscale.config.arguments.spec.train_arguments import mesh_words
 from flagscale.errors import ConfigError
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
@@ -28,82 +28,86 @@ def derive_meshes(argv: str, world: int) -> Meshes:
 
 
 REFUSED = {
-    "not-asked-for": ("--hetero-process-meshes 1 1 1 1 1", 4, "needs enable_hetero: true"),
-    "split-not-asked-for": ("--hetero-pipeline-layer-split 4", 4, "needs enable_hetero: true"),
-    "no-meshes": ("--enable-hetero", 4, "needs hetero_process_meshes"),
-    "not-five": (f"{MESHES} 2 1 1 1", 4, "4 numbers are not five"),
-    "no-number": (f"{MESHES} 2 1 1 1 x", 4, "'x' is no whole number"),
+    "not-asked-for": ("--hetero-process-meshes 1 1 1 1 1", 4, "requires enable_hetero: true"),
+    "split-not-asked-for": ("--hetero-pipeline-layer-split 4", 4, "requires enable_hetero: true"),
+    "no-meshes": ("--enable-hetero", 4, "requires hetero_process_meshes"),
+    "not-five": (f"{MESHES} 2 1 1 1", 4, "dp, pp), found 4 numbers"),
+    "no-number": (f"{MESHES} 2 1 1 1 x", 4, "hetero_process_meshes: expected"),
     "a-size-of-0": (f"{MESHES} 0 1 1 1 1", 4, "0"),
     "said-twice": (
         f"{MESHES} tp=2 dp=2 --hetero-device-types A B",
         4,
-        "is said by hetero_process_meshes already",
+        "hetero_process_meshes, which have a key for",
     ),
     "words-some-layers": (
         f"{MESHES} tp=2,layers=2 dp=2",
         4,
-        "dp2: say the layers of each of its 1 stages",
+        "dp2: expected layers for each of its 1 stages",
     ),
     "words-few-layers": (
         f"{MESHES} tp=2,layers=2 pp=2,layers=2",
         4,
-        "pp2: say the layers of each of its 2 stages",
+        "pp2: expected layers for each of its 2 stages",
     ),
-    "types": (f"{TP2_DP2} --hetero-device-types A", 4, "1 for 2 meshes: give one for each"),
+    "types": (f"{TP2_DP2} --hetero-device-types A", 4, "expected one item per mesh (2), found 1"),
     "expert-tp": (
         f"{TP2_DP2} --num-experts 4 --expert-tensor-parallel-size-per-process-mesh 1 1 1",
         4,
-        "3 for 2 meshes",
+        "item per mesh (2), found 3",
     ),
-    "words-unknown": (f"{MESHES} tp=2,zp=3 dp=2", 4, "'zp' is none of tp"),
+    "words-unknown": (f"{MESHES} tp=2,zp=3 dp=2", 4, "hetero_process_meshes: mesh"),
     "words-no-number": (f"{MESHES} tp=two dp=2", 4, "mesh 0: tp: expected"),
     "words-zero": (f"{MESHES} dp=0 dp=2", 4, "at least 1, found '0'"),
     "words-layers": (f"{MESHES} layers=a dp=2", 4, "layers: expected"),
     "words-twice": (f"{MESHES} tp=1,tp=2 dp=2", 4, "given twice"),
-    "words-no-type": (f"{MESHES} device_type=,tp=2 dp=2", 4, "is empty"),
-    "world": (TP2_DP2, 8, "the meshes take 2 + 2 = 4 ranks, and the job has 8"),
-    "one-stage": (f"{MESHES} 2 1 1 1 1", 2, "no pipeline"),
+    "words-no-type": (f"{MESHES} device_type=,tp=2 dp=2", 4, "device_type must not be empty"),
+    "world": (TP2_DP2, 8, "the meshes have 2 + 2 = 4 ranks, but the job has 8"),
+    "one-stage": (f"{MESHES} 2 1 1 1 1", 2, "pipeline stages, found one"),
     "split-count": (
         f"{TP2_DP2} --hetero-pipeline-layer-split 2 1 1",
         4,
-        "3 numbers for 2 stages",
+        "number per stage (2), found 3",
     ),
-    "split-sum": (f"{TP2_DP2} --hetero-pipeline-layer-split 2 1", 4, "are 3, num_layers is 4"),
+    "split-sum": (
+        f"{TP2_DP2} --hetero-pipeline-layer-split 2 1",
+        4,
+        "3 layers, but num_layers is 4",
+    ),
     "no-even-split": (
         f"{MESHES} 1 1 1 1 2 1 1 1 1 1",
         3,
-        "4 layers over 3 stages do not divide evenly; say how many each has",
+        "4 layers are not divisible by 3 stages; give the layers of each",
     ),
     "no-layers": (f"{TP2_DP2} --hetero-pipeline-layer-split 4 0", 4, "stage 1 has no layers"),
     "embedding-stage": (
         f"{TP2_DP2} --standalone-embedding-stage --hetero-pipeline-layer-split 1 3",
         4,
-        "has 1 layers; write 0",
+        "0 layers in the first stage, found 1",
     ),
     "layers-by-layout": (
         f"{TP2_DP2} --pipeline-model-parallel-layout Ett|ttL",
         4,
-        "said by hetero_pipeline_layer_split",
+        "enable_hetero; use hetero_pipeline_layer_split",
     ),
     "layers-of-first": (
         f"{TP2_DP2} --num-layers-in-first-pipeline-stage 1",
         4,
-        "said by hetero_pipeline_layer_split",
+        "enable_hetero; use hetero_pipeline_layer_split",
     ),
     "virtual-layers": (
         f"{TP2_DP2} --num-virtual-stages-per-pipeline-rank 2 --hetero-pipeline-layer-split 3 1",
         4,
-        "3 layers do not divide into 2",
+        "3 layers are not divisible by 2",
     ),
     "virtual-batch": (
         f"{TP2_DP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
         4,
-        "gives 1 micro-batches, which the 2 stages",
+        "2 has 1 micro-batches, which is not divisible",
     ),
     "pipeline": (
         f"{TP2_DP2} --pipeline-model-parallel-size 3",
         4,
-        "but the meshes have 2 stages",
+        "stages of all meshes, 2, found 3",
     ),
     "heads": (
         f"{MESHES} 3 1 1 1 1 1 1 1 2 1 --seq-length 36 --hidden-size 96",
@@ -118,34 +122,34 @@ REFUSED = {
     "sequence": (
         f"{TP2_DP2} --seq-length 33",
         4,
-        "33 is not divisible by 2, as mesh 0 (tp2) needs",
+        "33 is not divisible by 2, as mesh 0 (tp2) requires",
     ),
     "context-sequence": (
         f"{MESHES} 1 3 1 1 1 1 1 1 2 1",
         5,
-        "32 is not divisible by 6, as mesh 0 (cp3) needs",
+        "32 is not divisible by 6, as mesh 0 (cp3) requires",
     ),
     "context-attention": (
         f"{MESHES} 1 2 1 1 1 1 1 1 2 1 --attention-backend local",
         4,
-        "cannot split a sequence",
+        "context_parallel_size: mesh",
     ),
-    "few-sequences": (f"{TP2_DP2} --micro-batch-size 1", 4, "has fewer than dp 2"),
+    "few-sequences": (f"{TP2_DP2} --micro-batch-size 1", 4, "2 of mesh 1 (dp2); increase"),
     "last-uneven": (
         f"{MESHES} 1 1 1 2 1 1 1 1 3 1",
         5,
-        "4 sequences of a micro-batch do not divide into dp 3",
+        "4 sequences is not divisible by dp 3 of mesh 1 (dp3)",
     ),
     "batch": (
         f"{TP2_DP2} --global-batch-size 7",
         4,
         "not divisible by micro_batch_size 2 x dp 1",
     ),
-    "experts": (f"{MESHES} 1 1 2 2 1 1 1 1 2 1", 4, "mesh 0 (ep2 dp2): 2 needs num_moe_experts"),
+    "experts": (f"{MESHES} 1 1 2 2 1 1 1 1 2 1", 4, "mesh 0 (ep2 dp2): 2 requires num_moe_experts"),
     "experts-ranks": (
         f"--num-experts 4 {MESHES} 1 1 4 2 1 1 1 1 2 1",
         4,
-        "ep 4 x expert tensor parallel 1 does not divide the 2 ranks of a stage",
+        "dp2): the 2 ranks of a stage are not divisible by ep 4 x etp 1",
     ),
     "experts-count": (
         f"--num-experts 3 {MESHES} 1 1 2 2 1 1 1 1 2 1",
@@ -155,114 +159,114 @@ REFUSED = {
     "experts-sequence": (
         f"--num-experts 4 {TP2_DP2}",
         4,
-        "sequence_parallel: mesh 0 (tp2): is needed by experts beside tensor_model_parallel_size 2",
+        "sequence_parallel: mesh 0 (tp2): must be true with num_moe_experts and tensor_model_par",
     ),
     "experts-tp": (
         f"{TP2_DP2} --expert-tensor-parallel-size-per-process-mesh 1 1",
         4,
-        "tensor parallel size of experts needs num_moe_experts",
+        "etp requires num_moe_experts",
     ),
     "experts-uneven": (
         "--num-experts 4 --enable-hetero --micro-batch-size 3 --global-batch-size 6 "
         "--hetero-process-meshes 1 1 1 1 1 1 1 2 2 1 --calculate-per-token-loss",
         3,
-        "need dp to divide 3 sequences",
+        "3 sequences of a micro-batch must",
     ),
-    "replicas-not-asked-for": ("--hetero-micro-batch-sizes 1 1", 4, "needs enable_hetero: true"),
+    "replicas-not-asked-for": ("--hetero-micro-batch-sizes 1 1", 4, "requires enable_hetero: true"),
     "replicas-of-meshes": (
         f"{TP2_DP2} --hetero-micro-batch-sizes 2 1",
         4,
-        "is for hetero_mode: dp",
+        "requires hetero_mode: dp",
     ),
-    "replicas-no-sizes": (REPLICAS, 2, "is needed by hetero_mode: dp"),
+    "replicas-no-sizes": (REPLICAS, 2, "is required by hetero_mode: dp"),
     "replicas-no-pairs": (f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1", 2, "expected pairs"),
     "replicas-of-none": (f"{REPLICAS} --hetero-micro-batch-sizes 0 1 2 1", 2, "at least 1"),
     "replicas-count": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 2 2",
         2,
-        "speaks of 3 replicas, and there are 2",
+        "hetero_micro_batch_sizes: expected 2 replicas, found 3",
     ),
     "replicas-batch": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 2",
         2,
-        "its 8 sequences do not divide into the replicas' 3",
+        "8 is not divisible by the micro-batches of all replicas, 3",
     ),
     "replicas-counts": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 2 --hetero-num-microbatches 1 3 1 2",
         2,
-        "its 8 sequences are not the replicas' 7",
+        "sum of the replicas' sequences, 7, found 8",
     ),
     "replicas-meshes": (
         f"{MESHES} 1 1 1 2 1 --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3",
         2,
-        "is for hetero_mode: pp",
+        "is not supported with hetero_mode: dp",
     ),
     "replicas-counts-words": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches 1 many",
         2,
-        "all at least 1, or auto",
+        "1, or auto, found ['1', 'many",
     ),
     "replicas-auto-of-what": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches auto "
         "--global-batch-size 1",
         2,
-        "1 sequences cannot be made up of micro-batches of 1 sequences, at least one for each of",
+        "1 sequences cannot be divided into micro-batches of 1 sequences",
     ),
     "replicas-auto-odd": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 2 --hetero-num-microbatches auto "
         "--global-batch-size 7",
         2,
-        "7 sequences cannot be made up of micro-batches of 2 sequences",
+        "7 sequences cannot be divided into micro-batches of 2 sequences",
     ),
     "replicas-auto-virtual": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches auto {VPP2} "
         "--global-batch-size 5",
         4,
-        "5 sequences cannot be made up of rounds of 2 micro-batches of 1 sequences",
+        "5 sequences cannot be divided into rounds of 2 micro-batches of 1",
     ),
     "replicas-virtual": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --hetero-num-microbatches 1 3 1 5 {VPP2}",
         4,
-        "gives a replica 3 micro-batches, which pipeline_model_parallel_size 2 with virtual",
+        "3 micro-batches, which is not divisible by pipeline_model_parallel_size 2",
     ),
     "replicas-virtual-even": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 {VPP2} --global-batch-size 6",
         4,
-        "global_batch_size: gives a replica 3 micro-batches",
+        "global_batch_size: a replica has 3 micro-batches, which",
     ),
     "replicas-pipeline-ranks": (
         f"{REPLICAS} --hetero-micro-batch-sizes 2 1 --pipeline-model-parallel-size 2",
         2,
-        "speaks of 2 replicas, and there are 1",
+        "hetero_micro_batch_sizes: expected 1 replicas, found 2",
     ),
     "replicas-pipeline-context-experts": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
         "--pipeline-model-parallel-size 2 --context-parallel-size 2",
         8,
-        "replicas with experts have either this or a pipeline",
+        "context_parallel_size: with hetero_mode: dp and num_moe_experts",
     ),
     "replicas-pipeline-experts-tp": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
         "--pipeline-model-parallel-size 2 --expert-tensor-parallel-size 2",
         4,
-        "2: in replicas with a pipeline it is tensor_model_parallel_size 1",
+        "a pipeline, must equal tensor_model_parallel_size 1, found 2",
     ),
     "replicas-experts": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
         "--expert-model-parallel-size 2",
         2,
-        "which unlike replicas do not",
+        "replicas have different numbers of micro-batches",
     ),
     "replicas-global-balance": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --num-experts 4 "
         "--moe-router-load-balancing-type global_aux_loss",
         2,
-        "take aux_loss or seq_aux_loss",
+        "use aux_loss or seq_aux_loss",
     ),
     "replicas-types": (
         f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1 3 --hetero-device-types A",
         2,
-        "1 for the 2 pairs",
+        "hetero_micro_batch_sizes (2), found 1",
     ),
 }
 
@@ -281,7 +285,7 @@ def test_ranks_are_numbered_mesh_by_mesh() -> None:
     )
     assert [list(stage.ranks) for stage in meshes.stages] == [[0, 1], [2, 3], [4, 5]]
     assert [stage.mesh_index for stage in meshes.stages] == [0, 1, 1]
-    assert meshes.stages[2].place(5) == (1, 0, 0)
+    assert meshes.stages[2].position_of(5) == (1, 0, 0)
     assert meshes.describe() == "tp2 (2 layers) + dp2 pp2 (1+1 layers)"
 
 
@@ -314,8 +318,8 @@ def test_ranges_of_ranks_are_described(argv: str, world: int, places: list[str |
 
 def test_rank_order_is_tensor_context_data() -> None:
     stage = Meshes((Mesh(tp=2, cp=2, dp=2, layers=(4,)),), 2).stages[0]
-    assert [stage.place(rank) for rank in (1, 2, 4)] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
-    assert all(stage.rank(*stage.place(rank)) == rank for rank in stage.ranks)
+    assert [stage.position_of(rank) for rank in (1, 2, 4)] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
+    assert all(stage.rank_at(*stage.position_of(rank)) == rank for rank in stage.ranks)
 
 
 def test_rank_arguments_have_sizes_of_their_mesh() -> None:
@@ -351,7 +355,7 @@ def test_flagscale_arguments_in_addition_to_meshes_are_accepted() -> None:
     args = derive_arguments(parse_arguments(f"{MODEL} {TP2_DP2} {ignored}".split()), 4)
     assert (args.tensor_model_parallel_size, args.context_parallel_size) == (1, 1)
     assert not args.log_num_zeros_in_grad
-    assert sum("is taken in place of" in remark for remark in args.remarks) == 3
+    assert sum("is used instead of" in remark for remark in args.remarks) == 3
 
 
 def test_step_is_split_by_microbatch_counts() -> None:

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.hetero.measured_split import MeasuredSplit, measured_conditions
 from flagscale.config.arguments.hetero.microbatch_split import (
+    MeasuredSplit,
+    measured_conditions,
     pass_times,
     slowest_time,
     split_microbatches,
 )
 from flagscale.config.arguments.rules.parallel_layout import Pipeline
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 
 replicas = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4)
 pipelines = st.builds(Pipeline, st.integers(1, 3), st.integers(1, 3)).filter(
@@ -28,7 +29,7 @@ pipelines = st.builds(Pipeline, st.integers(1, 3), st.integers(1, 3)).filter(
 
 def enumerate_splits(sizes: list[int], batch: int, pipeline: Pipeline) -> list[tuple[int, ...]]:
     """Return all micro-batch counts per replica that add up to the batch."""
-    ranges = [range(pipeline.round, batch // size + 1, pipeline.round) for size in sizes]
+    ranges = [range(pipeline.round_size, batch // size + 1, pipeline.round_size) for size in sizes]
     splits = itertools.product(*ranges)
     return [
         counts
@@ -45,7 +46,7 @@ def test_no_other_split_is_faster(
     times, sizes = [time for time, _ in replicas_drawn], [size for _, size in replicas_drawn]
     splits = enumerate_splits(sizes, batch, pipeline)
     if not splits:
-        with pytest.raises(ValueError, match=f"{batch} sequences cannot be made up of"):
+        with pytest.raises(ValueError, match=f"{batch} sequences cannot be divided into"):
             split_microbatches(times, sizes, batch, pipeline)
         return
     counts = split_microbatches(times, sizes, batch, pipeline)
@@ -102,17 +103,21 @@ MEASURED = MeasuredSplit(
 
 
 def test_measured_split_is_described_and_serialized() -> None:
-    assert MEASURED.text() == (
-        "2 replicas (A800) take 6 of 12.0-12.1 ms each, 1 replica (BI) takes 2 of 36.0 ms; "
-        "hetero_num_microbatches: [2, 6, 1, 2] says the same"
+    assert MEASURED.format() == (
+        "2 replicas (A800): 6 micro-batches of 12.0-12.1 ms each, "
+        "1 replica (BI): 2 micro-batches of 36.0 ms each; "
+        "equivalent to hetero_num_microbatches: [2, 6, 1, 2]"
     )
     assert MeasuredSplit.from_state(json.loads(json.dumps(MEASURED.state_dict()))) == MEASURED
 
 
 def test_long_measured_split_is_abbreviated() -> None:
     measured = MeasuredSplit(tuple(range(1, 101)), (10**6,) * 100, {"devices": ["A"] * 100})
-    summary = measured.text().partition(";")[0]
-    assert summary.endswith("1 replica (A) takes 7 of 1.0 ms, …, 1 replica (A) takes 100 of 1.0 ms")
+    summary = measured.format().partition(";")[0]
+    assert summary.endswith(
+        "1 replica (A): 7 micro-batches of 1.0 ms each, …, "
+        "1 replica (A): 100 micro-batches of 1.0 ms each"
+    )
 
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
@@ -142,4 +147,7 @@ def test_measured_split_is_reused_under_same_conditions_only(
         )
 
     measured = MeasuredSplit((6, 1), (1, 1), conditions(MODEL, 2, ["H100", "H100"]))
-    assert measured.other(conditions(f"{MODEL} {options}", world, products)) == differences
+    assert (
+        measured.differing_conditions(conditions(f"{MODEL} {options}", world, products))
+        == differences
+    )

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from flagscale.config import per_host_allowlist
-from flagscale.config.arguments.compat.unsupported import UNSUPPORTED
-from flagscale.config.arguments.spec.reading import read_arguments
+from flagscale.config.arguments.compat.names import UNSUPPORTED
 from flagscale.config.arguments.spec.registry import arguments, lookup, registry
+from flagscale.config.arguments.spec.train_arguments import read_arguments
 from flagscale.config.checks import experiment_notes
 from flagscale.config.load import load
 from flagscale.config.schema import PROJECT, Experiment
@@ -53,7 +53,7 @@ def test_every_argument_is_in_allowlist_or_rejected(
         else:
             (message,) = problems
             assert "has to be the same on every host of a job, else" in message, name
-            assert message.endswith(f"give it in `train.{argument.section}`"), name
+            assert message.endswith(f"set it in `train.{argument.section}`"), name
     assert {"use_flash_attn", "no_manual_gc", "tokenizer_model"} <= meanings.keys()
 
 
@@ -62,7 +62,7 @@ def test_unsupported_argument_is_rejected_per_host(workspace: Workspace, name: s
     workspace.write("mine.py", "")
     for overrides in ([], EXTERNAL):
         (message,) = find_problems(workspace.load(*overrides), name, 1)
-        assert f"B.{name}: cannot be given: " in message
+        assert f"B.{name}: is not supported: " in message
 
 
 CORRUPTING_ARGUMENTS = {
@@ -90,7 +90,7 @@ def test_corrupting_argument_is_rejected_with_location(
 
 def test_heterogeneous_micro_batches_get_hint(workspace: Workspace) -> None:
     (message,) = find_problems(workspace.load(), "micro_batch_size", 2)
-    assert "hetero_mode: dp weighs unlike micro-batches" in message
+    assert "hetero_mode: dp supports different micro-batch sizes" in message
 
 
 def test_invalid_value_is_reported(workspace: Workspace) -> None:
@@ -104,8 +104,8 @@ def test_argument_of_external_program_is_noted(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "action: run", f"action: run\n{section}")
     (note,) = (text for text in experiment_notes(workspace.load(*EXTERNAL), 2) if "differ" in text)
     assert note == (
-        "node_specific.h1.temperature, node_specific.h1.more.label: whether its ranks may differ "
-        "in them is for mine.py to say"
+        "node_specific.h1.temperature, node_specific.h1.more.label: not checked whether ranks may "
+        "differ in them; only mine.py defines them"
     )
     with pytest.raises(ConfigError, match="temperature: unknown argument"):
         workspace.load()

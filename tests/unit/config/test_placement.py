@@ -84,9 +84,9 @@ def test_example_matches_its_hostfile(hetero: Experiment) -> None:
     assert list(placement_notes(hetero, hosts)) == [
         "2 meshes, a pipeline of 2 stages; a step is 64 micro-batches of 16 sequences",
         "stage 0: mesh 0 (A800 tp2 dp8), 18 layers + embedding, ranks 0-7 on node01, ranks 8-15 on "
-        "node02, 2 sequence(s) a rank",
+        "node02, 2 sequence(s) per rank",
         "stage 1: mesh 1 (BI dp16), 14 layers + loss, ranks 16-23 on node03, ranks 24-31 on "
-        "node04, 1 sequence(s) a rank",
+        "node04, 1 sequence(s) per rank",
     ]
 
 
@@ -96,7 +96,7 @@ def test_example_matches_its_hostfile(hetero: Experiment) -> None:
         (
             place_hosts(("a", "A800", 8), ("b", "BI", 24)),
             "mesh 0 (tp2 dp8) of A800: of ranks 0-15, 8-15 are on b (type=BI); hosts of type A800 "
-            "have 8 ranks, 16 are wanted",
+            "have 8 ranks, 16 are required",
         ),
         (place_hosts(("a", "A800", 16), ("b", None, 16)), "16-31 are on b (no type=)"),
     ],
@@ -125,8 +125,8 @@ def test_long_host_list_is_abbreviated(hetero: Experiment) -> None:
         (
             "auto",
             [
-                "hetero_num_microbatches: auto: until 4 steps have shown how fast each replica is, "
-                "counts are as even as the batch allows",
+                "hetero_num_microbatches: auto: until the replicas' speeds have been measured for "
+                "4 steps, counts are as even as the batch allows",
                 (5, 2, "0-5"),
                 (5, 1, "6-9"),
             ],
@@ -144,7 +144,7 @@ def test_pipeline_replicas_are_placed_consecutively(
     assert check_placement(experiment, hosts) == []
     lines = [line if isinstance(line, str) else replica_note(*line) for line in expected]
     assert list(placement_notes(experiment, hosts)) == [
-        "unlike replicas share the 40 sequences of a step, by tokens",
+        "heterogeneous replicas split the 40 sequences of a step; gradients are weighted by tokens",
         *lines,
     ]
     (problem,) = check_placement(experiment, place_hosts(("a", "A800", 4), ("b", "BI", 6)))
@@ -188,7 +188,8 @@ def test_automatic_meshes_one_per_device_type(
     assert hetero == {"enable_hetero": True, "hetero_process_meshes": expected}
     (note,) = placement_notes(experiment, hosts)
     assert note == (
-        f"a mesh of each type, {' and '.join(expected)}: training measures, and chooses sizes"
+        f"one mesh per device type, {' and '.join(expected)}: training measures the devices and "
+        "chooses the parallel sizes"
     )
 
 
@@ -203,8 +204,8 @@ def test_untyped_replicas_keep_host_order(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("kinds", "message"),
     [
-        (("A800", None), "auto makes a mesh of each type= of the hostfile, and h1 has none"),
-        (("BI", "BI"), "auto makes a mesh of each type= of the hostfile: all are BI"),
+        (("A800", None), "auto makes one mesh per type= of the hostfile, and h1 has no type"),
+        (("BI", "BI"), "auto makes one mesh per type= of the hostfile, and all hosts have type=BI"),
     ],
     ids=["of-no-type", "all-alike"],
 )
@@ -221,5 +222,5 @@ def test_automatic_meshes_reject_unsuitable_hosts(
 def test_automatic_meshes_are_resolved_by_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     args = load_automatic().train
-    with pytest.raises(ConfigError, match="auto is written out by the launcher"):
+    with pytest.raises(ConfigError, match="auto is supported only by the launcher"):
         derive_arguments(Namespace(**args.values), 32)

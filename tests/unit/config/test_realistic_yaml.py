@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from support.field_experiments import EXPERIMENTS, Case
+from support.field_experiments import EXPERIMENTS, ExperimentCase
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.spec.command_line import command_line
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import command_line, parse_arguments
 from flagscale.config.checks import check_world, experiment_notes
 from flagscale.errors import ConfigError
 
@@ -108,12 +107,12 @@ data:
 """
 
 NOTES = (
-    "train.model.transformer_impl: 'auto' is taken in place of 'transformer_engine'",
-    "train.system.checkpoint.ckpt_format: 'torch_dist' is taken in place of 'torch'",
-    "train.system.sequence_parallel: false is taken in place of true",
-    "no effect of initial_loss_scale: needs fp16",
-    "no effect of wandb_log_model_interval: this figure, trace or check",
-    "train.system.checkpoint.load: null: every start is one from step 0",
+    "train.model.transformer_impl: 'auto' is used instead of 'transformer_engine'",
+    "train.system.checkpoint.ckpt_format: 'torch_dist' is used instead of 'torch'",
+    "train.system.sequence_parallel: false is used instead of true",
+    "initial_loss_scale has no effect: requires fp16",
+    "wandb_log_model_interval has no effect: this metric, trace or check",
+    "train.system.checkpoint.load: null: every start begins at step 0",
     "100 steps: train_samples 1600",
 )
 
@@ -141,7 +140,7 @@ def test_override_of_unsupported_argument_gives_reason(workspace: Workspace) -> 
         workspace.load("train.model.lora_seed=8")
 
 
-def _write_experiment(workspace: Workspace, case: Case) -> None:
+def _write_experiment(workspace: Workspace, case: ExperimentCase) -> None:
     """Write the files of an experiment, including those at its placeholder paths."""
     for name in ("data/vocab.json", "data/merges.txt", "data/special.txt"):
         workspace.write(name, "{}\n")
@@ -161,8 +160,8 @@ def _write_experiment(workspace: Workspace, case: Case) -> None:
         "task": {"type": "train", "backend": case.backend, "entrypoint": case.program},
         "runner": {"nnodes": 1, "nproc_per_node": 8, "no_shared_fs": False, **(case.runner or {})},
     }
-    if case.tuned is not None:
-        experiment["auto_tuner"] = case.tuned
+    if case.auto_tuner is not None:
+        experiment["auto_tuner"] = case.auto_tuner
     train = {key: value for key, value in case.train.items() if value is not None}
     content = {"experiment": experiment, "train": {"model": train}}
     workspace.write("conf/train.yaml", yaml.safe_dump(content, sort_keys=False))
@@ -170,10 +169,10 @@ def _write_experiment(workspace: Workspace, case: Case) -> None:
 
 @pytest.mark.parametrize("case", EXPERIMENTS.values(), ids=EXPERIMENTS)
 def test_flagscale_experiment_is_planned_or_rejected_with_reason(
-    workspace: Workspace, case: Case
+    workspace: Workspace, case: ExperimentCase
 ) -> None:
     _write_experiment(workspace, case)
-    if not case.refused:
+    if not case.expected_errors:
         experiment = workspace.load("action=dryrun")
         assert check_world(experiment, case.ranks) == []
         assert not any("unknown" in note for note in experiment_notes(experiment, case.ranks))
@@ -181,16 +180,22 @@ def test_flagscale_experiment_is_planned_or_rejected_with_reason(
     with pytest.raises(ConfigError) as raised:
         workspace.load("action=dryrun")
     problems = [str(problem) for problem in raised.value.problems]
-    assert [part for part in case.refused if not any(part in text for text in problems)] == []
-    assert len(problems) == len(case.refused)
+    assert [
+        part for part in case.expected_errors if not any(part in text for text in problems)
+    ] == []
+    assert len(problems) == len(case.expected_errors)
 
 
 def test_auto_tune_action_names_alternative(workspace: Workspace) -> None:
     _write_experiment(workspace, EXPERIMENTS["aquila-tuner"])
-    with pytest.raises(ConfigError, match=r"estimate tells memory and time .* runs each"):
+    with pytest.raises(
+        ConfigError,
+        match=r"estimate` predicts memory and time .* runs each size",
+    ):
         workspace.load("action=auto_tune")
     notes = experiment_notes(workspace.load("action=dryrun"), 8)
-    assert any(note.startswith("experiment.auto_tuner has no effect: it is of") for note in notes)
+    expected = "experiment.auto_tuner has no effect: it belongs to"
+    assert any(note.startswith(expected) for note in notes)
 
 
 MULTIMODAL = ("llava1.5", "llava-onevision", "qwen2.5-vl", "pi0", "robotics")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.arguments import as_written, train_arguments
+from support.arguments import train_arguments, values_by_yaml_name
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.rules.recompute import (
@@ -11,7 +11,7 @@ from flagscale.config.arguments.rules.recompute import (
     RecomputePlan,
     recompute_plan,
 )
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.config.arguments.spec.system_arguments import STAGE_LAYERS, STAGE_METHOD
 from flagscale.errors import ConfigError
 
@@ -74,93 +74,109 @@ REFUSED = {
     "no-row": (
         f"{FULL} {GRANULARITY} 1 4 1",
         1,
-        "the row [1] is not [stages, micro-batches, value",
+        "1] is not [stages, micro-batches, value, micro-batches",
     ),
-    "a-pair-too-few": (f"{FULL} {GRANULARITY} 1,4", 1, "the row [1,4] is not [stages"),
-    "no-number": (f"{FULL} {NUM_LAYERS} 1,4,x", 1, "the row [1,4,x] is not [stages"),
-    "negative": (f"{FULL} {NUM_LAYERS} 1,4,-1", 1, "the row [1,4,-1] is not [stages"),
+    "a-pair-too-few": (f"{FULL} {GRANULARITY} 1,4", 1, "1,4] is not [stages, micro-batches"),
+    "no-number": (f"{FULL} {NUM_LAYERS} 1,4,x", 1, "1,4,x] is not [stages, micro-batches"),
+    "negative": (f"{FULL} {NUM_LAYERS} 1,4,-1", 1, "1,4,-1] is not [stages, micro-batches"),
     "no-stages": (
         f"{FULL} {GRANULARITY} 0,4,1 1,4,1",
         1,
         "number of stages or micro-batches below 1",
     ),
-    "granularity": (f"{FULL} {GRANULARITY} 1,4,2", 1, "has the value 2: expected 0 (keep) or 1"),
-    "method": (f"{FULL} {METHOD} 1,4,2", 1, "has the value 2: expected 0 (uniform) or 1 (block)"),
-    "stages": (f"{FULL} {PP2} {GRANULARITY} 1,4,1", 2, "are for 1 stages, and the pipeline has 2"),
+    "granularity": (
+        f"{FULL} {GRANULARITY} 1,4,2",
+        1,
+        "value 2, expected 0 (keep) or 1 (recompute)",
+    ),
+    "method": (f"{FULL} {METHOD} 1,4,2", 1, "has the value 2, expected 0 (uniform) or 1 (block)"),
+    "stages": (
+        f"{FULL} {PP2} {GRANULARITY} 1,4,1",
+        2,
+        "expected rows for 2 stages, found rows for 1",
+    ),
     "virtual-stages": (
         f"{FULL} {VPP2} {GRANULARITY} 2,4,1",
         2,
-        "are for 2 stages, and the pipeline has 4",
+        "expected rows for 4 stages, found rows for 2",
     ),
     "meshes": (
         f"{FULL} {MESHES} {GRANULARITY} 1,2,1",
         4,
-        "are for 1 stages, and the pipeline has 2",
+        "expected rows for 2 stages, found rows for 1",
     ),
     "micro-batches": (
         f"{FULL} {PP2} {GRANULARITY} 1,4,1 1,1,0,2,1",
         2,
-        "the row [1, 1, 0, 2, 1] is for 3 micro-batches, and a step has 4",
+        "row [1, 1, 0, 2, 1]: expected 4 micro-batches (a step), found 3",
     ),
-    "micro-batches-of-meshes": (f"{FULL} {MESHES} {GRANULARITY} 2,4,1", 4, "and a step has 2"),
+    "micro-batches-of-meshes": (
+        f"{FULL} {MESHES} {GRANULARITY} 2,4,1",
+        4,
+        "2, 4, 1]: expected 2 micro-batches",
+    ),
     "nothing-to-refine": (
         f"{GRANULARITY} 1,4,1",
         1,
-        "refines recompute_granularity: full, and that is none",
+        "_per_stage_micro_batch: requires recompute_granularity: full, found none",
     ),
     "auto-layers": (
         "--recompute-granularity auto --recompute-num-layers 1",
         1,
-        "recompute_num_layers: recompute_granularity: auto chooses that itself",
+        "recompute_num_layers: is chosen by recompute_granularity: auto",
     ),
-    "auto-rows": (f"--recompute-granularity auto {GRANULARITY} 1,4,1", 1, "and that is auto"),
+    "auto-rows": (
+        f"--recompute-granularity auto {GRANULARITY} 1,4,1",
+        1,
+        "recompute_granularity: full, found auto",
+    ),
     "auto-of-chosen-layers": (
         f"{MESHES} --recompute-granularity auto --hetero-pipeline-layer-split auto",
         4,
-        "takes the layers of each stage as given",
+        "auto requires the number of layers of each stage",
     ),
     "auto-of-chosen-meshes": (
         "--enable-hetero --hetero-process-meshes auto --recompute-granularity auto",
         4,
-        "recompute_granularity: auto is for stages that are known",
+        "recompute_granularity: auto requires a known number of stages",
     ),
     "selective": (
         f"--recompute-granularity selective {GRANULARITY} 1,4,1",
         1,
-        "and that is selective",
+        "recompute_granularity: full, found selective",
     ),
-    "full-how": ("--recompute-granularity full", 1, "recompute_method: is needed by"),
+    "full-how": ("--recompute-granularity full", 1, "recompute_method: is required by"),
     "full-what": (
         "--recompute-granularity full --recompute-method block",
         1,
-        "recompute_num_layers: is needed by",
+        "recompute_num_layers: is required by",
     ),
-    "units": (f"{PP2} {FULL[:-1]}3", 2, "units of 3 layers do not divide the 4 of stage 0"),
+    "units": (f"{PP2} {FULL[:-1]}3", 2, "0: 4 layers are not divisible by 3; recompute_method"),
     "units-of-a-row": (
         f"{PP2} {FULL} {NUM_LAYERS} 1,4,4 1,2,1,2,3",
         2,
-        "units of 3 layers do not divide the 4 of stage 1",
+        "1: 4 layers are not divisible by 3; recompute_method",
     ),
     "units-of-an-uneven-stage": (
         f"{PP2} {FULL[:-1]}2 --num-layers-in-first-pipeline-stage 3",
         2,
-        "do not divide the 3 of stage 0",
+        "0: 3 layers are not divisible by",
     ),
     "units-of-a-virtual-stage": (
         f"{VPP2} {FULL} {NUM_LAYERS} 3,4,1 1,4,2 --num-layers 4",
         2,
-        "units of 2 layers do not divide the 1 of stage 1",
+        "1 layers are not divisible by 2; recompute_method",
     ),
     "units-of-meshes": (
         f"{MESHES} {FULL[:-1]}3 --hetero-pipeline-layer-split 6 2",
         4,
-        "do not divide the 2 of stage 1",
+        "1: 2 layers are not divisible by",
     ),
     "replicas": (
         f"{FULL} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3 "
         f"{GRANULARITY} 1,1,1",
         2,
-        "of which unlike replicas have unlike numbers",
+        "replicas have different numbers of micro-batches",
     ),
 }
 
@@ -179,7 +195,7 @@ def test_block_method_accepts_any_number_of_layers() -> None:
 def test_rows_can_be_lists_of_lists() -> None:
     section = {"recompute": {STAGE_METHOD: [[1, 4, 0], [1, 3, 1, 1, 0]], STAGE_LAYERS: ["1, 4, 2"]}}
     words = {STAGE_METHOD: ["1,4,0", "1,3,1,1,0"], STAGE_LAYERS: ["1, 4, 2"]}
-    assert as_written(train_arguments(system=section)) == words
+    assert values_by_yaml_name(train_arguments(system=section)) == words
 
 
 def test_rows_in_flagscale_command_line_syntax() -> None:

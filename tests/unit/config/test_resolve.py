@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.rules.schedule import schedule_lengths
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.rules.optimizer import schedule_lengths
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError
 
 
@@ -78,18 +78,21 @@ RAMPUP: dict[str, Any] = {
 def test_batch_size_rampup_takes_more_steps() -> None:
     args = derive_arguments(make_arguments(**RAMPUP), 1)
     # Batches 4 4 | 8 | 12 | 16 16 16 16: grown after 8, 16 and 24 (here 28) sequences.
-    assert list(args.growth.batches) == [4, 8, 12, 16]
+    assert list(args.rampup.batch_sizes) == [4, 8, 12, 16]
     assert (args.train_iters, args.num_microbatches) == (8, 8)
-    assert derive_arguments(make_arguments(), 1).growth is None
+    assert derive_arguments(make_arguments(), 1).rampup is None
 
 
 INVALID_RAMPUPS = {
     "two-numbers": ({"rampup_batch_size": (4, 4)}, "expected three numbers"),
-    "never-there": ({"rampup_batch_size": (4, 5, 24)}, "4 does not grow to global_batch_size 16"),
-    "too-large": ({"rampup_batch_size": (32, 4, 24)}, "32 does not grow"),
-    "to-nothing": ({"global_batch_size": None}, "what does it grow to?"),
-    "in-steps": ({"train_iters": 10, "train_samples": None}, "needs train_samples"),
-    "decay-in-steps": ({"lr_decay_iters": 5}, "counts steps, which are of unlike sizes"),
+    "never-there": ({"rampup_batch_size": (4, 5, 24)}, "4 does not reach global_batch_size 16 in"),
+    "too-large": ({"rampup_batch_size": (32, 4, 24)}, "32 does not reach global_batch_size"),
+    "to-nothing": ({"global_batch_size": None}, "global_batch_size: is required"),
+    "in-steps": (
+        {"train_iters": 10, "train_samples": None},
+        "requires train_samples instead of train_iters",
+    ),
+    "decay-in-steps": ({"lr_decay_iters": 5}, "batch sizes differ; set lr_decay_samples"),
     "by-micro-batch": (
         {
             "recompute_granularity": "full",
@@ -97,16 +100,19 @@ INVALID_RAMPUPS = {
             "recompute_num_layers": 1,
             "recompute_granularity_per_stage_micro_batch": "[[1, 8, 1]]",
         },
-        "names micro-batches",
+        "is not supported with rampup_batch_size",
     ),
-    "not-shared-out": ({"rampup_batch_size": (6, 5, 24), "micro_batch_size": 4}, "comes to 6,"),
+    "not-shared-out": (
+        {"rampup_batch_size": (6, 5, 24), "micro_batch_size": 4},
+        "6 is not divisible by micro_batch_size",
+    ),
     "not-by-stages": (
         {
             "pipeline_model_parallel_size": 2,
             "num_virtual_stages_per_pipeline_rank": 2,
             "rampup_batch_size": (2, 2, 24),
         },
-        "comes to 2, 1 micro-batches, which the 2 stages",
+        "2 has 1 micro-batches, which is not divisible by",
     ),
 }
 
@@ -149,16 +155,19 @@ def test_swiglu_width_is_two_thirds() -> None:
         ({"num_layers": None}, "num_layers: is required"),
         (
             {"context_parallel_size": 2, "attention_backend": "local"},
-            "context_parallel_size: 2: megatron.core's own attention",
+            "context_parallel_size: 2 is not supported with attention_backend",
         ),
         (
             {"tensor_model_parallel_size": 3, "num_attention_heads": 9, "hidden_size": 72},
-            "tensor 3 x pipeline 1 = 3 ranks do not divide the 8",
+            "8 ranks are not divisible by tensor 3 x pipeline 1 =",
         ),
-        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size: 3 needs num_moe_experts"),
+        (
+            {"expert_model_parallel_size": 3},
+            "expert_model_parallel_size: 3 requires num_moe_experts",
+        ),
         (
             {"expert_model_parallel_size": 3, "num_moe_experts": 3},
-            "3 x tensor 1 x pipeline 1 does not divide 8",
+            "8 ranks are not divisible by expert-parallel size 3 x expert tensor-parallel size 1",
         ),
         (
             {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 33},
@@ -170,11 +179,11 @@ def test_swiglu_width_is_two_thirds() -> None:
         ({"max_position_embeddings": 16}, "16 is less than seq_length 32"),
         (
             {"num_virtual_stages_per_pipeline_rank": 2},
-            "2 virtual stages need a pipeline of at least 2",
+            "must be at least 2 with 2 virtual stages, found 1",
         ),
         (
             {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
-            "8 layers do not divide into 3 x",
+            "8 is not divisible by 3 x pipeline_model_parallel_size",
         ),
         (
             {
@@ -182,50 +191,56 @@ def test_swiglu_width_is_two_thirds() -> None:
                 "num_virtual_stages_per_pipeline_rank": 2,
                 "global_batch_size": 8,
             },
-            "gives 2 micro-batches, which",
+            "2 micro-batches, which is not",
         ),
-        ({"overlap_param_gather": True}, "needs use_distributed_optimizer"),
+        ({"overlap_param_gather": True}, "requires use_distributed_optimizer"),
         (
             {"overlap_param_gather": True, "use_distributed_optimizer": True},
-            "needs overlap_grad_reduce",
+            "requires overlap_grad_reduce: true",
         ),
-        ({"bf16": True, "fp16": True}, "fp16: excludes bf16"),
-        ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion: needs bf16"),
-        ({"fp8": "hybrid"}, "fp8: hybrid needs bf16"),
-        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype: 'bf16' needs Transformer Engine"),
+        ({"bf16": True, "fp16": True}, "fp16: cannot be combined with bf16"),
+        ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion: requires bf16"),
+        ({"fp8": "hybrid"}, "fp8: hybrid requires bf16:"),
+        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype: 'bf16' requires Transformer Engine"),
         ({"gradient_accumulation_fusion": True, "transformer_impl": "local"}, "Apex"),
-        ({"reset_attention_mask": True, "attention_backend": "fused"}, "takes no documents"),
+        ({"reset_attention_mask": True, "attention_backend": "fused"}, "cannot separate documents"),
         ({"min_lr": 1.0}, "min_lr: 1.0 exceeds lr 0.001"),
-        ({"lr_warmup_iters": 10}, "leaves nothing of the 10 of the decay"),
+        ({"lr_warmup_iters": 10}, "10 steps must be shorter than the decay"),
         (
             {"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1},
-            "excludes lr_warmup_iters and lr_warmup_samples",
+            "lr_warmup_iters or lr_warmup_samples; leave one",
         ),
-        ({"lr_warmup_samples": 160}, "lr_warmup_samples: warming up for 10 steps"),
+        ({"lr_warmup_samples": 160}, "lr_warmup_samples: warm-up of 10 steps must"),
         (
             {"lr_warmup_samples": 20, "lr_decay_iters": 1, "global_batch_size": None},
-            "leaves nothing of the 1 of the decay",
+            "the decay of 1 steps, which includes it",
         ),
-        ({"lr_decay_style": "WSD"}, "WSD needs it"),
+        ({"lr_decay_style": "WSD"}, "is required by lr_decay_style: WSD"),
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "exceeds end_weight_decay"),
-        ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "take linear"),
+        (
+            {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
+            "end_weight_decay 0.2; use linear or cosine",
+        ),
         ({"optimizer": "lion"}, "expected 'adam' or 'sgd'"),
-        ({"mtp_num_layers": -1}, "mtp_num_layers: -1: expected how many layers"),
-        ({**MTP, "mtp_loss_scaling_factor": -0.1}, "mtp_loss_scaling_factor: -0.1: expected"),
-        ({**MTP, "mtp_num_layers": 32}, "expected fewer than seq_length 32"),
-        ({**MTP, "family": "bert"}, "mtp_num_layers: 1 with family bert"),
-        ({**MTP, "window_size": [4, 0]}, "1 with window_size"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers: expected a number of layers of"),
+        (
+            {**MTP, "mtp_loss_scaling_factor": -0.1},
+            "mtp_loss_scaling_factor: must not be negative, found -0.1",
+        ),
+        ({**MTP, "mtp_num_layers": 32}, "less than seq_length 32, found 32"),
+        ({**MTP, "family": "bert"}, "mtp_num_layers: is not supported with"),
+        ({**MTP, "window_size": [4, 0]}, "window_size [4, 0]: its layers"),
         (
             {"mtp_num_layers": 1, "position_embedding_type": "learned_absolute"},
-            "two embeddings; take rope",
+            "be learned twice; use rope",
         ),
         (
             {**MTP, **PP2, "pipeline_model_parallel_layout": "Ettttm|ttttL"},
-            "expected 1 m (mtp_num_layers) beside the L",
+            "1 m (mtp_num_layers) in the last stage, before",
         ),
         (
             {**PP2, "pipeline_model_parallel_layout": "Etttt|ttttmL"},
-            "expected 0 m (mtp_num_layers) beside the L",
+            "0 m (mtp_num_layers) in the last stage, before",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

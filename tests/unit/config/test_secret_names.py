@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.config.secrets import (
     HIDDEN,
+    hide_passwords,
     is_secret,
     is_secret_name,
     redact,
     redact_overrides,
-    without_passwords,
 )
 
 
@@ -113,9 +113,9 @@ def test_no_training_argument_is_secret() -> None:
 
 
 def test_redaction_is_idempotent() -> None:
-    redacted = without_passwords("http://u:p@h?token=x;y=1&sig=z")
+    redacted = hide_passwords("http://u:p@h?token=x;y=1&sig=z")
     assert redacted == f"http://u:{HIDDEN}@h?token={HIDDEN};y=1&sig={HIDDEN}"
-    assert without_passwords(redacted) == redacted
+    assert hide_passwords(redacted) == redacted
 
 
 def test_redact_replaces_secret_values() -> None:
@@ -208,7 +208,7 @@ def test_redact_replaces_secret_values() -> None:
 def test_password_in_url_is_redacted(value: str, expected: str | None) -> None:
     assert is_secret("HTTPS_PROXY", value) is (expected is not None)
     assert is_secret("data_path", ["x", value]) is (expected is not None)
-    assert without_passwords(value) == (value if expected is None else expected)
+    assert hide_passwords(value) == (value if expected is None else expected)
     assert redact({"a": [value]}) == {"a": [value if expected is None else expected]}
 
 

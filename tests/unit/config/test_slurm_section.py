@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from flagscale.config.checks import experiment_notes
-from flagscale.config.documented import documented
-from flagscale.config.slurm_schema import OTHERS, TYPED, Container, Slurm, seconds
+from flagscale.config.documented import documented_fields
+from flagscale.config.slurm_schema import (
+    EXTRA_SBATCH_OPTIONS,
+    REFUSED_SBATCH_OPTIONS,
+    Container,
+    Slurm,
+    parse_time_limit,
+)
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,11 +75,21 @@ def test_slurm_options_can_be_overridden(workspace: Workspace) -> None:
         pytest.param(
             "{partion: x}", "slurm.partion: unknown key; did you mean 'partition'", id="typo"
         ),
-        pytest.param("{gpus: 8}", "give `gpus_per_node`: every node has as many", id="gpus"),
-        pytest.param("{extra: {job_nam: x}}", "sbatch would take it for job_name", id="begun"),
-        pytest.param("{extra: {part: x}}", "sbatch would take it for partition", id="begun-key"),
+        pytest.param(
+            "{gpus: 8}", "give `gpus_per_node`: every node has the same number", id="gpus"
+        ),
+        pytest.param(
+            "{extra: {job_nam: x}}",
+            "sbatch would read it as an abbreviation of job_name",
+            id="begun",
+        ),
+        pytest.param(
+            "{extra: {part: x}}",
+            "sbatch would read it as an abbreviation of partition",
+            id="begun-key",
+        ),
         pytest.param("{extra: {oversubscribe: true}}", "give `exclusive: false`", id="shared"),
-        pytest.param("{dependency: 'after:1,singleton'}", "no two have one", id="singleton"),
+        pytest.param("{dependency: 'after:1,singleton'}", "names are unique", id="singleton"),
         pytest.param("{array: 1-3}", "slurm.array: cannot be given: a run is one job", id="array"),
         pytest.param(
             "{licenses: a}", "other options of sbatch go to `extra`: {licenses", id="extra"
@@ -81,14 +97,18 @@ def test_slurm_options_can_be_overridden(workspace: Workspace) -> None:
         pytest.param("{nodes: 0}", "from 1 to 65536, found 0", id="nodes"),
         pytest.param("{nodes: 65537}", "from 1 to 65536, found 65537", id="many-nodes"),
         pytest.param("{time: soon}", "expected minutes, h:mm:ss, d-hh", id="time"),
-        pytest.param("{time: 1}", "no longer than the 90 s in which a job may save", id="short"),
+        pytest.param("{time: 1}", "not longer than the 90 s in which a job may save", id="short"),
         pytest.param("{gpus_per_node: all}", "such as h100:8, found 'all'", id="gpus-per-node"),
         pytest.param("{account: ''}", "expected a text, found an empty one", id="empty"),
         pytest.param('{account: "a\\nb"}', "cannot hold control characters", id="line"),
         pytest.param('{account: "a\\0b"}', "cannot hold a NUL character", id="nul"),
         pytest.param("{requeue: true}", "expected a whole number", id="requeue"),
         pytest.param("{extra: [a]}", "slurm.extra: expected a section", id="list"),
-        pytest.param("{extra: {licences: a}}", "known; did you mean 'licenses'", id="extra-typo"),
+        pytest.param(
+            "{extra: {licences: a}}",
+            "no known option of sbatch; did you mean 'licenses'",
+            id="extra-typo",
+        ),
         pytest.param("{extra: {output: x}}", "`action=logs` shows it", id="output"),
         pytest.param("{extra: {qos: x}}", "write experiment.runner.slurm.qos", id="typed"),
         pytest.param(
@@ -104,7 +124,7 @@ def test_slurm_options_can_be_overridden(workspace: Workspace) -> None:
             "{device_type_specific: {A: {mem: 0}}}", "A.nodes: is required: without", id="type"
         ),
         pytest.param(
-            "{nodes: 2, device_type_specific: {A: {nodes: 2}}}", "as many; remove this", id="both"
+            "{nodes: 2, device_type_specific: {A: {nodes: 2}}}", "remove this one", id="both"
         ),
         pytest.param(
             "{requeue: 1, device_type_specific: {A: {nodes: 2}}}", "must be 0: Slurm", id="again"
@@ -143,8 +163,8 @@ def test_invalid_slurm_option_is_rejected(workspace: Workspace, text: str, messa
         pytest.param("    nnodes: 3\n", "is 2, and experiment.runner.nnodes is 3", id="nodes"),
         pytest.param("    nnodes: 99999\n", "Slurm has 65,536 nodes at most", id="many-nodes"),
         pytest.param("    no_shared_fs: true\n", "that its nodes share", id="files"),
-        pytest.param("    stop_grace: 7200\n", "no longer than the 7230 s", id="grace"),
-        pytest.param("    stop_grace: 1e5\n", "with Slurm 65,505 s at most", id="signal"),
+        pytest.param("    stop_grace: 7200\n", "not longer than the 7230 s", id="grace"),
+        pytest.param("    stop_grace: 1e5\n", "with Slurm at most 65,505 s", id="signal"),
     ],
 )
 def test_conflict_with_runner_is_rejected(workspace: Workspace, runner: str, message: str) -> None:
@@ -176,15 +196,15 @@ def test_slurm_section_of_other_runner_is_noted(workspace: Workspace) -> None:
     ],
 )
 def test_time_limit_is_converted_to_seconds(text: str, expected: int | None) -> None:
-    assert seconds(text) == expected
+    assert parse_time_limit(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-3", "1-"])
 def test_invalid_time_limit_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
-        seconds(text)
+        parse_time_limit(text)
 
 
 def test_options_do_not_overlap() -> None:
-    assert not set(documented(Slurm)) & set(OTHERS)
-    assert not set(TYPED) & set(OTHERS)
+    assert not set(documented_fields(Slurm)) & set(EXTRA_SBATCH_OPTIONS)
+    assert not set(REFUSED_SBATCH_OPTIONS) & set(EXTRA_SBATCH_OPTIONS)

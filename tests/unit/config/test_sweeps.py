@@ -78,7 +78,7 @@ def test_sweep_is_expanded_to_combinations(
     [
         pytest.param(["a=1"], "no override has several values", id="none"),
         pytest.param(["a='1,2'"], "no override has several values", id="quoted"),
-        pytest.param(["action=run,stop"], "action: a sweep does one thing", id="action"),
+        pytest.param(["action=run,stop"], "action: a sweep performs one action", id="action"),
         pytest.param(["train=glob(*)"], "list the values, or use range or choice", id="glob"),
         pytest.param(["a=interval(0,1)"], "list the values", id="interval"),
         pytest.param(

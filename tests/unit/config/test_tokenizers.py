@@ -91,7 +91,7 @@ def test_vocabulary_size_of_sentencepiece_model(path: str, workspace: Workspace)
         )
     vocabulary = read_vocabulary("Llama2Tokenizer", str(workspace.root / path))
     assert vocabulary is not None and vocabulary.size == 15
-    assert read_vocabulary("Llama2Tokenizer", str(workspace.root / path), most_bytes=9) is None
+    assert read_vocabulary("Llama2Tokenizer", str(workspace.root / path), max_bytes=9) is None
     overrides = (
         "+train.data.tokenizer.tokenizer_type=Llama2Tokenizer",
         "+train.model.vocab_size=14",

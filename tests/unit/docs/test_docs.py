@@ -30,18 +30,18 @@ WITHOUT_KEYS = ("comm", "envs", "extra", "device_type_specific", "node_specific"
 """Sections whose keys are not fixed names."""
 
 
-def _name(path: Path) -> str:
+def _relative_path(path: Path) -> str:
     return str(path.relative_to(PROJECT))
 
 
-def _anchors(page: str) -> set[str]:
+def _heading_anchors(page: str) -> set[str]:
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page, flags=re.M | re.S), re.M
     )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", PAGES, ids=_relative_path)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
@@ -49,13 +49,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        anchors = _anchors(file.read_text(encoding="utf-8")) if anchor and file.exists() else set()
+        anchors = (
+            _heading_anchors(file.read_text(encoding="utf-8"))
+            if anchor and file.exists()
+            else set()
+        )
         if not file.exists() or (anchor and anchor not in anchors):
             broken.append(target)
     assert broken == []
 
 
-def _blocks(page: Path, language: str) -> Iterator[str]:
+def _code_blocks(page: Path, language: str) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^( *)```(\w*)\n(.*?)^ *```", text, re.M | re.S):
         if match[2] == language:
@@ -63,11 +67,11 @@ def _blocks(page: Path, language: str) -> Iterator[str]:
 
 
 def _commands(page: Path, language: str = "bash") -> Iterator[list[str]]:
-    for block in _blocks(page, language):
+    for block in _code_blocks(page, language):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                yield words
+            argv = shlex.split(line, comments=True)
+            if argv:
+                yield argv
 
 
 COMMANDS = [
@@ -79,7 +83,7 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def guide_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files that the guides' commands name."""
     root = tmp_path_factory.mktemp("docs")
     shutil.copytree(PROJECT / "examples", root / "examples")
@@ -92,50 +96,50 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _run_flagscale(words: list[str]) -> str:
+def _run_flagscale(argv: list[str]) -> str:
     """Run a command line in this process and return what it printed."""
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == 0, f"{shlex.join(words)}\n{output.getvalue()}"
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exit_error:
+        cli.main(argv)
+    assert exit_error.value.code == 0, f"{shlex.join(argv)}\n{output.getvalue()}"
     return output.getvalue()
 
 
 @functools.cache
-def _help(command: tuple[str, ...]) -> str:
+def _help_text(command: tuple[str, ...]) -> str:
     return _run_flagscale([*command, "--help"])
 
 
-def _as_dry_run(words: list[str]) -> list[str]:
-    """Return the command that plans what a command would start."""
-    if words[0] == "python":
-        options = dict(zip(words[2:6:2], words[3:6:2], strict=True))
+def _as_dry_run(argv: list[str]) -> list[str]:
+    """Return the dry run of a command that would start processes."""
+    if argv[0] == "python":
+        options = dict(zip(argv[2:6:2], argv[3:6:2], strict=True))
         config = Path(options["--config-path"], options["--config-name"] + ".yaml")
-        overrides = [word for word in words[6:] if not word.startswith("action=")]
+        overrides = [argument for argument in argv[6:] if not argument.startswith("action=")]
         return ["dryrun", str(config), *overrides]
-    return ["dryrun", *words[2:]]
+    return ["dryrun", *argv[2:]]
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("argv", COMMANDS)
 def test_command_is_accepted(
-    words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    argv: list[str], guide_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    if "…" in words:
+    if "…" in argv:
         pytest.skip("a schematic command")
-    if "./examples/qwen3/conf" in words:
+    if "./examples/qwen3/conf" in argv:
         pytest.skip("run by tests/integration/launcher/test_finetuning_example.py")
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(guide_directory)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    if words[0] == "python" or words[1] in PLANNED:
-        _run_flagscale(_as_dry_run(words))
+    if argv[0] == "python" or argv[1] in PLANNED:
+        _run_flagscale(_as_dry_run(argv))
         return
     groups = ("comm", "bench")
-    command = tuple(words[1:3] if words[1] in groups else words[1:2])
+    command = tuple(argv[1:3] if argv[1] in groups else argv[1:2])
     if command == ("convert",):
         pytest.skip("its options are tested where it is")
-    known = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", _help(command)))
-    options = {word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)}
-    assert options <= known
+    known_options = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", _help_text(command)))
+    options = {word.partition("=")[0] for word in argv[2:] if re.match(r"--?[a-z]", word)}
+    assert options <= known_options
 
 
 def test_convert_knows_the_options_of_its_guide() -> None:
@@ -145,10 +149,10 @@ def test_convert_knows_the_options_of_its_guide() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", page)) <= set(re.findall(r"--[a-z-]+", text))
 
 
-def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _leaf_paths(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     if isinstance(node, dict) and node and not (path and path[-1] in WITHOUT_KEYS):
         for key, value in node.items():
-            yield from _leaves(value, (*path, str(key)))
+            yield from _leaf_paths(value, (*path, str(key)))
     else:
         yield path
 
@@ -156,7 +160,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 YAML_BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in GUIDES
-    for number, block in enumerate(_blocks(page, "yaml"))
+    for number, block in enumerate(_code_blocks(page, "yaml"))
 ]
 
 
@@ -165,7 +169,7 @@ def test_yaml_keys_exist(block: str) -> None:
     from flagscale.config.explain import explain
 
     unknown = []
-    for path in _leaves(yaml.safe_load(block)):
+    for path in _leaf_paths(yaml.safe_load(block)):
         if path[0] in ("defaults", *WITHOUT_KEYS) or path[-1] in WITHOUT_KEYS:
             continue
         if any(part in WITHOUT_KEYS for part in path):

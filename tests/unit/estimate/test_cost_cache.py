@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.estimate import cost_cache
 from flagscale.estimate.cost_cache import CachedCosts, mesh_cost_path
 from flagscale.estimate.costs import DENSE, PartCost, RankCosts
@@ -19,7 +19,7 @@ BASE = """
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -34,9 +34,9 @@ def cache_path(args: Namespace, index: int = 1) -> Path:
 def test_costs_round_trip(tmp_path: Path) -> None:
     path = cache_path(arguments())
     assert cost_cache.read_costs(path) is None
-    made = CachedCosts(RankCosts({DENSE: PartCost(1.0)}), {"torch": "2"}, "2026-11-23")
-    cost_cache.write_costs(path, made)
-    assert cost_cache.read_costs(path) == made
+    cached_costs = CachedCosts(RankCosts({DENSE: PartCost(1.0)}), {"torch": "2"}, "2026-11-23")
+    cost_cache.write_costs(path, cached_costs)
+    assert cost_cache.read_costs(path) == cached_costs
     assert path.parent == tmp_path / "flagscale" / "times"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -58,26 +58,26 @@ def test_ranks_and_launcher_use_the_same_path() -> None:
 
 
 def test_meshes_of_equal_sizes_are_one_only_if_their_devices_are() -> None:
-    alike = "--hetero-process-meshes 2 1 1 1 1 2 1 1 1 1"
-    args = arguments(alike)
+    equal_meshes = "--hetero-process-meshes 2 1 1 1 1 2 1 1 1 1"
+    args = arguments(equal_meshes)
     assert cache_path(args, 0) != cache_path(args, 1)
     for kinds, same in (("A A", True), ("A B", False)):
-        args = arguments(f"{alike} --hetero-device-types {kinds}")
+        args = arguments(f"{equal_meshes} --hetero-device-types {kinds}")
         assert (cache_path(args, 0) == cache_path(args, 1)) is same
 
 
 @pytest.mark.parametrize(
     "same", ["--lr 1e-4", "--num-layers 8", "--global-batch-size 16", "--clip-grad 0.1"]
 )
-def test_irrelevant_arguments(same: str) -> None:
+def test_irrelevant_arguments_keep_the_cached_costs(same: str) -> None:
     assert cache_path(arguments(same)) == cache_path(arguments())
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changed_option",
     ["--hidden-size 128", "--bf16", "--micro-batch-size 2", "--seq-length 64", "--swiglu",
      "--use-distributed-optimizer", "--hetero-device-types A B", "--transformer-impl compiled",
      "--recompute-granularity selective"],
 )  # fmt: skip
-def test_relevant_arguments(other: str) -> None:
-    assert cache_path(arguments(other)) != cache_path(arguments())
+def test_relevant_arguments_change_the_cached_costs(changed_option: str) -> None:
+    assert cache_path(arguments(changed_option)) != cache_path(arguments())

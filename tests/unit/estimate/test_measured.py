@@ -7,17 +7,17 @@ import tables
 
 
 @pytest.fixture(scope="module")
-def compared() -> list[tables.estimates.ComparedRun]:
+def compared_runs() -> list[tables.estimates.ComparedRun]:
     return list(tables.estimates.compare_runs())
 
 
-@pytest.mark.parametrize(("which", "bar"), [(0, 0.05), (1, 0.10)], ids=["memory", "time"])
+@pytest.mark.parametrize(("which", "tolerance"), [(0, 0.05), (1, 0.10)], ids=["memory", "time"])
 def test_every_run_is_within_tolerance(
-    which: int, bar: float, compared: list[tables.estimates.ComparedRun]
+    which: int, tolerance: float, compared_runs: list[tables.estimates.ComparedRun]
 ) -> None:
-    errors = {run.name: run.errors[which] for run in compared}
+    errors = {run.name: run.errors[which] for run in compared_runs}
     assert len(errors) >= 20
-    assert {name: error for name, error in errors.items() if abs(error) > bar} == {}
+    assert {name: error for name, error in errors.items() if abs(error) > tolerance} == {}
 
 
 def test_benchmark_tables_are_current() -> None:

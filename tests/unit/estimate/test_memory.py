@@ -8,7 +8,7 @@ import pytest
 
 from flagscale.config.arguments.derive import derive_arguments
 from flagscale.config.arguments.rules.parallel_layout import layers_of_stages
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.estimate import op_times
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.forecast import Forecast, forecast_step
@@ -26,51 +26,53 @@ WHOLE = "--num-layers 32 --global-batch-size 16"
 TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 
 
-def llama(more: str, world: int = 1) -> Namespace:
+def llama_arguments(more: str, world: int = 1) -> Namespace:
     return derive_arguments(parse_arguments(f"{LLAMA} {more}".split()), world)
 
 
-def llama_forecast(more: str, world: int = 1) -> Forecast:
-    return forecast_step(llama(more, world), VOCABULARY)
+def forecast_llama(more: str, world: int = 1) -> Forecast:
+    return forecast_step(llama_arguments(more, world), VOCABULARY)
 
 
 def test_context_parallelism_keeps_all_keys_and_values() -> None:
     long = f"{COMPILED} {WHOLE} --seq-length 65536 --context-parallel-size"
-    kept = [llama_forecast(f"{long} {cp}", 8).stages[0].memory.activations for cp in (4, 8)]
-    # Of 32 layers keys and values of 8 heads of 128 each; all else is shared out.
-    whole = 32 * 65536 * 2 * 8 * 128 * 2
-    assert kept[0] - whole == 2 * (kept[1] - whole)
+    activations = [forecast_llama(f"{long} {cp}", 8).stages[0].memory.activations for cp in (4, 8)]
+    # Keys and values of 32 layers with 8 heads of 128 each; all else is divided.
+    kv_bytes = 32 * 65536 * 2 * 8 * 128 * 2
+    assert activations[0] - kv_bytes == 2 * (activations[1] - kv_bytes)
 
 
 @pytest.mark.parametrize(("ends", "eight"), [("", 32), ("--first-last-layers-bf16", 30)])
 def test_fp8_copies_are_added_to_weights(ends: str, eight: int) -> None:
-    plain, cast = (
-        llama_forecast(f"{COMPILED} {WHOLE} {fp8}").stages[0].memory
+    bf16_stages, fp8_stages = (
+        forecast_llama(f"{COMPILED} {WHOLE} {fp8}").stages[0].memory
         for fp8 in ("", f"--fp8 hybrid {ends}")
     )
-    assert cast.weights - plain.weights == 2 * eight * (4096 * (2 * 4096 + 2048 + 3 * 14336))
-    assert cast.activations < plain.activations
+    assert fp8_stages.weights - bf16_stages.weights == 2 * eight * (
+        4096 * (2 * 4096 + 2048 + 3 * 14336)
+    )
+    assert fp8_stages.activations < bf16_stages.activations
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer() -> None:
     lora = "--peft-type lora --lora-dim 8 --lora-target-modules linear_qkv linear_fc2"
-    stages = llama_forecast(f"{WHOLE} {lora} {TP2_PP2}", 4).stages
-    each = 8 * (4096 + 6144 // 2 + 4096 + 14336 // 2)
-    assert stages[0].memory.gradients == 4 * 16 * each
-    assert stages[0].memory.optimizer == 12 * 16 * each
+    stages = forecast_llama(f"{WHOLE} {lora} {TP2_PP2}", 4).stages
+    weights_per_layer = 8 * (4096 + 6144 // 2 + 4096 + 14336 // 2)
+    assert stages[0].memory.gradients == 4 * 16 * weights_per_layer
+    assert stages[0].memory.optimizer == 12 * 16 * weights_per_layer
 
 
 def test_the_8b_model_has_8_billion_weights() -> None:
-    (stage,) = llama_forecast(WHOLE).stages
+    (stage,) = forecast_llama(WHOLE).stages
     assert stage.memory.weights / 2 == 8_030_261_248
     assert stage.memory.gradients == 4 * 8_030_261_248
     assert stage.memory.optimizer == 12 * 8_030_261_248
 
 
 def test_flops_of_stages_add_up() -> None:
-    found = llama_forecast(f"{WHOLE} {TP2_PP2}", 4)
-    done = sum(sum(stage.flops) * stage.ranks for stage in found.stages)
-    assert done * found.micro_batches == pytest.approx(found.flops_per_step)
+    forecast = forecast_llama(f"{WHOLE} {TP2_PP2}", 4)
+    stage_flops = sum(sum(stage.flops) * stage.ranks for stage in forecast.stages)
+    assert stage_flops * forecast.micro_batches == pytest.approx(forecast.flops_per_step)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +87,15 @@ def test_flops_of_stages_add_up() -> None:
         ("--context-parallel-size 2", "activations"),
     ],
 )  # fmt: skip
-def test_memory_savings(less: str, of: str) -> None:
-    before = llama_forecast(f"{LOCAL} {WHOLE}", 4).stages[0].memory
-    after = llama_forecast(f"{LOCAL} {WHOLE} {less}", 4).stages[0].memory
-    assert getattr(after, of) < 0.6 * getattr(before, of)
+def test_options_save_memory(less: str, of: str) -> None:
+    default_memory = forecast_llama(f"{LOCAL} {WHOLE}", 4).stages[0].memory
+    reduced_memory = forecast_llama(f"{LOCAL} {WHOLE} {less}", 4).stages[0].memory
+    assert getattr(reduced_memory, of) < 0.6 * getattr(default_memory, of)
 
 
 def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4"
-    memory = llama_forecast(f"{WHOLE} {more}").stages[0].memory
+    memory = forecast_llama(f"{WHOLE} {more}").stages[0].memory
     assert memory.activations == 8 * 4096 * 4096 * 2
 
 
@@ -104,24 +106,26 @@ def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
 )
 def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | None) -> None:
     pipeline = f"{WHOLE} --pipeline-model-parallel-size 4 --recompute-granularity"
-    stages = forecast_step(llama(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4).stages
+    stages = forecast_step(
+        llama_arguments(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4
+    ).stages
 
     def otherwise(index: int, count: int) -> float:
         block = f"full --recompute-method block --recompute-num-layers {count}" if count else ""
-        way = f"{pipeline} {block}" if count else pipeline.rpartition(" ")[0]
-        return llama_forecast(way, 4).stages[index].memory.total
+        options = f"{pipeline} {block}" if count else pipeline.rpartition(" ")[0]
+        return forecast_llama(options, 4).stages[index].memory.total
 
     for index, stage in enumerate(stages):
-        others = [otherwise(index, count) for count in range(9)]
-        assert stage.memory.total == others[stage.recomputed_layers]
+        other_forecasts = [otherwise(index, count) for count in range(9)]
+        assert stage.memory.total == other_forecasts[stage.recomputed_layers]
         if expected is None:
-            assert stage.memory.total == min(others)
+            assert stage.memory.total == min(other_forecasts)
         else:
             assert stage.recomputed_layers == expected[index]
             assert (
                 stage.memory.total
                 <= gib * 2**30
-                < min(others[: stage.recomputed_layers], default=1e18)
+                < min(other_forecasts[: stage.recomputed_layers], default=1e18)
             )
 
 
@@ -130,11 +134,13 @@ def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | Non
     [("uniform --recompute-num-layers 4", 1), ("block --recompute-num-layers 8", 1 / 4)],
 )
 def test_recomputing_takes_time(method: str, factor: float) -> None:
-    plain = llama_forecast(WHOLE)
-    found = llama_forecast(f"{WHOLE} --recompute-granularity full --recompute-method {method}")
+    without_recompute = forecast_llama(WHOLE)
+    forecast = forecast_llama(f"{WHOLE} --recompute-granularity full --recompute-method {method}")
     chip = DevicePeaks(1e15)
-    layer = op_times.layer_load(llama(WHOLE), LayerKind(is_moe=False)).forward.duration(chip)
-    more = found.simulate([chip]).seconds - plain.simulate([chip]).seconds
+    layer = op_times.layer_load(llama_arguments(WHOLE), LayerKind(is_moe=False)).forward.duration(
+        chip
+    )
+    more = forecast.simulate([chip]).seconds - without_recompute.simulate([chip]).seconds
     assert more == pytest.approx(16 * factor * 32 * layer)
 
 
@@ -142,20 +148,26 @@ def test_a_device_waits_for_a_host_unless_steps_are_captured() -> None:
     tiny = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64"
     tiny += " --num-attention-heads 2 --num-query-groups 2 --global-batch-size 16"
     captured = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
-    slow, quick = (llama_forecast(f"{tiny} {more}") for more in ("", captured))
+    launched, captured_forecast = (forecast_llama(f"{tiny} {more}") for more in ("", captured))
     assert (
-        quick.simulate([DevicePeaks(1e15)]).seconds
-        < 0.3 * slow.simulate([DevicePeaks(1e15)]).seconds
+        captured_forecast.simulate([DevicePeaks(1e15)]).seconds
+        < 0.3 * launched.simulate([DevicePeaks(1e15)]).seconds
     )
-    # A device ten times as quick is of no use where the host is slow.
-    assert slow.simulate([DevicePeaks(1e16)]).seconds == slow.simulate([DevicePeaks(1e15)]).seconds
-    assert quick.simulate([DevicePeaks(1e16)]).seconds < quick.simulate([DevicePeaks(1e15)]).seconds
+    # A device ten times as fast does not help if the host is slow.
+    assert (
+        launched.simulate([DevicePeaks(1e16)]).seconds
+        == launched.simulate([DevicePeaks(1e15)]).seconds
+    )
+    assert (
+        captured_forecast.simulate([DevicePeaks(1e16)]).seconds
+        < captured_forecast.simulate([DevicePeaks(1e15)]).seconds
+    )
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
-    stages = llama_forecast(f"{WHOLE} --pipeline-model-parallel-size 4", 4).stages
-    kept = [stage.memory.activations for stage in stages]
-    assert kept == pytest.approx([kept[-1] * count for count in (4, 3, 2, 1)])
+    stages = forecast_llama(f"{WHOLE} --pipeline-model-parallel-size 4", 4).stages
+    activations = [stage.memory.activations for stage in stages]
+    assert activations == pytest.approx([activations[-1] * count for count in (4, 3, 2, 1)])
 
 
 @pytest.mark.parametrize(
@@ -175,16 +187,18 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     ],
     ids=["even", "chunks", "first", "layout", "layout-with-groups", "ends-count"],
 )  # fmt: skip
-def test_layers_of_stages(options: str, expected: list[tuple[int, ...]]) -> None:
-    assert layers_of_stages(vars(llama(f"{WHOLE} {options}", 4))) == expected
+def test_layers_are_divided_among_stages(options: str, expected: list[tuple[int, ...]]) -> None:
+    assert layers_of_stages(vars(llama_arguments(f"{WHOLE} {options}", 4))) == expected
 
 
 def test_stages_that_recompute_by_rows() -> None:
     pipeline = f"{WHOLE} --pipeline-model-parallel-size 4 --recompute-granularity full"
     full = f"{pipeline} --recompute-method uniform --recompute-num-layers 1"
     rows = "--recompute-granularity-per-stage-micro-batch 1,16,1 1,8,1,8,0 2,16,0"
-    plain = llama_forecast(f"{WHOLE} --pipeline-model-parallel-size 4", 4).stages
-    all_of_them = llama_forecast(full, 4).stages
-    found = llama_forecast(f"{full} {rows}", 4).stages
-    assert found[0].memory == all_of_them[0].memory
-    assert [stage.memory for stage in found[1:]] == [stage.memory for stage in plain[1:]]
+    without_recompute = forecast_llama(f"{WHOLE} --pipeline-model-parallel-size 4", 4).stages
+    all_of_them = forecast_llama(full, 4).stages
+    recomputing_stages = forecast_llama(f"{full} {rows}", 4).stages
+    assert recomputing_stages[0].memory == all_of_them[0].memory
+    assert [stage.memory for stage in recomputing_stages[1:]] == [
+        stage.memory for stage in without_recompute[1:]
+    ]

@@ -50,11 +50,11 @@ def test_order_equals_megatrons(arguments: tuple[int, ...], expected: str) -> No
     rounds=st.integers(1, 4),
     chunks=st.integers(1, 3),
 )
-def test_each_pass_once(stages: int, index: int, rounds: int, chunks: int) -> None:
+def test_schedule_runs_each_pass_once(stages: int, index: int, rounds: int, chunks: int) -> None:
     index %= stages
     count = rounds * stages
-    found = Counter(iter_schedule(stages, index, count, chunks))
-    assert found == {
+    pass_counts = Counter(iter_schedule(stages, index, count, chunks))
+    assert pass_counts == {
         PipelinePass(backward, chunk, number): 1
         for backward in (False, True)
         for chunk in range(chunks)
@@ -65,30 +65,40 @@ def test_each_pass_once(stages: int, index: int, rounds: int, chunks: int) -> No
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 64])
 def test_equal_stages_by_hand(stages: int, micro_batches: int) -> None:
-    played = simulate_step(equal_stages(stages), micro_batches)
-    assert played.seconds == pytest.approx((micro_batches + stages - 1) * 3.0)
-    assert played.busy == pytest.approx((3.0 * micro_batches,) * stages)
+    simulated = simulate_step(equal_stages(stages), micro_batches)
+    assert simulated.seconds == pytest.approx((micro_batches + stages - 1) * 3.0)
+    assert simulated.busy_seconds == pytest.approx((3.0 * micro_batches,) * stages)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_shorten_the_time_in_which_the_pipeline_fills(chunks: int) -> None:
     """Narayanan et al. (2021): the idle time is (p - 1)(f + b) / v."""
-    played = simulate_step(equal_stages(4, chunks), 8)
-    assert played.seconds == pytest.approx(8 * 3.0 + 3 * 3.0 / chunks)
+    simulated = simulate_step(equal_stages(4, chunks), 8)
+    assert simulated.seconds == pytest.approx(8 * 3.0 + 3 * 3.0 / chunks)
 
 
-@given(first=st.floats(0.1, 10), second=st.floats(0.1, 10), micro_batches=st.integers(2, 40))
-def test_two_different_stages_by_hand(first: float, second: float, micro_batches: int) -> None:
-    """The slower stage is always busy except where it waits. A slow second stage waits for the
+@given(
+    first_seconds=st.floats(0.1, 10),
+    second_seconds=st.floats(0.1, 10),
+    micro_batches=st.integers(2, 40),
+)
+def test_two_different_stages_by_hand(
+    first_seconds: float, second_seconds: float, micro_batches: int
+) -> None:
+    """The slower stage is busy except when it waits. A slow second stage waits for the
     first forward and the last backward pass of the first one. A slow first stage waits for the
     second's first and last two passes, as far as its own passes do not overlap with them.
     """
-    stages = [StagePassTimes((each,), (2 * each,)) for each in (first, second)]
-    if first <= second:
-        expected = 3 * first + 3 * second * micro_batches
+    stages = [
+        StagePassTimes((seconds,), (2 * seconds,)) for seconds in (first_seconds, second_seconds)
+    ]
+    if first_seconds <= second_seconds:
+        expected = 3 * first_seconds + 3 * second_seconds * micro_batches
     else:
-        waits = max(3 * second - first, 0) + max(3 * second - 2 * first, 0)
-        expected = 3 * first * micro_batches + waits
+        waits = max(3 * second_seconds - first_seconds, 0) + max(
+            3 * second_seconds - 2 * first_seconds, 0
+        )
+        expected = 3 * first_seconds * micro_batches + waits
     assert simulate_step(stages, micro_batches).seconds == pytest.approx(expected)
 
 
@@ -97,14 +107,19 @@ def test_two_different_stages_by_hand(first: float, second: float, micro_batches
     micro_batches=st.integers(1, 30),
     transfer=st.floats(0, 3),
 )
-def test_bounds(times: list[tuple[float, float]], micro_batches: int, transfer: float) -> None:
+def test_simulated_time_lies_within_bounds(
+    times: list[tuple[float, float]], micro_batches: int, transfer: float
+) -> None:
     stages = [StagePassTimes((forward,), (backward,)) for forward, backward in times]
-    one = sum(stage.total for stage in stages)
-    slowest = max(stage.total for stage in stages)
-    played = simulate_step(stages, micro_batches, [transfer] * len(stages))
-    way = 2 * transfer * (len(stages) - 1)
-    assert played.seconds >= max(one + way, micro_batches * slowest) - 1e-9
-    assert played.seconds <= micro_batches * (one + way) + 1e-9
+    micro_batch_seconds = sum(stage.total_seconds for stage in stages)
+    slowest = max(stage.total_seconds for stage in stages)
+    simulated = simulate_step(stages, micro_batches, [transfer] * len(stages))
+    transfer_seconds = 2 * transfer * (len(stages) - 1)
+    assert (
+        simulated.seconds
+        >= max(micro_batch_seconds + transfer_seconds, micro_batches * slowest) - 1e-9
+    )
+    assert simulated.seconds <= micro_batches * (micro_batch_seconds + transfer_seconds) + 1e-9
 
 
 def test_transfers_take_time() -> None:
@@ -113,12 +128,12 @@ def test_transfers_take_time() -> None:
 
 def test_eager_schedule_hides_transfers() -> None:
     """Plain 1F1B leaves no time for transfers: every second micro-batch waits for a round trip."""
-    plain, eager = (
+    without_eager, eager = (
         simulate_step(equal_stages(2), 8, [0.5, 0.0], eager=eager).seconds
         for eager in (False, True)
     )
     filling = 2 * 0.5
-    assert plain == pytest.approx(8 * 3 + 3 + filling + 7 // 2 * filling)
+    assert without_eager == pytest.approx(8 * 3 + 3 + filling + 7 // 2 * filling)
     assert eager == pytest.approx(8 * 3 + 3 + filling)
 
 

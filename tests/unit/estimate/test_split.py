@@ -13,21 +13,23 @@ from flagscale.estimate.costs import DENSE, MIXTURE, PartCost, RankCosts, max_co
 from flagscale.estimate.split import SplitProblem, explain_split, find_best_split
 
 
-def costs(layer: float, **more: Any) -> RankCosts:
+def equal_costs(layer: float, **more: Any) -> RankCosts:
     return RankCosts(
         {DENSE: PartCost(layer, 2 * layer, static_bytes=1.0, activation_bytes=1.0)}, **more
     )
 
 
-def problem(*each: RankCosts, layers: int = 8, micro_batches: int = 8, **more: Any) -> SplitProblem:
+def make_problem(
+    *each: RankCosts, layers: int = 8, micro_batches: int = 8, **more: Any
+) -> SplitProblem:
     chunks = more.pop("chunks", 1)
     meshes = Meshes(tuple(Mesh() for _ in each), sequences=1, chunks=chunks)
     return SplitProblem(meshes, each, (DENSE,) * layers, micro_batches, **more)
 
 
-def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
-    found = itertools.product(range(1, layers + 1), repeat=stages)
-    return [counts for counts in found if sum(counts) == layers]
+def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
+    splits = itertools.product(range(1, layers + 1), repeat=stages)
+    return [counts for counts in splits if sum(counts) == layers]
 
 
 @given(
@@ -40,70 +42,87 @@ def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
 def test_exhaustive_search(
     speeds: list[float], layers: int, micro_batches: int, head: float
 ) -> None:
-    each = [costs(speed, head=PartCost(head, head)) for speed in speeds]
-    asked = problem(*each, layers=layers, micro_batches=micro_batches)
-    found = asked.simulate_step(find_best_split(asked)).seconds
-    assert found == min(asked.simulate_step(s).seconds for s in every_split(layers, len(speeds)))
+    rank_costs = [equal_costs(speed, head=PartCost(head, head)) for speed in speeds]
+    split_problem = make_problem(*rank_costs, layers=layers, micro_batches=micro_batches)
+    best_seconds = split_problem.simulate_step(find_best_split(split_problem)).seconds
+    assert best_seconds == min(
+        split_problem.simulate_step(s).seconds for s in all_splits(layers, len(speeds))
+    )
 
 
 @given(speeds=st.lists(st.floats(0.5, 2), min_size=4, max_size=4), head=st.floats(0, 4))
 @settings(max_examples=10, deadline=None)
 def test_local_search_is_close_to_the_optimum(speeds: list[float], head: float) -> None:
-    asked = problem(*(costs(speed, head=PartCost(head, head)) for speed in speeds), layers=12)
-    found = asked.simulate_step(find_best_split(asked)).seconds
-    limit, split._MAX_EXHAUSTIVE = split._MAX_EXHAUSTIVE, 0
+    split_problem = make_problem(
+        *(equal_costs(speed, head=PartCost(head, head)) for speed in speeds), layers=12
+    )
+    best_seconds = split_problem.simulate_step(find_best_split(split_problem)).seconds
+    limit, split._MAX_EXHAUSTIVE_SPLITS = split._MAX_EXHAUSTIVE_SPLITS, 0
     try:
-        searched = asked.simulate_step(find_best_split(asked)).seconds
+        searched = split_problem.simulate_step(find_best_split(split_problem)).seconds
     finally:
-        split._MAX_EXHAUSTIVE = limit
-    assert found <= searched <= 1.03 * found
+        split._MAX_EXHAUSTIVE_SPLITS = limit
+    assert best_seconds <= searched <= 1.03 * best_seconds
 
 
 def test_the_slower_device_holds_fewer() -> None:
-    assert find_best_split(problem(costs(1.0), costs(3.0), micro_batches=16)) == (6, 2)
-    assert find_best_split(problem(costs(3.0), costs(1.0), micro_batches=16)) == (2, 6)
+    assert find_best_split(make_problem(equal_costs(1.0), equal_costs(3.0), micro_batches=16)) == (
+        6,
+        2,
+    )
+    assert find_best_split(make_problem(equal_costs(3.0), equal_costs(1.0), micro_batches=16)) == (
+        2,
+        6,
+    )
 
 
 def test_memory_counts_before_speed() -> None:
-    # A stage holds of each layer 1 byte always and 1 for every micro-batch under way: the first
-    # two, the second one.
-    full = problem(costs(1.0, memory=9.0), costs(2.0))
+    # A layer takes 1 byte always and 1 for each micro-batch in flight: two in the first stage, one
+    # in the second.
+    full = make_problem(equal_costs(1.0, memory_limit_bytes=9.0), equal_costs(2.0))
     assert find_best_split(full) == (3, 5)
-    assert full.simulate_step((3, 5)).memory == (9.0, 10.0)
+    assert full.simulate_step((3, 5)).memory_bytes == (9.0, 10.0)
     assert full.simulate_step((4, 4)).excess_bytes == 3.0
 
 
-def test_nothing_fits() -> None:
-    asked = problem(costs(1.0, memory=1.0), costs(1.0, memory=1.0))
-    layers = find_best_split(asked)
-    assert asked.simulate_step(layers).excess_bytes == min(
-        asked.simulate_step(s).excess_bytes for s in every_split(8, 2)
+def test_least_excess_is_chosen_when_nothing_fits() -> None:
+    split_problem = make_problem(
+        equal_costs(1.0, memory_limit_bytes=1.0), equal_costs(1.0, memory_limit_bytes=1.0)
     )
-    assert "no split fits" in list(explain_split(asked, layers))[-1]
+    layers = find_best_split(split_problem)
+    assert split_problem.simulate_step(layers).excess_bytes == min(
+        split_problem.simulate_step(s).excess_bytes for s in all_splits(8, 2)
+    )
+    assert "no split fits" in list(explain_split(split_problem, layers))[-1]
 
 
 def test_chunks_share_out_as_many_layers_at_once() -> None:
-    asked = problem(costs(1.0), costs(3.0), chunks=2, micro_batches=16)
-    assert asked.even_split() == (4, 4)
-    assert find_best_split(asked) == (6, 2)
+    split_problem = make_problem(equal_costs(1.0), equal_costs(3.0), chunks=2, micro_batches=16)
+    assert split_problem.even_split() == (4, 4)
+    assert find_best_split(split_problem) == (6, 2)
 
 
 def test_a_first_stage_for_the_embedding_alone() -> None:
-    asked = problem(costs(1.0), costs(1.0), costs(1.0), empty_first=True)
-    assert asked.even_split() == find_best_split(asked) == (0, 4, 4)
+    split_problem = make_problem(
+        equal_costs(1.0), equal_costs(1.0), equal_costs(1.0), has_empty_first_stage=True
+    )
+    assert split_problem.even_split() == find_best_split(split_problem) == (0, 4, 4)
 
 
 def test_order_of_layer_kinds_matters() -> None:
-    """Two mixtures in front take as long as the six dense layers behind."""
-    each = RankCosts({DENSE: PartCost(1.0, 1.0), MIXTURE: PartCost(3.0, 3.0)})
+    """Two mixture layers in front take as long as the six dense layers behind them."""
+    rank_costs = RankCosts({DENSE: PartCost(1.0, 1.0), MIXTURE: PartCost(3.0, 3.0)})
     meshes = Meshes((Mesh(pp=2),), sequences=1)
     kinds = (MIXTURE,) * 2 + (DENSE,) * 6
-    assert find_best_split(SplitProblem(meshes, (each,), kinds, 16)) == (2, 6)
+    assert find_best_split(SplitProblem(meshes, (rank_costs,), kinds, 16)) == (2, 6)
 
 
-def test_reasons() -> None:
-    asked = problem(costs(0.01, memory=64.0 * 2**30), costs(0.02, embedding=PartCost(0.001)))
-    assert list(explain_split(asked, (5, 3))) == [
+def test_split_is_explained_by_its_times() -> None:
+    split_problem = make_problem(
+        equal_costs(0.01, memory_limit_bytes=64.0 * 2**30),
+        equal_costs(0.02, embedding=PartCost(0.001)),
+    )
+    assert list(explain_split(split_problem, (5, 3))) == [
         "layers 5+3: by measured times a step takes 1.59 s; with 4+4 2.04 s, +28%",
         "stage 0 (1 rank): a layer takes a micro-batch dense 30 ms; 5 of them keep it busy for "
         "1.20 s, idle 25%, 0.0 of 64.0 GiB",
@@ -113,15 +132,21 @@ def test_reasons() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    one = RankCosts({DENSE: PartCost(1.0, 2.0)}, head=PartCost(5.0), memory=8.0)
-    other = RankCosts({DENSE: PartCost(2.0, 1.0)}, head=PartCost(4.0), memory=None)
-    both = max_costs([one, other])
-    assert both == RankCosts({DENSE: PartCost(2.0, 2.0)}, head=PartCost(5.0), memory=8.0)
+    first_rank = RankCosts({DENSE: PartCost(1.0, 2.0)}, head=PartCost(5.0), memory_limit_bytes=8.0)
+    second_rank = RankCosts(
+        {DENSE: PartCost(2.0, 1.0)}, head=PartCost(4.0), memory_limit_bytes=None
+    )
+    maximum = max_costs([first_rank, second_rank])
+    assert maximum == RankCosts(
+        {DENSE: PartCost(2.0, 2.0)}, head=PartCost(5.0), memory_limit_bytes=8.0
+    )
 
 
 def test_costs_survive_a_file() -> None:
-    one = RankCosts({DENSE: PartCost(1.0, 2.0, 3.0, 4.0, 5.0)}, PartCost(0.5), PartCost(0.25), 8.0)
-    assert RankCosts.from_json(one.to_json()) == one
+    rank_costs = RankCosts(
+        {DENSE: PartCost(1.0, 2.0, 3.0, 4.0, 5.0)}, PartCost(0.5), PartCost(0.25), 8.0
+    )
+    assert RankCosts.from_json(rank_costs.to_json()) == rank_costs
 
 
 @pytest.mark.parametrize("broken", [{}, {"layers": {DENSE: [1.0]}}, {"layers": 3}])

@@ -1,4 +1,4 @@
-"""Detection of a rank's native library, from the environment and the GPU."""
+"""Tests of native.py: detection of a rank's native library from the environment and the GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flagscale.comm.fsccl import native, nvlink
 from flagscale.errors import ConfigError
 
 pytestmark = pytest.mark.torch
-VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
+NATIVE_VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in NATIVE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

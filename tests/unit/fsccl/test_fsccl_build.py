@@ -27,7 +27,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 def test_missing_compiler_is_reported(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "this machine has no no-such-compiler" in (build.unavailable() or "")
+    assert "this machine has no no-such-compiler" in (build.unavailable_reason() or "")
     with pytest.raises(build.BuildError) as error:
         build._compile_for_this_machine(build._build_path())
     assert "there is no C++ compiler 'no-such-compiler' on PATH" in str(error.value)
@@ -36,7 +36,7 @@ def test_missing_compiler_is_reported(build: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def prebuilt(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return the module, with an invalid library named for this environment."""
+    """Return the module prebuilt.py, with an empty file at the path of this machine's library."""
     import flagscale.comm.fsccl.prebuilt as module
 
     monkeypatch.setenv("FSCCL_PREBUILT_DIR", str(tmp_path / "prebuilt"))
@@ -50,7 +50,7 @@ def test_prebuilt_library_needs_no_compiler(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.describe_origin() == "prebuilt"
-    assert build.unavailable() is None
+    assert build.unavailable_reason() is None
     build._build_path().parent.mkdir(parents=True)
     build._build_path().touch()
     assert build.describe_origin() == "built here"
@@ -74,7 +74,7 @@ def test_incompatible_prebuilt_library_is_ignored(
         monkeypatch.setattr(compiling, "digest_sources", lambda: b"other sources")
     prebuilt._compatibility_key.cache_clear()
     assert prebuilt.find_library() is None
-    assert build.describe_origin() == build.COMPILED
+    assert build.describe_origin() == build.COMPILED_ON_FIRST_USE
     monkeypatch.undo()
     prebuilt._compatibility_key.cache_clear()
 
@@ -82,7 +82,7 @@ def test_incompatible_prebuilt_library_is_ignored(
 def test_missing_headers_are_reported(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)  # an existing program
     monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: f"/no {name}")
-    assert "this machine has no /no include/Python.h" in build.unavailable()
+    assert "this machine has no /no include/Python.h" in build.unavailable_reason()
     with pytest.raises(build.BuildError, match=r"no /no include/Python\.h") as error:
         build._compile_for_this_machine(build._build_path())
     assert "install the headers of this Python" in str(error.value)

@@ -40,7 +40,7 @@ def build(kind: str, test: str, core_sources: tuple[str, ...] = ("core.cpp",)) -
         *CORE.with_name("datagram").iterdir(),
         *CORE_TESTS.glob("*.h"),
     ]
-    return compile_program(kind, sources, include=CORE, reads=dependencies)
+    return compile_program(kind, sources, include=CORE, dependencies=dependencies)
 
 
 # Compiling and running with a sanitizer takes minutes each.

@@ -49,7 +49,7 @@ def run(*arguments: object, test: str = "datagram_test", build: str = "memory") 
         build,
         [DATAGRAM_TESTS / f"{test}.cpp", *(CSRC / source for source in SOURCES)],
         include=CSRC,
-        reads=[*core_and_datagram, *DATAGRAM_TESTS.glob("*.h")],
+        dependencies=[*core_and_datagram, *DATAGRAM_TESTS.glob("*.h")],
     )
     result = subprocess.run(
         [str(program), *map(str, arguments)],

@@ -1,4 +1,6 @@
-"""The NVLink engine on a CPU: the same kernels, with ranks as threads, processes or fibers."""
+"""Tests of the NVLink engine's kernels and host code on a CPU, with ranks as threads, processes or
+fibers. The C++ programs are in ``nvlink/``.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ SOURCES = (
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.compiler]
-# Each kind compiles all sources.
+# Sanitizers. ThreadSanitizer is slow, and each one compiles all sources.
 KINDS = [pytest.param("threads", marks=pytest.mark.slow), "memory"]
 
 
 def build_program(kind: str, test: str = "kernels_test.cpp") -> Path:
     headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h"), *HERE.glob("*.h"), REGISTRATION]
-    return compile_program(kind, [HERE / test, *SOURCES], include=CSRC, reads=headers)
+    return compile_program(kind, [HERE / test, *SOURCES], include=CSRC, dependencies=headers)
 
 
 def run_program(path: Path, *words: object) -> tuple[int, str, str]:
@@ -45,7 +47,9 @@ def run_program(path: Path, *words: object) -> tuple[int, str, str]:
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_interleaving_loses_data(ranks: int, seed: int) -> None:
-    """Accesses are interleaved randomly, and ranks are held back while others run ahead."""
+    """Memory accesses of the ranks are interleaved randomly, and ranks are delayed while others run
+    ahead.
+    """
     assert run_program(build_program("plain"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
 
 
@@ -61,21 +65,25 @@ def test_ranks_as_processes() -> None:
 
 @pytest.mark.parametrize("broken", [(1,), (2,), (0, 1)], ids=["one-early", "two-early", "torn"])
 def test_broken_protocol_is_detected(broken: tuple[int, ...]) -> None:
-    """The test above must detect flags that are read as set too early, and torn lines."""
+    """test_no_interleaving_loses_data must fail if flags are read as posted one or two steps too
+    early, or if the flag of a line arrives before its data.
+    """
     code, out, err = run_program(build_program("plain"), "fibers", 3, 300, 1, *broken)
     assert (code, out) == (1, "")
     assert "wrong result" in err
 
 
 def test_waiting_for_an_absent_rank_ends() -> None:
-    """Ranks continue without each other then, so their accesses race: not under ThreadSanitizer."""
+    """Not run with ThreadSanitizer, because ranks that have given up continue without each other,
+    so their accesses race.
+    """
     assert run_program(build_program("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("sanitizer", KINDS)
 @pytest.mark.parametrize("source", ["engine_test.cpp", "faults_test.cpp", "registration_test.cpp"])
 def test_engine(source: str, sanitizer: str) -> None:
-    """Groups, tables, registered memory, streams and faults, on a device that is a CPU."""
+    """Groups, tuning tables, registered memory, streams and faults, on a CPU in place of a GPU."""
     result = run_program(build_program(sanitizer, source))
     assert result == (0, "ok\n", "")
 
@@ -93,7 +101,7 @@ def test_nvml_link_query(
 ) -> None:
     """NVML is queried for GPUs that a process does not see; without NVML, the answer is unknown."""
     binary = compile_program(
-        "memory", [HERE / "nvml_test.cpp", NVLINK / "nvml.cpp"], include=CSRC, reads=[]
+        "memory", [HERE / "nvml_test.cpp", NVLINK / "nvml.cpp"], include=CSRC, dependencies=[]
     )
     name = "GPU-61626364-6566-6768-696a-6b6c6d6e6f70"
     assert run_program(binary, first, second) == (0, f"unknown {name}\n", "")

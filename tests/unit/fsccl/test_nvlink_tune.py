@@ -1,4 +1,4 @@
-"""Choice of NVLink kernels from measurements, and storage of the tables."""
+"""Tests of tune.py: choice of NVLink kernels from measurements, and storage of tuning tables."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_choice_does_not_depend_on_the_measurement_order() -> None:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv(tune.VARIABLE, raising=False)
+    monkeypatch.delenv(tune.TABLE_FILE_VARIABLE, raising=False)
     return tmp_path
 
 
@@ -94,7 +94,7 @@ def test_invalid_tables_are_rejected(
 ) -> None:
     path = tmp_path / "a table, by hand.json"
     path.write_text(content)
-    monkeypatch.setenv(tune.VARIABLE, str(path))
+    monkeypatch.setenv(tune.TABLE_FILE_VARIABLE, str(path))
     with pytest.raises(ConfigError, match=message) as error:
         load_tables(GPU)
     assert str(path) in str(error.value)

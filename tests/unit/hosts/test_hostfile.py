@@ -69,7 +69,7 @@ def test_hostfile(text: str, expected: list[Host]) -> None:
         pytest.param("h0 slots=1 type=A\nh1 slots=1", "without one: h1", id="mixed-types"),
     ],
 )
-def test_bad_hostfile(text: str, message: str) -> None:
+def test_bad_hostfile_is_rejected(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_hostfile(text, "hosts.txt")
     assert message in str(raised.value)
@@ -127,7 +127,7 @@ def test_count_nodes(hostfile: int | None, yaml: int | None, expected: int) -> N
         (2, 8, None, 2),
     ],
 )
-def test_count_ranks(
+def test_smallest_limit_counts(
     slots: int | None, yaml: int | None, visible: int | None, expected: int
 ) -> None:
     assert smallest_limit(slots, yaml, visible) == expected
@@ -147,20 +147,20 @@ def test_choose_this_machine(tmp_path: Path) -> None:
     assert choose_hosts(None, None, None) == (Host("localhost"),)
     path = tmp_path / "hosts"
     path.write_text("127.0.0.1 slots=2 type=CPU\nlocalhost slots=2 type=CPU\n", encoding="utf-8")
-    listed = read_hostfile(path)
-    assert choose_hosts(listed, path, 1) == (Host("127.0.0.1", 2, "CPU"),)
+    hosts = read_hostfile(path)
+    assert choose_hosts(hosts, path, 1) == (Host("127.0.0.1", 2, "CPU"),)
     with pytest.raises(ConfigError, match="are this machine"):
-        choose_hosts(listed, path, None)
+        choose_hosts(hosts, path, None)
 
 
 def test_other_hosts_need_ssh_and_a_name(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("localhost slots=1\n198.51.100.[1-3] slots=1\n", encoding="utf-8")
-    listed = read_hostfile(path)
+    hosts = read_hostfile(path)
     with pytest.raises(ConfigError, match=r"198\.51\.100\.\[1-3\]") as raised:
-        choose_hosts(listed, path, None, "local")
+        choose_hosts(hosts, path, None, "local")
     assert "type: ssh" in str(raised.value)
-    assert len(choose_hosts(listed, path, None)) == 4
+    assert len(choose_hosts(hosts, path, None)) == 4
     with pytest.raises(ConfigError, match="no hostfile"):
         choose_hosts(None, None, 4)
 
@@ -233,7 +233,7 @@ def test_ranges_round_trip(names: list[str]) -> None:
 
 
 def _parts(folded: str) -> list[str]:
-    """The patterns of a folded list: commas inside brackets separate nothing."""
+    """Return the patterns of a compressed list; commas inside brackets do not separate."""
     return re.split(r",(?![^\[]*\])", folded)
 
 
@@ -248,7 +248,7 @@ def _parts(folded: str) -> list[str]:
         ([], ""),
     ],
 )
-def test_compress(names: list[str], expected: str) -> None:
+def test_names_are_compressed_to_ranges(names: list[str], expected: str) -> None:
     assert compress_names(names) == expected
 
 
@@ -256,13 +256,15 @@ def test_compress(names: list[str], expected: str) -> None:
     st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True), min_size=1, max_size=20)
 )
 def test_compress_round_trips(names: list[str]) -> None:
-    found = [name for part in _parts(compress_names(names)) for name in expand_pattern(part)]
-    assert sorted(found) == sorted(set(names))
+    expanded_names = [
+        name for part in _parts(compress_names(names)) for name in expand_pattern(part)
+    ]
+    assert sorted(expanded_names) == sorted(set(names))
 
 
 @pytest.mark.parametrize(
     "pattern", ["h[", "h[1-", "h]1", "h[a]", "h[3-1]", "h[1-003]", "h[]", "h[0-99999]", "h[1--2]"]
 )
-def test_bad_ranges(pattern: str) -> None:
+def test_bad_ranges_are_rejected(pattern: str) -> None:
     with pytest.raises(ConfigError, match="f:1"):
         parse_hostfile(f"{pattern} slots=1", "f")

@@ -38,31 +38,31 @@ def local_connection() -> LocalConnection:
 def test_script_results(
     local_connection: LocalConnection, script: str, status: int, stdout: bytes, stderr: bytes
 ) -> None:
-    done = local_connection.run_script(script)
-    assert (done.exit_status, done.stdout, done.stderr) == (status, stdout, stderr)
+    result = local_connection.run_script(script)
+    assert (result.exit_status, result.stdout, result.stderr) == (status, stdout, stderr)
 
 
 def test_arguments_are_preserved(local_connection: LocalConnection) -> None:
     assert local_connection.run(["printf", "%s|", HOSTILE, ""]).text == f"{HOSTILE}||"
-    heard: list[bytes] = []
+    chunks: list[bytes] = []
     data = os.urandom(3_000_000)
-    done = local_connection.run(["cat"], stdin=data, on_stdout=heard.append)
-    assert (b"".join(heard), done.stdout, done.exit_status) == (data, b"", 0)
+    result = local_connection.run(["cat"], stdin=data, on_stdout=chunks.append)
+    assert (b"".join(chunks), result.stdout, result.exit_status) == (data, b"", 0)
     # It ends without reading its input.
     assert local_connection.run(["true"], stdin=data).ok
 
 
 def test_scripts_are_hidden_from_the_process_table(local_connection: LocalConnection) -> None:
-    seen = local_connection.run_script("secret=s3cr3t; tr '\\0' ' ' </proc/$$/cmdline").text
-    assert "bash" in seen
-    assert "s3cr3t" not in seen
+    command_line = local_connection.run_script("secret=s3cr3t; tr '\\0' ' ' </proc/$$/cmdline").text
+    assert "bash" in command_line
+    assert "s3cr3t" not in command_line
 
 
 def test_timeout_ends_a_program(local_connection: LocalConnection) -> None:
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(errors.CommandTimeoutError, match="Its last output: so far"):
         local_connection.run_script("echo so far; exec sleep 600", timeout=1)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start_time < 60
 
 
 def test_programs_do_not_inherit_the_run_identity(
@@ -94,7 +94,7 @@ def test_local_is_a_registered_connection_type(local_connection: LocalConnection
 TIED = """\
 import signal, sys, time
 from flagscale.hosts.local import LocalConnection
-done, child = LocalConnection("here").run_tied("echo $$; exec sleep 600 >/dev/null 2>&1")
+done, child = LocalConnection("here").run_exec_script("echo $$; exec sleep 600 >/dev/null 2>&1")
 print(done.text.strip(), child.pid, child.poll(), flush=True)
 time.sleep(600)
 """
@@ -104,8 +104,8 @@ time.sleep(600)
 def test_tied_program_ends_with_its_launcher(number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
-    own, pid, code = launcher.stdout.readline().split()
-    assert (own, code) == (pid, "None")
+    script_pid, pid, exit_code = launcher.stdout.readline().split()
+    assert (script_pid, exit_code) == (pid, "None")
     process = processes.identify_process(int(pid))
     assert process is not None
     launcher.send_signal(number)

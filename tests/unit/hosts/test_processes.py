@@ -11,7 +11,7 @@ import pytest
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
 
-# Of this process alone: another suite on this machine sweeps its own.
+# Unique per process, because other test suites on this machine kill their own processes.
 RUN = f"20250102-030405-{os.getpid() % 0x1000000:06x}"
 
 
@@ -35,7 +35,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.stdout.close()
 
 
-def test_identity(child: subprocess.Popen[bytes]) -> None:
+def test_live_process_is_identified_with_its_run(child: subprocess.Popen[bytes]) -> None:
     process = processes.identify_process(child.pid)
     assert process is not None
     assert processes.is_alive(process)
@@ -60,8 +60,8 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
 def test_signal_reaches_only_the_identified_process(child: subprocess.Popen[bytes]) -> None:
     process = processes.identify_process(child.pid)
     assert process is not None
-    earlier = Process(process.pid, process.start_ticks - 1)
-    assert not processes.send_signal(earlier, signal.SIGKILL)
+    earlier_process = Process(process.pid, process.start_ticks - 1)
+    assert not processes.send_signal(earlier_process, signal.SIGKILL)
     assert not processes.send_signal(process, signal.SIGKILL, run_id="another run")
     assert processes.is_alive(process)
     assert processes.send_signal(process, signal.SIGKILL, run_id=RUN)
@@ -71,21 +71,21 @@ def test_signal_reaches_only_the_identified_process(child: subprocess.Popen[byte
 
 def test_kill_run_processes(child: subprocess.Popen[bytes]) -> None:
     assert processes.kill_run_processes(RUN, 5, exclude=[child.pid]) == processes.KilledProcesses()
-    swept = processes.kill_run_processes(RUN, 5)
-    assert swept.terminated == (child.pid,)
-    assert swept.killed == swept.survivors == ()
+    killed_processes = processes.kill_run_processes(RUN, 5)
+    assert killed_processes.terminated == (child.pid,)
+    assert killed_processes.killed == killed_processes.survivors == ()
     assert processes.kill_run_processes(RUN, 5) == processes.KilledProcesses()
 
 
-def test_unknown_pid() -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    assert processes.identify_process(gone.pid) is None
-    assert processes.parent_pid_of(gone.pid) is None
-    assert processes.read_environment(gone.pid) == {}
+def test_ended_process_has_no_identity() -> None:
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    assert processes.identify_process(ended_process.pid) is None
+    assert processes.parent_pid_of(ended_process.pid) is None
+    assert processes.read_environment(ended_process.pid) == {}
 
 
 def test_ancestors_end_before_init() -> None:
-    found = processes.find_ancestors(os.getpid())
-    assert 1 not in found
-    assert os.getpid() not in found
+    ancestors = processes.find_ancestors(os.getpid())
+    assert 1 not in ancestors
+    assert os.getpid() not in ancestors

@@ -59,24 +59,24 @@ class Machine:
         return len(log.read_text().splitlines()) if log.exists() else 0
 
     def make_query(self, **changes: object) -> HostQuery:
-        need = PreflightQuery(str(self.project), "/", compare_code=True)
+        preflight = PreflightQuery(str(self.project), "/", compare_code=True)
         return HostQuery(
             "",
             str(self.root),
             str(self.python),
-            preflight=replace(need, **changes),  # type: ignore[arg-type]
+            preflight=replace(preflight, **changes),  # type: ignore[arg-type]
         )
 
-    def probe(self, question: HostQuery | None = None) -> PythonEnvironment | None:
-        question = question or self.make_query()
+    def probe(self, query: HostQuery | None = None) -> PythonEnvironment | None:
+        query = query or self.make_query()
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.root / "home")}
-        done = subprocess.run(
-            ["bash", "-c", facts.build_facts_program(question)],
+        result = subprocess.run(
+            ["bash", "-c", facts.build_facts_program(query)],
             env={**environment, "PYTHONPATH": str(self.packages), **self.variables},
             capture_output=True,
             check=True,
         )
-        return facts.parse_facts(parse_output(done.stdout), question, 0.0, 4e9).python
+        return facts.parse_facts(parse_output(result.stdout), query, 0.0, 4e9).python
 
 
 @pytest.fixture
@@ -121,16 +121,16 @@ def write_cache(machine: Machine, data: bytes) -> None:
 
 
 def replace_cache_by_directory(machine: Machine) -> None:
-    kept = machine.cache_file
-    kept.unlink()
-    kept.mkdir()
+    cache_file = machine.cache_file
+    cache_file.unlink()
+    cache_file.mkdir()
 
 
 def replace_cache_by_link(machine: Machine) -> None:
     """Replace the cache by a link to a valid file."""
-    kept = machine.cache_file
-    kept.rename(machine.root / "moved")
-    kept.symlink_to(machine.root / "moved")
+    cache_file = machine.cache_file
+    cache_file.rename(machine.root / "moved")
+    cache_file.symlink_to(machine.root / "moved")
 
 
 CHANGES: dict[str, Callable[[Machine], object]] = {
@@ -165,13 +165,13 @@ FOR_ROOT: dict[str, Callable[[Machine], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_cache_is_ignored_after_a_change(machine: Machine, change: str) -> None:
     CHANGES[change](machine)
-    found = machine.probe()
+    environment = machine.probe()
     assert machine.count_starts() == 2
-    assert found is not None
-    assert found == machine.probe(machine.make_query(ignore_cache=True))
+    assert environment is not None
+    assert environment == machine.probe(machine.make_query(ignore_cache=True))
 
 
-@pytest.mark.root  # who else may give files away
+@pytest.mark.root  # only root may change the owner of files
 @pytest.mark.parametrize("change", FOR_ROOT)
 def test_cache_of_another_user_is_ignored(machine: Machine, change: str) -> None:
     FOR_ROOT[change](machine)
@@ -187,7 +187,7 @@ def test_cache_is_rewritten(machine: Machine) -> None:
     machine.probe()
     machine.probe(machine.make_query(compare_code=False))
     machine.probe()
-    # Another question has another answer; one file is kept a Python.
+    # Another query has another reply; there is one file per Python.
     assert machine.count_starts() == 5
 
 
@@ -204,15 +204,15 @@ def test_unwritable_cache_is_not_an_error(machine: Machine) -> None:
 
 def test_activation_output_is_ignored(machine: Machine) -> None:
     setup = f'echo "= version of mine"; echo noise >&2; PATH={machine.python.parent}:$PATH'
-    question = replace(machine.make_query(), python="python", setup=setup)
-    first = machine.probe(question)
-    assert first is not None
-    assert first.packages["torch"] == "2.0"
+    query = replace(machine.make_query(), python="python", setup=setup)
+    first_environment = machine.probe(query)
+    assert first_environment is not None
+    assert first_environment.packages["torch"] == "2.0"
     assert machine.count_starts() == 2
-    assert machine.probe(question) == first
+    assert machine.probe(query) == first_environment
     assert machine.count_starts() == 2
     machine.python.write_text(machine.python.read_text() + "\n")
-    machine.probe(question)
+    machine.probe(query)
     assert machine.count_starts() == 3
 
 
@@ -224,15 +224,15 @@ def test_virtual_environments_and_pth_files_are_searched(machine: Machine) -> No
     (site / "more.pth").write_text(f"# comment\nimport os\n{machine.root / 'other'}\n")
     machine.install("numpy-9.9.9", "other")
     machine.variables["PYTHONPATH"] = ""
-    question = replace(machine.make_query(compare_code=False), python=str(python))
-    found = machine.probe(question)
-    assert found is not None
-    assert found.executable == str(python)
-    assert dict(found.packages) == {"torch": "5.0", "numpy": "9.9.9"}
+    query = replace(machine.make_query(compare_code=False), python=str(python))
+    environment = machine.probe(query)
+    assert environment is not None
+    assert environment.executable == str(python)
+    assert dict(environment.packages) == {"torch": "5.0", "numpy": "9.9.9"}
     (site / "more.pth").write_text("")
-    changed = machine.probe(question)
-    assert changed is not None
-    assert dict(changed.packages) == {"torch": "5.0"}
+    changed_environment = machine.probe(query)
+    assert changed_environment is not None
+    assert dict(changed_environment.packages) == {"torch": "5.0"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ def machine() -> Machine:
 
 @pytest.fixture
 def make_experiment() -> Callable[..., Experiment]:
+    """Return a function that creates an experiment with these fields changed."""
+
     def make(**changes: Any) -> Experiment:
         fields: dict[str, Any] = {
             "name": "tiny llama",
@@ -49,13 +51,17 @@ def make_experiment() -> Callable[..., Experiment]:
 
 @pytest.fixture
 def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> MakePlan:
+    """Return a function that plans an experiment on ``hosts``; other arguments are fields of the
+    experiment.
+    """
+
     def make(*, hosts: tuple[Host, ...] = (Host("localhost"),), **changes: Any) -> LaunchPlan:
-        on = changes.pop("machine", machine)
+        host_machine = changes.pop("machine", machine)
         secret = changes.pop("run_secret", "s3cr3t" * 8)
         experiment = make_experiment(**changes)
         return plan(
             experiment,
-            assign_ranks(experiment, hosts, [on] * len(hosts)),
+            assign_ranks(experiment, hosts, [host_machine] * len(hosts)),
             run_id="20250102-030405-abcdef",
             master_port=29500,
             runner=RunnerHandle("local"),

@@ -21,7 +21,7 @@ from flagscale.launcher.liveness.diagnosis import (
     diagnose_host,
     find_first_failed_rank,
     last_traceback,
-    parse_table,
+    parse_failure_table,
 )
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
@@ -57,18 +57,18 @@ Root Cause (first observed failure):
 KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
 
 
-def entry(rank: int, code: int, moment: float = 100.0) -> TableEntry:
+def table_entry(rank: int, code: int, moment: float = 100.0) -> TableEntry:
     return TableEntry(rank, code, moment)
 
 
-def failed(rank: int, moment: float, message: str = "boom") -> Event:
+def failed_event(rank: int, moment: float, message: str = "boom") -> Event:
     return Event(rank, moment, "failed", {"kind": "RuntimeError", "message": message})
 
 
 def test_table_of_torchrun() -> None:
-    first, second = parse_table(TABLE)
-    assert (first.rank, first.code) == (1, 3)
-    assert (second.rank, second.code) == (0, -15)
+    first, second = parse_failure_table(TABLE)
+    assert (first.rank, first.exit_code) == (1, 3)
+    assert (second.rank, second.exit_code) == (0, -15)
     assert second.time - first.time == 7
 
 
@@ -86,7 +86,7 @@ def test_late_failure_is_not_the_cause(
     """torchrun's table does not distinguish it from a rank that ended first."""
     host = state.hosts[0]
     host.output.write_text(TABLE, encoding="utf-8")
-    report = diagnose_host(host, {}, TorchrunExit(1, 200.0, late=late))
+    report = diagnose_host(host, {}, TorchrunExit(1, 200.0, late_ranks=late))
     assert report is not None
     assert (report.failure.rank, report.severity) == (rank, severity)
 
@@ -102,9 +102,9 @@ def test_late_failure_is_not_the_cause(
 def test_a_rank_is_named_with_its_stage(rank: int, reason: str, state: RunState) -> None:
     host = state.hosts[0]
     places = ("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)")
-    rows = {r: [Event(r, 1.0, "joined", {"place": place})] for r, place in enumerate(places)}
+    rows = {r: [Event(r, 1.0, "joined", {"place": position})] for r, position in enumerate(places)}
     if rank == 0:
-        rows[0].append(failed(0, 100.0, "bad\nand more"))
+        rows[0].append(failed_event(0, 100.0, "bad\nand more"))
     else:
         host.output.write_text(TABLE, encoding="utf-8")
     report = diagnose_host(host, rows, TorchrunExit(3, 200.0))
@@ -115,27 +115,41 @@ def test_a_rank_is_named_with_its_stage(rank: int, reason: str, state: RunState)
 
 @pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])
 def test_no_table(text: str) -> None:
-    assert parse_table(text) == []
+    assert parse_failure_table(text) == []
 
 
 @pytest.mark.parametrize(
     ("table", "events", "expected"),
     [
         pytest.param([], [], None, id="nothing"),
-        pytest.param([], [failed(1, 5), failed(0, 4)], 0, id="first-exception"),
-        pytest.param([entry(0, TERM), entry(1, 3)], [], 1, id="not-the-terminated"),
-        pytest.param([entry(0, TERM)], [], 0, id="only-terminated"),
+        pytest.param([], [failed_event(1, 5), failed_event(0, 4)], 0, id="first-exception"),
+        pytest.param([table_entry(0, TERM), table_entry(1, 3)], [], 1, id="not-the-terminated"),
+        pytest.param([table_entry(0, TERM)], [], 0, id="only-terminated"),
         pytest.param(
-            [entry(0, 1), entry(1, KILL)], [failed(0, 99, "connection reset")], 1, id="killed-rank"
+            [table_entry(0, 1), table_entry(1, KILL)],
+            [failed_event(0, 99, "connection reset")],
+            1,
+            id="killed-rank",
         ),
         pytest.param(
-            [entry(0, 1), entry(1, KILL, 130)], [failed(0, 99)], 0, id="killed-after-the-grace"
+            [table_entry(0, 1), table_entry(1, KILL, 130)],
+            [failed_event(0, 99)],
+            0,
+            id="killed-after-the-grace",
         ),
         pytest.param(
-            [entry(0, ABRT), entry(1, 1)], [failed(1, 99)], 1, id="abort-is-a-consequence"
+            [table_entry(0, ABRT), table_entry(1, 1)],
+            [failed_event(1, 99)],
+            1,
+            id="abort-is-a-consequence",
         ),
-        pytest.param([entry(2, -signal.SIGSEGV), entry(1, 1)], [failed(1, 99)], 2, id="segfault"),
-        pytest.param([entry(1, 7, 101), entry(0, 5, 100)], [], 1, id="as-sorted"),
+        pytest.param(
+            [table_entry(2, -signal.SIGSEGV), table_entry(1, 1)],
+            [failed_event(1, 99)],
+            2,
+            id="segfault",
+        ),
+        pytest.param([table_entry(1, 7, 101), table_entry(0, 5, 100)], [], 1, id="as-sorted"),
     ],
 )
 def test_which_rank_failed_first(
@@ -187,7 +201,7 @@ def state(tmp_path: Path) -> RunState:
     return RunState("r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), (host,))
 
 
-def end(state: RunState, **record: Any) -> None:
+def write_exit_record(state: RunState, **record: Any) -> None:
     fields = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
     (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(fields), encoding="utf-8")
 
@@ -197,7 +211,7 @@ def test_log_keywords_are_ignored(state: RunState) -> None:
         f"epoch 1 completed successfully\nCUDA out of memory\nFAILED\n{TABLE}", encoding="utf-8"
     )
     assert find_first_failure(state, {}) is None
-    end(state, code=0)
+    write_exit_record(state, code=0)
     assert find_first_failure(state, {}) is None
 
 
@@ -208,7 +222,7 @@ def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunSta
     log.write_text(
         "noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8"
     )
-    end(state)
+    write_exit_record(state)
     failure = find_first_failure(state, {})
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.log) == (1, 3, log)
@@ -227,8 +241,8 @@ def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunSta
 def test_a_kill_is_explained(state: RunState, kills: int | None, expected: str) -> None:
     table = TABLE.replace("exitcode  : 3 (pid: 25867) ", "exitcode  : -9 (pid: 25867) (SIGKILL)")
     state.hosts[0].output.write_text(table, encoding="utf-8")
-    end(state, out_of_memory_kills=kills)
-    events = {0: [failed(0, 1.0, "Connection reset by peer")]}
+    write_exit_record(state, out_of_memory_kills=kills)
+    events = {0: [failed_event(0, 1.0, "Connection reset by peer")]}
     failure = find_first_failure(state, events)
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, -9)
@@ -287,7 +301,7 @@ def test_a_verdict_is_completed_and_never_replaced(
     table = TABLE.replace("exitcode  : 3 (pid: 25867)", f"exitcode  : {code} (pid: 25867)")
     state.hosts[0].output.write_text(table, encoding="utf-8")
     verdict = Failure("node", 1, *agreed, "", state.hosts[0].output)
-    end(state, failure=to_plain(verdict))
+    write_exit_record(state, failure=to_plain(verdict))
     failure = find_first_failure(state, {1: [Event(1, 5.0, "failed", reason)]} if reason else {})
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.reason) == (1, *expected)
@@ -308,10 +322,12 @@ def test_end_of_the_agent_of_a_lost_host(state: RunState, phase: str, expected: 
     )
     second.run_dir.mkdir()
     hosts = replace(state, hosts=(first, second))
-    lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
+    loss_failure = Failure(
+        "other", None, None, "was lost: no word from its agent", "", first.output
+    )
     record = {"code": 137, "phase": phase, "signal": None, "ended": 2.0}
     (second.run_dir / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
-    live = {"phase": "ending", "failure": to_plain(lost)}
+    live = {"phase": "ending", "failure": to_plain(loss_failure)}
     (first.run_dir / LIVENESS_FILE).write_text(json.dumps(live), encoding="utf-8")
     failure = find_first_failure(hosts, {})
     assert failure is not None
@@ -343,7 +359,7 @@ def test_when_the_agents_have_agreed(
         record["hosts"] = {"0": job.get("state", "running")}
         (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
     assert is_settled(state.hosts) is expected
-    end(state)
+    write_exit_record(state)
     assert is_settled(state.hosts)
 
 
@@ -370,7 +386,7 @@ def test_message_with_undecodable_text_is_printable(state: RunState) -> None:
 
 def test_before_start(state: RunState) -> None:
     state.hosts[0].output.write_text("no such module\n", encoding="utf-8")
-    end(state, code=7, phase="before_start")
+    write_exit_record(state, code=7, phase="before_start")
     failure = find_first_failure(state, {})
     assert failure is not None
     assert failure.rank is None
@@ -380,21 +396,21 @@ def test_before_start(state: RunState) -> None:
 
 def test_torchrun_itself(state: RunState) -> None:
     state.hosts[0].output.write_text("torchrun: error: unrecognized\n", encoding="utf-8")
-    end(state, code=2)
+    write_exit_record(state, code=2)
     failure = find_first_failure(state, {})
     assert failure is not None
     assert failure.reason.startswith("torchrun ended with exit code 2")
 
 
 def test_a_stopped_run_has_not_failed(state: RunState) -> None:
-    end(state, code=143, signal=15)
+    write_exit_record(state, code=143, signal=15)
     assert find_first_failure(state, {}) is None
 
 
 def test_explained_error_has_no_traceback_and_a_separate_hint(state: RunState) -> None:
     fields = {"kind": "DataError", "message": "too many words\n  hint: use fewer", "traceback": "T"}
     state.hosts[0].output.write_text(TABLE, encoding="utf-8")
-    end(state)
+    write_exit_record(state)
     failure = find_first_failure(
         state, {1: [Event(1, 5.0, "failed", {**fields, "explained": True})]}
     )

@@ -87,12 +87,17 @@ def test_the_last_lines_of_every_host(state: RunState, tmp_path: Path) -> None:
     second_host = replace(
         state.hosts[0], node_rank=1, name="b", first_rank=12, output=tmp_path / "b"
     )
-    both = replace(state, world_size=24, hosts=(state.hosts[0], second_host))
+    state_of_two_hosts = replace(state, world_size=24, hosts=(state.hosts[0], second_host))
     state.hosts[0].output.write_text("".join(f"node.a:0: {n}\n" for n in range(9)))
     second_host.output.write_text("".join(f"b:12: {n}\n" for n in range(9)) + "half")
-    assert list(read_lines(both, None, 2)) == ["node.a:0: 7", "node.a:0: 8", "b:12: 8", "b: half"]
-    assert list(read_lines(both, 12, 2)) == ["b:12: 7", "b:12: 8"]
-    assert list(read_lines(both, None, 0)) == []
+    assert list(read_lines(state_of_two_hosts, None, 2)) == [
+        "node.a:0: 7",
+        "node.a:0: 8",
+        "b:12: 8",
+        "b: half",
+    ]
+    assert list(read_lines(state_of_two_hosts, 12, 2)) == ["b:12: 7", "b:12: 8"]
+    assert list(read_lines(state_of_two_hosts, None, 0)) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 100])
@@ -128,7 +133,7 @@ def test_lines_after_the_tail_follow(state: RunState) -> None:
     (output,) = host_outputs(state)
     path = state.hosts[0].output
     path.write_text("a\nb\nha", encoding="utf-8")
-    assert output.last(1) == ["node.a: b"]
+    assert output.last_lines(1) == ["node.a: b"]
     with path.open("a", encoding="utf-8") as file:
         file.write("lf\nc")
     assert list(output.read()) == ["node.a: half"]

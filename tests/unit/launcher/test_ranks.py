@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.launcher.liveness.diagnosis import TableEntry, parse_table
+from flagscale.launcher.liveness.diagnosis import TableEntry, parse_failure_table
 from flagscale.launcher.rank_processes import RankProcess, format_failures, parse_streams
 
 BOTH = ("stdout", "stderr")
@@ -32,13 +32,13 @@ def test_invalid_stream_selection(text: str) -> None:
 
 def test_the_table_is_read_as_torchruns_is() -> None:
     ranks = []
-    for number, code, ended in ((9, -9, 1700000000.5), (8, 3, 1700000000.25)):
+    for number, code, end_time in ((9, -9, 1700000000.5), (8, 3, 1700000000.25)):
         rank = RankProcess(number, number - 8, {})
-        rank.code, rank.ended = code, ended
+        rank.exit_code, rank.ended = code, end_time
         ranks.append(rank)
     text = f"output\n{format_failures(ranks, 'h 0')}"
     # Sorted by time with millisecond resolution, which determines the first failure.
-    assert parse_table(text) == [
+    assert parse_failure_table(text) == [
         TableEntry(8, 3, 1700000000.25),
         TableEntry(9, -9, 1700000000.5),
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.arguments import train_arguments
-from support.launch_lab import until
+from support.launch_lab import wait_for
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, RunStateError, UnreachableError
@@ -21,7 +21,7 @@ from flagscale.hosts import processes
 from flagscale.launcher import runs
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launcher.runs import Entry, Outcome
+from flagscale.launcher.runs import Outcome, RunEntry
 from flagscale.launcher.state import HostState, RunState, make_state
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -44,7 +44,7 @@ def register(state: RunState, *ids: str, ended: bool = False) -> list[RunState]:
     states = [replace(state, run_id=run_id) for run_id in ids]
     outcome = Outcome("failed", 1.5, "7/9", [(1, "rank 0 on a: ValueError: no")])
     for state_of_run in states:
-        Entry(state_of_run, "/conf/train.yaml", "out", outcome if ended else None).save()
+        RunEntry(state_of_run, "/conf/train.yaml", "out", outcome if ended else None).save()
     return states
 
 
@@ -181,7 +181,7 @@ def test_the_oldest_that_have_ended_are_forgotten(
     register(state, "02", "04")
     register(state, "05", ended=True)
     plan = replace(make_plan(exp_dir=tmp_path / "n"), run_id="06")
-    with runs.register_run(plan, experiment_of(tmp_path / "n", tmp_path)):
+    with runs.register_run(plan, make_run_experiment(tmp_path / "n", tmp_path)):
         # 02 may live; 05 is young.
         assert [entry.state.run_id for entry in runs.read_entries()] == [
             "02",
@@ -192,7 +192,7 @@ def test_the_oldest_that_have_ended_are_forgotten(
         ]
 
 
-def experiment_of(exp_dir: Path, root: Path, given: str = "out") -> Experiment:
+def make_run_experiment(exp_dir: Path, root: Path, given: str = "out") -> Experiment:
     from flagscale.config.schema import Commands, Environments, Runner, Task
 
     return Experiment(
@@ -222,7 +222,7 @@ def test_a_run_that_was_not_started_is_forgotten(
     plan = make_plan(exp_dir=tmp_path / "n")
     with (
         pytest.raises(type(error)),
-        runs.register_run(plan, experiment_of(plan.exp_dir, tmp_path)),
+        runs.register_run(plan, make_run_experiment(plan.exp_dir, tmp_path)),
     ):
         assert [entry.state.run_id for entry in runs.read_entries()] == [plan.run_id]
         raise error
@@ -238,7 +238,7 @@ def test_a_state_directory_that_cannot_be_written_is_a_note(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     plan = make_plan(exp_dir=tmp_path / "n")
-    with runs.register_run(plan, experiment_of(plan.exp_dir, tmp_path)) as update:
+    with runs.register_run(plan, make_run_experiment(plan.exp_dir, tmp_path)) as update:
         update(make_state(plan))
     note = f"note: run {plan.run_id} is not registered: {tmp_path}/file/flagscale"
     assert note in capsys.readouterr().err
@@ -267,8 +267,8 @@ path = Path(sys.argv[1])
 state = read_state(read_json(path), path)
 from dataclasses import replace
 for number in range(60):
-    runs.Entry(replace(state, run_id=f"{sys.argv[2]}-{number:02}")).save()
-    runs.Entry(replace(state, run_id="shared", name=sys.argv[2])).save()
+    runs.RunEntry(replace(state, run_id=f"{sys.argv[2]}-{number:02}")).save()
+    runs.RunEntry(replace(state, run_id="shared", name=sys.argv[2])).save()
     assert any(entry.state.run_id == "shared" for entry in runs.read_entries())
 """
 
@@ -286,16 +286,16 @@ def test_two_launchers_write_at_once(state: RunState, tmp_path: Path) -> None:
 @pytest.fixture
 def start_unregistered(tmp_path: Path) -> Iterator[Callable[[str, Path], RunState]]:
     """Start a process with a run's id in its environment, of a run that is not registered."""
-    started = []
+    started_processes = []
 
     def start(run_id: str, run_dir: Path) -> None:
         identity = {RUN_ID_VARIABLE: run_id, STATUS_DIR_VARIABLE: str(run_dir / "status")}
-        started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **identity}))
+        started_processes.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **identity}))
         # A new program is visible a moment before its environment can be read.
-        until(lambda: processes.read_environment(started[-1].pid))
+        wait_for(lambda: processes.read_environment(started_processes[-1].pid))
 
     yield start
-    for process in started:
+    for process in started_processes:
         process.kill()
         process.wait()
 
@@ -312,9 +312,9 @@ def test_run_known_by_its_processes_only(
     named = runs.find_run(run_id)
     assert named == run
     register(state, FIRST)
-    listed = [entry.state.run_id for entry in runs.find_all_runs()]
-    assert listed[0] == FIRST
-    assert run_id in listed
+    listed_ids = [entry.state.run_id for entry in runs.find_all_runs()]
+    assert listed_ids[0] == FIRST
+    assert run_id in listed_ids
     assert runs.query_run(run).phase.value == "running"
 
 
@@ -333,14 +333,14 @@ def test_local_run_of_another_machine_is_not_queried(state: RunState) -> None:
     it ended.
     """
     host = replace(state.hosts[0], pid=1, start_ticks=1, boot_id="another")
-    there = replace(state, runner=RunnerHandle("local", {"machine": "nod"}), hosts=(host,))
-    register(there, FIRST)
+    remote_state = replace(state, runner=RunnerHandle("local", {"machine": "nod"}), hosts=(host,))
+    register(remote_state, FIRST)
     with pytest.raises(UnreachableError, match="was started on nod, which this machine") as raised:
-        runs.query_run(replace(there, run_id=FIRST))
-    assert raised.value.hint == "give the command on nod"
+        runs.query_run(replace(remote_state, run_id=FIRST))
+    assert raised.value.hint == "run the command on nod"
     assert runs.read_entries()[0].ended is None
     # A machine keeps its boot when it is renamed.
-    renamed = replace(there, hosts=(replace(host, boot_id=processes.read_boot_id()),))
+    renamed = replace(remote_state, hosts=(replace(host, boot_id=processes.read_boot_id()),))
     assert runs.query_run(renamed).phase.value == "lost"
 
 
@@ -363,19 +363,19 @@ def test_an_end_is_remembered(state: RunState) -> None:
 def test_relative_directories_are_looked_for_elsewhere(
     state: RunState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = experiment_of(tmp_path / "here" / "out", tmp_path)
+    experiment = make_run_experiment(tmp_path / "here" / "out", tmp_path)
     register(state, FIRST)
     # The first run is lost, see above.
-    assert runs.find_elsewhere(here) == []
-    assert runs.find_of_experiment(here) is None
-    far = RunnerHandle("local", {"machine": "nod"})
-    there = replace(state, runner=far)
-    first, second = register(there, OTHER, "19720101-000000-dddddd")
-    assert runs.find_elsewhere(here) == [first, second]
-    assert runs.find_elsewhere(experiment_of(tmp_path / "here", tmp_path, given="/out")) == []
-    assert runs.find_elsewhere(experiment_of(tmp_path / "here", tmp_path, given="in")) == []
+    assert runs.find_elsewhere(experiment) == []
+    assert runs.find_of_experiment(experiment) is None
+    remote_runner = RunnerHandle("local", {"machine": "nod"})
+    remote_state = replace(state, runner=remote_runner)
+    first, second = register(remote_state, OTHER, "19720101-000000-dddddd")
+    assert runs.find_elsewhere(experiment) == [first, second]
+    assert runs.find_elsewhere(make_run_experiment(tmp_path / "here", tmp_path, given="/out")) == []
+    assert runs.find_elsewhere(make_run_experiment(tmp_path / "here", tmp_path, given="in")) == []
     with pytest.raises(RunStateError) as raised:
-        runs.find_of_experiment(here)
+        runs.find_of_experiment(experiment)
     message = str(raised.value)
     assert "2 of this configuration may live elsewhere" in message
     assert f"{OTHER} in {state.exp_dir}" in message
@@ -386,15 +386,15 @@ def test_ended_runs_are_not_queried(state: RunState, capsys: pytest.CaptureFixtu
     from flagscale.launcher.listing import list_runs
 
     # The host does not exist, so a query would block.
-    far = RunnerHandle("ssh", {"hosts": [{"port": 1}], "config": "/nowhere"})
+    unreachable_runner = RunnerHandle("ssh", {"hosts": [{"port": 1}], "config": "/nowhere"})
     nodes: tuple[HostState, ...] = (replace(state.hosts[0], name="192.0.2.1"),)
     ids = [f"19710101-{number:06}-aaaaaa" for number in range(300)]
-    register(replace(state, runner=far, hosts=nodes), *ids, ended=True)
-    assert list_runs(None, everything=True, as_json=True) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert [row["run_id"] for row in listed][: len(ids)] == ids
-    assert {(row["state"], row["step"], row["there"]) for row in listed[: len(ids)]} == {
+    register(replace(state, runner=unreachable_runner, hosts=nodes), *ids, ended=True)
+    assert list_runs(None, include_old=True, as_json=True) == 0
+    listed_runs = json.loads(capsys.readouterr().out)
+    assert [row["run_id"] for row in listed_runs][: len(ids)] == ids
+    assert {(row["state"], row["step"], row["there"]) for row in listed_runs[: len(ids)]} == {
         ("failed", "7/9", False)
     }
-    assert list_runs(None, everything=False, as_json=True) == 0
+    assert list_runs(None, include_old=False, as_json=True) == 0
     assert not set(ids) & {row["run_id"] for row in json.loads(capsys.readouterr().out)}

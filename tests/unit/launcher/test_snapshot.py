@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from support.launch_lab import until
+from support.launch_lab import wait_for
 
 from flagscale.files import to_plain
 from flagscale.hosts import processes
@@ -25,12 +26,25 @@ from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
 from flagscale.launcher.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE, StatusWriter
 
+RUN_ID = "r-none"
+
 
 @pytest.fixture
-def state(tmp_path: Path) -> RunState:
-    """A run whose script is this process, so that it is alive."""
-    process = processes.identify_process(os.getpid())
-    assert process is not None
+def script() -> Iterator[subprocess.Popen[bytes]]:
+    """The script of a live run, here ``sleep``."""
+    environment = {**os.environ, RUN_ID_VARIABLE: RUN_ID}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        # A new program is visible a moment before its environment can be read.
+        wait_for(lambda: processes.read_environment(process.pid))
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def state(tmp_path: Path, script: subprocess.Popen[bytes]) -> RunState:
+    """A live run."""
+    identity = processes.identify_process(script.pid)
+    assert identity is not None
     host = HostState(
         node_rank=0,
         name="node",
@@ -40,43 +54,39 @@ def state(tmp_path: Path) -> RunState:
         script=tmp_path / "s.sh",
         output=tmp_path / "output",
         pid_file=tmp_path / "pid",
-        pid=process.pid,
-        start_ticks=process.start_ticks,
+        pid=identity.pid,
+        start_ticks=identity.start_ticks,
         boot_id=processes.read_boot_id(),
     )
     host.run_dir.mkdir()
     runner = RunnerHandle("local")
-    return RunState("r-none", "n", tmp_path, time.time(), 2, False, 1.0, runner, (host,))
+    return RunState(RUN_ID, "n", tmp_path, time.time(), 2, False, 1.0, runner, (host,))
 
 
-def take(state: RunState) -> Snapshot:
+def query(state: RunState) -> Snapshot:
     """Return the snapshot of a run on this machine."""
     return HostRunner().query(state)
 
 
-def dead(state: RunState) -> RunState:
-    return replace(state, hosts=(replace(state.hosts[0], pid=None),))
-
-
-def report(state: RunState, rank: int, event: str, **fields: Any) -> None:
+def write_status(state: RunState, rank: int, event: str, **fields: Any) -> None:
     StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, rank).write(event, **fields)
 
 
-def end(state: RunState, **record: Any) -> None:
+def write_exit_record(state: RunState, **record: Any) -> None:
     fields = {"code": 0, "phase": "job", "signal": None, "ended": 5.0, **record}
     (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def test_starting_until_every_rank_has_joined(state: RunState) -> None:
-    report(state, 0, "joined", backend="gloo")
-    assert take(state).phase is Phase.STARTING
-    assert take(state).joined == 1
-    report(state, 1, "joined", backend="gloo")
-    assert take(state).phase is Phase.RUNNING
+    write_status(state, 0, "joined", backend="gloo")
+    assert query(state).phase is Phase.STARTING
+    assert query(state).joined == 1
+    write_status(state, 1, "joined", backend="gloo")
+    assert query(state).phase is Phase.RUNNING
 
 
 def test_program_without_status_reports_runs_while_alive(state: RunState) -> None:
-    assert take(replace(state, external=True)).phase is Phase.RUNNING
+    assert query(replace(state, external=True)).phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -95,40 +105,43 @@ def test_program_without_status_reports_runs_while_alive(state: RunState) -> Non
 )
 def test_ends(
     state: RunState,
+    script: subprocess.Popen[bytes],
     exit_record: dict[str, Any] | None,
     stop_requested: float | None,
     expected: Phase,
 ) -> None:
+    script.kill()
+    script.wait()
     if exit_record is not None:
-        end(state, **exit_record)
-    assert take(replace(dead(state), stop_requested=stop_requested)).phase is expected
+        write_exit_record(state, **exit_record)
+    assert query(replace(state, stop_requested=stop_requested)).phase is expected
 
 
 def test_host_of_a_requeued_job_is_pending(state: RunState) -> None:
     """Although its earlier start has recorded how it ended."""
-    end(state, code=0, signal=15)
+    write_exit_record(state, code=0, signal=15)
     observations = dict.fromkeys(
         range(len(state.hosts)), snapshots.HostObservation(waits="job 7 is pending")
     )
-    now = snapshots.take_snapshot(state, observations)
-    assert (now.phase, now.phase.ended) == (Phase.PENDING, False)
-    assert now.to_json()["hosts"][0]["waits"] == "job 7 is pending"
+    snapshot = snapshots.take_snapshot(state, observations)
+    assert (snapshot.phase, snapshot.phase.ended) == (Phase.PENDING, False)
+    assert snapshot.to_json()["hosts"][0]["waits"] == "job 7 is pending"
 
 
 def test_run_is_lost_after_a_reboot(state: RunState) -> None:
     host = replace(state.hosts[0], boot_id="another")
-    assert take(replace(state, hosts=(host,))).phase is Phase.LOST
+    assert query(replace(state, hosts=(host,))).phase is Phase.LOST
 
 
 def test_progress_and_remaining_time(state: RunState) -> None:
     for rank in (0, 1):
-        report(state, rank, "joined")
+        write_status(state, rank, "joined")
     path = state.hosts[0].run_dir / STATUS_DIRECTORY / "rank_1.jsonl"
     with path.open("a", encoding="utf-8") as file:
         for step in range(10, 60, 10):
             record = {"time": 1000.0 + step, "event": "progress", "step": step, "train_steps": 100}
             file.write(json.dumps({**record, "loss": 10 / step, "tokens_per_second": 512}) + "\n")
-    snapshot = take(state)
+    snapshot = query(state)
     assert (snapshot.step, snapshot.train_steps, snapshot.loss) == (50, 100, 0.2)
     assert snapshot.eta_seconds == 50
     record = snapshot.to_json()
@@ -139,20 +152,20 @@ def test_progress_and_remaining_time(state: RunState) -> None:
 
 
 def test_warnings_are_reported_once(state: RunState) -> None:
-    report(state, 0, "warning", message="loss spike")
-    report(state, 1, "warning", message="loss spike")
-    assert take(state).warnings == ("loss spike",)
+    write_status(state, 0, "warning", message="loss spike")
+    write_status(state, 1, "warning", message="loss spike")
+    assert query(state).warnings == ("loss spike",)
 
 
 RESET = "node: rank 1 failed: RuntimeError: Connection reset by peer"
-UNSETTLED = f"{RESET}; the hosts are still finding out what failed first"
+UNSETTLED = f"{RESET}; the hosts are still determining the first failure"
 
 
 def fail_with_consequence(state: RunState, phase: str) -> None:
     """Record a rank that lost a peer, and the coordinator's decision."""
     for rank in (0, 1):
-        report(state, rank, "joined")
-    report(state, 1, "failed", kind="RuntimeError", message="Connection reset by peer")
+        write_status(state, rank, "joined")
+    write_status(state, 1, "failed", kind="RuntimeError", message="Connection reset by peer")
     host = state.hosts[0]
     rank, code = (0, -9) if phase == "over" else (1, None)
     reason = "ended with signal 9" if code else RESET.partition("rank 1 ")[2]
@@ -176,25 +189,29 @@ def test_consequence_is_not_the_first_failure(
 ) -> None:
     fail_with_consequence(state, phase)
     observations = {} if alive is None else {0: ProbeResult(alive=alive)}
-    snapshot = snapshots.take_snapshot(state, observations) if observations else take(state)
+    snapshot = snapshots.take_snapshot(state, observations) if observations else query(state)
     record = json.loads(json.dumps(snapshot.to_json()))
     assert record["state"] == "running"
     assert (record["failure"] or {}).get("rank") == rank
     assert record["warnings"] == ([UNSETTLED] if rank is None else [])
-    end(state, code=1, failure=record["failure"])
-    ended = take(state)
-    assert (ended.phase, ended.warnings) == (Phase.FAILED, ())
-    assert ended.failure is not None
+    write_exit_record(state, code=1, failure=record["failure"])
+    final_snapshot = query(state)
+    assert (final_snapshot.phase, final_snapshot.warnings) == (Phase.FAILED, ())
+    assert final_snapshot.failure is not None
 
 
-def test_reported_failure_is_used_without_an_agent(state: RunState) -> None:
+def test_reported_failure_is_used_without_an_agent(
+    state: RunState, script: subprocess.Popen[bytes]
+) -> None:
     """Agent and script were killed, and a rank is still alive."""
     fail_with_consequence(state, "ending")
-    of_the_run = {**os.environ, RUN_ID_VARIABLE: state.run_id}
-    with subprocess.Popen(["sleep", "60"], env=of_the_run) as rank:
+    script.kill()
+    script.wait()
+    environment = {**os.environ, RUN_ID_VARIABLE: state.run_id}
+    with subprocess.Popen(["sleep", "60"], env=environment) as rank:
         # A process that has just become another program shows no environment for a moment.
-        until(lambda: processes.find_run_processes(state.run_id))
-        snapshot = take(dead(state))
+        wait_for(lambda: processes.find_run_processes(state.run_id))
+        snapshot = query(state)
         rank.kill()
     assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
     assert snapshot.failure is not None
@@ -208,7 +225,7 @@ def test_why_earlier_attempts_failed_is_shown(
     restarts = [{"attempt": 0, "failure": to_plain(failure)}]
     record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
-    snapshot = take(state)
+    snapshot = query(state)
     assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
     output = json.loads(json.dumps(snapshot.to_json()))["earlier"]
     assert output == [{"attempt": 1, **to_plain(failure)}]
@@ -240,8 +257,8 @@ def test_values_that_are_not_numbers(state: RunState, capsys: pytest.CaptureFixt
     writer = StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, 0)
     writer.write("started")
     writer.write("progress", step=3, loss=float("nan"), tokens_per_second="fast")
-    view.show_snapshots(lambda: take(state), follow=False, as_json=True, every=1)
+    view.show_snapshots(lambda: query(state), follow=False, as_json=True, interval_seconds=1)
     record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (record["step"], record["loss"], record["tokens_per_second"]) == (3, None, None)
-    view.show_snapshots(lambda: take(state), follow=False, as_json=False, every=1)
+    view.show_snapshots(lambda: query(state), follow=False, as_json=False, interval_seconds=1)
     assert " nan" in capsys.readouterr().out

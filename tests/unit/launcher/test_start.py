@@ -27,8 +27,8 @@ class FileRunner(HostRunner):
     brings = ""
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
-        ended = [host.exit() is not None for host in state.hosts]
-        return any(ended) if any_host else all(ended)
+        ended_flags = [host.exit() is not None for host in state.hosts]
+        return any(ended_flags) if any_host else all(ended_flags)
 
     def query(self, state: RunState, *, with_lines: bool = False) -> snapshot.Snapshot:
         return snapshot.take_snapshot(state, {})
@@ -43,11 +43,11 @@ class FileRunner(HostRunner):
 
 @pytest.fixture
 def state(make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunState:
-    monkeypatch.setattr(start, "_FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(start, "_FAILURE_REPORT_SECONDS", 0.1)
     return make_state(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
 
 
-def end(state: RunState, rank: int, code: int, **more: Any) -> None:
+def write_exit_record(state: RunState, rank: int, code: int, **more: Any) -> None:
     run_dir = state.hosts[rank].run_dir
     make_private_directory(run_dir)
     write_json(run_dir / EXIT_FILE, {"code": code, "ended": 1.0, "phase": "job", **more})
@@ -55,8 +55,8 @@ def end(state: RunState, rank: int, code: int, **more: Any) -> None:
 
 def test_job_that_succeeds_on_one_host_first_may_finish(state: RunState) -> None:
     runner = FileRunner()
-    end(state, 0, 0)
-    assert "ended well on some hosts" in start.wait_until_started(state, runner, 60)
+    write_exit_record(state, 0, 0)
+    assert "ended on some hosts, without an error" in start.wait_until_started(state, runner, 60)
     assert not runner.stopped
 
 
@@ -64,7 +64,7 @@ def test_job_is_stopped_after_an_unexplained_end_of_one_host(
     state: RunState,
 ) -> None:
     runner = FileRunner()
-    end(state, 1, 143, signal=15)
+    write_exit_record(state, 1, 143, signal=15)
     with pytest.raises(JobError, match=r"the script ended on h\[0-1\] before every"):
         start.wait_until_started(state, runner, 60)
     assert runner.stopped
@@ -73,12 +73,12 @@ def test_job_is_stopped_after_an_unexplained_end_of_one_host(
 def test_output_is_fetched_before_it_is_quoted(state: RunState) -> None:
     runner = FileRunner()
     runner.brings = "/opt/no such/python: No such file or directory\n"
-    end(state, 1, 143, signal=15)
+    write_exit_record(state, 1, 143, signal=15)
     with pytest.raises(JobError, match="/opt/no such/python: No such file"):
         start.wait_until_started(state, runner, 60)
 
 
 def test_a_host_that_failed_is_named(state: RunState) -> None:
-    end(state, 1, 5, phase="before_start")
+    write_exit_record(state, 1, 5, phase="before_start")
     with pytest.raises(JobError, match="h1: before_start failed with exit code 5"):
         start.wait_until_started(state, FileRunner(), 60)

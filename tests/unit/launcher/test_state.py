@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.launch_lab import script_of, with_process
+from support.launch_lab import script_process, with_process
 
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, read_json, write_atomic, write_json
@@ -23,10 +23,10 @@ def test_state_round_trip(make_plan: MakePlan, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     state.save(path)
     assert load_state(path) == state
-    assert script_of(state) == Process(7, 8)
+    assert script_process(state) == Process(7, 8)
 
 
-def test_renamed_directory(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_state_follows_a_renamed_directory(make_plan: MakePlan, tmp_path: Path) -> None:
     old, new = tmp_path / "a run", tmp_path / "kept" / "renamed"
     state = make_state(make_plan(exp_dir=old))
     make_private_directory(Layout(old).logs)

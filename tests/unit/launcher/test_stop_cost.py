@@ -38,7 +38,7 @@ def state(make_plan: Callable[..., LaunchPlan], tmp_path: Path) -> RunState:
 
 
 @pytest.mark.parametrize(
-    ("swept", "killed", "expected"),
+    ("killed_processes", "killed", "expected"),
     [
         pytest.param({"h1": KilledProcesses((1, 2))}, {}, "", id="nobody"),
         pytest.param({"h1": KilledProcesses()}, {"h1": (1,)}, "rank 1 on h1", id="one"),
@@ -63,11 +63,11 @@ def state(make_plan: Callable[..., LaunchPlan], tmp_path: Path) -> RunState:
 )  # fmt: skip
 def test_killed_ranks(
     state: RunState,
-    swept: dict[str, KilledProcesses],
+    killed_processes: dict[str, KilledProcesses],
     killed: dict[str, tuple[int, ...]],
     expected: str,
 ) -> None:
-    description = describe_lost_work(state, StopResult(swept, killed=killed), 0.0)
+    description = describe_lost_work(state, StopResult(killed_processes, killed=killed), 0.0)
     assert (
         description.partition(" did not end within the 60 s of runner.stop_grace ")[0] == expected
     )
@@ -92,7 +92,7 @@ def test_saved_checkpoint(state: RunState, external: bool, since: float, expecte
 
 
 @pytest.mark.parametrize(
-    ("record", "swept", "expected"),
+    ("record", "killed_processes", "expected"),
     [
         pytest.param(None, KilledProcesses(ranks=RANKS), (), id="unknown"),
         pytest.param(None, KilledProcesses((), (11, 99), ranks=RANKS), (1,), id="after-the-agent"),
@@ -113,13 +113,13 @@ def test_saved_checkpoint(state: RunState, external: bool, since: float, expecte
 def test_ranks_by_their_pids(
     state: RunState,
     record: dict[str, object] | None,
-    swept: KilledProcesses,
+    killed_processes: KilledProcesses,
     expected: tuple[int, ...],
 ) -> None:
     host = state.hosts[0]
     if record is not None:
         write_json(host.run_dir / EXIT_FILE, record)
-    assert killed_ranks(host, swept) == expected
+    assert killed_ranks(host, killed_processes) == expected
 
 
 def test_state_of_a_later_run_is_unchanged(state: RunState) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.launch_lab import script_of, with_process
+from support.launch_lab import script_process, with_process
 
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import RunStateError
@@ -42,7 +42,7 @@ def without_root() -> Iterator[None]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that is readable for all users: pytest's own are private."""
+    """A directory that is readable for all users, unlike pytest's."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         yield Path(name)
@@ -76,26 +76,26 @@ def stop_as_other_user(state: RunState) -> tuple[ProgramOutput, bytes]:
 
 
 def test_unreadable_process_is_not_considered_ended(state: RunState) -> None:
-    script = script_of(state)
+    script = script_process(state)
     later = replace(script, start_ticks=script.start_ticks - 1)
-    answer, _ = stop_as_other_user(with_process(state, later, processes.read_boot_id()))
-    assert (answer.get("found"), answer.get("owner")) == ("0", "")
-    answer, _ = stop_as_other_user(state)
-    assert (answer.get("found"), answer.get("owner")) == ("1", "root")
+    output, _ = stop_as_other_user(with_process(state, later, processes.read_boot_id()))
+    assert (output.get("found"), output.get("owner")) == ("0", "")
+    output, _ = stop_as_other_user(state)
+    assert (output.get("found"), output.get("owner")) == ("1", "root")
 
 
 def test_stop_names_the_owner(
     state: RunState, make_experiment: Callable[..., Experiment], place: Path
 ) -> None:
     experiment = make_experiment(exp_dir=place)
-    before = Layout(place).state.read_text(encoding="utf-8")
+    state_before = Layout(place).state.read_text(encoding="utf-8")
     with without_root(), pytest.raises(RunStateError) as raised:
         actions.run_on_existing(experiment, Options("stop"))
     message = str(raised.value)
-    assert f"run {state.run_id} of tiny llama lives and is root's" in message
+    assert f"run {state.run_id} of tiny llama is alive and belongs to root" in message
     assert f"localhost: {state.hosts[0].pid}" in message
     assert "hint: stop it as root" in message
-    assert Layout(place).state.read_text(encoding="utf-8") == before
+    assert Layout(place).state.read_text(encoding="utf-8") == state_before
 
 
 def test_living_run_is_not_reported_as_ended(
@@ -110,8 +110,8 @@ def test_living_run_is_not_reported_as_ended(
 
 
 def test_host_reports_the_owner(state: RunState) -> None:
-    answer, output = stop_as_other_user(state)
-    assert (answer.get("owner"), answer.get("left")) == ("root", str(state.hosts[0].pid))
-    assert (output, answer.get("end")) == (b"", "yes")
-    script = script_of(state)
+    stop_output, output = stop_as_other_user(state)
+    assert (stop_output.get("owner"), stop_output.get("left")) == ("root", str(state.hosts[0].pid))
+    assert (output, stop_output.get("end")) == (b"", "yes")
+    script = script_process(state)
     assert processes.is_alive(script)

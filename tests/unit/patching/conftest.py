@@ -1,4 +1,4 @@
-"""A backend small enough to adapt in milliseconds."""
+"""Fixture with a backend that is small enough to be adapted in milliseconds."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Project:
         (self.layout.definition / "backend.yaml").write_text(BACKEND)
         (self.layout.definition / "codemods.yaml").write_text(CODEMODS)
         for name, content in SOURCE.items():
-            write(self.source / name, content)
+            write_file(self.source / name, content)
 
     @property
     def tree(self) -> Path:
         return self.layout.tree
 
     def unpatch(self, *, force: bool = False) -> UnpatchResult:
-        choice = SourceOptions(path=self.source)
-        return unpatch(self.layout, choice, force=force, report_step=lambda line: None)
+        options = SourceOptions(path=self.source)
+        return unpatch(self.layout, options, force=force, report_step=lambda line: None)
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 

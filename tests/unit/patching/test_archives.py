@@ -1,4 +1,4 @@
-"""Archives made to write where they should not."""
+"""Tests with archives that try to write outside their directory."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def test_unsafe_archive_is_rejected_before_extraction(
 
 
 def test_ordinary_archive(tmp_path: Path) -> None:
-    made = archive(
+    archive_path = archive(
         tmp_path / "a.tar.gz",
         member("./top/a b$'ü.py"),
         member("top/run.sh", mode=0o4775),
         member("top/sub/link", link="../run.sh"),
         member("top/thing.egg-info/PKG-INFO"),
     )
-    unpack(made, tmp_path / "out")
-    found = scan_tree(tmp_path / "out")
-    assert list(found) == ["a b$'ü.py", "run.sh", "sub/link"]
-    assert found["run.sh"].startswith("x:")
-    assert found["sub/link"] == "link:../run.sh"
+    unpack(archive_path, tmp_path / "out")
+    extracted = scan_tree(tmp_path / "out")
+    assert list(extracted) == ["a b$'ü.py", "run.sh", "sub/link"]
+    assert extracted["run.sh"].startswith("x:")
+    assert extracted["sub/link"] == "link:../run.sh"
     assert (tmp_path / "out/run.sh").stat().st_mode & 0o7777 == 0o755
 
 
@@ -92,10 +92,10 @@ def test_damaged_archive_is_named(tmp_path: Path) -> None:
 
 
 def test_truncated_archive_is_named(tmp_path: Path) -> None:
-    made = archive(tmp_path / "a.tar.gz", *(member(f"top/{i}") for i in range(200)))
-    made.write_bytes(made.read_bytes()[:900])
+    archive_path = archive(tmp_path / "a.tar.gz", *(member(f"top/{i}") for i in range(200)))
+    archive_path.write_bytes(archive_path.read_bytes()[:900])
     with pytest.raises(BackendSourceError, match="not a readable tar archive"):
-        unpack(made, tmp_path / "out")
+        unpack(archive_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each codemod on snippets of our own: what it rewrites, and what it must leave alone."""
+"""Tests of each codemod on snippets: code to rewrite, and code to leave unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flagscale.patching.codemods.registry import CODEMODS
 IMPORT = "from megatron.core import device as accelerator\n"
 
 
-def rewritten(source: str, *names: str) -> str:
-    """The source after the codemods, without the import line they add."""
+def rewrite(source: str, *names: str) -> str:
+    """Return the source after the codemods, without the import line they add."""
     result = rewrite_source(source, [CODEMODS[n] for n in names or CODEMOD_NAMES], path="x.py")
     ast.parse(result.source)
     return result.source.replace(IMPORT, "")
@@ -139,13 +139,15 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(
-    ("codemod", "before", "after"), [c[1:] for c in CHANGED], ids=[c[0] for c in CHANGED]
+    ("codemod", "source_body", "expected_body"),
+    [c[1:] for c in CHANGED],
+    ids=[c[0] for c in CHANGED],
 )
-def test_rewrites(codemod: str, before: str, after: str) -> None:
-    source = f"import torch\n\n\ndef f(x, i, s):\n    {_indent(before)}\n"
-    wanted = f"import torch\n\n\ndef f(x, i, s):\n    {_indent(after)}\n"
-    assert rewritten(source, codemod) == wanted
-    assert rewritten(source) == wanted, "no other codemod may interfere"
+def test_codemod_rewrites_its_pattern(codemod: str, source_body: str, expected_body: str) -> None:
+    source = f"import torch\n\n\ndef f(x, i, s):\n    {_indent(source_body)}\n"
+    expected = f"import torch\n\n\ndef f(x, i, s):\n    {_indent(expected_body)}\n"
+    assert rewrite(source, codemod) == expected
+    assert rewrite(source) == expected, "no other codemod may interfere"
 
 
 def _indent(text: str) -> str:
@@ -188,7 +190,7 @@ def test_unrelated_code_is_unchanged(source: str) -> None:
     ],
 )
 def test_all_forms_of_an_import_are_recognized(imports: str, call: str) -> None:
-    assert rewritten(f"{imports}\n{call}\n") == f"{imports}\naccelerator.synchronize()\n"
+    assert rewrite(f"{imports}\n{call}\n") == f"{imports}\naccelerator.synchronize()\n"
 
 
 def test_new_import_follows_existing_imports() -> None:
@@ -225,8 +227,8 @@ class Tracker:
 
 
 def test_rng_functions_return_before_they_reach_cuda() -> None:
-    after = ast.parse(rewritten(RNG, "rng-state"))
-    getter, setter = (n for n in after.body if isinstance(n, ast.FunctionDef))
+    rewritten_module = ast.parse(rewrite(RNG, "rng-state"))
+    getter, setter = (n for n in rewritten_module.body if isinstance(n, ast.FunctionDef))
     guard = "if not accelerator.is_cuda():\n    return accelerator."
     assert ast.get_docstring(getter) == "Doc."
     assert ast.unparse(getter.body[1]) == guard + "get_rng_state()"
@@ -234,9 +236,12 @@ def test_rng_functions_return_before_they_reach_cuda() -> None:
 
 
 def test_fork_warns_only_for_a_different_cpu_generator() -> None:
-    after = rewritten(RNG, "rng-fork-warning")
-    assert "if accelerator.has_device() and not torch.equal(saved, torch.get_rng_state()):" in after
-    assert "        if self.other:\n" in after
+    rewritten_source = rewrite(RNG, "rng-fork-warning")
+    assert (
+        "if accelerator.has_device() and not torch.equal(saved, torch.get_rng_state()):"
+        in rewritten_source
+    )
+    assert "        if self.other:\n" in rewritten_source
 
 
 OPTIONAL = dedent("""
@@ -253,35 +258,35 @@ OPTIONAL = dedent("""
 
 
 def test_missing_optional_import_becomes_none() -> None:
-    after = rewritten(OPTIONAL)
-    assert "    HAVE = False\n    gemm = None\n" in after
-    assert "other = None" not in after
+    rewritten_source = rewrite(OPTIONAL)
+    assert "    HAVE = False\n    gemm = None\n" in rewritten_source
+    assert "other = None" not in rewritten_source
     scope: dict[str, object] = {}
-    exec(after, scope)  # ours, and there is no package called extra
+    exec(rewritten_source, scope)  # ours, and there is no package called extra
     assert scope["f"]() == 2  # type: ignore[operator]
 
 
 def test_optional_import_that_is_bound_elsewhere_is_unchanged() -> None:
     source = OPTIONAL.replace("    HAVE = False", "    HAVE = False\n    gemm = None")
-    assert rewritten(source) == source
+    assert rewrite(source) == source
 
 
 def test_conflicting_use_of_the_alias_is_rejected() -> None:
     source = "import torch\naccelerator = 1\ntorch.cuda.synchronize()\n"
     with pytest.raises(BackendSourceError, match=r"x\.py: binds the name 'accelerator'"):
-        rewritten(source)
+        rewrite(source)
 
 
 def test_broken_file_is_named() -> None:
     with pytest.raises(BackendSourceError, match=r"x\.py: not valid Python"):
-        rewritten("def f(:\n")
+        rewrite("def f(:\n")
 
 
 def test_second_run_changes_nothing() -> None:
     source = "import torch\ntorch.cuda.synchronize()\nx.cuda()\nf(device='cuda')\n"
-    once = rewrite_source(source, list(CODEMODS.values()), path="x").source
-    again = rewrite_source(once, list(CODEMODS.values()), path="x")
-    assert (again.source, again.changes) == (once, {})
+    first_result = rewrite_source(source, list(CODEMODS.values()), path="x").source
+    second_result = rewrite_source(first_result, list(CODEMODS.values()), path="x")
+    assert (second_result.source, second_result.changes) == (first_result, {})
 
 
 def test_registry_and_names_agree() -> None:

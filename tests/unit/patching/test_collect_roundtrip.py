@@ -1,4 +1,4 @@
-"""Edits → patches → a fresh tree: the same, byte for byte."""
+"""Tests that collected edits are restored byte for byte in a new tree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flagscale.patching.collect import collect
 from flagscale.patching.manifest import scan_tree
 from flagscale.patching.unpatch import patch_digests
 
-from .conftest import Project, write
+from .conftest import Project, write_file
 
 
-def fresh(project: Project) -> dict[str, str]:
-    """The tree an unpatch makes from nothing."""
+def unpatch_afresh(project: Project) -> dict[str, str]:
+    """Return the files of a tree that unpatch builds from nothing."""
     shutil.rmtree(project.tree)
     project.unpatch()
     return scan_tree(project.tree)
@@ -29,11 +29,11 @@ def test_modified_new_and_deleted_files(project: Project) -> None:
     project.unpatch()
     work = project.tree / "tiny/work.py"
     work.write_text(work.read_text().replace("return 1", "return 2"))
-    write(project.tree / "tiny/new dir/n€w $file.txt", "a\r\nb")
+    write_file(project.tree / "tiny/new dir/n€w $file.txt", "a\r\nb")
     (project.tree / "README.md").unlink()
     (project.tree / "tiny/kernels/fast.py").chmod(0o755)
     (project.tree / "link").symlink_to("tiny/work.py")
-    wanted = scan_tree(project.tree)
+    edited_scan = scan_tree(project.tree)
     collected = collect(project.layout, message="Return two.\nBecause one is lonely.")
     assert collected.written == (
         "README.md.patch",
@@ -46,35 +46,35 @@ def test_modified_new_and_deleted_files(project: Project) -> None:
     assert patch.startswith("# Return two.\n# Because one is lonely.\n\ndiff --git a/tiny/work.py")
     assert "-    return 1\n+    return 2\n" in patch
     assert "torch.cuda" not in patch, "what the codemods do is not part of a patch"
-    assert fresh(project) == wanted
+    assert unpatch_afresh(project) == edited_scan
 
 
 def test_is_idempotent_and_leaves_unpatch_nothing_to_do(project: Project) -> None:
     project.unpatch()
-    write(project.tree / "README.md", "mine\n")
+    write_file(project.tree / "README.md", "mine\n")
     collect(project.layout, message="Mine.")
     stored = patch_digests(project.layout)
     outcome = project.unpatch()
-    assert not outcome.built
+    assert not outcome.was_built
     assert not outcome.edits
-    again = collect(project.layout, message="Another message for nothing new.")
-    assert (again.written, again.removed) == ((), ())
-    assert again.unchanged == ("README.md.patch",)
+    second_result = collect(project.layout, message="Another message for nothing new.")
+    assert (second_result.written, second_result.removed) == ((), ())
+    assert second_result.unchanged == ("README.md.patch",)
     assert patch_digests(project.layout) == stored
 
 
 def test_header_stays_when_the_edit_grows(project: Project) -> None:
     project.unpatch()
-    write(project.tree / "README.md", "mine\n")
+    write_file(project.tree / "README.md", "mine\n")
     collect(project.layout, message="Mine.")
-    write(project.tree / "README.md", "mine, more\n")
+    write_file(project.tree / "README.md", "mine, more\n")
     collect(project.layout)
     assert (project.layout.patches / "README.md.patch").read_text().startswith("# Mine.\n\ndiff")
 
 
 def test_reverted_edit_removes_its_patch(project: Project) -> None:
     project.unpatch()
-    write(project.tree / "tiny/sub/new.py", "x = 1\n")
+    write_file(project.tree / "tiny/sub/new.py", "x = 1\n")
     collect(project.layout)
     shutil.rmtree(project.tree / "tiny/sub")
     collected = collect(project.layout)
@@ -84,7 +84,7 @@ def test_reverted_edit_removes_its_patch(project: Project) -> None:
 
 def test_patches_not_applied_to_the_tree_are_not_overwritten(project: Project) -> None:
     project.unpatch()
-    write(project.layout.patches / "vendor.patch", "a colleague's")
+    write_file(project.layout.patches / "vendor.patch", "a colleague's")
     with pytest.raises(BackendSourceError, match=r"new: vendor\.patch") as error:
         collect(project.layout)
     assert "unpatch.py --backend tiny" in str(error.value)
@@ -94,13 +94,13 @@ def test_patches_not_applied_to_the_tree_are_not_overwritten(project: Project) -
 
 def test_collecting_does_not_mark_an_outdated_tree_as_current(project: Project) -> None:
     project.unpatch()
-    write(project.tree / "README.md", "mine\n")
+    write_file(project.tree / "README.md", "mine\n")
     (project.layout.definition / "codemods.yaml").write_text("rules: []\n")
     with pytest.raises(BackendSourceError, match=r"modified: README\.md"):
         project.unpatch()
     collect(project.layout)
     outcome = project.unpatch()
-    assert outcome.built
+    assert outcome.was_built
     assert outcome.backup is None
     assert "torch.cuda" in (project.tree / "tiny/work.py").read_text()
     assert (project.tree / "README.md").read_text() == "mine\n"
@@ -108,7 +108,7 @@ def test_collecting_does_not_mark_an_outdated_tree_as_current(project: Project) 
 
 def test_edit_that_does_not_compile_is_rejected(project: Project) -> None:
     project.unpatch()
-    write(project.tree / "tiny/work.py", "x = 1\ndef f(:\n")
+    write_file(project.tree / "tiny/work.py", "x = 1\ndef f(:\n")
     with pytest.raises(BackendSourceError, match=r"tiny/work\.py:2: does not compile"):
         collect(project.layout)
     assert not project.layout.patches.exists()
@@ -146,18 +146,18 @@ def test_any_edit_round_trips(
     with tempfile.TemporaryDirectory() as root:
         project = Project(Path(root))
         for name, content in source.items():
-            write(project.source / name, content)
+            write_file(project.source / name, content)
         project.unpatch()
         for name, edit in edits.items():
             if edit is not None:
-                write(project.tree / name, edit)
+                write_file(project.tree / name, edit)
             elif (project.tree / name).exists():
                 (project.tree / name).unlink()
         for name in executable:
             if (project.tree / name).exists():
                 (project.tree / name).chmod(0o755)
-        wanted = scan_tree(project.tree)
+        edited_scan = scan_tree(project.tree)
         collect(project.layout)
-        assert not project.unpatch().built
-        assert fresh(project) == wanted
+        assert not project.unpatch().was_built
+        assert unpatch_afresh(project) == edited_scan
         assert collect(project.layout).written == ()

@@ -1,4 +1,4 @@
-"""Why a diff does not apply, in words."""
+"""Tests of the explanations of diffs that do not apply."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ DIFF = dedent("""\
 
 
 def test_parse_reads_files_and_hunks() -> None:
-    changed, new = parse_diff(DIFF)
-    assert (changed.old, changed.new) == ("sub/x.py", "sub/x.py")
-    assert [h.start for h in changed.hunks] == [1, 10]
-    assert changed.hunks[0].old == ["one", "two", "three"]
-    assert changed.hunks[0].new == ["one", "TWO", "three"]
-    assert (new.old, new.new) == (None, "new.py")
-    assert new.hunks[0].new == ["--- looks like a header"]
+    changed_file, new_file = parse_diff(DIFF)
+    assert (changed_file.old_path, changed_file.new_path) == ("sub/x.py", "sub/x.py")
+    assert [h.start for h in changed_file.hunks] == [1, 10]
+    assert changed_file.hunks[0].old_lines == ["one", "two", "three"]
+    assert changed_file.hunks[0].new_lines == ["one", "TWO", "three"]
+    assert (new_file.old_path, new_file.new_path) == (None, "new.py")
+    assert new_file.hunks[0].new_lines == ["--- looks like a header"]
 
 
 def test_parse_reads_quoted_names() -> None:
     text = '--- "a/\\303\\274 x"\t\n+++ "b/\\303\\274 x"\t\n@@ -1 +1 @@\n-a\n+b\n'
-    assert parse_diff(text)[0].old == "ü x"
+    assert parse_diff(text)[0].old_path == "ü x"
 
 
 def test_message_names_hunk_line_expected_and_actual_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The compiled helper: built by the real compiler, or a warning that says what to install."""
+"""Tests of the compiled helper: built by the real compiler, or a warning with a remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flagscale.patching.cli import main_unpatch
 from flagscale.patching.manifest import read_manifest
 from flagscale.patching.spec import load_spec
 
-from .conftest import BACKEND, Project, write
+from .conftest import BACKEND, Project, write_file
 
 SOURCE = """\
 #include <Python.h>
@@ -26,8 +26,8 @@ extern "C" PyObject* PyInit_helper() { return PyModule_Create(&module); }
 
 @pytest.fixture
 def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pybind11 that is only a place for headers."""
-    write(tmp_path / "site" / "pybind11" / "__init__.py", "")
+    """A pybind11 package that contains only headers."""
+    write_file(tmp_path / "site" / "pybind11" / "__init__.py", "")
     (tmp_path / "site" / "pybind11" / "include").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
@@ -41,7 +41,7 @@ def declare(project: Project) -> None:
 @pytest.mark.usefixtures("headers")
 def test_is_built_and_importable(project: Project) -> None:
     declare(project)
-    write(project.source / "tiny/helper.cpp", SOURCE)
+    write_file(project.source / "tiny/helper.cpp", SOURCE)
     manifest = project.unpatch().manifest
     assert manifest.native == "built with g++ and pybind11"
     assert manifest.warnings == ()
@@ -56,7 +56,7 @@ def test_is_built_and_importable(project: Project) -> None:
 @pytest.mark.usefixtures("headers")
 def test_compiler_errors_are_a_warning(project: Project) -> None:
     declare(project)
-    write(project.source / "tiny/helper.cpp", "int broken(\n")
+    write_file(project.source / "tiny/helper.cpp", "int broken(\n")
     (warning,) = project.unpatch().manifest.warnings
     assert "could not compile tiny/helper.cpp" in warning
     assert "expected" in warning
@@ -67,18 +67,18 @@ def test_missing_helper_is_built_when_possible(
     project: Project, headers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declare(project)
-    write(project.source / "tiny/helper.cpp", SOURCE)
+    write_file(project.source / "tiny/helper.cpp", SOURCE)
     with monkeypatch.context() as without:
         without.setenv("CXX", "/bin/false")
         assert project.unpatch().manifest.generated == ()
     outcome = project.unpatch()
-    assert not outcome.built
+    assert not outcome.was_built
     assert len(outcome.manifest.generated) == 1
     assert read_manifest(project.layout.manifest) == outcome.manifest
 
 
 def test_warning_is_printed(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    declare(project)  # and there is no source of the helper in the tree
+    declare(project)  # the tree does not contain the helper's source
     options = ["--backend", "tiny", "--root", str(project.layout.root)]
     assert main_unpatch([*options, "--path", str(project.source), "--quiet"]) == 0
     assert "warning: helper" in capsys.readouterr().out

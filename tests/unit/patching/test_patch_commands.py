@@ -1,4 +1,4 @@
-"""The commands: what they print, and their exit codes."""
+"""Tests of the commands' output and exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flagscale.patching.cli import main_patch, main_status, main_unpatch
 
-from .conftest import Project, write
+from .conftest import Project, write_file
 
 Run = Callable[..., int]
 
@@ -30,7 +30,7 @@ def test_unpatch_edit_collect_and_status(
     assert "1 places in 1 files" in out
     assert main_unpatch(options) == 0
     assert "nothing to do" in capsys.readouterr().out
-    write(project.tree / "README.md", "mine [bold]not markup[/bold]\n")
+    write_file(project.tree / "README.md", "mine [bold]not markup[/bold]\n")
     assert main_unpatch([*options, "--status"]) == 0
     assert "modified: README.md" in capsys.readouterr().out
     assert main_patch([*options, "--name", "Mine"]) == 0
@@ -45,7 +45,7 @@ def test_status_for_programs(
     assert main_status([*options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["adapted"] is False
     project.unpatch()
-    write(project.tree / "README.md", "mine\n")
+    write_file(project.tree / "README.md", "mine\n")
     assert main_status([*options, "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert status["version"] == "1.2.3"
@@ -80,14 +80,14 @@ def test_error_is_one_message_and_exit_1(
     ],
 )
 def test_contradicting_options_exit_2(options: list[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         main_unpatch([*options, *arguments])
-    assert stopped.value.code == 2
+    assert error.value.code == 2
 
 
 @pytest.mark.parametrize("command", [main_unpatch, main_patch, main_status])
 def test_help_has_examples(command: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as error:
         command(["--help"])
-    assert stopped.value.code == 0
+    assert error.value.code == 0
     assert "third_party/<backend>" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Unpatch on a small backend: what it makes, when it does nothing, and what it refuses."""
+"""Tests of unpatch on a small backend: results, repeated runs and rejected sources."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flagscale.patching.sources import SourceOptions
 from flagscale.patching.spec import BackendLayout, load_spec
 from flagscale.patching.unpatch import unpatch
 
-from .conftest import Project, write
+from .conftest import Project, write_file
 
 SAID = "accelerator.current_device()"
 
 
-def quiet(line: str) -> None:
-    """Where the steps go."""
+def ignore_line(line: str) -> None:
+    """Discard a line about a step."""
 
 
 def test_unpatch_creates_an_adapted_tree(project: Project) -> None:
-    write(project.layout.files / "tiny/device.py", "def current_device():\n    return 0\n")
+    write_file(project.layout.files / "tiny/device.py", "def current_device():\n    return 0\n")
     outcome = project.unpatch()
-    assert outcome.built
+    assert outcome.was_built
     assert SAID in (project.tree / "tiny/work.py").read_text()
     assert "torch.cuda" in (project.tree / "tiny/kernels/fast.py").read_text()
     assert (project.tree / "tiny/device.py").is_file()
@@ -54,14 +54,14 @@ def test_second_run_does_nothing(project: Project) -> None:
     first = project.unpatch()
     inode = project.tree.stat().st_ino
     second = project.unpatch()
-    assert not second.built
+    assert not second.was_built
     assert second.manifest == first.manifest
     assert project.tree.stat().st_ino == inode
 
 
 def test_without_options_the_tree_keeps_its_source(project: Project) -> None:
     project.unpatch()
-    assert not unpatch(project.layout, SourceOptions(), report_step=quiet).built
+    assert not unpatch(project.layout, SourceOptions(), report_step=ignore_line).was_built
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_without_options_the_tree_keeps_its_source(project: Project) -> None:
 def test_changed_input_rebuilds_the_tree(project: Project, change: str) -> None:
     project.unpatch()
     if change == "source":
-        write(project.source / "tiny/new.py", "x = 1\n")
+        write_file(project.source / "tiny/new.py", "x = 1\n")
     elif change == "codemods":
         (project.layout.definition / "codemods.yaml").write_text("rules: []\n")
     elif change == "patch":
-        write(project.layout.patches / "README.md.patch", README_PATCH)
+        write_file(project.layout.patches / "README.md.patch", README_PATCH)
     else:
-        write(project.layout.files / "tiny/own.py", "x = 1\n")
-    assert project.unpatch().built
-    assert not project.unpatch().built
+        write_file(project.layout.files / "tiny/own.py", "x = 1\n")
+    assert project.unpatch().was_built
+    assert not project.unpatch().was_built
 
 
 README_PATCH = """\
@@ -99,8 +99,8 @@ def test_patches_are_applied_after_the_codemods(project: Project) -> None:
         "--- a/tiny/work.py\n+++ b/tiny/work.py\n@@ -4,4 +4,4 @@\n \n def work():\n"
         f"-    return {SAID}\n+    return 7\n \n"
     )
-    write(project.layout.patches / "work.patch", patch)
-    write(project.layout.patches / "more/README.md.patch", README_PATCH)
+    write_file(project.layout.patches / "work.patch", patch)
+    write_file(project.layout.patches / "more/README.md.patch", README_PATCH)
     outcome = project.unpatch()
     assert "return 7" in (project.tree / "tiny/work.py").read_text()
     assert (project.tree / "README.md").read_text() == "# tiny\nhello\n"
@@ -108,23 +108,23 @@ def test_patches_are_applied_after_the_codemods(project: Project) -> None:
 
 
 class TestLocalEdits:
-    """An edit nobody has collected survives every unpatch."""
+    """An uncollected edit survives every unpatch."""
 
     def test_edits_are_preserved_if_no_input_changed(self, project: Project) -> None:
         project.unpatch()
-        write(project.tree / "README.md", "mine\n")
+        write_file(project.tree / "README.md", "mine\n")
         outcome = project.unpatch()
-        assert not outcome.built
+        assert not outcome.was_built
         assert outcome.edits.format_lines() == ["modified: README.md"]
         assert (project.tree / "README.md").read_text() == "mine\n"
 
     def test_edited_files_are_named_if_the_tree_must_be_rebuilt(self, project: Project) -> None:
         project.unpatch()
-        write(project.tree / "README.md", "mine\n")
-        write(project.tree / "tiny/mine.py", "x = 1\n")
+        write_file(project.tree / "README.md", "mine\n")
+        write_file(project.tree / "tiny/mine.py", "x = 1\n")
         (project.tree / "tiny/kernels/fast.py").unlink()
-        before = scan_tree(project.tree)
-        write(project.source / "tiny/new.py", "x = 1\n")
+        scan_before = scan_tree(project.tree)
+        write_file(project.source / "tiny/new.py", "x = 1\n")
         with pytest.raises(BackendSourceError) as error:
             project.unpatch()
         for line in (
@@ -134,12 +134,12 @@ class TestLocalEdits:
         ):
             assert line in str(error.value)
         assert "patch.py --backend tiny" in str(error.value)
-        assert scan_tree(project.tree) == before
+        assert scan_tree(project.tree) == scan_before
 
     def test_force_keeps_a_backup_each_time(self, project: Project) -> None:
         project.unpatch()
         for number in (1, 2):
-            write(project.tree / "README.md", f"mine {number}\n")
+            write_file(project.tree / "README.md", f"mine {number}\n")
             outcome = project.unpatch(force=True)
             assert outcome.backup == project.tree.with_name(f"tiny.backup-{number}")
             assert (outcome.backup / "README.md").read_text() == f"mine {number}\n"
@@ -148,11 +148,11 @@ class TestLocalEdits:
     def test_caches_and_editor_files_are_not_edits(self, project: Project) -> None:
         project.unpatch()
         for name in ("tiny/__pycache__/x.pyc", "tiny/work.py.orig", ".mypy_cache/x", "a~"):
-            write(project.tree / name, "x")
+            write_file(project.tree / name, "x")
         assert not project.unpatch().edits
 
     def test_directory_of_other_origin_is_not_touched(self, project: Project) -> None:
-        write(project.tree / "precious.py", "x = 1\n")
+        write_file(project.tree / "precious.py", "x = 1\n")
         with pytest.raises(BackendSourceError, match="not by this tool"):
             project.unpatch()
         outcome = project.unpatch(force=True)
@@ -161,23 +161,23 @@ class TestLocalEdits:
 
 
 class TestFailuresLeaveTheTree:
-    """Whatever goes wrong, the tree in place stays and no debris lies beside it."""
+    """Any failure leaves the tree unchanged and no other files next to it."""
 
     @pytest.fixture
-    def before(self, project: Project) -> dict[str, str]:
+    def tree_before(self, project: Project) -> dict[str, str]:
         project.unpatch()
         return scan_tree(project.tree)
 
     @pytest.fixture(autouse=True)
-    def unchanged(self, project: Project, before: dict[str, str]) -> object:
+    def _expect_no_change(self, project: Project, tree_before: dict[str, str]) -> object:
         yield
-        assert scan_tree(project.tree) == before
+        assert scan_tree(project.tree) == tree_before
         beside = {p.name for p in project.tree.parent.iterdir()}
         assert beside <= {"tiny", ".tiny.lock"}
 
     def test_patch_that_no_longer_applies(self, project: Project) -> None:
         patch = README_PATCH.replace(" # tiny\n", " # tinny\n")
-        write(project.layout.patches / "README.md.patch", patch)
+        write_file(project.layout.patches / "README.md.patch", patch)
         with pytest.raises(BackendSourceError) as error:
             project.unpatch()
         message = str(error.value)
@@ -188,7 +188,7 @@ class TestFailuresLeaveTheTree:
 
     def test_patch_that_writes_outside(self, project: Project, tmp_path: Path) -> None:
         patch = "--- /dev/null\n+++ b/../../../evil\n@@ -0,0 +1 @@\n+x\n"
-        write(project.layout.patches / "evil.patch", patch)
+        write_file(project.layout.patches / "evil.patch", patch)
         with pytest.raises(BackendSourceError, match="invalid path"):
             project.unpatch()
         assert not list(tmp_path.rglob("evil"))
@@ -196,7 +196,7 @@ class TestFailuresLeaveTheTree:
     def test_patch_that_breaks_a_file(self, project: Project) -> None:
         patch = "--- a/tiny/version.py\n+++ b/tiny/version.py\n@@ -1 +1,2 @@\n"
         patch += ' __version__ = "1.2.3"\n+def (:\n'
-        write(project.layout.patches / "v.patch", patch)
+        write_file(project.layout.patches / "v.patch", patch)
         with pytest.raises(BackendSourceError, match=r"tiny/version\.py:2: does not compile"):
             project.unpatch()
 
@@ -204,19 +204,19 @@ class TestFailuresLeaveTheTree:
         (project.source / "tiny/version.py").unlink()
         with pytest.raises(BackendSourceError, match=r"not tiny: it has no tiny/version\.py"):
             project.unpatch()
-        write(project.source / "tiny/version.py", '__version__ = "1.2.3"\n')
+        write_file(project.source / "tiny/version.py", '__version__ = "1.2.3"\n')
 
     def test_added_file_that_exists_upstream(self, project: Project) -> None:
-        write(project.layout.files / "tiny/work.py", "x = 1\n")
+        write_file(project.layout.files / "tiny/work.py", "x = 1\n")
         with pytest.raises(BackendSourceError, match=r"already has tiny/work\.py"):
             project.unpatch()
 
-    def test_full_disk(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(*_: object) -> None:
+    def test_full_disk_is_reported(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        def raise_no_space(*_: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x.py")
 
-        write(project.source / "tiny/new.py", "x = 1\n")
-        monkeypatch.setattr(module, "pack", full)
+        write_file(project.source / "tiny/new.py", "x = 1\n")
+        monkeypatch.setattr(module, "pack", raise_no_space)
         with pytest.raises(BackendSourceError, match=r"no space left on the disk; .* is unchanged"):
             project.unpatch()
 
@@ -224,14 +224,14 @@ class TestFailuresLeaveTheTree:
 def test_interrupted_replacement_is_recovered(project: Project) -> None:
     project.unpatch()
     project.tree.rename(project.layout.sibling("old"))
-    assert not project.unpatch().built
+    assert not project.unpatch().was_built
     assert (project.tree / "README.md").is_file()
 
 
 def test_unknown_backend_suggests_the_closest_name(project: Project) -> None:
     layout = replace(project.layout, backend="tinny")
     with pytest.raises(ConfigError) as error:
-        unpatch(layout, SourceOptions(), report_step=quiet)
+        unpatch(layout, SourceOptions(), report_step=ignore_line)
     assert error.value.exit_code == 2
     assert str(error.value) == (
         "unknown backend 'tinny'; known: tiny\n  hint: did you mean --backend tiny?"
@@ -263,7 +263,7 @@ def test_unreadable_record_requires_force(project: Project, content: str) -> Non
 
 
 class TestGitSource:
-    """One commit of a real repository."""
+    """A real repository with one commit."""
 
     @pytest.fixture
     def repository(self, project: Project) -> tuple[str, str]:
@@ -278,7 +278,7 @@ class TestGitSource:
         git("add", ".")
         git("commit", "-qm", "one")
         commit = git("rev-parse", "HEAD")
-        write(project.source / "README.md", "later\n")
+        write_file(project.source / "README.md", "later\n")
         git("commit", "-qam", "two")
         return f"file://{project.source}", commit
 
@@ -291,51 +291,63 @@ class TestGitSource:
             cwd=project.source,
             check=True,
         )
-        outcome = unpatch(project.layout, SourceOptions(url=url, commit=commit), report_step=quiet)
+        outcome = unpatch(
+            project.layout, SourceOptions(url=url, commit=commit), report_step=ignore_line
+        )
         assert (project.tree / "README.md").read_text() == "# tiny\n"
         assert commit[:12] in outcome.manifest.source
-        shutil.rmtree(project.source)  # from now on the cache serves it
+        shutil.rmtree(project.source)  # from now on the cached copy is used
         (project.tree / "README.md").unlink()
-        assert unpatch(project.layout, SourceOptions(), force=True, report_step=quiet).built
+        assert unpatch(
+            project.layout, SourceOptions(), force=True, report_step=ignore_line
+        ).was_built
 
-    def test_missing_commit(self, project: Project, repository: tuple[str, str]) -> None:
+    def test_missing_commit_is_reported(
+        self, project: Project, repository: tuple[str, str]
+    ) -> None:
         with pytest.raises(BackendSourceError, match="does not have commit 0123"):
             unpatch(
                 project.layout,
                 SourceOptions(url=repository[0], commit="0123" * 10),
-                report_step=quiet,
+                report_step=ignore_line,
             )
 
-    def test_missing_repository(self, project: Project, tmp_path: Path) -> None:
+    def test_missing_repository_is_reported(self, project: Project, tmp_path: Path) -> None:
         url = f"file://{tmp_path}/nowhere"
         with pytest.raises(BackendSourceError, match="could not be fetched"):
-            unpatch(project.layout, SourceOptions(url=url, commit="0123" * 10), report_step=quiet)
+            unpatch(
+                project.layout, SourceOptions(url=url, commit="0123" * 10), report_step=ignore_line
+            )
 
     def test_branch_is_not_a_pin(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="'main' is not a full commit id"):
             unpatch(
-                project.layout, SourceOptions(url="file:///x", commit="main"), report_step=quiet
+                project.layout,
+                SourceOptions(url="file:///x", commit="main"),
+                report_step=ignore_line,
             )
 
 
 class TestOtherSources:
-    """Sources that are not there, or not what they should be."""
+    """Tests of sources that are missing or differ from their pin."""
 
-    def test_missing_path(self, project: Project) -> None:
+    def test_missing_path_is_reported(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="no such file or directory"):
-            unpatch(project.layout, SourceOptions(path=Path("/no/such/tree")), report_step=quiet)
+            unpatch(
+                project.layout, SourceOptions(path=Path("/no/such/tree")), report_step=ignore_line
+            )
 
-    def test_path_option_missing(self, project: Project) -> None:
+    def test_path_kind_needs_a_path(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="needs --path"):
-            unpatch(project.layout, SourceOptions(kind="path"), report_step=quiet)
+            unpatch(project.layout, SourceOptions(kind="path"), report_step=ignore_line)
 
-    def test_not_installed(self, project: Project) -> None:
+    def test_missing_distribution_is_reported(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match=r"tiny-backend 1\.2\.3 is not installed"):
-            unpatch(project.layout, SourceOptions(kind="installed"), report_step=quiet)
+            unpatch(project.layout, SourceOptions(kind="installed"), report_step=ignore_line)
 
-    def test_git_without_a_pin(self, project: Project) -> None:
+    def test_git_kind_needs_url_and_commit(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="needs --url and --commit"):
-            unpatch(project.layout, SourceOptions(kind="git"), report_step=quiet)
+            unpatch(project.layout, SourceOptions(kind="git"), report_step=ignore_line)
 
 
 def test_record_is_plain_json(project: Project) -> None:
@@ -346,7 +358,7 @@ def test_record_is_plain_json(project: Project) -> None:
 
 
 def test_many_files_are_rewritten_in_parallel(project: Project) -> None:
-    for i in range(adapt._PARALLEL_FROM + 3):
-        write(project.source / f"tiny/m{i}.py", "import torch\n\ntorch.cuda.synchronize()\n")
+    for i in range(adapt._MIN_FILES_FOR_PROCESSES + 3):
+        write_file(project.source / f"tiny/m{i}.py", "import torch\n\ntorch.cuda.synchronize()\n")
     outcome = project.unpatch()
-    assert outcome.manifest.rewritten_files == adapt._PARALLEL_FROM + 4
+    assert outcome.manifest.rewritten_files == adapt._MIN_FILES_FOR_PROCESSES + 4

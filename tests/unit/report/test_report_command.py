@@ -1,4 +1,4 @@
-"""``flagscale report``: which runs, where to, and what it says."""
+"""Tests of ``flagscale report``: its runs, its output file and its messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from support.report_lab import StoredRun, steps, store_run
+from support.report_lab import StoredRun, progress_events, store_run
 
 from flagscale.cli import main
-from flagscale.launcher.runs import Entry
+from flagscale.launcher.runs import RunEntry
 
 Report = Callable[..., tuple[int, str, str]]
 IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")
@@ -22,16 +22,16 @@ IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[StoredRun]:
-    """Two runs that are registered; tests are in a directory of their own."""
+    """Two registered runs; the tests run in their own directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    found = [store_run(tmp_path, f"run {run_id}", run_id=run_id) for run_id in IDS]
-    for one in found:
-        one.report(*steps(3))
-        one.end()
-        Entry(one.state).save()
-    return found
+    stored_runs = [store_run(tmp_path, f"run {run_id}", run_id=run_id) for run_id in IDS]
+    for stored_run in stored_runs:
+        stored_run.append_events(*progress_events(3))
+        stored_run.write_exit_records()
+        RunEntry(stored_run.state).save()
+    return stored_runs
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_several_runs_by_id_directory_and_yaml_are_deduplicated(
     train = {"system": {}, "model": {}, "data": {}}
     config = {"experiment": experiment, "action": "run", "train": train}
     Path("x.yaml").write_text(yaml.safe_dump(config))
-    there = runs[1].state.exp_dir
-    words = (IDS[0], there, "x.yaml", f"experiment.exp_dir='{there}'", "-o", "both.html")
-    code, out, err = report(*words)
+    exp_dir = runs[1].state.exp_dir
+    arguments = (IDS[0], exp_dir, "x.yaml", f"experiment.exp_dir='{exp_dir}'", "-o", "both.html")
+    code, out, err = report(*arguments)
     assert (code, err) == (0, "")
     assert out.startswith("report of 2 runs: both.html (")
     assert Path("both.html").read_text().count("<article") == 2
@@ -71,7 +71,7 @@ def test_several_runs_by_id_directory_and_yaml_are_deduplicated(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["nope"], "'nope' is no run's id, no beginning of one, no directory in which a run was"),
         (["nope"], f"`flagscale runs` lists yours: {IDS[1]}, {IDS[0]}"),
@@ -86,9 +86,9 @@ def test_several_runs_by_id_directory_and_yaml_are_deduplicated(
     ],
 )
 def test_invalid_requests_are_rejected(
-    runs: list[StoredRun], report: Report, words: list[str], message: str
+    runs: list[StoredRun], report: Report, arguments: list[str], message: str
 ) -> None:
-    code, out, err = report(*words)
+    code, out, err = report(*arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
@@ -98,11 +98,11 @@ def test_invalid_requests_are_rejected(
 def test_page_opens_in_the_browser(
     runs: list[StoredRun], report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which ``BROWSER`` tells, a program that gets the page's address."""
+    """``BROWSER`` names the program that gets the page's address."""
     shows = tmp_path / "shows"
     shows.write_text(f'#!/bin/sh\necho "$1" >"{tmp_path}/shown"\n')
     shows.chmod(0o755)
-    # webbrowser looks at the environment once.
+    # webbrowser reads the environment once.
     code = "import sys; from flagscale.cli import main; main(['report', sys.argv[1], '--open'])"
     environment = {**os.environ, "BROWSER": f"{shows} %s"}
     subprocess.run([sys.executable, "-c", code, IDS[0]], env=environment, check=True)
@@ -114,19 +114,19 @@ def test_run_id_may_contain_an_equals_sign(runs: list[StoredRun], report: Report
     directory = runs[0].state.exp_dir
     renamed = directory.with_name("seed=1")
     directory.rename(renamed)
-    code, _, told = report(renamed, "-o", "page.html")
-    assert code == 0, told
+    code, _, stderr = report(renamed, "-o", "page.html")
+    assert code == 0, stderr
     assert "directory is gone" not in Path("page.html").read_text(encoding="utf-8")
-    code, _, told = report("./seed=2")
-    assert (code, "override" in told) == (2, False), told
-    code, _, told = report("19710102", "a=b")
-    assert (code, "a=b is an override, and none of these is a YAML's run" in told) == (2, True)
+    code, _, stderr = report("./seed=2")
+    assert (code, "override" in stderr) == (2, False), stderr
+    code, _, stderr = report("19710102", "a=b")
+    assert (code, "a=b is an override, and none of these is a YAML's run" in stderr) == (2, True)
 
 
 def test_output_may_be_a_pipe(runs: list[StoredRun], report: Report) -> None:
     os.mkfifo("pipe")
     with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as cat:
-        code, _, told = report("19710101", "-o", "pipe")
-        assert code == 0, told
+        code, _, stderr = report("19710101", "-o", "pipe")
+        assert code == 0, stderr
         assert IDS[0] in cat.communicate(timeout=30)[0]
     assert Path("pipe").is_fifo()

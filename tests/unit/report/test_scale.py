@@ -1,4 +1,4 @@
-"""Axes, ticks, and numbers as they are told."""
+"""Tests of axes, ticks and the format of numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ANY = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "expected"),
     [
         (0.0, "0"), (5.64484912, "5.6448"), (2685.8, "2,686"), (0.0000123456, "1.2346e-05"),
         (-1234.5, "-1,234"), (1e15, "1e+15"), (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "-∞"),
     ],
 )  # fmt: skip
-def test_numbers(value: float, told: str) -> None:
-    assert format_number(value) == told
+def test_numbers_are_formatted_briefly(value: float, expected: str) -> None:
+    assert format_number(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("scale", "most", "labels"),
+    ("scale", "max_ticks", "labels"),
     [
         pytest.param(Scale(0, 200), 6, ["0", "50", "100", "150", "200"], id="steps"),
         pytest.param(Scale(1, 100_000), 6, ["20k", "40k", "60k", "80k", "100k"], id="thousands"),
@@ -46,18 +46,18 @@ def test_numbers(value: float, told: str) -> None:
         pytest.param(Scale(6.1, 8.7, log=True), 5, ["6.1", "8.7"], id="within-a-decade"),
     ],
 )  # fmt: skip
-def test_ticks(scale: Scale, most: int, labels: list[str]) -> None:
-    assert [label for _, label in scale.ticks(most)] == labels
+def test_ticks_have_round_labels(scale: Scale, max_ticks: int, labels: list[str]) -> None:
+    assert [label for _, label in scale.ticks(max_ticks)] == labels
 
 
 @given(st.lists(ANY, max_size=8), st.sampled_from([None, True, False]), st.sampled_from([0, 0.05]))
 def test_drawable_values_lie_within_the_axis(
-    values: list[float], log: bool | None, room: float
+    values: list[float], log: bool | None, margin: float
 ) -> None:
-    scale = fit_scale(values, log=log, room=room)
+    scale = fit_scale(values, log=log, margin=margin)
     assert scale.low < scale.high
     for value in filter(is_drawable, values):
-        assert 0 <= scale.place(value) <= 1
+        assert 0 <= scale.position(value) <= 1
         assert value <= scale.high
         assert value >= scale.low or (scale.log and value <= 1e-100)
     ticks = scale.ticks(5)
@@ -73,11 +73,11 @@ def test_widely_spread_values_get_a_logarithmic_axis() -> None:
 
 
 @given(st.integers(0, 3000), st.integers(2, 40))
-def test_samples_include_both_ends(count: int, most: int) -> None:
-    found = list(sample_indices(count, most))
-    assert found == sorted(set(found))
-    assert len(found) <= most
-    assert not count or (found[0], found[-1]) == (0, count - 1)
+def test_samples_include_both_ends(count: int, max_count: int) -> None:
+    indices = list(sample_indices(count, max_count))
+    assert indices == sorted(set(indices))
+    assert len(indices) <= max_count
+    assert not count or (indices[0], indices[-1]) == (0, count - 1)
 
 
 @given(ANY)

@@ -1,4 +1,4 @@
-"""Model and layout, as the words that a program was started with say them."""
+"""Tests of the description of model and layout, derived from a program's arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 
 @pytest.mark.parametrize(
-    ("words", "layout", "places"),
+    ("arguments", "layout", "host_roles"),
     [
         pytest.param([], "dp8", ["replicas 0-3 of 8", "replicas 4-7 of 8"], id="data"),
         pytest.param([TP, "2"], "tp2 dp4", ["replicas 0-1 of 4", "replicas 2-3 of 4"], id="tensor"),
@@ -40,42 +40,49 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
         ),
     ],
 )
-def test_layouts(tmp_path: Path, words: list[str], layout: str, places: list[str]) -> None:
-    laid = store_run(tmp_path, hosts=("a", "b"), nproc=4)
-    laid.keep({"x": {"y": [1], "z": None}}, "train.py", *MODEL, *words)
-    read = setting.read_settings(laid.state)
-    assert (read.layout, [*read.places.values()]) == (layout, places)
-    assert read.model == "gpt, 4 layers, hidden size 64, 4 heads, sequences of 128, bf16"
-    assert read.options == {"x.y": "[1]", "x.z": "null"}
+def test_layout_is_described(
+    tmp_path: Path, arguments: list[str], layout: str, host_roles: list[str]
+) -> None:
+    stored_run = store_run(tmp_path, hosts=("a", "b"), nproc=4)
+    stored_run.write_launcher_files({"x": {"y": [1], "z": None}}, "train.py", *MODEL, *arguments)
+    settings = setting.read_settings(stored_run.state)
+    assert (settings.layout, [*settings.host_roles.values()]) == (layout, host_roles)
+    assert settings.model == "gpt, 4 layers, hidden size 64, 4 heads, sequences of 128, bf16"
+    assert settings.options == {"x.y": "[1]", "x.z": "null"}
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [[], ["--steps", "3"], ["x"], [*MODEL, "--num-layers", "many"], [*MODEL, TP, "0"]],
     ids=["none", "foreign", "no-flag", "wrong", "impossible"],
 )
-def test_unknown_arguments_are_ignored(tmp_path: Path, words: list[str]) -> None:
-    laid = store_run(tmp_path)
-    laid.keep({}, "other.py", *words)
-    read = setting.read_settings(laid.state)
-    assert (read.program, read.model, read.layout, read.places) == ("other.py", "", "", {})
+def test_unknown_arguments_are_ignored(tmp_path: Path, arguments: list[str]) -> None:
+    stored_run = store_run(tmp_path)
+    stored_run.write_launcher_files({}, "other.py", *arguments)
+    settings = setting.read_settings(stored_run.state)
+    assert (settings.program, settings.model, settings.layout, settings.host_roles) == (
+        "other.py",
+        "",
+        "",
+        {},
+    )
 
 
 def test_help_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    laid = store_run(tmp_path)
-    laid.keep({}, "train.py", *MODEL, "--help")
-    assert setting.read_settings(laid.state).layout == "1 rank"
+    stored_run = store_run(tmp_path)
+    stored_run.write_launcher_files({}, "train.py", *MODEL, "--help")
+    assert setting.read_settings(stored_run.state).layout == "1 rank"
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"run_id": 3, "hosts": 7}'])
 def test_damaged_plan_yields_none(tmp_path: Path, damage: str) -> None:
-    laid = store_run(tmp_path)
-    laid.keep({}, "train.py")
-    path = laid.state.exp_dir / "logs" / "scripts" / "plan.json"
+    stored_run = store_run(tmp_path)
+    stored_run.write_launcher_files({}, "train.py")
+    path = stored_run.state.exp_dir / "logs" / "scripts" / "plan.json"
     path.write_text(damage)
-    assert setting.read_settings(laid.state).absent
+    assert setting.read_settings(stored_run.state).missing_reason
     path.with_name("config.yaml").write_text("a: [")
-    laid.keep({}, "train.py")
+    stored_run.write_launcher_files({}, "train.py")
     path.with_name("config.yaml").write_text("a: [")
-    assert setting.read_settings(laid.state).text == ""
+    assert setting.read_settings(stored_run.state).text == ""

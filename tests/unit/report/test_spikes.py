@@ -1,4 +1,4 @@
-"""What stands out of the values before it."""
+"""Tests of the detection of spikes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.report.spikes import (
-    GRAD_NORM,
-    LOSS,
+    GRAD_NORM_RULE,
+    LOSS_RULE,
     MIN_VALUES,
     WINDOW,
-    Spike,
     SpikeRule,
     find_spikes,
 )
@@ -25,35 +24,37 @@ CALM = [2.0] * 20
 @pytest.mark.parametrize(
     ("values", "rule", "indices"),
     [
-        pytest.param([*CALM, 4.6, 2.0], LOSS, [20], id="one"),
-        pytest.param([*CALM, 3.9, 2.0], LOSS, [], id="not-enough"),
-        pytest.param([*CALM, 9.0, 9.0, 2.0, 9.0], LOSS, [20, 23], id="first-of-a-row"),
-        pytest.param([0.01] * 20 + [0.4], LOSS, [], id="small-losses-jump-by-factors"),
-        pytest.param([2.0] * (MIN_VALUES - 1) + [90.0], LOSS, [], id="too-early"),
-        pytest.param([2.0] * MIN_VALUES + [90.0], LOSS, [MIN_VALUES], id="just-enough"),
-        pytest.param([0.1] * 20 + [0.6], GRAD_NORM, [20], id="norms-by-their-factor-alone"),
-        pytest.param([math.nan, *CALM, math.inf, math.nan, 2.0], LOSS, [0, 21], id="no-numbers"),
-        pytest.param([1e300, *CALM], LOSS, [0], id="as-good-as-infinite"),
-        pytest.param([9.0] * 60 + [2.0] * 60 + [5.0], LOSS, [120], id="of-the-last-ones-alone"),
+        pytest.param([*CALM, 4.6, 2.0], LOSS_RULE, [20], id="one"),
+        pytest.param([*CALM, 3.9, 2.0], LOSS_RULE, [], id="not-enough"),
+        pytest.param([*CALM, 9.0, 9.0, 2.0, 9.0], LOSS_RULE, [20, 23], id="first-of-a-row"),
+        pytest.param([0.01] * 20 + [0.4], LOSS_RULE, [], id="small-losses-jump-by-factors"),
+        pytest.param([2.0] * (MIN_VALUES - 1) + [90.0], LOSS_RULE, [], id="too-early"),
+        pytest.param([2.0] * MIN_VALUES + [90.0], LOSS_RULE, [MIN_VALUES], id="just-enough"),
+        pytest.param([0.1] * 20 + [0.6], GRAD_NORM_RULE, [20], id="norms-by-their-factor-alone"),
+        pytest.param(
+            [math.nan, *CALM, math.inf, math.nan, 2.0], LOSS_RULE, [0, 21], id="no-numbers"
+        ),
+        pytest.param([1e300, *CALM], LOSS_RULE, [0], id="as-good-as-infinite"),
+        pytest.param(
+            [9.0] * 60 + [2.0] * 60 + [5.0], LOSS_RULE, [120], id="of-the-last-ones-alone"
+        ),
     ],
 )
-def test_spikes(values: list[float], rule: SpikeRule, indices: list[int]) -> None:
+def test_spikes_are_found(values: list[float], rule: SpikeRule, indices: list[int]) -> None:
     assert [spike.index for spike in find_spikes(values, rule)] == indices
 
 
 @given(st.lists(st.floats(0, 50) | st.sampled_from([math.nan, math.inf]), max_size=150))
 def test_spikes_match_the_stated_rule(values: list[float]) -> None:
-    rule, found, recent, before = SpikeRule(3.0, 0.5), [], [], False
+    rule, expected, recent, is_in_spike = SpikeRule(3.0, 0.5), [], [], False
     for index, value in enumerate(values):
         usual = median(recent[-WINDOW:]) if len(recent) >= MIN_VALUES else None
         if not math.isfinite(value):
-            now, usual = True, None
+            is_high, usual = True, None
         else:
-            now = usual is not None and value > 3.0 * usual and value > usual + 0.5
+            is_high = usual is not None and value > 3.0 * usual and value > usual + 0.5
             recent.append(value)
-        if now and not before:
-            found.append(Spike(index, value, usual))
-        before = now
-    assert [(s.index, s.usual) for s in find_spikes(values, rule)] == [
-        (s.index, s.usual) for s in found
-    ]
+        if is_high and not is_in_spike:
+            expected.append((index, usual))
+        is_in_spike = is_high
+    assert [(spike.index, spike.median) for spike in find_spikes(values, rule)] == expected

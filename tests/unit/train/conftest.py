@@ -1,3 +1,5 @@
+"""Fixture with a process group of one rank."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -6,8 +8,8 @@ import pytest
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    """Process group of this process only."""
+def single_process_group() -> Iterator[None]:
+    """Initialize the default process group with this process as its only rank."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

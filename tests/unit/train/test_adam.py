@@ -1,3 +1,5 @@
+"""FusedAdam, compared with torch's Adam and AdamW; its state and its imports."""
+
 from __future__ import annotations
 
 import copy
@@ -28,19 +30,21 @@ def set_gradients(parameters: list[Any], step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decoupled", "reference"),
+    ("adam_w_mode", "reference"),
     [(True, torch.optim.AdamW), (False, torch.optim.Adam)],
     ids=["adamw", "adam"],
 )
-def test_steps_equal_torch(decoupled: bool, reference: Any) -> None:
+def test_steps_equal_torch(adam_w_mode: bool, reference: Any) -> None:
     parameters, reference_parameters = create_parameters(), create_parameters()
     optimizers = [
-        FusedAdam(parameters, adam_w_mode=decoupled, **SETTINGS),
+        FusedAdam(parameters, adam_w_mode=adam_w_mode, **SETTINGS),
         reference(reference_parameters, **SETTINGS),
     ]
     for step in range(5):
-        for owners, optimizer in zip((parameters, reference_parameters), optimizers, strict=True):
-            set_gradients(owners, step)
+        for stepped_parameters, optimizer in zip(
+            (parameters, reference_parameters), optimizers, strict=True
+        ):
+            set_gradients(stepped_parameters, step)
             optimizer.step()
     for parameter, expected in zip(parameters, reference_parameters, strict=True):
         torch.testing.assert_close(parameter, expected)
@@ -62,21 +66,29 @@ def test_resuming_from_a_saved_state_equals_continuing() -> None:
     for step in range(3):
         set_gradients(parameters, step)
         optimizer.step()
-    resumed_parameters = [torch.nn.Parameter(owner.detach().clone()) for owner in parameters]
+    resumed_parameters = [
+        torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters
+    ]
     resumed = FusedAdam(resumed_parameters, **SETTINGS)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for these, their in ((parameters, optimizer), (resumed_parameters, resumed)):
-        set_gradients(these, 3)
-        their.step()
-    for mine, resumed_parameter in zip(parameters, resumed_parameters, strict=True):
-        assert torch.equal(mine, resumed_parameter)
+    for stepped_parameters, stepped_optimizer in (
+        (parameters, optimizer),
+        (resumed_parameters, resumed),
+    ):
+        set_gradients(stepped_parameters, 3)
+        stepped_optimizer.step()
+    for parameter, resumed_parameter in zip(parameters, resumed_parameters, strict=True):
+        assert torch.equal(parameter, resumed_parameter)
 
 
 def test_parameters_without_gradients_do_not_change() -> None:
     parameters = create_parameters()
-    before = [owner.detach().clone() for owner in parameters]
+    original_parameters = [parameter.detach().clone() for parameter in parameters]
     FusedAdam(parameters, **SETTINGS).step()
-    assert all(torch.equal(now, then) for now, then in zip(parameters, before, strict=True))
+    assert all(
+        torch.equal(actual, original)
+        for actual, original in zip(parameters, original_parameters, strict=True)
+    )
 
 
 def test_16_bit_and_32_bit_parameters_together() -> None:
@@ -84,9 +96,10 @@ def test_16_bit_and_32_bit_parameters_together() -> None:
         torch.nn.Parameter(torch.ones(3, dtype=t)) for t in (torch.float32, torch.bfloat16)
     ]
     optimizer = FusedAdam(parameters, **SETTINGS)
-    for owner in parameters:
-        owner.grad = torch.ones_like(owner)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    # The first step changes 1 by lr (1e-2) and by weight decay lr · 0.1.
     assert parameters[0][0].item() == pytest.approx(0.989, abs=1e-4)
     assert parameters[1][0].item() == pytest.approx(0.989, abs=5e-3)
 
@@ -103,7 +116,7 @@ def test_closure_returns_the_loss() -> None:
     assert optimizer.step(closure) == 2.0
 
 
-def test_a_step_does_not_load_the_compiler() -> None:
+def test_a_step_does_not_load_torchs_compiler() -> None:
     program = """
 import sys
 import torch

@@ -1,3 +1,5 @@
+"""Document masks: numbering of documents, forms of the mask, and attention with each form."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -23,25 +25,25 @@ from flagscale.train.models.document_mask import (
 
 pytestmark = pytest.mark.torch
 
-END = 9
+END_TOKEN = 9
 
 
 @pytest.mark.parametrize(
     ("tokens", "numbers"),
     [
         ([1, 2, 3], [0, 0, 0]),
-        ([1, END, 3, 4], [0, 0, 1, 1]),
-        ([END, END, 3, END], [0, 1, 2, 2]),
+        ([1, END_TOKEN, 3, 4], [0, 0, 1, 1]),
+        ([END_TOKEN, END_TOKEN, 3, END_TOKEN], [0, 1, 2, 2]),
     ],
-    ids=["one", "an end is of what it ends", "empty ones"],
+    ids=["one_document", "end_token_belongs_to_its_document", "documents_of_an_end_token_only"],
 )
 def test_tokens_are_numbered_by_document(tokens: list[int], numbers: list[int]) -> None:
-    assert number_documents(torch.tensor(tokens), END).tolist() == numbers
+    assert number_documents(torch.tensor(tokens), END_TOKEN).tolist() == numbers
 
 
-def test_documents_end_with_their_sequence() -> None:
+def test_documents_end_at_the_end_of_their_sequence() -> None:
     numbers = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
-    assert document_mask.document_ends(numbers).tolist() == [0, 2, 4, 5, 8]
+    assert document_mask.compute_cu_seqlens(numbers).tolist() == [0, 2, 4, 5, 8]
 
 
 class Npu(Accelerator):
@@ -69,16 +71,16 @@ def config(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "changes", "form"),
     [
-        ("cpu", {"params_dtype": torch.float32}, "ends"),
+        ("cpu", {"params_dtype": torch.float32}, "cu_seqlens"),
         ("cpu", {"attention_backend": AttnBackend.local}, "hidden"),
         ("cpu", {"attention_backend": AttnBackend.unfused}, "visible"),
-        ("cuda", {}, "ends"),
-        ("cuda", {"attention_backend": AttnBackend.flash}, "ends"),
+        ("cuda", {}, "cu_seqlens"),
+        ("cuda", {"attention_backend": AttnBackend.flash}, "cu_seqlens"),
         ("cuda", {"attention_backend": AttnBackend.unfused}, "visible"),
         ("cuda", {"params_dtype": torch.float32}, "visible"),
         ("cuda", {"kv_channels": 288}, "visible"),
         ("cuda", {"kv_channels": 12}, "visible"),
-        ("cuda", {"context_parallel_size": 2}, "numbers"),
+        ("cuda", {"context_parallel_size": 2}, "document_numbers"),
         ("cuda", {"multi_latent_attention": True}, "visible"),
         ("cpu", {"window_size": [4, 0]}, "visible"),
         ("cuda", {"attn_logit_softcapping": 50.0}, "visible"),
@@ -89,37 +91,42 @@ def test_mask_form_of_each_attention(kind: str, changes: Any, form: str) -> None
     assert document_mask.select_mask_form(config(**changes), device(kind)) == form
 
 
-def test_length_of_ends_rarely_changes_with_compiled_layers() -> None:
+def test_cu_seqlens_is_padded_and_rarely_changes_its_length() -> None:
     mask_builder = DocumentMaskBuilder(config(), device("cuda"))
-    few, many = torch.zeros(1, 2560), torch.arange(2560)[None] // 50
-    offsets = mask_builder(few)
-    assert offsets.tolist() == [0, *[2560] * 20]
-    assert [len(mask_builder(batch)) for batch in (many, few)] == [81, 81]
+    # A capacity of 2560 / 128 = 20 documents, which grows fourfold for 52 documents and stays.
+    few_documents, many_documents = torch.zeros(1, 2560), torch.arange(2560)[None] // 50
+    cu_seqlens = mask_builder(few_documents)
+    assert cu_seqlens.tolist() == [0, *[2560] * 20]
+    assert [len(mask_builder(batch)) for batch in (many_documents, few_documents)] == [81, 81]
 
 
-lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+document_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths, lengths)
+@given(document_lengths, document_lengths)
 def test_all_forms_equal_attention_per_document(first_lengths: Any, second_lengths: Any) -> None:
     size = max(sum(first_lengths), sum(second_lengths))
-    rows = [[*own, size - sum(own)] for own in (first_lengths, second_lengths)]
+    # Two sequences; a last document fills each of them up to the same length.
+    row_lengths = [[*lengths, size - sum(lengths)] for lengths in (first_lengths, second_lengths)]
     numbers = torch.stack(
-        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+        [
+            torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            for lengths in row_lengths
+        ]
     )
     generator = torch.Generator().manual_seed(size)
     query = torch.randn(size, 2, 4, 8, generator=generator)
     key, value = torch.randn(2, size, 2, 2, 8, generator=generator)
-    ends = document_mask.document_ends(numbers)
-    within = attend_within_documents(query, key, value, ends, scale=None, dropout=0.0)
+    cu_seqlens = document_mask.compute_cu_seqlens(numbers)
+    unmasked = attend_within_documents(query, key, value, cu_seqlens, scale=None, dropout=0.0)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask = visible_mask(numbers, numbers)
     masked = attend_masked(q, k, v, mask, scale=None, dropout=0.0)
-    torch.testing.assert_close(within, masked)
-    # Reference: the last query of a document attends to exactly its own document.
-    begin, end = ends[-2].item() - size, size
+    torch.testing.assert_close(unmasked, masked)
+    # Reference: the last query of the last document of sequence 1 attends to exactly this document.
+    begin, end = cu_seqlens[-2].item() - size, size
     for head in range(4):
         scores = (k[1, head // 2, begin:end] @ q[1, head, end - 1]) * 8**-0.5
         expected = scores.softmax(0) @ v[1, head // 2, begin:end]
-        torch.testing.assert_close(within[1, head, end - 1], expected)
+        torch.testing.assert_close(unmasked[1, head, end - 1], expected)

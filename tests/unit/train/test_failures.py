@@ -1,3 +1,5 @@
+"""Messages, status events and exit codes of a rank's failure."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +29,7 @@ def raise_and_catch(error: Exception) -> Exception:
         (JobError("no", hint="try again"), 1, "error: no\n  hint: try again\n"),
     ],
 )
-def test_user_error_is_one_message(
+def test_error_of_the_user_is_printed_without_traceback(
     error: Exception, code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -41,7 +43,7 @@ def test_user_error_is_one_message(
     assert event.get("explained") is True
 
 
-def test_unexpected_error_has_a_traceback(
+def test_unexpected_error_is_printed_with_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -55,7 +57,7 @@ def test_unexpected_error_has_a_traceback(
     assert "rank 0 failed:\nTraceback" in capsys.readouterr().err
 
 
-def test_one_message_per_host_before_rendezvous(
+def test_only_local_rank_0_prints_before_the_rendezvous(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -68,8 +70,8 @@ def test_one_message_per_host_before_rendezvous(
     assert len(read_events(tmp_path / "rank_9.jsonl")[0]) == 1
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_first_failed_rank_reports_in_full(
+@pytest.mark.usefixtures("single_process_group")
+def test_only_the_first_failed_rank_prints_the_whole_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = StatusWriter(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""Blockwise FP8 products: memory order of the scales, accuracy, and the effect of outliers."""
+"""Blockwise FP8 GEMMs: memory order of the scales, accuracy, and the effect of outliers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flagscale.train.layers import fp8, fp8_blockwise
-from flagscale.train.layers.fp8_blockwise import BLOCK
+from flagscale.train.layers.fp8_blockwise import BLOCK_SIZE
 
 pytestmark = pytest.mark.torch
 
@@ -19,8 +19,8 @@ SIZES = [(16, 128, 128), (48, 144, 80), (128, 640, 16), (272, 384, 512), (512, 1
 
 def random_numbers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Return random numbers whose magnitude varies along rows and columns."""
-    draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, columns, generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator)
     return values * torch.logspace(-1, 1, rows)[:, None] * torch.logspace(1, -1, columns)
 
 
@@ -29,7 +29,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def count_blocks(size: int) -> int:
-    return -(-size // BLOCK)
+    return -(-size // BLOCK_SIZE)
 
 
 def strides_match(strides: tuple[int, ...], shape: torch.Size, expected: tuple[int, int]) -> bool:
@@ -48,7 +48,7 @@ def test_scales_have_the_memory_order_of_cublas(rows: int, columns: int) -> None
         (*fp8_blockwise.quantize_rows(tensor, E5M2), rows, columns),
         (*fp8_blockwise.quantize_columns(tensor, E5M2), columns, rows),
     ):
-        assert values.shape == (outer, BLOCK * count_blocks(inner))
+        assert values.shape == (outer, BLOCK_SIZE * count_blocks(inner))
         assert values.stride() == (values.shape[1], 1)
         assert scale.shape == (outer, count_blocks(inner))
         assert strides_match(scale.stride(), scale.shape, (1, outer))
@@ -59,7 +59,7 @@ def test_scales_have_the_memory_order_of_cublas(rows: int, columns: int) -> None
         (*quantized_weight[2:], columns, rows),
     ):
         padded_blocks = -(-count_blocks(inner) // 4) * 4
-        assert values.shape == (outer, BLOCK * count_blocks(inner))
+        assert values.shape == (outer, BLOCK_SIZE * count_blocks(inner))
         assert values.stride() == (values.shape[1], 1)
         assert scale.shape == (count_blocks(outer), padded_blocks)
         assert strides_match(scale.t().stride(), scale.t().shape, (1, padded_blocks))
@@ -67,15 +67,15 @@ def test_scales_have_the_memory_order_of_cublas(rows: int, columns: int) -> None
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("rows", "columns", "out_features"), SIZES)
-def test_products_are_close_to_exact_ones(
+def test_gemms_are_close_to_fp32(
     rows: int, columns: int, out_features: int, dtype: torch.dtype
 ) -> None:
-    """Forward product, and both backward products, for all sizes."""
+    """The GEMMs of the forward pass, of the input gradient and of the weight gradient."""
     left, weight = random_numbers(rows, columns), random_numbers(out_features, columns, seed=1)
     gradient = random_numbers(rows, out_features, seed=2)
     quantized_weight = fp8_blockwise.quantize_weight(weight, E4M3)
     tolerance = 0.05 if dtype == E4M3 else 0.08
-    for operands, expected, squares in (
+    for operands, expected, square_blocks in (
         (
             (*fp8_blockwise.quantize_rows(left, dtype), *quantized_weight[:2]),
             left @ weight.t(),
@@ -95,9 +95,11 @@ def test_products_are_close_to_exact_ones(
             False,
         ),
     ):
-        product = fp8_blockwise.multiply_blockwise(*operands, torch.float32, squares=squares)
-        assert product.shape == expected.shape
-        assert relative_error(product, expected) < tolerance
+        actual = fp8_blockwise.multiply_blockwise(
+            *operands, torch.float32, square_blocks=square_blocks
+        )
+        assert actual.shape == expected.shape
+        assert relative_error(actual, expected) < tolerance
 
 
 def test_transposed_weight_has_equal_values() -> None:
@@ -124,37 +126,37 @@ def test_blocks_of_zeros_stay_zeros(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-60, -20, 20, 60])
-def test_blocks_keep_any_magnitude(exponent: int) -> None:
+def test_rows_of_any_magnitude_are_precise(exponent: int) -> None:
     tensor = torch.randn(16, 256, generator=torch.Generator().manual_seed(3)) * 2.0**exponent
     values, scale = fp8_blockwise.quantize_rows(tensor.bfloat16(), E4M3)
-    dequantized = values.float() * scale.repeat_interleave(BLOCK, 1)
+    dequantized = values.float() * scale.repeat_interleave(BLOCK_SIZE, 1)
     assert relative_error(dequantized, tensor) < 0.04
 
 
-FACTORS = {
+OPERANDS = {
     "output": ("input", "weight"),
     "input": ("gradient", "weight"),
     "weight": ("gradient", "input"),
 }
-"""Operands of the three products of a layer."""
+"""Operands of the three GEMMs of a layer, by their result."""
 
 
-@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
-def test_outlier_affects_its_own_block_only(where: str) -> None:
-    """An outlier is a million times larger than other numbers, and with one scale per tensor erases
-    them.
+@pytest.mark.parametrize("outlier_tensor", ["input", "weight", "gradient"])
+def test_outlier_affects_its_own_block_only(outlier_tensor: str) -> None:
+    """An outlier is a million times larger than the other numbers. With one scale per tensor these
+    are rounded to zero.
     """
-    factors = {
+    tensors = {
         name: torch.randn(512, 512, generator=torch.Generator().manual_seed(seed))
         for seed, name in enumerate(("input", "weight", "gradient"))
     }
-    factors[where][3, 5] = 1e6
-    exact = exact_products(*factors.values())
+    tensors[outlier_tensor][3, 5] = 1e6
+    fp32_results = compute_fp32_results(*tensors.values())
     results = {
-        scaling: run_fp8_layer(*factors.values(), scaling)
+        scaling: run_fp8_layer(*tensors.values(), scaling)
         for scaling in ("tensorwise", "blockwise")
     }
-    for name, expected in exact.items():
+    for name, expected in fp32_results.items():
         # The median ignores the sums that include the outlier.
         median_errors = {
             scaling: float(
@@ -163,11 +165,11 @@ def test_outlier_affects_its_own_block_only(where: str) -> None:
             for scaling, values in results.items()
         }
         assert median_errors["blockwise"] < 0.1, name
-        if where in FACTORS[name]:
+        if outlier_tensor in OPERANDS[name]:
             assert median_errors["tensorwise"] > 5 * median_errors["blockwise"], name
 
 
-def exact_products(
+def compute_fp32_results(
     input_: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of input and weight, computed exactly."""
@@ -179,7 +181,7 @@ def run_fp8_layer(
     input_: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, scaling: Any
 ) -> dict[str, torch.Tensor]:
     """Return output and gradients of input and weight, computed in FP8."""
-    input_, weight = (factor.bfloat16().requires_grad_() for factor in (input_, weight))
+    input_, weight = (tensor.bfloat16().requires_grad_() for tensor in (input_, weight))
     quantized_weight = fp8.quantize_weight(weight.detach(), scaling)
     output = fp8.Fp8Linear.apply(
         input_, weight, None, *quantized_weight, "e4m3", scaling, True, "none", 1, ""

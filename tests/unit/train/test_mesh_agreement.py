@@ -23,7 +23,7 @@ def agreement() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("precision", "loss", "norm", "missed"),
+    ("precision", "loss", "norm", "missed_quantities"),
     [
         ("fp32", 1e-5, 1e-5, []),
         ("fp32", 2e-5, 1e-6, ["loss"]),
@@ -34,34 +34,37 @@ def agreement() -> Any:
     ],
 )
 def test_losses_and_gradient_norms_are_checked(
-    precision: str, loss: float, norm: float, missed: list[str], agreement: Any
+    precision: str, loss: float, norm: float, missed_quantities: list[str], agreement: Any
 ) -> None:
     row = agreement.AgreementRow("mesh", 4, precision, "one", loss, norm, experts=False, like=False)
-    assert [miss.quantity for miss in agreement.find_misses([row])] == missed
+    assert [miss.quantity for miss in agreement.find_misses([row])] == missed_quantities
 
 
 def test_homogeneous_layouts_are_reported_but_not_checked(agreement: Any) -> None:
-    def row(name: str, norm: float, *, experts: bool, like: bool) -> Any:
+    def create_row(name: str, norm: float, *, experts: bool, like: bool) -> Any:
         return agreement.AgreementRow(
             name, 2, "bf16", "one", 1e-3, norm, experts=experts, like=like
         )
 
     rows = [
-        row("tp2", 0.9, experts=False, like=True),
-        row("ep2", 0.03, experts=True, like=True),
-        row("mesh-ep2", 0.02, experts=True, like=False),
+        create_row("tp2", 0.9, experts=False, like=True),
+        create_row("ep2", 0.03, experts=True, like=True),
+        create_row("mesh-ep2", 0.02, experts=True, like=False),
     ]
     assert list(agreement.find_misses(rows)) == [
         agreement.ToleranceMiss("mesh-ep2", "grad_norm", 0.02, 1e-2, like_ranks=0.03)
     ]
+    # Without the homogeneous rows there is nothing to compare with.
     report = agreement.build_report(rows[2:], argparse.Namespace(steps=20, lr=1e-3))
-    assert [one["grad_norm"] for one in report["rows"]] == [0.02]
-    assert [one["like_ranks"] for one in report["missed"]] == [None]
+    assert [row["grad_norm"] for row in report["rows"]] == [0.02]
+    assert [miss["like_ranks"] for miss in report["missed"]] == [None]
 
 
-def test_skipping_different_steps_is_an_infinite_difference(agreement: Any) -> None:
+def test_difference_is_infinite_if_runs_skip_different_steps(agreement: Any) -> None:
     reference = {"loss": [4.0, 9.0], "skipped": [False, True]}
     layout = {"loss": [4.4, 1.0], "skipped": [False, True]}
-    assert agreement.largest_difference(layout, reference, "loss") == pytest.approx(0.1)
+    assert agreement.find_largest_difference(layout, reference, "loss") == pytest.approx(0.1)
     layout_without_skips = {**layout, "skipped": [False, False]}
-    assert agreement.largest_difference(layout_without_skips, reference, "loss") == float("inf")
+    assert agreement.find_largest_difference(layout_without_skips, reference, "loss") == float(
+        "inf"
+    )

@@ -1,3 +1,5 @@
+"""Check that all ranks use the same communication backend."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,7 +9,7 @@ from flagscale.errors import JobError
 from flagscale.train.distributed import RankIdentity, _check_same_backend
 
 
-def test_ranks_that_would_wait_for_each_other_for_ever() -> None:
+def test_rank_with_another_backend_than_rank_0_is_rejected() -> None:
     store = dist.HashStore()
     _check_same_backend(store, RankIdentity(0, 0, 3), "nccl on NVIDIA H200")
     _check_same_backend(store, RankIdentity(1, 0, 3), "nccl on NVIDIA A100")
@@ -15,5 +17,5 @@ def test_ranks_that_would_wait_for_each_other_for_ever() -> None:
         _check_same_backend(store, RankIdentity(2, 0, 3), "gloo on cpu")
     assert str(error.value).splitlines() == [
         "rank 2 uses gloo on cpu, rank 0 uses nccl on NVIDIA H200",
-        "  hint: set distributed_backend to one that joins both devices, such as fsccl",
+        "  hint: set distributed_backend to one that supports both devices, such as fsccl",
     ]

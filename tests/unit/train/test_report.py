@@ -1,3 +1,5 @@
+"""Reporting of training progress: console lines and status events."""
+
 from __future__ import annotations
 
 from argparse import Namespace
@@ -6,26 +8,26 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError
 from flagscale.status import StatusWriter, read_events
-from flagscale.train.deferred_metrics import OVERFLOW, HostMetrics, StepMetrics
+from flagscale.train.deferred_metrics import GRADIENTS_OVERFLOWED, HostMetrics, StepMetrics
 from flagscale.train.report import Throughput, TrainingReporter, format_progress, require_packages
 
 pytestmark = pytest.mark.torch
 
 METRICS = StepMetrics(
-    HostMetrics(step=20, samples=80, learning_rate=3e-4, zero_gradients=7.0),
+    HostMetrics(step=20, consumed_samples=80, learning_rate=3e-4, zero_gradients=7.0),
     loss=2.34567891,
     grad_norm=1.5,
-    stop=None,
-    own_loss_finite=True,
+    stop_reason=None,
+    is_rank_loss_finite=True,
 )
 CPU_THROUGHPUT = Throughput(0.25, 4096.0, 0.012, mfu=None, memory_gib=None)
 GPU_THROUGHPUT = Throughput(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2)
 
 
-def arguments(**changes: Any) -> Namespace:
+def create_arguments(**changes: Any) -> Namespace:
     return Namespace(**{**vars(parse_arguments([])), "train_iters": 100, **changes})
 
 
@@ -55,7 +57,9 @@ def test_progress_line_of_a_step(
 
 
 def test_progress_line_of_a_skipped_step() -> None:
-    host_metrics = HostMetrics(step=3, samples=12, learning_rate=0.0, skipped=OVERFLOW)
+    host_metrics = HostMetrics(
+        step=3, consumed_samples=12, learning_rate=0.0, skip_reason=GRADIENTS_OVERFLOWED
+    )
     line = format_progress(
         StepMetrics(host_metrics, 9.0, 0.0, None, True),
         CPU_THROUGHPUT,
@@ -67,8 +71,10 @@ def test_progress_line_of_a_skipped_step() -> None:
     assert "loss scale 65,536 | skipped steps 3" in line
 
 
-def test_events_of_the_reporting_rank(tmp_path: Path) -> None:
-    reporter = TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True)
+def test_reporting_rank_writes_status_events(tmp_path: Path) -> None:
+    reporter = TrainingReporter(
+        create_arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True
+    )
     reporter.log_progress(METRICS, GPU_THROUGHPUT, {})
     reporter.log_evaluation("valid", 20, 3.0)
     reporter.log_evaluation("test", 20, 3.0)
@@ -92,29 +98,33 @@ def test_events_of_the_reporting_rank(tmp_path: Path) -> None:
     }
 
 
-def test_validation_sets_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True)
+def test_evaluations_of_several_validation_sets_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = TrainingReporter(
+        create_arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True
+    )
     for name, loss in (("code", 0.0), ("chats", 1.0)):
         reporter.log_evaluation("valid", 20, loss, name)
-    fields_of_events = [event.fields for event in read_events(tmp_path / "rank_0.jsonl")[0]]
-    assert [(fields["data"], fields["loss"]) for fields in fields_of_events] == [
+    event_fields = [event.fields for event in read_events(tmp_path / "rank_0.jsonl")[0]]
+    assert [(fields["data"], fields["loss"]) for fields in event_fields] == [
         ("code", 0.0),
         ("chats", 1.0),
     ]
     assert "step 20 | valid chats loss 1.0000 | perplexity 2.72" in capsys.readouterr().out
 
 
-def test_unknown_metrics_are_omitted(tmp_path: Path) -> None:
-    TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True).log_progress(
-        METRICS, CPU_THROUGHPUT, {}
-    )
+def test_unavailable_metrics_are_omitted(tmp_path: Path) -> None:
+    TrainingReporter(
+        create_arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True
+    ).log_progress(METRICS, CPU_THROUGHPUT, {})
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
     assert "mfu" not in event.fields
     assert "memory_gib" not in event.fields
 
 
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = arguments(tensorboard_dir=str(tmp_path / "board"))
+def test_other_ranks_report_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = create_arguments(tensorboard_dir=str(tmp_path / "board"))
     reporter = TrainingReporter(args, StatusWriter(tmp_path, 1), is_reporting_rank=False)
     reporter.log("hello")
     reporter.warn("careful")
@@ -131,7 +141,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_missing_logger_packages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb_project is set, but the Python package wandb"):
-        require_packages(arguments(wandb_project="p"))
+        require_packages(create_arguments(wandb_project="p"))
     with pytest.raises(ConfigError, match="package tensorboard is not installed"):
-        require_packages(arguments(tensorboard_dir="d"))
-    require_packages(arguments())
+        require_packages(create_arguments(tensorboard_dir="d"))
+    require_packages(create_arguments())

@@ -1,4 +1,4 @@
-"""Later attempts of a run resume from the run's own checkpoints."""
+"""Later attempts of a run, after a restart, resume from the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE, StatusWriter
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize(
-    ("attempt", "has_checkpoint", "loads_own"),
+    ("attempt", "has_checkpoint", "loads_own_checkpoint"),
     [
         pytest.param("0", True, False, id="first-attempt"),
         pytest.param("1", False, False, id="nothing-was-saved"),
@@ -26,13 +26,13 @@ def test_later_attempts_load_their_own_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     attempt: str,
     has_checkpoint: bool,
-    loads_own: bool,
+    loads_own_checkpoint: bool,
 ) -> None:
     from flagscale.train.restart import resume_from_own_checkpoint
 
-    first = StatusWriter(tmp_path / "status", 0)
+    first_attempt_status = StatusWriter(tmp_path / "status", 0)
     if has_checkpoint:
-        first.write("checkpoint", step=10, path="x", seconds=1.0)
+        first_attempt_status.write("checkpoint", step=10, path="x", seconds=1.0)
     monkeypatch.setenv(STATUS_DIR_VARIABLE, str(tmp_path / "status.1"))
     monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
     args = argparse.Namespace(
@@ -40,5 +40,7 @@ def test_later_attempts_load_their_own_checkpoint(
     )
     args.no_save_optim = False
     resume_from_own_checkpoint(args)
-    expected = ("/own", False, False, False) if loads_own else ("/base", True, True, True)
+    expected = (
+        ("/own", False, False, False) if loads_own_checkpoint else ("/base", True, True, True)
+    )
     assert (args.load, args.finetune, args.no_load_optim, args.no_load_rng) == expected

@@ -1,6 +1,7 @@
-"""Language models from transformers' configurations, with random weights.
+"""Language models of transformers with random weights, and generated batches for them.
 
-Dropout is off: only what an arm changes may affect the loss.
+Built from the configurations below; nothing is downloaded. Dropout is disabled, so that the losses
+of two arms differ only by their reductions. Used by :mod:`.builder`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from flagscale.bench.training.models import text
 from flagscale.bench.training.models.names import Size
 
-_IDS: dict[str, Any] = {
+_SPECIAL_TOKENS: dict[str, Any] = {
     "pad_token_id": text.PAD,
     "bos_token_id": text.BOS,
     "eos_token_id": text.EOS,
@@ -24,12 +25,12 @@ _IDS: dict[str, Any] = {
 _NO_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _TINY_VOCABULARY = 2048
 
-Keys = Mapping[str, Any]
+ConfigKeys = Mapping[str, Any]
 
 
-def _encoder(words: int, positions: int, hidden: int, layers: int) -> Keys:
+def _encoder(vocabulary_size: int, positions: int, hidden: int, layers: int) -> ConfigKeys:
     return {
-        "vocab_size": words,
+        "vocab_size": vocabulary_size,
         "max_position_embeddings": positions,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -39,8 +40,13 @@ def _encoder(words: int, positions: int, hidden: int, layers: int) -> Keys:
     }
 
 
-def _gpt2(words: int, positions: int, hidden: int, layers: int) -> Keys:
-    sizes = {"vocab_size": words, "n_positions": positions, "n_embd": hidden, "n_layer": layers}
+def _gpt2(vocabulary_size: int, positions: int, hidden: int, layers: int) -> ConfigKeys:
+    sizes = {
+        "vocab_size": vocabulary_size,
+        "n_positions": positions,
+        "n_embd": hidden,
+        "n_layer": layers,
+    }
     return {
         **sizes,
         "n_head": max(hidden // 64, 2),
@@ -48,10 +54,10 @@ def _gpt2(words: int, positions: int, hidden: int, layers: int) -> Keys:
     }
 
 
-def _bart(words: int, positions: int, hidden: int, layers: int) -> Keys:
-    halves = {
-        f"{half}_{key}": value
-        for half in ("encoder", "decoder")
+def _bart(vocabulary_size: int, positions: int, hidden: int, layers: int) -> ConfigKeys:
+    encoder_decoder_sizes = {
+        f"{part}_{key}": value
+        for part in ("encoder", "decoder")
         for key, value in (
             ("layers", layers),
             ("ffn_dim", 4 * hidden),
@@ -59,8 +65,8 @@ def _bart(words: int, positions: int, hidden: int, layers: int) -> Keys:
         )
     }
     return {
-        **halves,
-        "vocab_size": words,
+        **encoder_decoder_sizes,
+        "vocab_size": vocabulary_size,
         "max_position_embeddings": positions,
         "d_model": hidden,
         "dropout": 0.0,
@@ -70,27 +76,29 @@ def _bart(words: int, positions: int, hidden: int, layers: int) -> Keys:
     }
 
 
-def _llama(words: int, hidden: int, layers: int, inner: int, heads: int, groups: int) -> Keys:
+def _llama(
+    vocabulary_size: int, hidden: int, layers: int, ffn_hidden: int, heads: int, kv_heads: int
+) -> ConfigKeys:
     return {
-        "vocab_size": words,
+        "vocab_size": vocabulary_size,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": inner,
+        "intermediate_size": ffn_hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
 
 
-_TINY = (_TINY_VOCABULARY, 128, 128, 2)
-# RoBERTa's positions begin behind the padding's, at its id + 1.
+_TINY_SIZES = (_TINY_VOCABULARY, 128, 128, 2)
+# RoBERTa's position ids begin after the padding token's id.
 _ROBERTA_OFFSET = text.PAD + 1
 
-CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
+CONFIGURATIONS: Mapping[str, Mapping[Size, ConfigKeys]] = {
     "bert": {
-        "tiny": _encoder(*_TINY),
+        "tiny": _encoder(*_TINY_SIZES),
         "base": _encoder(30522, 512, 768, 12),
         "large": _encoder(30522, 512, 1024, 24),
     },
@@ -100,12 +108,12 @@ CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
         "large": {**_encoder(50265, 512 + _ROBERTA_OFFSET, 1024, 24), "type_vocab_size": 1},
     },
     "bart": {
-        "tiny": _bart(*_TINY),
+        "tiny": _bart(*_TINY_SIZES),
         "base": _bart(50265, 1024, 768, 6),
         "large": _bart(50265, 1024, 1024, 12),
     },
     "gpt2": {
-        "tiny": _gpt2(*_TINY),
+        "tiny": _gpt2(*_TINY_SIZES),
         "base": _gpt2(50257, 1024, 768, 12),
         "large": _gpt2(50257, 1024, 1280, 36),
     },
@@ -133,7 +141,7 @@ _DATA: Mapping[str, Callable[[text.Corpus, int, int, torch.Generator], text.Batc
 }
 
 
-class LossOf(nn.Module):
+class LossModule(nn.Module):
     """Wrapper that returns the mean loss of a transformers model for a batch with labels."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -146,18 +154,18 @@ class LossOf(nn.Module):
 
 
 def build_language_model(family: str, size: Size) -> nn.Module:
-    """Build a model of a family and size with weights drawn by torch's generator. Called with a
-    batch from :func:`data`, it returns the loss.
+    """Build a model of a family and size with weights drawn by torch's default generator. Called
+    with a batch from :func:`batch_source`, it returns the mean loss, a scalar.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
-    # It would say of every model that its configuration names no loss.
+    # Suppress a warning about every model that its configuration names no loss function.
     transformers.logging.set_verbosity_error()
     keys = CONFIGURATIONS[family][size]
     config, model = (getattr(transformers, name) for name in _CLASSES[family])
-    model_config = config(**keys, **_IDS, use_cache=False)
-    return LossOf(model(model_config))
+    model_config = config(**keys, **_SPECIAL_TOKENS, use_cache=False)
+    return LossModule(model(model_config))
 
 
 def batch_source(family: str, size: Size) -> Callable[[int, int, torch.Generator], text.Batch]:

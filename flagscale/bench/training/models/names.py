@@ -1,4 +1,4 @@
-"""Models that can be trained, by name and size. Imports no torch."""
+"""Models that ``flagscale bench training`` can train, by name and size. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelFamily:
     base: str
     large: str
     positions: int = 512
-    """Longest sequence in tokens; for ``tiny`` :data:`TINY_POSITIONS`. 0: it takes images."""
+    """Longest sequence in tokens; :data:`TINY_POSITIONS` for ``tiny``; 0 for models of images."""
 
     def title(self, size: Size) -> str:
         """Return the name of a size in tables."""
@@ -39,7 +39,7 @@ FAMILIES = {
     "llama": ModelFamily("next token", "Llama-tiny", "Llama-base", "Llama-3.2-1B", 131072),
 }
 
-# Spellings of the field.
+# Other common spellings.
 _ALIASES = {
     "vgg": "vgg19", "vgg-19": "vgg19", "gpt-2": "gpt2", "llama-3.2": "llama", "llama3.2": "llama",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def parse_models(word: str, size: Size) -> tuple[ModelChoice, ...]:
         for known_size in SIZES:
             if family.endswith(f"-{known_size}"):
                 family, size_name = family.removesuffix(f"-{known_size}"), known_size
-    chosen = next((known_size for known_size in SIZES if known_size == size_name), size)
+    chosen_size = next((known_size for known_size in SIZES if known_size == size_name), size)
     if size_name and size_name not in SIZES:
         suggestion = suggest_name(size_name, SIZES)
         raise ConfigError(
@@ -93,11 +93,11 @@ def parse_models(word: str, size: Size) -> tuple[ModelChoice, ...]:
         )
     family = _ALIASES.get(family, family)
     if family == "all":
-        return tuple(ModelChoice(name, chosen) for name in FAMILIES)
+        return tuple(ModelChoice(name, chosen_size) for name in FAMILIES)
     if family not in FAMILIES:
         suggestion = suggest_name(family, FAMILIES)
         raise ConfigError(
             f"--models {word}: {family!r} is no model{suggestion}; expected "
             f"{', '.join(FAMILIES)} or all"
         )
-    return (ModelChoice(family, chosen),)
+    return (ModelChoice(family, chosen_size),)

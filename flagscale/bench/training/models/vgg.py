@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 CLASSES = 10
-_CHANNELS = (2 * (64,), 2 * (128,), 4 * (256,), 4 * (512,), 4 * (512,))
-_NOISE = 0.5
+_BLOCK_WIDTHS = (2 * (64,), 2 * (128,), 4 * (256,), 4 * (512,), 4 * (512,))
+_NOISE_STDDEV = 0.5
 
 
 class Vgg19(nn.Module):
@@ -25,16 +25,16 @@ class Vgg19(nn.Module):
     def __init__(self, pixels: int, divisor: int, hidden: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        before = 3
-        for block in _CHANNELS:
-            for channels in (width // divisor for width in block):
-                layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False)]
-                layers += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
-                before = channels
+        in_channels = 3
+        for block in _BLOCK_WIDTHS:
+            for out_channels in (width // divisor for width in block):
+                layers += [nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False)]
+                layers += [nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
+                in_channels = out_channels
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
-            nn.Linear(before * (pixels // 32) ** 2, hidden),
+            nn.Linear(in_channels * (pixels // 32) ** 2, hidden),
             nn.ReLU(inplace=True),
             nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
@@ -47,14 +47,14 @@ class Vgg19(nn.Module):
         return functional.cross_entropy(logits, labels)
 
 
-def draw_images(pixels: int, batch: int, draw: torch.Generator) -> dict[str, Tensor]:
+def draw_images(pixels: int, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw images [batch, 3, pixels, pixels] and their classes [batch]. An image is the coarse
     pattern of its class, which is the same in every batch, with noise.
     """
     patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    labels = torch.randint(CLASSES, (batch,), generator=draw)
+    labels = torch.randint(CLASSES, (batch,), generator=generator)
     coarse = functional.interpolate(patterns[labels], size=(pixels, pixels), mode="nearest")
     return {
-        "images": coarse + _NOISE * torch.randn(coarse.shape, generator=draw),
+        "images": coarse + _NOISE_STDDEV * torch.randn(coarse.shape, generator=generator),
         "labels": labels,
     }

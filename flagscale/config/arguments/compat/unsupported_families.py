@@ -1,6 +1,6 @@
 """Families of unsupported names that share one reason, as regular expressions.
 
-:mod:`.unsupported` looks a name up here if it has no line of its own.
+:mod:`.names` looks a name up here if its own tables do not list it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from typing import NamedTuple
 
 
 class UnsupportedFamily(NamedTuple):
-    """Names that have one reason, as a regular expression."""
+    """Unsupported names that share one reason."""
 
     title: str
+    """Heading in docs/reference."""
     names: str
+    """Regular expression that matches whole names."""
     reason: str
-    noted: bool = False
+    """End of the sentence "is not supported: …" or "has no effect: …"."""
+    unused: bool = False
+    """True if the names are accepted without effect, with a note; otherwise they are refused."""
 
 
 UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     UnsupportedFamily(
         "reinforcement learning",
         r"(rl|grpo|langrl)_\w+|perform_rl_step|refit_method",
-        "it is of reinforcement learning, which is not built; this program pre-trains and "
-        "fine-tunes",
+        "reinforcement learning is not supported; only pre-training and fine-tuning are",
     ),
     UnsupportedFamily(
         "inference",
@@ -30,21 +33,21 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"nccl_all_reduce_for_prefill|(enable|disable)_chunked_prefill|"
         r"moe_pad_experts_for_cuda_graph_inference|mamba_inference_\w+|num_speculative_tokens|"
         r"use_same_sampling_seed_across_dp_ranks",
-        "it is of inference; this program trains",
+        "inference is not supported; only training is",
     ),
     UnsupportedFamily(
-        "BERT's second head",
+        "next-sentence prediction of BERT",
         r"bert_no_binary_head|no_bert_binary_head",
-        "BERT is trained here without that head in any case",
-        noted=True,
+        "BERT is always trained without next-sentence prediction",
+        unused=True,
     ),
     UnsupportedFamily(
-        "T5 and retrieval",
+        "T5 and retrieval models",
         r"(ict|biencoder|bert|retriever|indexer)_\w+|output_bert_embeddings|titles_data_path|"
         r"query_in_block_prob|use_one_sent_docs|evidence_data_path|block_data_path|embedding_path|"
         r"sample_rate|decoder_(num_layers|seq_length)|relative_attention_\w+|retro_\w+",
-        "it is of T5 or retrieval models; `family` has gpt and bert, others need an `entrypoint` "
-        "of their own",
+        "T5 and retrieval models are not supported; `family` is gpt or bert, and other models "
+        "need their own `entrypoint`",
     ),
     UnsupportedFamily(
         "models of images",
@@ -53,72 +56,71 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"freeze_(LM|ViT)|allow_missing_vision_\w+|disable_vision_class_token|language_model_type|"
         r"image_\w+|mm_\w+|interleaved_dataset|training_dataset_only|dataloader_save|"
         r"enable_variable_seq_lengths|max_padding_length|extra_vocab_size|prompt_path",
-        "it is of models of images; models of text are trained here, others need an `entrypoint` "
-        "of their own",
+        "models of images are not supported; they need their own `entrypoint`",
     ),
     UnsupportedFamily(
-        "robots' models",
+        "robotics",
         r"action_(horizon|steps|key|token_key)|state_key|stat_path|assets_base_dir|config_name|"
         r"ckpt_overwrite|tokenizer_max_length",
-        "it is of FlagScale's models of robots' motions; models of text are trained here, and "
-        "another's program runs by `experiment.task.type: command`",
+        "FlagScale's robotics models are not supported; run their training program with "
+        "`experiment.task.type: command`",
     ),
     UnsupportedFamily(
-        "mixers of other kinds",
+        "other sequence mixers",
         r"rwkv_\w+|gdp_\w+|mhc_\w+|enable_mhc_connections|dsa_\w+|mamba_training_\w+",
-        "all layers are attention and MLP (or experts), with one residual stream",
+        "all layers consist of attention and an MLP (or experts), with one residual stream",
     ),
     UnsupportedFamily(
-        "distillation",
+        "knowledge distillation",
         r"logits_(save|load)_\w+|(knowledge_)?distill(ation)?_\w+|export_kd_\w+",
-        "it is of learning from another model's answers, which is not built; the loss is the "
-        "text's own",
+        "knowledge distillation is not implemented",
     ),
     UnsupportedFamily(
-        "maximal update parametrisation",
+        "maximal update parametrization",
         r"use_mup|mup_\w+",
-        "it would scale rates and initial weights by the width of the model, which is not built; "
-        "write `lr` and `init_method_std` of this width",
+        "muP is not implemented; set `lr` and `init_method_std` for the width of the model",
     ),
     UnsupportedFamily(
-        "multi-token prediction of other kinds",
+        "variants of multi-token prediction",
         r"mtp_(use_repeated_layer|detach_heads|hsm|hybrid_override_pattern)",
-        "it changes how further tokens are predicted, in a way that this trainer does not know",
+        "this variant of multi-token prediction is not implemented",
     ),
     UnsupportedFamily(
-        "yarn by other names",
+        "YaRN by other names",
         r"(no_)?yarn_\w+",
-        "yarn scales the positions of `multi_latent_attention` alone, by "
-        "`rotary_scaling_factor`, `original_max_position_embeddings`, `beta_fast` and `beta_slow`",
+        "YaRN scales the positions of `multi_latent_attention` only, with "
+        "`rotary_scaling_factor`, `original_max_position_embeddings`, `beta_fast` and "
+        "`beta_slow`",
     ),
     UnsupportedFamily(
-        "weights in shards",
+        "sharded weights",
         r"(expert_)?tensor_parallel_num_weight_shards|gtp_\w+",
-        "it would keep weights in shards and gather them layer by layer; this trainer shards the "
-        "optimizer only (use_distributed_optimizer)",
+        "sharding of weights is not implemented; `use_distributed_optimizer` shards the "
+        "optimizer state",
     ),
     UnsupportedFamily(
-        "activations in pages",
+        "memory of activations",
         r"moe_paged_stash\w*|mlp_chunks_for_training",
-        "it would save memory for activations; `recompute_granularity` does",
+        "use `recompute_granularity` to save memory of activations",
     ),
     UnsupportedFamily(
-        "faults on purpose",
+        "fault injection",
         r"fault_injector_\w+|error_injection_\w+",
-        "it would make ranks fail on purpose; end a process by hand to see what a run does then",
+        "fault injection is not implemented; to test recovery, kill a process",
     ),
     UnsupportedFamily(
         "the DualPipeV schedule",
         r"use_dualpipev|moe_fb_overlap",
-        "it orders the passes of a step, and overlaps them, as DualPipeV does; steps are the same "
-        "without, and `num_virtual_stages_per_pipeline_rank` shortens their pipeline",
-        noted=True,
+        "the DualPipeV schedule is not implemented, but results are the same without it; "
+        "`num_virtual_stages_per_pipeline_rank` reduces the pipeline bubble",
+        unused=True,
     ),
     UnsupportedFamily(
-        "variables of NCCL's flight recorder",
+        "NCCL flight recorder",
         r"flight_recorder_\w+",
-        "torch reads variables such as TORCH_FR_BUFFER_SIZE; give them in `experiment.envs`",
-        noted=True,
+        "set the environment variables of torch, such as TORCH_FR_BUFFER_SIZE, in "
+        "`experiment.envs`",
+        unused=True,
     ),
     UnsupportedFamily(
         "kernels of Transformer Engine",
@@ -128,107 +130,109 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"mla_down_proj_fusion|flash_attention_version|overlap_dispatch_backward_with_\w+|"
         r"moe_(flex_dispatcher_num_sms|hybridep_\w+|ncclep_\w+|permute_fusion_into_hybridep)|"
         r"moe_(combine_bwd|dispatch_fwd)_dtype|high_priority_a2a_comm_stream|optimizer_cuda_graph",
-        "it chooses among kernels and buffers that this trainer's own layers do not have",
-        noted=True,
+        "it selects kernels or buffers that this trainer's own layers do not have",
+        unused=True,
     ),
     UnsupportedFamily(
-        "offloading in detail",
+        "details of offloading",
         r"activation_offload_fraction|delay_offload_until_cuda_graph|"
         r"delta_offload_bytes_across_pp_ranks|fine_grained_offloading_\w+|"
         r"cpu_offloading_retain_pinned_cpu_buffers",
-        "it is of offloading activations, which needs Transformer Engine",
-        noted=True,
+        "offloading of activations requires Transformer Engine",
+        unused=True,
     ),
     UnsupportedFamily(
-        "optimizers of other kinds",
+        "other optimizers",
         r"lion_beta[12]|muon_(scalar_optimizer|coefficient_type|use_syrk)|"
         r"(no_)?use_layer_wise_param_layout",
-        "it is of Muon and Lion; `optimizer` is adam or sgd",
-        noted=True,
+        "it is an option of Muon or Lion, but `optimizer` is adam or sgd",
+        unused=True,
     ),
     UnsupportedFamily(
-        "fine-tuning by adapters",
+        "fine-tuning with adapters",
         r"lora_\w+",
-        "`peft_type: lora` trains low-rank adapters, by `lora_dim`, `lora_alpha`, `lora_dropout` "
-        "and `lora_target_modules`; they are drawn as peft draws them",
+        "`peft_type: lora` trains low-rank adapters, with `lora_dim`, `lora_alpha`, "
+        "`lora_dropout` and `lora_target_modules`; they are initialized like peft's",
     ),
     UnsupportedFamily(
-        "masks beside the text",
+        "separate loss masks",
         r"apply_sft_dataset_separated_loss_mask_if_existed",
-        "FlagScale's train_aquila_sft.py alone reads a data set of masks beside that of text; "
-        "`sft: true` makes masks of conversations",
-        noted=True,
+        "only FlagScale's train_aquila_sft.py reads a separate data set of loss masks; `sft: "
+        "true` computes the masks from the conversations",
+        unused=True,
     ),
     UnsupportedFamily(
         "supervised fine-tuning",
         r"sft_\w+|finetune_dataset_type",
-        "`sft: true` trains on conversations, whose form `sft_format` says and whose text "
-        "`chat_template` makes",
+        "`sft: true` trains on conversations; `sft_format` sets their format and "
+        "`chat_template` how they are converted to text",
     ),
     UnsupportedFamily(
         "fill-in-the-middle",
         r"fim_\w+",
-        "it would train on texts with their middle moved to the end; prepare such data beforehand",
+        "fill-in-the-middle is not implemented; transform the data before training",
     ),
     UnsupportedFamily(
         "conversion of checkpoints",
         r"ckpt_convert_\w+",
-        "it would convert the checkpoint of `load` and end without training, which `flagscale "
-        "convert` does; to train leave it out, and `export_huggingface` writes the result",
+        "use `flagscale convert` to convert a checkpoint, or `export_huggingface` to export "
+        "one at the end of training",
     ),
     UnsupportedFamily(
-        "checkpoints beside those of the run",
+        "additional checkpoints",
         r"non_persistent_\w+|replication(_\w+)?|save_[wd]grads_interval",
-        "it would keep further copies of the state for a while; to save more often take a shorter "
-        "`save_interval` and `async_save`",
+        "additional temporary checkpoints are not implemented; to save more often, decrease "
+        "`save_interval` and set `async_save`",
     ),
     UnsupportedFamily(
-        "recomputation by stage alone",
+        "recomputation per stage",
         r"recompute_(granularity|method|num_layers)_per_stage",
-        "it would recompute in some stages only; `recompute_granularity_per_stage_micro_batch` and "
-        "its relatives choose layers by stage and micro-batch",
+        "use `recompute_granularity_per_stage_micro_batch` and related arguments, which choose "
+        "recomputation per stage and micro-batch",
     ),
     UnsupportedFamily(
         "the StableLM 2 schedule",
         r"lr_decay_stablelm2_\w+",
-        "it is of StableLM 2's schedule, which is not built; `lr_decay_style: WSD` is the nearest",
+        "the schedule of StableLM 2 is not implemented; the most similar is `lr_decay_style: WSD`",
     ),
     UnsupportedFamily(
         "fully sharded data parallelism",
         r"\w*fsdp\w*|enable_full_sharding_in_hsdp|create_all_gather_group",
-        "this trainer shards the optimizer only (use_distributed_optimizer)",
+        "fully sharded data parallelism is not implemented; `use_distributed_optimizer` shards "
+        "the optimizer state",
     ),
     UnsupportedFamily(
-        "communication by user buffers and switches",
+        "NCCL user buffers and SHARP",
         r"use_nccl_ub|use_sharp|sharp_\w+|high_priority_stream_groups",
-        "communication is tuned by the backend's own options (`comm`) and variables "
+        "tune communication by the options of the backend (`comm`) and environment variables "
         "(`experiment.envs`)",
     ),
     UnsupportedFamily(
-        "restarts inside a process",
+        "in-process restarts",
         r"inprocess_\w+|enable_ft_package|calc_ft_timeouts|ft_num_warmup_iters|adlr_autoresume\w*|"
         r"rerun_mode|result_rejected_tracker_filename",
-        "`experiment.runner.max_restarts` starts a failed job again from its last checkpoint",
+        "`experiment.runner.max_restarts` restarts a failed job from its last checkpoint",
     ),
     UnsupportedFamily(
-        "layers of other kinds",
+        "other kinds of layers",
         r"hybrid_\w+|heterogeneous_layers_\w+|moe_use_upcycling|moe_upcycling_granularity|"
         r"kitchen_\w+|te_precision_config_file",
-        "all layers are attention and MLP (or experts), built alike and in one precision",
+        "all layers consist of attention and an MLP (or experts), with the same sizes and "
+        "precision",
     ),
     UnsupportedFamily(
-        "tokenizers of other kinds",
+        "settings of tokenizers",
         r"tiktoken_\w+|tokenizer_(metadata|sentencepiece_\w+|hf_\w+)",
-        "special tokens and settings are read from the tokenizer's own files",
+        "special tokens and settings are read from the tokenizer's files",
     ),
     UnsupportedFamily(
-        "other programs' records",
+        "external telemetry",
         r"no_one_logger|one_logger_\w+|otel_\w+|app_tag_run_\w+|run_workload_inspector_server",
-        "it is of a service that this program does not report to",
-        noted=True,
+        "this program does not report to that service",
+        unused=True,
     ),
     UnsupportedFamily(
-        "figures and traces",
+        "metrics, traces and checks",
         r"wandb_log_model_interval|log_(progress|straggler|energy|memory_interval|"
         r"device_memory_used)|log_(throughput|loss_scale|l2_norm_grad|runtime|world_size|batch_size|"
         r"num_zeros_in_grad)_to_tensorboard|throughput_window_size|timing_log_(level|option)|"
@@ -239,12 +243,12 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"moe_routing_trace_\w+|gpu_sniff_test_interval|pytorch_profiler_collect_\w+|"
         r"save_(activations|params|tokens_per_expert)_interval|"
         r"check_for_spiky_loss|check_for_nan_in_loss|check_weight_hash_\w+",
-        "this figure, trace or check is not made; docs/reference/configuration/logging.md lists "
-        "the available ones",
-        noted=True,
+        "this metric, trace or check is not implemented; "
+        "docs/reference/configuration/logging.md lists the available ones",
+        unused=True,
     ),
     UnsupportedFamily(
-        "how Megatron-LM's own loop saves memory and time",
+        "internals of Megatron-LM's training loop",
         r"empty_unused_memory_level|train_sync_interval|manual_gc_eval|"
         r"exit_signal_handler_for_dataloader|disable_gloo_process_groups|disable_jit_fuser|"
         r"use_persistent_ckpt_worker|ckpt_assume_constant_structure|save_tokenizer_assets|"
@@ -256,8 +260,8 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"ckpt_fully_parallel_(save|load)_\w+|(no_)?ckpt_load_validate_sharding_integrity|"
         r"exit_signal_handler_for_training|use_gloo_process_groups|use_gigatoken|"
         r"overlap_p2p_communication_warmup_flush|ddp_param_name_patterns_for_fp32_\w+",
-        "it steers a part of Megatron-LM's training loop that this one does not have",
-        noted=True,
+        "it controls a part of Megatron-LM's training loop that this trainer does not have",
+        unused=True,
     ),
 )
-"""Names that have no line of their own, in the order in which they are asked."""
+"""The families, in the order in which names are matched."""

@@ -1,9 +1,9 @@
-"""Arguments that have no effect, by themselves or without another one.
+"""Arguments that have no effect in this trainer, or none without another argument.
 
 megatron.core's configuration has fields that only Transformer Engine, another model or another
-trainer reads. A value is *refused* where a user would get another model, other data or other memory
-than requested. It is *noted* where only speed or records differ, or where Megatron-LM ignores it as
-well. tests/unit/config/test_every_argument.py goes through all arguments. Pure.
+trainer reads. A value of such a field is *refused* if the model, the data or the memory would not
+be as requested. It is accepted with a note if only speed or logging would differ, or
+if Megatron-LM ignores it as well. tests/unit/config/test_every_argument.py covers all arguments.
 """
 
 from __future__ import annotations
@@ -11,80 +11,84 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments.rules.attention import documents_are_separate
 from flagscale.config.arguments.rules.data import uses_external_data
+from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.config.arguments.rules.model_family import arguments_of_family, families_by_argument
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, CUDA_GRAPH_SCOPE, FULL_ITERATION
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.values import format_value
 
-_WHOLE_STEPS = (
-    f"{CUDA_GRAPH}: local with {CUDA_GRAPH_SCOPE}: {FULL_ITERATION} captures whole steps without it"
-)
+_WHOLE_STEPS = f"use {CUDA_GRAPH}: local with {CUDA_GRAPH_SCOPE}: {FULL_ITERATION}"
+_16_BIT_WEIGHTS = "weights are kept in 16 bits and cast to fp8 once per step"
 REFUSED_ARGUMENTS: Mapping[str, str] = {
-    "use_megatron_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "use_custom_fsdp": "this trainer shards the optimizer only (use_distributed_optimizer)",
-    "moe_permute_fusion": "it needs Transformer Engine's fused permutation",
-    "moe_router_fusion": "it needs Transformer Engine's fused router",
-    "moe_latent_size": "experts of another width than the hidden state need Transformer Engine",
-    "moe_router_padding_for_fp8": "it pads for Transformer Engine's 8-bit experts",
-    "moe_router_padding_for_quantization": "it pads for Transformer Engine's 8-bit experts",
-    "fp4": "fp4 needs Transformer Engine",
-    "fp4_param": "fp4 needs Transformer Engine",
-    "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer",
-    "optimizer_cpu_offload": "offloading the optimizer needs Transformer Engine's or Apex's",
-    "cpu_offloading": "offloading activations needs Transformer Engine",
-    "masked_softmax_fusion": "it needs Apex's CUDA extension; scaled_dot_product_attention fuses",
-    "fp8_param": "weights are kept in 16 bits and cast once a step",
-    "fp8_param_gather": "weights are kept in 16 bits and cast once a step",
-    "reuse_grad_buf_for_mxfp8_param_ag": "weights are kept in 16 bits and cast once a step",
+    "use_megatron_fsdp": "use_distributed_optimizer shards the optimizer state only",
+    "use_custom_fsdp": "use_distributed_optimizer shards the optimizer state only",
+    "moe_permute_fusion": "it requires Transformer Engine's fused permutation",
+    "moe_router_fusion": "it requires Transformer Engine's fused router",
+    "moe_latent_size": "experts with another width than the hidden state require Transformer "
+    "Engine",
+    "moe_router_padding_for_fp8": "it pads for Transformer Engine's fp8 experts",
+    "moe_router_padding_for_quantization": "it pads for Transformer Engine's fp8 experts",
+    "fp4": "fp4 requires Transformer Engine",
+    "fp4_param": "fp4 requires Transformer Engine",
+    "use_precision_aware_optimizer": "it requires Transformer Engine's optimizer",
+    "optimizer_cpu_offload": "offloading the optimizer requires Transformer Engine or Apex",
+    "cpu_offloading": "offloading activations requires Transformer Engine",
+    "masked_softmax_fusion": "it requires Apex's CUDA extension; the default, "
+    "scaled_dot_product_attention, is fused",
+    "fp8_param": _16_BIT_WEIGHTS,
+    "fp8_param_gather": _16_BIT_WEIGHTS,
+    "reuse_grad_buf_for_mxfp8_param_ag": _16_BIT_WEIGHTS,
     "fp8_dot_product_attention": "attention is computed in 16 bits",
     "fp8_multi_head_attention": "attention is computed in 16 bits",
-    "activation_func_fp8_input_store": "it needs Transformer Engine",
-    "persist_layer_norm": "it needs Apex; torch's norms are fused anyway",
-    "memory_efficient_layer_norm": "it needs Apex",
-    "fine_grained_activation_offloading": "offloading activations needs Transformer Engine",
-    "enable_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
-    "external_cuda_graph": f"graphs of single layers need Transformer Engine; {_WHOLE_STEPS}",
-    "heterogeneous_block_specs": "all layers are alike",
-    "experimental_attention_variant": "attention here is softmax attention",
-    "inference_fuse_tp_communication": "it is of inference, and this program trains",
-    "is_hybrid_model": "models of Mamba and attention layers are not built",
-    "fp8_quantizer_factory": "it names a Python function of Transformer Engine's layers",
-    "use_kitchen": "it needs NVIDIA's library Kitchen",
-    "use_kitchen_attention": "it needs NVIDIA's library Kitchen",
-    "use_te_activation_func": "it needs Transformer Engine",
-    "batch_invariant_mode": "it needs Transformer Engine; deterministic_mode repeats a run",
-    "symmetric_ar_type": "it needs Transformer Engine",
-    "delay_wgrad_compute": "it needs Transformer Engine",
-    "defer_embedding_wgrad_compute": "it needs Apex's fused accumulation of gradients",
-    "overlap_moe_expert_parallel_comm": "it needs Transformer Engine",
-    "ep_overlap_early_attn_memory_release": "it needs Transformer Engine",
-    "use_ring_exchange_p2p": "it needs a torch of one's own with ring_exchange",
-    "hybrid_context_parallel": "every rank of a context group has a part of each sequence",
-    "max_seqlen_per_dp_cp_rank": "sequences are as long as `seq_length`",
+    "activation_func_fp8_input_store": "it requires Transformer Engine",
+    "persist_layer_norm": "it requires Apex; torch's norms are always fused",
+    "memory_efficient_layer_norm": "it requires Apex",
+    "fine_grained_activation_offloading": "offloading activations requires Transformer Engine",
+    "enable_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
+    "external_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
+    "heterogeneous_block_specs": "all layers are equal",
+    "experimental_attention_variant": "only softmax attention is implemented",
+    "inference_fuse_tp_communication": "inference is not supported",
+    "is_hybrid_model": "models with Mamba layers are not implemented",
+    "fp8_quantizer_factory": "it names a Python function for Transformer Engine's layers",
+    "use_kitchen": "it requires NVIDIA's library Kitchen",
+    "use_kitchen_attention": "it requires NVIDIA's library Kitchen",
+    "use_te_activation_func": "it requires Transformer Engine",
+    "batch_invariant_mode": "it requires Transformer Engine; use deterministic_mode for "
+    "reproducible runs",
+    "symmetric_ar_type": "it requires Transformer Engine",
+    "delay_wgrad_compute": "it requires Transformer Engine",
+    "defer_embedding_wgrad_compute": "it requires Apex's fused gradient accumulation",
+    "overlap_moe_expert_parallel_comm": "it requires Transformer Engine",
+    "ep_overlap_early_attn_memory_release": "it requires Transformer Engine",
+    "use_ring_exchange_p2p": "it requires a custom build of torch with ring_exchange",
+    "hybrid_context_parallel": "each sequence is split over all ranks of a context-parallel group",
+    "max_seqlen_per_dp_cp_rank": "all sequences have `seq_length` tokens",
     "hierarchical_context_parallel_sizes": "keys and values are gathered in one step",
-    "pipeline_model_parallel_comm_backend": "all groups use `distributed_backend`, which may be a "
-    "map such as cpu:gloo,cuda:nccl",
-    "apply_residual_connection_post_layernorm": "megatron.core adds what comes before the norm",
-    "disable_bf16_reduced_precision_matmul": "torch's own setting is not changed",
-    "moe_router_topk_limited_devices": "write moe_router_num_groups and moe_router_group_topk",
-    "mrope_section": "it is of models of images and video",
-    "full_validation": "an evaluation takes eval_iters steps",
-    "add_extra_token_to_sequence": "labels are the tokens moved by one",
+    "pipeline_model_parallel_comm_backend": "all process groups use `distributed_backend`, which "
+    "may be a map such as cpu:gloo,cuda:nccl",
+    "apply_residual_connection_post_layernorm": "megatron.core always adds the input of the norm",
+    "disable_bf16_reduced_precision_matmul": "torch's setting is not changed",
+    "moe_router_topk_limited_devices": "use moe_router_num_groups and moe_router_group_topk",
+    "mrope_section": "models of images and video are not supported",
+    "full_validation": "an evaluation runs eval_iters steps",
+    "add_extra_token_to_sequence": "labels are the tokens shifted by one position",
     "object_storage_cache_path": "data is read from files",
-    "init_model_with_meta_device": "weights are drawn where they lie",
-    "hetereogenous_dist_checkpoint": "all layers are alike; checkpoints fit any layout",
-    "mtp_standalone": "layers of multi-token prediction lie beside the loss",
-    "drop_last_partial_validation_sequence": "a sequence is whole or left out",
-    "use_mcore_models": "only megatron.core's models exist here",
+    "init_model_with_meta_device": "weights are initialized on their device",
+    "hetereogenous_dist_checkpoint": "all layers are equal, and checkpoints can be loaded with any "
+    "parallel layout",
+    "mtp_standalone": "multi-token prediction layers are in the stage of the loss",
+    "drop_last_partial_validation_sequence": "partial sequences are always dropped",
+    "use_mcore_models": "only megatron.core's models are supported",
 }
-"""Arguments that would change what is trained, with the reason why they do not."""
+"""Refused arguments with the reason. Unless they are off or default, they would change what is
+trained."""
 UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "megatron.core": (
         ("async_tensor_model_parallel_allreduce", "moe_extended_tp", "moe_token_dropping"),
-        "megatron.core does not read it any more",
+        "megatron.core no longer reads it",
     ),
     "Transformer Engine": (
         (
@@ -110,7 +114,7 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
             "tp_comm_split_ag",
             "tp_comm_split_rs",
         ),
-        "it is of Transformer Engine's layers, and this trainer has its own",
+        "it belongs to Transformer Engine's layers, and this trainer has its own layers",
     ),
     "inference": (
         (
@@ -121,7 +125,7 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
             "mlp_chunks_for_prefill",
             "cache_mla_latents",
         ),
-        "it is of inference, and this program trains",
+        "inference is not supported; only training is",
     ),
     "sharding": (
         (
@@ -134,8 +138,8 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
             "fsdp_manual_registration",
             "gradient_reduce_div_fusion",
         ),
-        "it is of fully sharded data parallelism, and this trainer shards the optimizer only "
-        "(use_distributed_optimizer)",
+        "fully sharded data parallelism is not implemented; use_distributed_optimizer shards the "
+        "optimizer state",
     ),
     "data": (
         (
@@ -144,26 +148,28 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
             "fast_cache_load",
             "create_attention_mask",
         ),
-        "the data sets' caches are checked before they are read, and attention needs no mask",
+        "caches of data sets are always validated, and attention needs no mask tensor",
     ),
     "records": (
         ("config_logger_dir", "moe_per_layer_logging"),
-        "this record is not kept",
+        "this log is not written",
     ),
-    "tokenizers": (("legacy_tokenizer",), "there is one class a tokenizer"),
-    "meshes": (("use_partial_reduce_for_shared_embedding",), "it is always so"),
-    "hosts": (("hetero_current_device_type",), "the hostfile's type= says it"),
+    "tokenizers": (("legacy_tokenizer",), "each tokenizer has a single class"),
+    "meshes": (("use_partial_reduce_for_shared_embedding",), "partial reduction is always used"),
+    "hosts": (("hetero_current_device_type",), "it is set by type= in the hostfile"),
 }
-"""Groups of arguments without effect, each with the reason."""
+"""Arguments that are accepted without effect, by topic, with the reason."""
 
 
 class Requirement(NamedTuple):
-    """Arguments ``names``, separated by spaces, that have an effect only if ``master`` is set, or
-    set to one of ``wanted``."""
+    """Arguments that have an effect only if another argument is set."""
 
-    master: str
+    required: str
+    """The other argument."""
     names: str
-    wanted: tuple[str, ...] = ()
+    """Arguments without effect otherwise, separated by spaces."""
+    values: tuple[str, ...] = ()
+    """Values of ``required`` with which they have an effect; empty: any value that is not off."""
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -255,19 +261,19 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler",
     ),
 )
-"""Arguments that have no effect without others, as in Megatron-LM."""
+"""Arguments that have no effect without others, like in Megatron-LM."""
 TEXT_ONLY = ("reset_attention_mask", "eod_mask_loss", "dataloader_type")
-"""Arguments of text that have no effect on conversations."""
+"""Arguments of plain text data that have no effect on conversations."""
 _FILES_ONLY = ("split", "data_cache_path", "num_workers", "eod_mask_loss")
-"""Arguments of data sets that have no effect on data of one's own."""
+"""Arguments of data sets that have no effect on batches of a user's function."""
 _EXPERT_PREFIX = "moe_"
-"""How those begin that ``num_moe_experts`` is needed for."""
+"""Prefix of the arguments that have no effect without ``num_moe_experts``."""
 
 
 def check_refused(values: Values) -> Iterator[Violation]:
-    """Yield a violation for values that would silently not change the training."""
+    """Yield a violation for each value of :data:`REFUSED_ARGUMENTS` that requests a change."""
     for name, reason in REFUSED_ARGUMENTS.items():
-        if _requests_anything(values[name], arguments()[name].default):
+        if _requests_change(values[name], arguments()[name].default):
             yield name, f"{format_value(values[name])} is not supported by this trainer: {reason}"
 
 
@@ -276,47 +282,50 @@ def note_unused(values: Values, given: Collection[str]) -> Iterator[tuple[list[s
     are off or equal to the default are ignored."""
     changed = {name for name in given if values[name] != arguments()[name].default}
     groups = [
-        ([name for name in names if name in changed], why)
-        for names, why in UNUSED_ARGUMENTS.values()
+        ([name for name in names if name in changed], reason)
+        for names, reason in UNUSED_ARGUMENTS.values()
     ]
     requested = [name for name in given if name in changed or values[name] not in (None, False)]
-    for need in REQUIREMENTS:
-        unmet = [] if _is_met(need, values) else [n for n in need.names.split() if n in requested]
-        groups.append((unmet, f"needs {requirement_text(need)}"))
+    for requirement in REQUIREMENTS:
+        if not _is_met(requirement, values):
+            names = [name for name in requirement.names.split() if name in requested]
+            groups.append((names, f"requires {requirement_text(requirement)}"))
     if not values["num_moe_experts"]:
-        experts = [name for name in requested if name.startswith(_EXPERT_PREFIX)]
-        groups.append((experts, "needs num_moe_experts"))
+        names = [name for name in requested if name.startswith(_EXPERT_PREFIX)]
+        groups.append((names, "requires num_moe_experts"))
     if values["sft"]:
-        unused = [name for name in requested if name in TEXT_ONLY]
-        groups.append((unused, "conversations are apart, and their order is another in each pass"))
+        names = [name for name in requested if name in TEXT_ONLY]
+        reason = "conversations are always separate and reshuffled in every epoch"
+        groups.append((names, reason))
     if values["multi_latent_attention"] and documents_are_separate(values):
-        reason = "documents are apart, and of rotary positions attention takes the distances"
-        groups.append(([name for name in requested if name == "reset_position_ids"], reason))
+        names = [name for name in requested if name == "reset_position_ids"]
+        reason = "documents are separate, and attention depends on relative positions only"
+        groups.append((names, reason))
     if uses_external_data(values):
-        unused = [name for name in requested if name in _FILES_ONLY]
-        groups.append((unused, "external_data makes the batches"))
-    for master, names in _unused_by_family(values["family"], requested):
-        groups.append((names, f"needs {master}"))
+        names = [name for name in requested if name in _FILES_ONLY]
+        groups.append((names, "external_data provides the batches"))
+    for requirement_of_family, names in _unused_by_family(values["family"], requested):
+        groups.append((names, f"requires {requirement_of_family}"))
     return ((names, reason) for names, reason in groups if names)
 
 
 def _unused_by_family(family: str, requested: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield requested arguments that only other model families use, with the families that would
-    need to be chosen."""
-    supported, by_families = arguments_of_family(family), dict[str, list[str]]()
-    for name, owners in families_by_argument().items():
+    """Yield requested arguments that only other model families use, with the families that use
+    them."""
+    supported, names_by_requirement = arguments_of_family(family), dict[str, list[str]]()
+    for name, families in families_by_argument().items():
         if name in requested and name not in supported:
-            by_families.setdefault(_family_requirement(owners), []).append(name)
-    yield from by_families.items()
+            names_by_requirement.setdefault(_family_requirement(families), []).append(name)
+    yield from names_by_requirement.items()
 
 
-def _family_requirement(owners: Collection[str]) -> str:
-    return f"family: {' or '.join(owners)}"
+def _family_requirement(families: Collection[str]) -> str:
+    return f"family: {' or '.join(families)}"
 
 
 def unused_note(names: Collection[str], reason: str) -> str:
     """Return the note about names, as given by the user, that have no effect."""
-    return f"no effect of {', '.join(names)}: {reason}"
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {reason}"
 
 
 def describe_support(name: str) -> str:
@@ -324,31 +333,33 @@ def describe_support(name: str) -> str:
     effect."""
     if name in REFUSED_ARGUMENTS:
         default = arguments()[name].default
-        what = f"anything but {format_value(default)}" if default else "it"
-        return f"This trainer refuses {what}: {REFUSED_ARGUMENTS[name]}."
+        values = f"Values other than {format_value(default)} are not" if default else "Not"
+        return f"{values} supported: {REFUSED_ARGUMENTS[name]}."
     reasons = [reason for names, reason in UNUSED_ARGUMENTS.values() if name in names]
     if reasons:
-        return f"Taken and without effect: {reasons[0]}."
-    needs = [requirement_text(need) for need in REQUIREMENTS if name in need.names.split()]
-    needs += (
-        [_family_requirement(families_by_argument()[name])]
-        if name in families_by_argument()
-        else []
-    )
-    return f"Without effect unless `{needs[0]}`." if needs else ""
+        return f"Accepted without effect: {reasons[0]}."
+    requirements = [
+        requirement_text(requirement)
+        for requirement in REQUIREMENTS
+        if name in requirement.names.split()
+    ]
+    if name in families_by_argument():
+        requirements.append(_family_requirement(families_by_argument()[name]))
+    return f"Has no effect without `{requirements[0]}`." if requirements else ""
 
 
-def requirement_text(need: Requirement) -> str:
+def requirement_text(requirement: Requirement) -> str:
     """Return the required argument and value as a YAML would write them."""
-    return need.master + (f": {' or '.join(need.wanted)}" if need.wanted else "")
+    values = f": {' or '.join(requirement.values)}" if requirement.values else ""
+    return requirement.required + values
 
 
-def _requests_anything(value: object, default: object) -> bool:
-    """Return whether a value requests anything. Zero and an empty list do not."""
-    nothing = value is None or value == [] or (value == 0 and value is not False)
-    return value != default and not nothing
+def _requests_change(value: object, default: object) -> bool:
+    """Return whether a value differs from the default and is not off, zero or empty."""
+    is_off = value is None or value == [] or (value == 0 and value is not False)
+    return value != default and not is_off
 
 
-def _is_met(need: Requirement, values: Values) -> bool:
-    value = values[need.master]
-    return value in need.wanted if need.wanted else bool(value)
+def _is_met(requirement: Requirement, values: Values) -> bool:
+    value = values[requirement.required]
+    return value in requirement.values if requirement.values else bool(value)

@@ -1,10 +1,12 @@
-"""Meshes: which ranks hold which part of the model when devices are heterogeneous.
+"""Meshes: assignment of the model to ranks in pipelines over heterogeneous devices.
 
-A mesh is a number of ranks with parallel sizes of its own that hold consecutive stages of one
-pipeline; the pipeline runs through the meshes in order. Ranks are numbered mesh by mesh, and inside
-a mesh as Megatron numbers them: tensor-parallel ranks fastest, then context, data and pipeline.
-Pure, no torch: the launcher orders hosts and draws the plan by it, and the ranks build process
-groups from it.
+A *mesh* is a set of ranks on devices of one type with its own parallel sizes; it holds consecutive
+stages of one pipeline, which runs through the meshes in order. Ranks are numbered mesh by mesh, and
+within a mesh as Megatron-LM numbers them: tensor-parallel ranks fastest, then context, data and
+pipeline. A mesh is *open* if only its number of ranks is given, and its sizes are chosen by
+measurement before training starts.
+
+The launcher orders hosts by the meshes, and the ranks build process groups from them. No torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from flagscale.config.arguments.hetero.microbatch_split import number_range, uses_microbatch_split
+from flagscale.config.arguments.hetero.microbatch_split import (
+    format_index_range,
+    uses_microbatch_split,
+)
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.system_arguments import (
     LAYER_SPLIT,
@@ -33,87 +38,98 @@ _MESH_NUMBER = re.compile(r"[0-9]{1,6}")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks that are laid out alike. ``etp`` is the tensor parallel size of experts; ``layers``
-    are those of each of its ``pp`` stages, None where nothing is said; ``open``: the sizes are to
-    be chosen, of as many ranks."""
+    """Parallel sizes of the ranks of one mesh."""
 
     tp: int = 1
+    """Tensor-parallel size."""
     cp: int = 1
+    """Context-parallel size."""
     ep: int = 1
+    """Expert-parallel size."""
     dp: int = 1
+    """Data-parallel size; for an open mesh, the number of ranks."""
     pp: int = 1
+    """Pipeline stages in the mesh."""
     etp: int | None = None
+    """Tensor-parallel size of experts; None: ``tp``."""
     layers: tuple[int, ...] | None = None
+    """Layers of each stage; None if they are not given."""
     device_type: str | None = None
     open: bool = False
+    """True if the sizes are still to be chosen."""
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one stage."""
+        """Number of ranks of one stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of the mesh."""
         return self.stage_ranks * self.pp
 
     @property
     def expert_tp(self) -> int:
+        """Tensor-parallel size of experts."""
         return self.tp if self.etp is None else self.etp
 
-    def text(self) -> str:
-        """Such as ``tp2 dp4``; ``1 rank`` where every size is 1."""
+    def format_sizes(self) -> str:
+        """Format the sizes above 1: ``tp2 dp4``; ``1 rank`` if every size is 1."""
         if self.open:
             return f"{self.ranks} ranks"
-        named = {**{name: getattr(self, name) for name in _MESH_SIZES}, "etp": self.etp or 1}
-        return " ".join(f"{name}{size}" for name, size in named.items() if size > 1) or "1 rank"
+        sizes = {**{name: getattr(self, name) for name in _MESH_SIZES}, "etp": self.etp or 1}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
-    def named(self) -> str:
-        """The same behind its device type, where that is given: ``A800 tp2 dp4``."""
-        return f"{self.device_type} {self.text()}" if self.device_type else self.text()
+    def format(self) -> str:
+        """Format device type, if known, and sizes: ``A800 tp2 dp4``."""
+        return (
+            f"{self.device_type} {self.format_sizes()}" if self.device_type else self.format_sizes()
+        )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the whole pipeline."""
+    """A stage of the pipeline over all meshes."""
 
     index: int
+    """Index in the whole pipeline."""
     mesh_index: int
     mesh: Mesh
     first_rank: int
     layers: int
+    """Number of layers over all model chunks of the stage."""
 
     @property
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.mesh.stage_ranks)
 
-    def rank(self, d: int, c: int, t: int) -> int:
-        """The rank at these data-, context- and tensor-parallel places."""
+    def rank_at(self, d: int, c: int, t: int) -> int:
+        """Return the rank at a data-, context- and tensor-parallel position."""
         return self.first_rank + t + self.mesh.tp * (c + self.mesh.cp * d)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """Data-, context- and tensor-parallel place of one of the stage's ranks."""
-        inside, t = divmod(rank - self.first_rank, self.mesh.tp)
-        d, c = divmod(inside, self.mesh.cp)
+    def position_of(self, rank: int) -> tuple[int, int, int]:
+        """Return the data-, context- and tensor-parallel position of a rank of the stage."""
+        remaining, t = divmod(rank - self.first_rank, self.mesh.tp)
+        d, c = divmod(remaining, self.mesh.cp)
         return d, c, t
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """All meshes of a job, in the pipeline's order, every stage's layers known.
-
-    ``sequences`` are those of a micro-batch over all data-parallel ranks; ``chunks`` the model
-    chunks that a stage holds (the interleaved schedule's), over which its layers are divided;
-    ``sequence_parallel``: it is on in every mesh that has tensor-parallel ranks; ``eager``: stages
-    do twice as many forward passes ahead as there are stages after them; ``further``: layers that
-    predict further tokens, which lie beside the loss.
-    """
+    """All meshes of a job, in pipeline order, with the layers of every stage."""
 
     meshes: tuple[Mesh, ...]
     sequences: int
+    """Sequences per micro-batch over all data-parallel ranks."""
     chunks: int = 1
+    """Model chunks per stage (interleaved schedule), over which its layers are divided."""
     sequence_parallel: bool = False
+    """True if sequence parallelism is on in every mesh with tensor-parallel ranks."""
     eager: bool = False
-    further: int = 0
+    """True if each stage runs up to twice as many forward passes ahead as there are later stages
+    (``hetero_eager_1f1b``)."""
+    mtp_layers: int = 0
+    """Layers of multi-token prediction, which are in the stage of the loss."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -127,7 +143,7 @@ class Meshes:
 
     @property
     def open(self) -> bool:
-        """True if the sizes of some mesh are still to be chosen."""
+        """True if the sizes of any mesh are still to be chosen."""
         return any(mesh.open for mesh in self.meshes)
 
     @property
@@ -140,53 +156,58 @@ class Meshes:
     def stage_of(self, rank: int) -> Stage:
         return next(stage for stage in self.stages if rank in stage.ranks)
 
-    def place_of(self, ranks: range) -> str:
+    def describe_stages(self, ranks: range) -> str:
         """Describe the stages on a range of ranks: ``stage 1 of 2, mesh 1 (A100 dp2)``, ``stages
         0-1 of 3, mesh 0 (tp2 pp2) and stage 2 of 3, mesh 1 (1 rank)``."""
-        held = [s for s in self.stages if s.ranks.start < ranks.stop and ranks.start < s.ranks.stop]
-        if self.open:  # which stages these are is to be chosen
-            return " and ".join(f"mesh {s.mesh_index} ({s.mesh.named()})" for s in held)
+        overlapping = [
+            s for s in self.stages if s.ranks.start < ranks.stop and ranks.start < s.ranks.stop
+        ]
+        if self.open:  # the number of stages is not known yet
+            return " and ".join(f"mesh {s.mesh_index} ({s.mesh.format()})" for s in overlapping)
         return " and ".join(
-            f"{number_range('stage', [stage.index for stage in stages])} of {len(self.stages)}, "
-            f"mesh {index} ({self.meshes[index].named()})"
-            for index, stages in groupby(held, key=lambda stage: stage.mesh_index)
+            f"{format_index_range('stage', [stage.index for stage in stages])} of "
+            f"{len(self.stages)}, mesh {index} ({self.meshes[index].format()})"
+            for index, stages in groupby(overlapping, key=lambda stage: stage.mesh_index)
         )
 
     def sequences_of(self, mesh: Mesh, d: int) -> range:
-        """Return the sequences of a micro-batch that data-parallel rank ``d`` of a mesh
-        processes."""
+        """Return the indices of the sequences of a micro-batch that data-parallel rank ``d`` of a
+        mesh processes."""
         return range(self.sequences * d // mesh.dp, self.sequences * (d + 1) // mesh.dp)
 
     def layout(self) -> str:
-        """megatron.core's ``pipeline_model_parallel_layout``: E is the embedding, t a layer, m
-        one that predicts further tokens, L the loss."""
+        """Return the stages as megatron.core's ``pipeline_model_parallel_layout``: E is the
+        embedding, t a layer, m a multi-token prediction layer, L the loss."""
         counts = [s.layers // self.chunks for s in self.stages] * self.chunks
         parts = ["t" * count for count in counts]
         parts[0] = "E" + parts[0]
-        parts[-1] += "m" * self.further + "L"
+        parts[-1] += "m" * self.mtp_layers + "L"
         return "|".join(parts)
 
     def describe(self) -> str:
-        """Such as ``A800 tp2 dp4 (18 layers) + A100 dp2 pp2 (7+7 layers)``."""
+        """Describe all meshes: ``A800 tp2 dp4 (18 layers) + A100 dp2 pp2 (7+7 layers)``.
+
+        Checkpoints store this text.
+        """
         texts = []
         for mesh in self.meshes:
             layers = "+".join(map(str, mesh.layers or ()))
-            texts.append(f"{mesh.named()} ({layers} layers)")
+            texts.append(f"{mesh.format()} ({layers} layers)")
         return " + ".join(texts)
 
 
 def uses_meshes(values: Values) -> bool:
-    """Return whether training uses heterogeneous meshes. Heterogeneous data parallelism does
-    not."""
+    """Return whether training uses heterogeneous meshes; heterogeneous data parallelism
+    (``hetero_mode: dp``) does not."""
     return bool(values.get("enable_hetero")) and not uses_microbatch_split(values)
 
 
 def meshes_of(values: Values) -> Meshes | None:
-    """The meshes that arguments describe; None where training is not heterogeneous, and as long as
-    nobody has said which hosts there are.
+    """Return the meshes that arguments describe; None without meshes, and for ``auto``, which the
+    launcher replaces when the hosts are known.
 
     Raises:
-        ValueError: they are malformed; :func:`problems` says how.
+        ValueError: the meshes are malformed; :func:`check_mesh_syntax` reports the problems.
     """
     if not uses_meshes(values) or are_automatic(values):
         return None
@@ -206,14 +227,14 @@ def meshes_of(values: Values) -> Meshes | None:
 
 
 def chunks_of(values: Values) -> int:
-    """Model chunks that a stage of a mesh holds."""
+    """Return the number of model chunks per stage of a mesh."""
     chunks = values["num_virtual_stages_per_pipeline_rank"]
     return int(chunks or values["virtual_pipeline_model_parallel_size"] or 1)
 
 
 def mesh_view(values: Values, meshes: Meshes, index: int) -> dict[str, Any]:
-    """The arguments as the ranks of one mesh have them: its own parallel sizes, beside the whole
-    pipeline's. What is decided by a mesh's sizes can be asked of them as of a job of like ranks."""
+    """Return the arguments for the ranks of one mesh: with the parallel sizes of the mesh, and the
+    pipeline of the whole job. Rules of homogeneous jobs can be applied to them."""
     mesh = meshes.meshes[index]
     return {
         **values,
@@ -223,28 +244,28 @@ def mesh_view(values: Values, meshes: Meshes, index: int) -> dict[str, Any]:
         "expert_tensor_parallel_size": mesh.etp,
         "pipeline_model_parallel_size": len(meshes.stages),
         "pipeline_model_parallel_layout": meshes.layout(),
-        # The layers follow from the layout.
+        # The layout determines the layers.
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": meshes.chunks if meshes.chunks > 1 else None,
         "virtual_pipeline_model_parallel_size": None,
-        # A rank of its own has no sequence to share.
+        # Sequence parallelism requires several tensor-parallel ranks.
         "sequence_parallel": values["sequence_parallel"] and mesh.tp > 1,
     }
 
 
 def check_mesh_syntax(values: Values) -> Iterator[Violation]:
-    """Why arguments describe no meshes."""
-    names = [name for name in _DESCRIBING if values.get(name) is not None]
-    of_replicas = [name for name in (SPLIT_SIZES, SPLIT_COUNTS) if values.get(name) is not None]
+    """Check that arguments describe meshes that can be parsed."""
+    mesh_names = [name for name in _MESH_ARGUMENTS if values.get(name) is not None]
+    replica_names = [name for name in (SPLIT_SIZES, SPLIT_COUNTS) if values.get(name) is not None]
     if not values.get("enable_hetero"):
-        for name in (*names, *of_replicas):
-            yield name, "needs enable_hetero: true; without it all ranks are laid out alike"
+        for name in (*mesh_names, *replica_names):
+            yield name, "requires enable_hetero: true"
         return
-    for name in of_replicas:
-        yield name, "is for hetero_mode: dp; here a micro-batch is shared out by the meshes"
+    for name in replica_names:
+        yield name, "requires hetero_mode: dp; leave it out"
     sizes = values[MESHES]
     if not sizes:
-        yield "enable_hetero", "needs hetero_process_meshes: which meshes?"
+        yield "enable_hetero", f"requires {MESHES}"
         return
     yield from _check_layer_split(values[LAYER_SPLIT])
     if are_automatic(values):
@@ -252,15 +273,19 @@ def check_mesh_syntax(values: Values) -> Iterator[Violation]:
     if not are_in_words(values):
         yield from _check_mesh_numbers(values, sizes)
         return
-    layers_said = any("layers=" in text for text in sizes)
-    for name in names:
-        if name != MESHES and (name != LAYER_SPLIT or layers_said):
-            yield name, f"is said by {MESHES} already, which names sizes; keep one"
-    for number, text in enumerate(sizes):
+    has_layers = any("layers=" in text for text in sizes)
+    for name in mesh_names:
+        if name != MESHES and (name != LAYER_SPLIT or has_layers):
+            yield (
+                name,
+                f"cannot be combined with the maps of {MESHES}, which have a key for it; leave one "
+                "out",
+            )
+    for index, text in enumerate(sizes):
         for message in _check_mesh_words(text):
-            yield MESHES, f"mesh {number}: {message}"
+            yield MESHES, f"mesh {index}: {message}"
     if len({"ranks=" in text for text in sizes}) > 1:
-        yield MESHES, "some meshes say ranks, some their sizes; say the sizes of all, or of none"
+        yield MESHES, "expected either ranks for all meshes or sizes for all meshes, found both"
 
 
 def _check_layer_split(split: Sequence[str] | None) -> Iterator[Violation]:
@@ -268,36 +293,41 @@ def _check_layer_split(split: Sequence[str] | None) -> Iterator[Violation]:
         if not _MESH_NUMBER.fullmatch(str(layers)):
             yield (
                 LAYER_SPLIT,
-                f"{layers!r} is no number of layers; give one for each stage, or auto",
+                f"expected a number of layers for each stage, or auto; found {layers!r}",
             )
             return
 
 
 def are_automatic(values: Values) -> bool:
-    """Return whether the launcher chooses one mesh per device type."""
+    """Return whether the launcher makes one mesh per device type (``hetero_process_meshes:
+    auto``)."""
     return tuple(values.get(MESHES) or ()) == (AUTO,)
 
 
 def is_split_automatic(split: Sequence[str] | None) -> bool:
-    """Return whether the layers of the stages are chosen by measured times."""
+    """Return whether the layers per stage are chosen by measurement
+    (``hetero_pipeline_layer_split: auto``)."""
     return split is not None and tuple(split) == (AUTO,)
 
 
 def _check_mesh_numbers(values: Values, sizes: Sequence[str]) -> Iterator[Violation]:
     for size in sizes:
         if not _MESH_NUMBER.fullmatch(size) or int(size) < 1:
-            yield MESHES, f"{size!r} is no whole number of at least 1"
+            yield MESHES, f"expected integers of at least 1, found {size!r}"
             return
     if len(sizes) % len(_MESH_SIZES):
-        yield MESHES, f"{len(sizes)} numbers are not five a mesh (tp, cp, ep, dp, pp)"
+        yield (
+            MESHES,
+            f"expected five numbers per mesh (tp, cp, ep, dp, pp), found {len(sizes)} numbers",
+        )
         return
     count = len(sizes) // len(_MESH_SIZES)
     for name in ("hetero_device_types", "expert_tensor_parallel_size_per_process_mesh"):
         if values[name] is not None and len(values[name]) != count:
-            yield name, f"{len(values[name])} for {count} meshes: give one for each"
+            yield name, f"expected one item per mesh ({count}), found {len(values[name])}"
 
 
-_DESCRIBING = (
+_MESH_ARGUMENTS = (
     MESHES,
     LAYER_SPLIT,
     "hetero_device_types",
@@ -306,7 +336,7 @@ _DESCRIBING = (
 
 
 def are_in_words(values: Values) -> bool:
-    """Return whether the meshes are given as words with named sizes."""
+    """Return whether the meshes are given as maps of sizes (``tp=2,dp=4``), not as numbers."""
     return any("=" in text for text in values[MESHES] or ())
 
 
@@ -332,19 +362,19 @@ def _check_mesh_words(text: str) -> Iterator[str]:
     pairs = _word_pairs(text)
     for key, value in pairs:
         numbers = value.split("+") if key == "layers" else [value]
-        least = 0 if key == "layers" else 1
+        minimum = 0 if key == "layers" else 1
         if key not in _MESH_WORDS:
-            yield f"{key!r} is none of {', '.join(_MESH_WORDS)}"
+            yield f"expected keys of {', '.join(_MESH_WORDS)}; found {key!r}"
         elif key == "device_type":
             if not value:
-                yield "device_type is empty"
-        elif not all(_MESH_NUMBER.fullmatch(n) and int(n) >= least for n in numbers):
-            yield f"{key}: expected a whole number of at least {least}, found {value!r}"
+                yield "device_type must not be empty"
+        elif not all(_MESH_NUMBER.fullmatch(n) and int(n) >= minimum for n in numbers):
+            yield f"{key}: expected an integer of at least {minimum}, found {value!r}"
     keys = {key for key, _ in pairs}
     if "ranks" in keys and keys & {*_MESH_SIZES, "etp", "layers"}:
-        yield "ranks leaves sizes and layers to be chosen; give these, or ranks"
+        yield "ranks cannot be combined with sizes or layers, which it leaves to be chosen"
     if len(keys) < len(pairs):
-        yield "a size is given twice"
+        yield "a key is given twice"
 
 
 def _mesh_from_words(text: str) -> Mesh:
@@ -360,34 +390,35 @@ def _mesh_from_words(text: str) -> Mesh:
 
 
 def _assign_layers(meshes: Sequence[Mesh], values: Values) -> tuple[Mesh, ...]:
-    """The meshes with the layers of every stage, where they are said or follow."""
+    """Return the meshes with the number of layers of every stage, given or evenly divided."""
     stages = sum(mesh.pp for mesh in meshes)
-    split, alone = values[LAYER_SPLIT], bool(values["standalone_embedding_stage"])
+    split, has_embedding_stage = values[LAYER_SPLIT], bool(values["standalone_embedding_stage"])
+    layer_stages = stages - has_embedding_stage
     if any(mesh.layers is not None for mesh in meshes):
         return tuple(meshes)
     if is_split_automatic(split) or any(mesh.open for mesh in meshes):
-        counts = [0] * alone + even_layers(values, stages - alone)
+        counts = [0] * has_embedding_stage + even_layers(values, layer_stages)
     elif split is None:
-        counts = [values["num_layers"] // max(stages - alone, 1)] * (stages - alone)
+        counts = [values["num_layers"] // max(layer_stages, 1)] * layer_stages
     else:
         counts = [int(layers) for layers in split]
-    if alone and len(counts) == stages - 1:
+    if has_embedding_stage and len(counts) == stages - 1:
         counts = [0, *counts]
     return with_layers(meshes, counts)
 
 
 def even_layers(values: Values, stages: int) -> list[int]:
-    """Return equal numbers of layers for the stages as far as they divide; the first stages get the
-    remainder."""
+    """Divide the layers evenly over stages; the first stages get the remainder."""
     chunks = chunks_of(values)
-    each, more = divmod(values["num_layers"] // chunks, max(stages, 1))
-    return [(each + (index < more)) * chunks for index in range(stages)]
+    quotient, remainder = divmod(values["num_layers"] // chunks, max(stages, 1))
+    return [(quotient + (index < remainder)) * chunks for index in range(stages)]
 
 
 def with_layers(meshes: Sequence[Mesh], layers: Sequence[int]) -> tuple[Mesh, ...]:
-    """The meshes with these layers, of each stage."""
-    stages, first = [], 0
+    """Return the meshes with a number of layers for each stage of the pipeline."""
+    changed, first_stage = [], 0
     for mesh in meshes:
-        stages.append(replace(mesh, layers=tuple(layers[first : first + mesh.pp])))
-        first += mesh.pp
-    return tuple(stages)
+        mesh_layers = tuple(layers[first_stage : first_stage + mesh.pp])
+        changed.append(replace(mesh, layers=mesh_layers))
+        first_stage += mesh.pp
+    return tuple(changed)

@@ -1,18 +1,26 @@
-"""Data parallelism over heterogeneous devices: replicas that take different shares of a step's
-samples.
+"""Data parallelism over heterogeneous devices: replicas that take different shares of a step.
 
-Every replica holds the whole model; the faster ones take larger micro-batches, or more of them. A
-step's samples are one range of the data's order, cut at the replicas' shares, and the gradient is
-divided by the tokens of all, so that the step equals that of homogeneous replicas. Pure, no torch.
+Every replica holds the whole model; faster replicas take larger micro-batches, or more of them. The
+samples of a step are one range of the data order, cut at the shares of the replicas, and the
+gradient is divided by the number of tokens of all replicas. The step therefore equals that of
+homogeneous replicas.
+
+A *pass* is one forward and backward pass of a micro-batch through one model chunk. A *round* is the
+smallest number of micro-batches that a pipeline with virtual stages supports
+(:attr:`.Pipeline.round_size`); without virtual stages it is one micro-batch.
+
+``flagscale.train.microbatch_balancer`` measures the speed of the replicas in the first steps.
+No torch.
 """
 
 from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
 from flagscale.config.arguments.rules.parallel_layout import ONE_STAGE, Pipeline, pipeline_of
 from flagscale.config.arguments.spec.argument import Values, Violation
@@ -21,25 +29,37 @@ from flagscale.config.arguments.spec.system_arguments import (
     SPLIT_SIZES,
     STAGE_RECOMPUTE,
 )
+from flagscale.config.arguments.spec.values import format_value
 
 
 def slowest_time(
     times: Sequence[int], counts: Sequence[int], pipeline: Pipeline = ONE_STAGE
 ) -> int:
-    """Return the duration of a step, in the unit of ``times``, from the duration of a pass on each
-    replica."""
-    steps = zip(times, counts, strict=True)
-    return max(time * pipeline.passes(count) for time, count in steps)
+    """Return the duration of a step, in the unit of ``times``.
+
+    Args:
+        times: duration of a pass on each replica.
+        counts: micro-batches per step of each replica.
+        pipeline: pipeline of every replica.
+    """
+    replicas = zip(times, counts, strict=True)
+    return max(time * pipeline.step_passes(count) for time, count in replicas)
 
 
 def pass_times(
     laps: Sequence[Sequence[int]], counts: Sequence[int], pipeline: Pipeline = ONE_STAGE
 ) -> tuple[int, ...]:
-    """Return the duration of a pass on each replica, at least 1. It is the median over the steps in
-    ``laps``, because a single step may include delays that are not computation."""
+    """Return the duration of a pass on each replica, at least 1, in the unit of ``laps``.
+
+    Args:
+        laps: duration of the computation of each step (outer) on each replica (inner). The median
+            over the steps is used, because single steps include other delays.
+        counts: micro-batches per step of each replica.
+        pipeline: pipeline of every replica.
+    """
     medians = [statistics.median_low(durations) for durations in zip(*laps, strict=True)]
-    steps = zip(medians, counts, strict=True)
-    return tuple(max(lap // pipeline.passes(count), 1) for lap, count in steps)
+    replicas = zip(medians, counts, strict=True)
+    return tuple(max(lap // pipeline.step_passes(count), 1) for lap, count in replicas)
 
 
 def split_microbatches(
@@ -49,51 +69,60 @@ def split_microbatches(
     one.
 
     Args:
-        times: what a micro-batch takes on each replica, a positive whole number in any unit; in a
-            pipeline what one chunk of a stage takes for it.
-        sizes: sequences of a micro-batch of each replica.
-        batch: sequences of a step, of which every replica takes at least a micro-batch.
+        times: duration of a pass on each replica, a positive integer in any unit.
+        sizes: sequences per micro-batch of each replica.
+        batch: sequences per step. Every replica processes at least one round.
+        pipeline: pipeline of every replica.
 
     Returns:
-        A count for each replica; with their sizes they make up the batch. Of several shares that
-        are as good it is that with the fewest small micro-batches.
+        A count for each replica, such that the sum of count times size is ``batch``. Of several
+        optimal splits it is the one with the fewest small micro-batches.
 
     Raises:
-        ValueError: no counts make up the batch.
+        ValueError: no counts have this sum.
     """
-    plan = _RoundSearch(times, sizes, batch, pipeline)
-    low, high = 0, slowest_time(times, [plan.limit * pipeline.round] * len(sizes), pipeline)
-    if plan.rounds_of_sizes(high) is None:
-        each = ", ".join(map(str, sorted(set(sizes), reverse=True)))
-        of = f"rounds of {pipeline.round} micro-batches" if pipeline.round > 1 else "micro-batches"
+    search = _RoundSearch(times, sizes, batch, pipeline)
+    max_counts = [search.max_rounds * pipeline.round_size] * len(sizes)
+    low, high = 0, slowest_time(times, max_counts, pipeline)
+    if search.rounds_of_sizes(high) is None:
+        listed_sizes = ", ".join(map(str, sorted(set(sizes), reverse=True)))
+        unit = (
+            f"rounds of {pipeline.round_size} micro-batches"
+            if pipeline.round_size > 1
+            else "micro-batches"
+        )
         raise ValueError(
-            f"{batch} sequences cannot be made up of {of} of {each} sequences, at least one for "
-            f"each of the {len(sizes)} replicas"
+            f"{batch} sequences cannot be divided into {unit} of {listed_sizes} sequences, at "
+            f"least one for each of the {len(sizes)} replicas"
         )
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if plan.rounds_of_sizes(middle) is not None else (middle, high)
+        low, high = (low, middle) if search.rounds_of_sizes(middle) is not None else (middle, high)
     counts = [0] * len(sizes)
-    for size, rounds in (plan.rounds_of_sizes(high) or {}).items():
-        members = [replica for replica, replica_size in enumerate(sizes) if replica_size == size]
-        own_times = [times[replica] for replica in members]
-        for replica, count in zip(
-            members, _fastest_counts(own_times, rounds, pipeline), strict=True
-        ):
+    for size, rounds in (search.rounds_of_sizes(high) or {}).items():
+        group = [replica for replica, replica_size in enumerate(sizes) if replica_size == size]
+        group_times = [times[replica] for replica in group]
+        group_counts = _fastest_counts(group_times, rounds, pipeline)
+        for replica, count in zip(group, group_counts, strict=True):
             counts[replica] = count
     return tuple(counts)
 
 
 def _fastest_counts(times: Sequence[int], rounds: int, pipeline: Pipeline) -> list[int]:
-    """Rounds of micro-batches over replicas that take the same sizes, one to each, every other to
-    the one that is done with it first."""
-    counts = [pipeline.round] * len(times)
-    queue = [(t * pipeline.passes(2 * pipeline.round), i) for i, t in enumerate(times)]
+    """Return the micro-batches of each of several replicas with equal micro-batch sizes.
+
+    Every replica gets one round; each further round goes to the replica that finishes it first.
+    """
+    counts = [pipeline.round_size] * len(times)
+    # Entries: time at which a replica finishes one more round, index of the replica.
+    queue = [(t * pipeline.step_passes(2 * pipeline.round_size), i) for i, t in enumerate(times)]
     heapq.heapify(queue)
     for _ in range(rounds - len(times)):
         _, i = queue[0]
-        counts[i] += pipeline.round
-        heapq.heapreplace(queue, (times[i] * pipeline.passes(counts[i] + pipeline.round), i))
+        counts[i] += pipeline.round_size
+        heapq.heapreplace(
+            queue, (times[i] * pipeline.step_passes(counts[i] + pipeline.round_size), i)
+        )
     return counts
 
 
@@ -107,38 +136,41 @@ class _RoundSearch:
         self._sizes = sizes
         self._batch = batch
         self._pipeline = pipeline
-        self.limit = max(batch // (min(sizes) * pipeline.round), 1)
-        """More rounds than this no replica can take."""
+        self.max_rounds = max(batch // (min(sizes) * pipeline.round_size), 1)
+        """Upper bound of the rounds of one replica."""
 
     def rounds_of_sizes(self, time: int) -> dict[int, int] | None:
-        """Rounds of each size that make up the batch, with no replica busy for longer than
-        ``time``; None where there are none."""
-        spare: dict[int, int] = {}
-        least: dict[int, int] = {}
-        for times, size in zip(self._times, self._sizes, strict=True):
-            most = self._pipeline.most(time // times) // self._pipeline.round
-            if not most:
+        """Return the number of rounds of each micro-batch size that make up the batch, if no
+        replica may take longer than ``time``; None if there is no solution."""
+        extra: dict[int, int] = {}  # rounds in addition to the minimum that are possible in time
+        minimum: dict[int, int] = {}  # one round per replica
+        for pass_time, size in zip(self._times, self._sizes, strict=True):
+            max_microbatches = self._pipeline.max_microbatches(time // pass_time)
+            rounds = max_microbatches // self._pipeline.round_size
+            if not rounds:
                 return None
-            spare[size] = spare.get(size, 0) + min(most, self.limit) - 1
-            least[size] = least.get(size, 0) + 1
-        used = sum(size * count for size, count in least.items()) * self._pipeline.round
-        remaining, over = divmod(self._batch - used, self._pipeline.round)
-        if remaining < 0 or over:
+            extra[size] = extra.get(size, 0) + min(rounds, self.max_rounds) - 1
+            minimum[size] = minimum.get(size, 0) + 1
+        used = sum(size * count for size, count in minimum.items()) * self._pipeline.round_size
+        remaining, indivisible = divmod(self._batch - used, self._pipeline.round_size)
+        if remaining < 0 or indivisible:
             return None
-        more = _counts_for_total(remaining, spare)
-        return None if more is None else {size: least[size] + more[size] for size in least}
+        added = _counts_for_total(remaining, extra)
+        return None if added is None else {size: minimum[size] + added[size] for size in minimum}
 
 
-def _counts_for_total(total: int, spare: dict[int, int]) -> dict[int, int] | None:
-    """Return how many of each size, at most ``spare`` of it, sum to ``total``, using as few as
-    possible of the smallest size, then of the next; None if there is no solution."""
-    ordered = sorted(spare, reverse=True)
-    # Bit n of a number: n can be made of the sizes so far.
+def _counts_for_total(total: int, limits: dict[int, int]) -> dict[int, int] | None:
+    """Return a count for each size in ``limits``, at most its limit, such that the sum of count
+    times size is ``total``. As few as possible of the smallest size are used, then of the next;
+    None if there is no solution."""
+    sizes = sorted(limits, reverse=True)
+    # reachable[k] has bit n set if the k largest sizes can have the sum n.
     reachable = [1]
     mask = (1 << (total + 1)) - 1
-    for size in ordered:
-        sums, available, part = reachable[-1], min(spare[size], total // size), 1
+    for size in sizes:
+        sums, available, part = reachable[-1], min(limits[size], total // size), 1
         while available > 0:
+            # Parts of 1, 2, 4, … and the remainder can express every count up to the limit.
             part = min(part, available)
             sums |= (sums << (size * part)) & mask
             available, part = available - part, 2 * part
@@ -146,7 +178,7 @@ def _counts_for_total(total: int, spare: dict[int, int]) -> dict[int, int] | Non
     if not reachable[-1] >> total & 1:
         return None
     counts: dict[int, int] = {}
-    for size, before in zip(reversed(ordered), reversed(reachable[:-1]), strict=True):
+    for size, before in zip(reversed(sizes), reversed(reachable[:-1]), strict=True):
         counts[size] = next(n for n in range(total // size + 1) if before >> (total - size * n) & 1)
         total -= size * counts[size]
     return counts
@@ -154,7 +186,7 @@ def _counts_for_total(total: int, spare: dict[int, int]) -> dict[int, int] | Non
 
 AUTO = "auto"
 MEASURED_STEPS = 4
-"""Steps that show how fast replicas are; the first, which builds and warms up, does not count."""
+"""Steps by which replicas are measured; the first one, which includes warm-up, is ignored."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +204,7 @@ class MicrobatchShare:
 
     @property
     def micro_batches(self) -> tuple[range, ...]:
-        """The places of each micro-batch's sequences in the step."""
+        """The positions of each micro-batch's sequences in the step."""
         starts = range(self.first, self.stop, self.size)
         return tuple(range(start, start + self.size) for start in starts)
 
@@ -188,50 +220,60 @@ def is_split_measured(values: Values) -> bool:
 
 
 def replica_ranks(values: Values) -> int:
-    """Ranks of a replica. They are numbered one after another, unlike those of like replicas: a
-    replica's ranks lie on hosts of one type."""
+    """Return the number of ranks of a replica.
+
+    The ranks of a heterogeneous replica are consecutive, in contrast to those of homogeneous
+    replicas, because they are on hosts of one device type.
+    """
     tp, cp = values["tensor_model_parallel_size"], values["context_parallel_size"]
     return int(tp * cp * values["pipeline_model_parallel_size"])
 
 
 def replica_device_types(values: Values, replicas: int) -> list[str | None]:
-    """The type of the devices that each replica lies on, None where nothing is said."""
+    """Return the device type of each of ``replicas`` replicas; None where it is not given."""
     types = values["hetero_device_types"]
     if types is None:
         return [None] * replicas
-    numbers = _split_numbers(values, SPLIT_SIZES)[::2]
-    return [kind for number, kind in zip(numbers, types, strict=True) for _ in range(number)]
+    replica_counts = _split_numbers(values, SPLIT_SIZES)[::2]
+    pairs = zip(replica_counts, types, strict=True)
+    return [device_type for count, device_type in pairs for _ in range(count)]
 
 
-def describe_replicas(values: Values, ranks: range, kinds: Sequence[str | None]) -> str:
-    """Describe the replicas of a range of ranks: ``replicas 0-3 of 16 (A800)``. ``kinds`` are the
-    device types of all replicas."""
-    each = replica_ranks(values)
-    replicas_of_host = range(ranks.start // each, (ranks.stop - 1) // each + 1)
+def describe_replicas(values: Values, ranks: range, device_types: Sequence[str | None]) -> str:
+    """Describe the replicas on a range of ranks: ``replicas 0-3 of 16 (A800)``. ``device_types``
+    are those of all replicas."""
+    size, count = replica_ranks(values), len(device_types)
+    replicas = range(ranks.start // size, (ranks.stop - 1) // size + 1)
     return " and ".join(
-        f"{number_range('replica', same)} of {len(kinds)}" + (f" ({kind})" if kind else "")
-        for kind, same in groupby(replicas_of_host, key=lambda replica: kinds[replica])
+        f"{format_index_range('replica', indices)} of {count}"
+        + (f" ({device_type})" if device_type else "")
+        for device_type, indices in groupby(replicas, key=lambda replica: device_types[replica])
     )
 
 
-def number_range(what: str, indices: Iterable[int]) -> str:
-    """Such as ``stage 3``, ``stages 0-2``."""
+def format_index_range(noun: str, indices: Iterable[int]) -> str:
+    """Format consecutive indices: ``stage 3``, ``stages 0-2``."""
     first, *following = indices
-    return f"{what}s {first}-{following[-1]}" if following else f"{what} {first}"
+    return f"{noun}s {first}-{following[-1]}" if following else f"{noun} {first}"
 
 
 def shares_of(values: Values, replicas: int) -> tuple[MicrobatchShare, ...]:
     """Return the share of each replica in a step; before a measurement, the initial shares.
 
     Raises:
-        ValueError: :func:`world` says why there are none.
+        ValueError: the batch cannot be divided so; :func:`check_split` reports the reason.
     """
     sizes = _expand_pairs(_split_numbers(values, SPLIT_SIZES))
     return shares_from(sizes, _split_counts(values, sizes, replicas))
 
 
 def shares_from(sizes: Sequence[int], counts: Sequence[int]) -> tuple[MicrobatchShare, ...]:
-    """The shares of replicas that take so many micro-batches of such sizes."""
+    """Return the share of each replica in a step.
+
+    Args:
+        sizes: sequences per micro-batch of each replica.
+        counts: micro-batches per step of each replica.
+    """
     shares: list[MicrobatchShare] = []
     for size, count in zip(sizes, counts, strict=True):
         shares.append(MicrobatchShare(shares[-1].stop if shares else 0, size, count))
@@ -239,55 +281,78 @@ def shares_from(sizes: Sequence[int], counts: Sequence[int]) -> tuple[Microbatch
 
 
 def check_split_syntax(values: Values) -> Iterator[Violation]:
-    """Rules that do not depend on the number of ranks."""
+    """Check the arguments of heterogeneous replicas independently of the number of ranks."""
     for name in (SPLIT_SIZES, SPLIT_COUNTS):
         if not _is_pairs(values, name):
-            message = "expected pairs of replicas and what each of them takes, all at least 1"
-            yield name, message + (f", or {AUTO}" if name == SPLIT_COUNTS else "")
+            value_text = "micro-batch size" if name == SPLIT_SIZES else "number of micro-batches"
+            alternative = f", or {AUTO}" if name == SPLIT_COUNTS else ""
+            yield (
+                name,
+                f"expected pairs [number of replicas, {value_text}, …] of numbers of at least 1"
+                f"{alternative}, found {format_value(values[name])}",
+            )
     if values[SPLIT_SIZES] is None:
-        yield SPLIT_SIZES, "is needed by hetero_mode: dp: which replicas take how much?"
+        yield (
+            SPLIT_SIZES,
+            "is required by hetero_mode: dp: pairs [number of replicas, micro-batch size, …]",
+        )
     if is_split_measured(values) and values["global_batch_size"] is None:
-        yield "global_batch_size", f"is needed by {SPLIT_COUNTS}: {AUTO}: what is to be shared out?"
-    types, kinds = values["hetero_device_types"], len(values[SPLIT_SIZES] or ()) // 2
-    if types is not None and len(types) != kinds:
-        yield "hetero_device_types", f"{len(types)} for the {kinds} pairs of {SPLIT_SIZES}"
+        yield "global_batch_size", f"is required by {SPLIT_COUNTS}: {AUTO}"
+    types, pairs = values["hetero_device_types"], len(values[SPLIT_SIZES] or ()) // 2
+    if types is not None and len(types) != pairs:
+        yield (
+            "hetero_device_types",
+            f"expected one device type per pair of {SPLIT_SIZES} ({pairs}), found {len(types)}",
+        )
     if values["hetero_process_meshes"] is not None:
-        yield "hetero_process_meshes", "is for hetero_mode: pp; replicas are laid out alike"
+        yield "hetero_process_meshes", "is not supported with hetero_mode: dp; leave it out"
     yield from _check_split_experts(values)
 
 
 def _check_split_experts(values: Values) -> Iterator[Violation]:
+    """Check experts, and recomputation per micro-batch, in heterogeneous replicas."""
     if values["expert_model_parallel_size"] > 1:
         yield (
             "expert_model_parallel_size",
-            "ranks that share experts must take their tokens together, which unlike replicas do "
-            "not",
+            "must be 1 with hetero_mode: dp: expert-parallel ranks exchange tokens in every "
+            "micro-batch, but replicas have different numbers of micro-batches",
         )
     if "global_aux_loss" in (values["moe_router_load_balancing_type"] or ()):
         yield (
             "moe_router_load_balancing_type",
-            "global_aux_loss counts tokens over the micro-batches that replicas take together, "
-            "which unlike replicas do not; take aux_loss or seq_aux_loss",
+            "global_aux_loss is not supported with hetero_mode: dp: it needs the same number of "
+            "micro-batches on all replicas; use aux_loss or seq_aux_loss",
         )
     for name in STAGE_RECOMPUTE:
         if values[name] is not None:
-            yield name, "has rows for micro-batches, of which unlike replicas have unlike numbers"
+            yield (
+                name,
+                "is not supported with hetero_mode: dp: replicas have different numbers of "
+                "micro-batches",
+            )
     tp, experts_tp = values["tensor_model_parallel_size"], values["expert_tensor_parallel_size"]
     if not values["num_moe_experts"] or values["pipeline_model_parallel_size"] == 1:
         return
     if values["context_parallel_size"] > 1:
-        yield "context_parallel_size", "replicas with experts have either this or a pipeline"
+        yield (
+            "context_parallel_size",
+            "with hetero_mode: dp and num_moe_experts, cannot be combined with "
+            "pipeline_model_parallel_size above 1",
+        )
     elif experts_tp not in (None, tp):
-        message = f"{experts_tp}: in replicas with a pipeline it is tensor_model_parallel_size {tp}"
-        yield "expert_tensor_parallel_size", message
+        yield (
+            "expert_tensor_parallel_size",
+            f"with hetero_mode: dp and a pipeline, must equal tensor_model_parallel_size {tp}, "
+            f"found {experts_tp}",
+        )
 
 
 def check_split(values: Values, replicas: int) -> Iterator[Violation]:
-    """Rules of the number of replicas and of the batch."""
+    """Check heterogeneous replicas against the number of replicas and the batch size."""
     for name in (SPLIT_SIZES, SPLIT_COUNTS):
         total_count = sum(_split_numbers(values, name)[::2])
         if total_count and total_count != replicas:
-            yield name, f"speaks of {total_count} replicas, and there are {replicas}"
+            yield name, f"expected {replicas} replicas, found {total_count}"
             return
     sizes, batch = _expand_pairs(_split_numbers(values, SPLIT_SIZES)), values["global_batch_size"]
     try:
@@ -297,26 +362,27 @@ def check_split(values: Values, replicas: int) -> Iterator[Violation]:
         return
     total = sum(size * count for size, count in zip(sizes, counts, strict=True))
     if batch is not None and total != batch:
-        how = f"do not divide into the replicas' {sum(sizes)}"
-        if values[SPLIT_COUNTS] is not None:
-            how = f"are not the replicas' {total}"
-        yield "global_batch_size", f"its {batch} sequences {how}"
-    each = pipeline_of(values).round
-    if wrong := next((count for count in counts if count % each), None):
+        if values[SPLIT_COUNTS] is None:
+            message = f"{batch} is not divisible by the micro-batches of all replicas, {sum(sizes)}"
+        else:
+            message = f"expected the sum of the replicas' sequences, {total}, found {batch}"
+        yield "global_batch_size", message
+    round_size = pipeline_of(values).round_size
+    if uneven_count := next((count for count in counts if count % round_size), None):
         yield (
             SPLIT_COUNTS if values[SPLIT_COUNTS] is not None else "global_batch_size",
-            f"gives a replica {wrong} micro-batches, which pipeline_model_parallel_size {each} "
-            "with virtual stages must divide",
+            f"a replica has {uneven_count} micro-batches, which is not divisible by "
+            f"pipeline_model_parallel_size {round_size}, as virtual stages require",
         )
 
 
 def split_batch_size(values: Values, replicas: int) -> int:
-    """Sequences of a step."""
+    """Return the number of sequences per step of all replicas."""
     return shares_of(values, replicas)[-1].stop
 
 
 def _is_pairs(values: Values, name: str) -> bool:
-    """Return whether an argument is missing, measured, or pairs of numbers."""
+    """Return whether an argument is not given, ``auto``, or pairs of positive integers."""
     if values[name] is None or (name == SPLIT_COUNTS and is_split_measured(values)):
         return True
     try:
@@ -327,10 +393,10 @@ def _is_pairs(values: Values, name: str) -> bool:
 
 
 def _split_numbers(values: Values, name: str) -> list[int]:
-    """The pairs of an argument, one after another; none where it is not given, or to be measured.
+    """Return the flattened pairs of an argument; empty if it is not given, or ``auto``.
 
     Raises:
-        ValueError: a word is no number.
+        ValueError: an item is not an integer.
     """
     if name == SPLIT_COUNTS and is_split_measured(values):
         return []
@@ -338,8 +404,8 @@ def _split_numbers(values: Values, name: str) -> list[int]:
 
 
 def _split_counts(values: Values, sizes: list[int], replicas: int) -> Sequence[int]:
-    """Micro-batches of each replica. Those to be measured are as even as the batch allows: shared
-    out as if all replicas took equally long for one."""
+    """Return the number of micro-batches per step of each replica. Before a measurement, all
+    replicas are assumed to be equally fast."""
     batch = values["global_batch_size"] or sum(sizes)
     if is_split_measured(values):
         return split_microbatches([1] * len(sizes), sizes, batch, pipeline_of(values))
@@ -348,4 +414,82 @@ def _split_counts(values: Values, sizes: list[int], replicas: int) -> Sequence[i
 
 
 def _expand_pairs(pairs: list[int]) -> list[int]:
-    return [what for n, what in zip(pairs[::2], pairs[1::2], strict=True) for _ in range(n)]
+    return [value for n, value in zip(pairs[::2], pairs[1::2], strict=True) for _ in range(n)]
+
+
+_MAX_FORMATTED_GROUPS = 8
+
+
+@dataclass(frozen=True)
+class MeasuredSplit:
+    """Micro-batches per replica that were chosen by measured speed. Checkpoints store it."""
+
+    counts: tuple[int, ...]
+    """Micro-batches per step of each replica."""
+    times: tuple[int, ...]
+    """Duration of a pass on each replica, in nanoseconds."""
+    conditions: Mapping[str, Any]
+    """Conditions of the measurement (:func:`measured_conditions`)."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> MeasuredSplit:
+        return cls(tuple(state["counts"]), tuple(state["times"]), dict(state["conditions"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
+
+    def differing_conditions(self, conditions: Mapping[str, Any]) -> str:
+        """Return the names of conditions that differ from those of the measurement; empty if all
+        are equal."""
+        return ", ".join(key for key in conditions if conditions[key] != self.conditions.get(key))
+
+    def format(self) -> str:
+        """Format the split for the log.
+
+        For example ``2 replicas (A800): 6 micro-batches of 12.1-12.3 ms each, 1 replica (BI): 2
+        micro-batches of 36.0 ms each; equivalent to hetero_num_microbatches: [2, 6, 1, 2]``.
+        """
+        groups = list(self._format_groups())
+        if len(groups) > _MAX_FORMATTED_GROUPS:
+            groups = [*groups[: _MAX_FORMATTED_GROUPS - 1], "…", groups[-1]]
+        pairs = [n for count, equal in groupby(self.counts) for n in (len(list(equal)), count)]
+        return f"{', '.join(groups)}; equivalent to {SPLIT_COUNTS}: {pairs}"
+
+    def _format_groups(self) -> Iterator[str]:
+        """Yield the description of each group of consecutive replicas with equal counts and
+        devices."""
+        replicas = zip(self.counts, self.times, self.conditions["devices"], strict=True)
+        for (count, device), group in groupby(replicas, key=lambda replica: replica[::2]):
+            times_ms = sorted(time / 1e6 for _, time, _ in group)
+            low, high = f"{times_ms[0]:,.1f}", f"{times_ms[-1]:,.1f}"
+            time_range = low if low == high else f"{low}-{high}"
+            replica_text = f"{len(times_ms)} replica{'s' * (len(times_ms) > 1)}"
+            count_text = f"{count} micro-batch{'es' * (count > 1)}"
+            yield (
+                f"{replica_text} ({device}): {count_text} of {time_range} ms{' each' * (count > 1)}"
+            )
+
+
+def measured_conditions(values: Values, products: Sequence[str]) -> dict[str, Any]:
+    """Return the conditions under which a measured split is valid; the keys are used in messages.
+
+    Args:
+        values: derived arguments by name.
+        products: product name of the device of each replica, which is more precise than the device
+            types in the YAML.
+    """
+    types = replica_device_types(values, len(products))
+    pipeline = pipeline_of(values)
+    return {
+        "devices": [kind or product for kind, product in zip(types, products, strict=True)],
+        "products": list(products),
+        "micro-batch sizes": [share.size for share in values["shares"]],
+        "global batch size": values["global_batch_size"],
+        "sequence length": values["seq_length"],
+        "parallel sizes": [
+            values["tensor_model_parallel_size"],
+            values["context_parallel_size"],
+            pipeline.stages,
+            pipeline.chunks,
+        ],
+    }

@@ -1,4 +1,8 @@
-"""Rules of fine-tuning by low-rank adapters (LoRA; Hu et al., 2021). No torch."""
+"""Rules of fine-tuning with low-rank adapters (LoRA; Hu et al., 2021). No torch.
+
+Also lists the layers that get adapters: ``flagscale.train.layers.lora`` adds them, and
+``flagscale.train.checkpoint.formats.adapters`` exports them.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +26,26 @@ HUGGINGFACE_LAYERS: Mapping[str, tuple[str, ...]] = {
     FC1: ("gate_proj", "up_proj"),
     FC2: ("down_proj",),
 }
-"""Linear layers that can have adapters, by megatron.core's names, and those of Hugging Face's that
-each is made of."""
+"""Linear layers that can have adapters: megatron.core's name to the Hugging Face layers that
+megatron.core fuses in it."""
 UNSUPPORTED_BY_PEFT: Mapping[str, str] = {
-    "gpt2": "it takes this model's linear layers for another class, with weights the other way",
+    "gpt2": "peft expects GPT-2's Conv1D layers, whose weights are transposed",
 }
-"""Kinds of models (``model_type``) whose adapters are not written for peft, and why."""
+"""``model_type`` of models whose adapters cannot be exported for peft, with the reason."""
 _ALL_LINEAR = "all-linear"
-_ROUNDING = 0.02
-"""How far, beside the largest of them, numbers of the same weight are apart in two precisions."""
+_MAX_RELATIVE_ROUNDING = 0.02
+"""Largest difference between elements of one weight stored in two precisions, relative to the
+largest magnitude in the sample."""
 
 
 def adapter_targets(values: Values) -> tuple[str, ...]:
-    """The layers that get adapters, by megatron.core's names; none without ``peft_type``."""
+    """Return megatron.core's names of the layers that get adapters; none without ``peft_type``."""
     return tuple(adapter_parts(values))
 
 
 def adapter_parts(values: Values) -> dict[str, tuple[str, ...]]:
-    """Return the adapted modules of each adapted layer, by Hugging Face's names."""
+    """Return, for each layer of megatron.core, those of its Hugging Face layers that get
+    adapters."""
     if not values["peft_type"]:
         return {}
     names, layers = values["lora_target_modules"], _adaptable_layers(values)
@@ -54,7 +60,7 @@ def adapter_parts(values: Values) -> dict[str, tuple[str, ...]]:
 
 
 def _adaptable_layers(values: Values) -> dict[str, tuple[str, ...]]:
-    """The linear layers of this model that can have adapters, and what each is made of."""
+    """Return the entries of :data:`HUGGINGFACE_LAYERS` that this model has."""
     names: tuple[str, ...] = (QKV, PROJ, FC1, FC2)
     if values["multi_latent_attention"]:
         queries = (Q_DOWN, Q_UP) if values["q_lora_rank"] else (Q,)
@@ -71,9 +77,8 @@ def note_adapters(values: Values) -> Iterator[str]:
         name = "lora_target_modules" if values["lora_target_modules"] else "peft_type"
         layers = ", ".join(adapter_targets(values))
         yield (
-            f"{name}: {format_value(values[name])} trains {layers}: of a mixture attention alone "
-            "gets "
-            "adapters, experts, shared ones, and layers without experts have none"
+            f"{name}: {format_value(values[name])} trains adapters of {layers} only: in a model "
+            "with experts (num_moe_experts), MLPs and experts get no adapters"
         )
 
 
@@ -105,15 +110,24 @@ def describe_adapters(values: Values) -> dict[str, Any] | None:
 def first_differing_weight(
     saved: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
 ) -> str | None:
-    """The first weight in which the model that saved adapters are of is not the one whose sample is
-    ``own``; None where they are the same but for rounding, or where nobody knows."""
+    """Return the name of the first weight by which the base model of saved adapters differs from
+    the model of this run.
+
+    Args:
+        saved: description of the adapters in the checkpoint (:func:`describe_adapters`).
+        expected: a sample of elements of each weight of this run's base model.
+
+    Returns:
+        The name of the weight; None if the models agree up to rounding, or if the checkpoint has no
+        sample.
+    """
     for name, numbers in (saved.get("sample") or {}).items():
         sample = expected.get(name)
         if sample is None or len(sample) != len(numbers):
             return str(name)
         largest = max(map(abs, numbers), default=0.0)
-        apart = max((abs(a - b) for a, b in zip(numbers, sample, strict=True)), default=0.0)
-        if apart > _ROUNDING * largest:
+        difference = max((abs(a - b) for a, b in zip(numbers, sample, strict=True)), default=0.0)
+        if difference > _MAX_RELATIVE_ROUNDING * largest:
             return str(name)
     return None
 
@@ -125,30 +139,32 @@ def check_adapters(values: Values) -> Iterator[Violation]:
     yield from _check_targets(values["lora_target_modules"] or (), _adaptable_layers(values))
     if values["num_moe_experts"] and {FC1, FC2} & set(adapter_targets(values)):
         names = " and ".join(name for name in _adaptable_layers(values) if name not in (FC1, FC2))
-        message = (
-            f"{format_value(values['lora_target_modules'])}: experts get no adapters; take {names}"
-        )
-        yield "lora_target_modules", message
-    if values["enable_hetero"]:
         yield (
-            "peft_type",
-            "lora with enable_hetero: adapters are not shared out over unlike devices",
+            "lora_target_modules",
+            f"{format_value(values['lora_target_modules'])} includes MLP layers, but experts get "
+            f"no adapters; use {names}",
         )
+    if values["enable_hetero"]:
+        yield "peft_type", "lora is not supported with enable_hetero"
     if values["fp8"]:
-        yield "fp8", f"{values['fp8']} with peft_type lora: weights that do not change are not cast"
+        yield (
+            "fp8",
+            f"{values['fp8']} is not supported with peft_type: lora, because frozen weights are "
+            "not cast",
+        )
     if values["save"] and not values["pretrained_checkpoint"]:
         yield (
             "pretrained_checkpoint",
-            "is required by peft_type lora: checkpoints hold the adapters alone, and these are of "
-            "a model; or save: null",
+            "is required by peft_type: lora, because checkpoints contain the adapters without "
+            "their base model; to train without checkpoints set save: null",
         )
 
 
 def _check_targets(
     names: Iterable[str], layers: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Violation]:
-    """Names of no layer."""
-    there = [*layers, *(part for parts in layers.values() for part in parts), _ALL_LINEAR]
-    for name in sorted(set(names) - set(there)):
-        listed = ", ".join(there)
-        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {listed}"
+    """Check that ``lora_target_modules`` names layers of this model."""
+    valid_names = [*layers, *(part for parts in layers.values() for part in parts), _ALL_LINEAR]
+    for name in sorted(set(names) - set(valid_names)):
+        listed = ", ".join(valid_names)
+        yield "lora_target_modules", f"expected names of {listed}; found {name}"

@@ -1,7 +1,7 @@
-"""Rules of training data: blends, phases, conversations, prompts, functions of the user,
-tokenizers.
+"""Rules of training data: blends, phases, conversations, prompts, user functions and tokenizers.
 
-No torch.
+No torch. A *blend* is a mixture of data sets with weights; ``data_phases`` replace the blend during
+training (both: :mod:`..spec.paths`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.data_arguments import CHAT_TEMPLATES
-from flagscale.config.arguments.spec.data_phases import DATA_PHASES, parse_phase
 from flagscale.config.arguments.spec.paths import (
     BLENDS,
     CONVERSATION_SUFFIXES,
+    DATA_PHASES,
     EXTERNAL,
     EXTERNAL_DATA,
     FUNCTION_FORM,
@@ -24,36 +24,43 @@ from flagscale.config.arguments.spec.paths import (
     is_template_file,
     is_weight,
     parse_function_path,
+    parse_phase,
     phase_problem,
 )
 
 
 def check_data_phases(values: Values) -> Iterator[Violation]:
-    """Check the order of data phases and their other requirements."""
+    """Check that data phases are well-formed, in order, and compatible with other arguments."""
     phases = values[DATA_PHASES]
     if phases is None:
         return
     try:
-        begins = [parse_phase(text).begin(values["seq_length"]) for text in phases]
+        first_samples = [parse_phase(text).first_sample(values["seq_length"]) for text in phases]
     except ValueError as error:
         yield DATA_PHASES, str(error)
         return
-    if any(begin >= next_begin for begin, next_begin in zip([0, *begins], begins, strict=False)):
-        yield DATA_PHASES, f"expected phases that begin one after the other, found {begins} samples"
+    if any(a >= b for a, b in zip([0, *first_samples], first_samples, strict=False)):
+        yield (
+            DATA_PHASES,
+            "expected phases in increasing order of their first sample, found first samples "
+            f"{first_samples}",
+        )
     if values["data_path"] is None and values["train_data_path"] is None:
         yield (
             DATA_PHASES,
-            "needs data_path or train_data_path, the mixture that training begins with",
+            "requires data_path or train_data_path: the blend at the start of training",
         )
     if values["dataloader_type"] == "cyclic":
         yield (
             "dataloader_type",
-            f"{values['dataloader_type']} shuffles all samples, and so the phases of "
-            f"{DATA_PHASES}; "
-            "leave it out",
+            f"cyclic is not supported with {DATA_PHASES}: it shuffles samples across phases; leave "
+            "it out",
         )
     if values["sft"]:
-        yield DATA_PHASES, "is for text: conversations are taken in another order in each pass"
+        yield (
+            DATA_PHASES,
+            "is not supported with sft: conversations are reshuffled in every epoch",
+        )
 
 
 def uses_external_data(values: Values) -> bool:
@@ -62,7 +69,7 @@ def uses_external_data(values: Values) -> bool:
 
 
 def check_external_data(values: Values) -> Iterator[Violation]:
-    """Check the function that provides the data, and arguments that it excludes."""
+    """Check the user's function that provides the data, and arguments that it excludes."""
     function_path = values[EXTERNAL_DATA]
     if function_path is not None:
         try:
@@ -74,15 +81,20 @@ def check_external_data(values: Values) -> Iterator[Violation]:
     if function_path is None:
         yield (
             EXTERNAL_DATA,
-            f"is required by dataloader_type external: the function, as {FUNCTION_FORM}",
+            f"is required by dataloader_type: external; expected {FUNCTION_FORM}",
         )
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data"):
         if values[name]:
-            yield name, f"not with dataloader_type external: the data is {EXTERNAL_DATA}'s"
+            yield (
+                name,
+                "cannot be combined with dataloader_type: external, whose data comes from "
+                f"{EXTERNAL_DATA}; leave one out",
+            )
     if values["sft"]:
         yield (
             "sft",
-            f"true with dataloader_type external: {EXTERNAL_DATA} makes batches, not conversations",
+            f"is not supported with dataloader_type: external: {EXTERNAL_DATA} returns batches, "
+            "not conversations",
         )
 
 
@@ -98,18 +110,19 @@ _WITHOUT_CHAT_TEMPLATE = (
 
 
 def _check_validation_sets(words: Sequence[str]) -> Iterator[Violation]:
-    """Check that validation sets of text can be evaluated separately."""
+    """Check that validation sets of plain text can be evaluated separately. ``words`` are those of
+    ``valid_data_path``."""
     if not words:
         yield (
             "multiple_validation_sets",
-            "true needs valid_data_path, which names the sets (or sft): split makes a single "
-            "validation set",
+            "requires valid_data_path with one prefix per validation set, or sft; split makes only "
+            "one validation set",
         )
     elif any(map(is_weight, words)):
         yield (
             "valid_data_path",
-            "a blend's weights with multiple_validation_sets: each set is evaluated by itself; "
-            "leave the weights out",
+            "weights are not supported with multiple_validation_sets, because each set is "
+            "evaluated separately; leave the weights out",
         )
 
 
@@ -117,14 +130,21 @@ def _check_prompts(values: Values) -> Iterator[Violation]:
     if not values["eval_prompts"]:
         return
     if values["context_parallel_size"] > 1 or values["enable_hetero"]:
-        yield "eval_prompts", "prompts are not answered with context parallelism or unlike devices"
+        yield (
+            "eval_prompts",
+            "is not supported with context_parallel_size above 1 or enable_hetero",
+        )
     if not values["eval_iters"]:
         yield (
             "eval_prompts",
-            "prompts are answered at evaluations, which eval_iters: 0 switches off",
+            "requires evaluations, which eval_iters: 0 disables",
         )
     if values["eval_prompt_tokens"] >= values["seq_length"]:
-        yield "eval_prompt_tokens", f"leaves no room in seq_length {values['seq_length']}"
+        yield (
+            "eval_prompt_tokens",
+            f"must be less than seq_length {values['seq_length']}, found "
+            f"{values['eval_prompt_tokens']}",
+        )
 
 
 def check_conversations(values: Values) -> Iterator[Violation]:
@@ -145,38 +165,53 @@ def check_conversations(values: Values) -> Iterator[Violation]:
         return
     for name, words in sets.items():
         if any(map(is_weight, words)):
-            yield name, "a conversation is taken once a pass: with sft leave the weights out"
+            yield (
+                name,
+                "weights are not supported with sft, which uses every conversation once per epoch; "
+                "leave the weights out",
+            )
     if values["mock_data"]:
-        yield "mock_data", "true with sft: conversations are not made up; name some in data_path"
+        yield (
+            "mock_data",
+            "is not supported with sft, which has no mock conversations; set data_path",
+        )
     if values["tokenizer_type"] in _WITHOUT_CHAT_TEMPLATE:
-        message = f"{values['tokenizer_type']} with sft: it has no chat template"
-        yield "tokenizer_type", f"{message}; take HuggingFaceTokenizer"
+        message = f"{values['tokenizer_type']} is not supported with sft: it has no chat template"
+        yield "tokenizer_type", f"{message}; use HuggingFaceTokenizer"
     template = values["chat_template"]
     if template is not None and template not in CHAT_TEMPLATES and not is_template_file(template):
         templates = " or ".join(CHAT_TEMPLATES)
         yield "chat_template", f"expected {templates} or a .jinja file, found {template!r}"
     if values["window_size"] and values["attention_backend"] == "local":
-        message = "not with sft: megatron.core's own attention to a window does not know "
-        yield "window_size", message + "conversations; take attention_backend: auto"
+        yield (
+            "window_size",
+            "is not supported with sft and attention_backend: local, whose window mask does not "
+            "separate conversations; use attention_backend: auto",
+        )
     if values["attention_backend"] == "fused":
-        message = "fused: cuDNN's kernel takes no documents, which conversations are; take auto"
-        yield "attention_backend", message
+        yield (
+            "attention_backend",
+            "fused is not supported with sft: the cuDNN kernel cannot separate conversations; use "
+            "auto",
+        )
 
 
 def _wrong_file_message(word: str, *, conversations: bool) -> str:
     if conversations:
-        return (
-            f"{word}: with sft expected files of conversations ({', '.join(CONVERSATION_SUFFIXES)})"
-        )
+        return f"sft requires conversation files ({', '.join(CONVERSATION_SUFFIXES)}), found {word}"
     return (
-        f"{word}: sft: true trains on conversations; text of JSON lines is made into a data set by "
-        "tools/data/preprocess.py first"
+        f"expected the prefix of a data set, found {word}: to train on its conversations set "
+        "sft: true; to train on its text, convert it with tools/data/preprocess.py first"
     )
 
 
 def split_shares(text: str) -> tuple[float, float, float] | None:
-    """Shares of training, validation and test of a ``split`` such as ``969,30,1``, which sum to 1;
-    None unless they are one to three numbers of at least 0 with a positive sum."""
+    """Parse a ``split`` such as ``969,30,1``.
+
+    Returns:
+        The fractions of training, validation and test samples, which sum to 1; None unless the text
+        is one to three numbers of at least 0 with a positive sum.
+    """
     try:
         shares = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
     except ValueError:
@@ -193,8 +228,8 @@ def check_split_text(values: Values) -> Iterator[Violation]:
     if text and split_shares(text) is None:
         yield (
             "split",
-            f"expected up to three numbers for training, validation and test, such as 969,30,1, "
-            f"found {text!r}",
+            "expected up to three numbers (training, validation, test) such as 969,30,1, found "
+            f"{text!r}",
         )
 
 
@@ -202,15 +237,17 @@ def check_tokenizer(values: Values) -> Iterator[Violation]:
     if values["tokenizer_type"] == "AquilaTokenizerFS":
         for name in ("tokenizer_path", "merge_file", "special_tokens_file"):
             if values[name] is None:
-                yield name, "is required by tokenizer_type AquilaTokenizerFS"
+                yield name, "is required by tokenizer_type: AquilaTokenizerFS"
 
 
 def check_data_sources(values: Values) -> Iterator[Violation]:
-    """Check that training data is given, once, and that blends are well-formed. The launcher alone
-    checks this: ranks may be started by hand without data."""
+    """Check that training data is given exactly once, and that blends are well-formed.
+
+    Only the launcher checks this: ranks may be started by hand without data.
+    """
     is_provided = values["mock_data"] or uses_external_data(values)
     if not is_provided and all(values[name] is None for name in ("data_path", "train_data_path")):
-        yield "data_path", "is required (or `mock_data: true`)"
+        yield "data_path", "is required, or mock_data: true"
     sources = [name for name in sorted(BLENDS) if values[name] is not None]
     for name in sources:
         if message := blend_problem(values[name]):
@@ -219,6 +256,6 @@ def check_data_sources(values: Values) -> Iterator[Violation]:
         if message := phase_problem(text):
             yield "data_phases", message
     if sources and values["mock_data"]:
-        yield "mock_data", f"makes data up, but {sources[0]} is set"
+        yield "mock_data", f"cannot be combined with {sources[0]}; leave one out"
     elif len(sources) > 1 and sources[0] == "data_path":
-        yield sources[1], "excludes data_path: use one or the other"
+        yield sources[1], "cannot be combined with data_path; leave one out"

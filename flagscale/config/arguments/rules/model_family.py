@@ -1,8 +1,9 @@
-"""The families of models that ``family`` can name, installed ones included.
+"""Model families, the values of ``family``: their registry, their properties, and their rules.
 
-The properties of a family that matter before training starts are here and need no torch; how it is
-built and trained is its :class:`~flagscale.train.models.base.ModelSpec`, the same object. A package
-adds one by an entry point, whose name is the family's::
+The properties that the launcher uses before training starts are here and need no torch. The same
+object is also a :class:`~flagscale.train.models.base.ModelSpec`, which builds and trains the model.
+A package adds a family by an entry point with the name of the family
+(docs/guides/add-a-model.md)::
 
     [project.entry-points."flagscale.models"]
     mine = "my_package.model:Mine"
@@ -19,7 +20,7 @@ from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import ConfigError
 from flagscale.registry import Registry
 
-# By name alone: nothing of what they are is imported here.
+# Families are named, not imported: their modules are loaded when a family is used.
 MODEL_FAMILIES = Registry(
     "flagscale.models",
     "family of models",
@@ -30,48 +31,48 @@ MODEL_FAMILIES = Registry(
 )
 FAMILY_LAYOUTS: Mapping[str, str] = {
     "tensor_model_parallel_size": "its weights are not split over ranks",
-    "pipeline_model_parallel_size": "it has no stages",
+    "pipeline_model_parallel_size": "it is not split into stages",
     "context_parallel_size": "its sequences are not split over ranks",
     "expert_model_parallel_size": "it has no experts",
-    "enable_hetero": "it is not shared out over unlike devices",
-    "recompute_granularity": "nothing in it is recomputed",
+    "enable_hetero": "it cannot be split over heterogeneous devices",
+    "recompute_granularity": "it does not recompute activations",
 }
-"""What a family has to be made for, with why one that is not refuses it."""
+"""Features that a family supports only if its ``layouts`` list them, with the reason to reject the
+argument otherwise."""
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """Properties that determine arithmetic and memory of a homogeneous transformer stack with
-    embedding and output layer, in addition to the arguments.
-
-    ``causal``: a token attends to those before it alone. ``head_layers``: linear layers of hidden x
-    hidden with a bias and a norm between the last layer and the vocabulary. ``output_bias``: each
-    token of the vocabulary has a bias. ``masks``: one of the tokens stands for others; a tokenizer
-    that has none gets one more.
-    """
+    """Properties that determine, together with the arguments, FLOPs and memory of a stack of equal
+    transformer layers with embedding and output layer."""
 
     causal: bool = True
+    """True if a token attends to preceding tokens only."""
     head_layers: int = 0
+    """Number of linear layers (hidden x hidden, with bias and norm) between the last transformer
+    layer and the output layer."""
     output_bias: bool = False
+    """True if the output layer has a bias of vocabulary size."""
     masks: bool = False
+    """True if the model uses a mask token, which is added to a tokenizer that has none."""
 
 
 class ModelFamily:
-    """Properties of a family that the launcher uses. Importing one must not import torch."""
+    """Properties of a family that the launcher uses. Importing a family must not import torch."""
 
     name: str = ""
-    """What a YAML says; a package's is called as its entry point is."""
+    """Value of ``family`` in a YAML; for the family of a package, the name of its entry point."""
     title: str = ""
-    """What sentences call it; the name where it is empty."""
+    """Name in messages; if empty, ``name``."""
     arguments: tuple[str, ...] = ()
-    """Arguments that not every family has an effect of, and this one does."""
+    """Arguments that this family uses and some other families do not."""
     layouts: Collection[str] = ()
-    """Of :data:`LAYOUTS` what it is made for; all else is refused."""
+    """Supported keys of :data:`FAMILY_LAYOUTS`; the others are rejected."""
     transformer: Transformer | None = None
-    """What estimates calculate with; None where they cannot: then none are made."""
+    """Properties for estimates of time and memory; None if such estimates are not supported."""
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         return self.title or self.name
 
     def broken(self, values: Values) -> Iterable[Violation]:
@@ -86,17 +87,17 @@ class ModelFamily:
 
 @cache
 def get_model_family(name: str) -> ModelFamily:
-    """The family of that name.
+    """Return the family with a name.
 
     Raises:
-        ConfigError: there is none, or a package's does not load; the message says which.
+        ConfigError: there is no such family, or the package that provides it cannot be loaded.
     """
     family: ModelFamily = MODEL_FAMILIES.create(name, ModelFamily)
     return family
 
 
 def check_family(values: Values) -> Iterator[Violation]:
-    """Check that the family exists, and its own requirements."""
+    """Check that the family exists and supports the arguments."""
     try:
         family = get_model_family(values["family"])
     except ConfigError as error:
@@ -106,29 +107,35 @@ def check_family(values: Values) -> Iterator[Violation]:
         if name not in family.layouts and _is_enabled(values[name]):
             yield (
                 name,
-                f"{format_value(values[name])} with family {family.name}: {reason}; leave it out",
+                f"{format_value(values[name])} is not supported by family: {family.name}: "
+                f"{reason}; leave it out",
             )
     yield from family.broken(values)
 
 
 def _is_enabled(value: object) -> bool:
-    """Return whether a size splits anything, or a switch is on."""
+    """Return whether a parallel size is above 1, or a switch is on."""
     return value > 1 if isinstance(value, int) and not isinstance(value, bool) else bool(value)
 
 
 @cache
 def families_by_argument() -> Mapping[str, tuple[str, ...]]:
-    """Arguments that only some of this project's families have an effect of, with these."""
-    names = {name: get_model_family(name).arguments for name in MODEL_FAMILIES.builtin}
-    every = dict.fromkeys(argument for own in names.values() for argument in own)
+    """Map each argument that only some of this project's families use to these families."""
+    arguments_by_family = {
+        name: get_model_family(name).arguments for name in MODEL_FAMILIES.builtin
+    }
+    names = dict.fromkeys(name for names in arguments_by_family.values() for name in names)
     return {
-        argument: tuple(name for name, own in names.items() if argument in own)
-        for argument in every
+        name: tuple(
+            family for family, arguments in arguments_by_family.items() if name in arguments
+        )
+        for name in names
     }
 
 
 def arguments_of_family(name: str) -> tuple[str, ...]:
-    """The arguments that this family alone has an effect of; none where there is no such family."""
+    """Return the arguments that a family uses and some other families do not; empty if there is no
+    such family."""
     try:
         return get_model_family(name).arguments
     except ConfigError:

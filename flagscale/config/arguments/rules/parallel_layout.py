@@ -1,8 +1,8 @@
-"""Rules of the parallel sizes of homogeneous ranks: tensor, context, pipeline, expert and data
-parallel.
+"""Rules of the parallel sizes of homogeneous ranks: tensor, context, pipeline, expert and data.
 
 ``values`` are arguments by name. Heterogeneous training applies these rules to each mesh
-(:mod:`flagscale.config.arguments.layout`).
+(:mod:`flagscale.config.arguments.layout`). *Virtual stages* or *model chunks* are the parts of a
+model that one stage holds in megatron.core's interleaved pipeline schedule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from flagscale.config.arguments.rules.schedule import check_rampup_sizes
+from flagscale.config.arguments.rules.optimizer import check_rampup_sizes
 from flagscale.config.arguments.spec.argument import Values, Violation
 
 _PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
@@ -22,38 +22,39 @@ _REPEATED = re.compile(r"\(([^()]+)\)\*(\d+)|(\w)\*(\d+)")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a pipeline, and the model chunks that each holds (the interleaved
-    schedule's)."""
+    """Number of stages of a pipeline, and of model chunks per stage."""
 
     stages: int = 1
     chunks: int = 1
 
     @property
-    def round(self) -> int:
-        """Divisor of the number of micro-batches in a step."""
+    def round_size(self) -> int:
+        """Number by which the number of micro-batches in a step must be divisible."""
         return self.stages if self.chunks > 1 else 1
 
-    def passes(self, count: int) -> int:
+    def step_passes(self, count: int) -> int:
         """Return the duration of a step of ``count`` micro-batches, in forward-backward passes of
         one chunk. It includes the time to fill and drain the pipeline."""
         return self.chunks * count + self.stages - 1
 
-    def most(self, passes: int) -> int:
-        """The most micro-batches, a multiple of the round, that are done in so many passes."""
+    def max_microbatches(self, passes: int) -> int:
+        """Return the largest valid number of micro-batches in a step that takes at most ``passes``
+        forward-backward passes of one chunk."""
         count = max(passes - self.stages + 1, 0) // self.chunks
-        return count - count % self.round
+        return count - count % self.round_size
 
 
 ONE_STAGE = Pipeline()
 
 
 def pipeline_of(values: Values) -> Pipeline:
-    """The pipeline that arguments describe, by name."""
+    """Return the pipeline that arguments describe."""
     return Pipeline(values["pipeline_model_parallel_size"], virtual_chunks(values) or 1)
 
 
 def virtual_chunks(values: Values) -> int | None:
-    """Model chunks a pipeline rank holds, whichever of three arguments says so; None: one."""
+    """Return the number of model chunks per pipeline rank, which any of three arguments sets; None
+    without the interleaved schedule."""
     pp = values["pipeline_model_parallel_size"]
     layers = values["num_layers_per_virtual_pipeline_stage"]
     chunks = values["num_virtual_stages_per_pipeline_rank"]
@@ -92,7 +93,7 @@ def layout_of_chunks(values: Values) -> list[str]:
 
 
 def _expand_layout(layout: str) -> str:
-    """megatron.core's layout without its abbreviations: ``Et*2|(tt|)*2`` is ``Ett|tt|tt|``."""
+    """Expand the repetitions in a layout of megatron.core: ``Et*2|(tt|)*2`` is ``Ett|tt|tt|``."""
     text, before = layout.replace(",", ""), ""
     while text != before:
         before = text
@@ -101,29 +102,26 @@ def _expand_layout(layout: str) -> str:
 
 
 def check_pipeline(values: Values) -> Iterator[Violation]:
-    """Ways to share out layers that exclude each other, a layout by hand that is none, and what
-    only stages of several chunks can exchange."""
-    apart = values["overlap_p2p_comm"] and not values["batch_p2p_comm"]
-    if values["overlap_p2p_comm_warmup_flush"] and not (apart or virtual_chunks(values)):
-        message = "true needs overlap_p2p_comm, and batch_p2p_comm: false; leave it out"
-        yield "overlap_p2p_comm_warmup_flush", message
-    ends = [name for name in _END_STAGES if values[name] is not None]
-    counted = [name for name in _COUNTED_ENDS if values[name]]
+    """Check the arguments that assign layers to stages, and overlapped communication of stages."""
+    overlaps = values["overlap_p2p_comm"] and not values["batch_p2p_comm"]
+    if values["overlap_p2p_comm_warmup_flush"] and not (overlaps or virtual_chunks(values)):
+        yield (
+            "overlap_p2p_comm_warmup_flush",
+            "requires overlap_p2p_comm: true and batch_p2p_comm: false; leave it out",
+        )
+    end_stages = [name for name in _END_STAGES if values[name] is not None]
+    counted_ends = [name for name in _COUNTED_ENDS if values[name]]
     if values[_PIPELINE_LAYOUT] is not None:
-        for name in (*ends, *counted):
-            yield (
-                name,
-                f"{values[name]} with {_PIPELINE_LAYOUT}, which names the layers of every stage",
-            )
+        for name in (*end_stages, *counted_ends):
+            yield name, f"cannot be combined with {_PIPELINE_LAYOUT}; leave one out"
         yield from _check_pipeline_layout(values)
         return
-    if ends and counted:
-        message = f"true with {ends[0]} {values[ends[0]]}: leave one of them out"
-        yield counted[0], message
+    if end_stages and counted_ends:
+        yield counted_ends[0], f"cannot be combined with {end_stages[0]}; leave one out"
     chunks = virtual_chunks(values) or 1
-    for name in ends:
+    for name in end_stages:
         if values[name] % chunks:
-            yield name, f"{values[name]} does not divide into {chunks} virtual stages"
+            yield name, f"{values[name]} is not divisible by {chunks} virtual stages"
 
 
 def _check_pipeline_layout(values: Values) -> Iterator[Violation]:
@@ -133,17 +131,19 @@ def _check_pipeline_layout(values: Values) -> Iterator[Violation]:
     if set(letters) - set("EtmL") or not re.fullmatch("E[^EL]*L", letters):
         yield (
             _PIPELINE_LAYOUT,
-            f"{layout}: expected E (the embedding) first, t (a layer) or m (of mtp_num_layers), L "
-            "(the loss) last, and | between stages, such as Et*3|t*4|t*3L",
+            "expected E (embedding) first, t (layer) or m (multi-token prediction layer), L (loss) "
+            f"last, and | between stages, such as Et*3|t*4|t*3L; found {layout}",
         )
     elif len(parts) != stages * chunks:
         expected = f"pipeline_model_parallel_size {stages}" + (
             f" x {chunks} virtual stages" if chunks > 1 else ""
         )
-        yield _PIPELINE_LAYOUT, f"{layout} has {len(parts)} stages, expected {expected}"
+        yield _PIPELINE_LAYOUT, f"expected {expected}, found {len(parts)} stages in {layout}"
     elif letters.count("t") != values["num_layers"]:
-        message = f"{layout} has {letters.count('t')} t, but num_layers is {values['num_layers']}"
-        yield _PIPELINE_LAYOUT, message
+        yield (
+            _PIPELINE_LAYOUT,
+            f"expected num_layers {values['num_layers']} t, found {letters.count('t')} in {layout}",
+        )
 
 
 def check_shape(values: Values) -> Iterator[Violation]:
@@ -159,7 +159,7 @@ def check_tensor_parallel(values: Values) -> Iterator[Violation]:
         yield _indivisible(values, "num_attention_heads", "tensor_model_parallel_size")
     if groups is not None:
         if heads % groups:
-            yield "num_query_groups", f"{groups} does not divide {heads} heads"
+            yield "num_query_groups", f"{groups} does not divide num_attention_heads {heads}"
         elif groups % tp:
             yield _indivisible(values, "num_query_groups", "tensor_model_parallel_size")
     if values["kv_channels"] is None and hidden % heads:
@@ -171,15 +171,19 @@ def check_tensor_parallel(values: Values) -> Iterator[Violation]:
 
 
 def can_split_tensors(values: Values, tp: int) -> bool:
-    """Return whether this tensor-parallel size divides the model and, with sequence parallelism,
+    """Return whether tensor-parallel size ``tp`` divides the model and, with sequence parallelism,
     its sequences."""
-    wide = values["ffn_hidden_size"] or 4 * values["hidden_size"]
-    changes = {"tensor_model_parallel_size": tp, "ffn_hidden_size": wide, "sequence_parallel": True}
+    ffn_width = values["ffn_hidden_size"] or 4 * values["hidden_size"]
+    changes = {
+        "tensor_model_parallel_size": tp,
+        "ffn_hidden_size": ffn_width,
+        "sequence_parallel": True,
+    }
     return not any(check_tensor_parallel({**values, **changes}))
 
 
-def _indivisible(values: Values, name: str, by: str) -> Violation:
-    return name, f"{values[name]} is not divisible by {by} {values[by]}"
+def _indivisible(values: Values, name: str, divisor: str) -> Violation:
+    return name, f"{values[name]} is not divisible by {divisor} {values[divisor]}"
 
 
 def _check_context_parallel(values: Values) -> Iterator[Violation]:
@@ -187,16 +191,22 @@ def _check_context_parallel(values: Values) -> Iterator[Violation]:
     if cp == 1:
         return
     if values["attention_backend"] == "local":
-        message = f"{cp}: megatron.core's own attention (attention_backend: local) cannot split a "
-        yield "context_parallel_size", message + "sequence over ranks; take auto"
-    pieces = 2 * cp * (tp if values["sequence_parallel"] else 1)
-    if values["seq_length"] % pieces:
-        by = f"2 x context_parallel_size {cp}" + (f" x tensor {tp}" if pieces > 2 * cp else "")
-        yield "seq_length", f"{values['seq_length']} is not divisible by {by}"
+        yield (
+            "context_parallel_size",
+            f"{cp} is not supported with attention_backend: local; use auto",
+        )
+    divisor = 2 * cp * (tp if values["sequence_parallel"] else 1)
+    if values["seq_length"] % divisor:
+        tensor_text = f" x tensor_model_parallel_size {tp}" if divisor > 2 * cp else ""
+        yield (
+            "seq_length",
+            f"{values['seq_length']} is not divisible by 2 x context_parallel_size {cp}"
+            f"{tensor_text}",
+        )
     kinds = values["cp_comm_type"]
     for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
         if kind not in (None, "all_gather"):
-            yield "cp_comm_type", f"{kind}: keys and values are gathered here; leave it out"
+            yield "cp_comm_type", f"expected all_gather, found {kind}; leave it out"
 
 
 def check_pipeline_parallel(values: Values) -> Iterator[Violation]:
@@ -205,61 +215,85 @@ def check_pipeline_parallel(values: Values) -> Iterator[Violation]:
     chunks = virtual_chunks(values)
     yield from check_pipeline(values)
     if per_stage is not None and values["num_layers"] % (pp * per_stage):
-        by = f"{per_stage} x pipeline_model_parallel_size {pp}"
-        message = f"{values['num_layers']} layers do not divide into {by}"
-        yield "num_layers_per_virtual_pipeline_stage", message
+        yield (
+            "num_layers_per_virtual_pipeline_stage",
+            f"num_layers {values['num_layers']} is not divisible by {per_stage} x "
+            f"pipeline_model_parallel_size {pp}",
+        )
     elif values["pipeline_model_parallel_layout"] is None:
         yield from _check_layers(values, pp, chunks or 1)
     if chunks is not None and pp == 1:
-        message = f"{chunks} virtual stages need a pipeline of at least 2"
-        yield "pipeline_model_parallel_size", message
+        yield (
+            "pipeline_model_parallel_size",
+            f"must be at least 2 with {chunks} virtual stages, found 1",
+        )
 
 
-def _check_layers(values: Values, pp: int, chunks: int) -> Iterator[Violation]:
-    """Layers divide evenly over the stages whose share is not given."""
-    layers, stages = values["num_layers"], pp
+def _check_layers(values: Values, stages: int, chunks: int) -> Iterator[Violation]:
+    """Check that layers divide evenly over the stages whose number of layers is not given.
+
+    The embedding or the loss counts as a layer if ``account_for_…_in_pipeline_split`` is set.
+    """
+    layers = values["num_layers"]
     layers += bool(values["account_for_embedding_in_pipeline_split"])
     layers += bool(values["account_for_loss_in_pipeline_split"])
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     fixed = [values[name] for name in ends if values[name] is not None]
     remaining, free_stages = layers - sum(fixed), stages - len(fixed)
     if free_stages < 0 or remaining < 0 or (free_stages == 0 and remaining > 0):
-        shared = f"{sum(fixed)} of {layers} layers are given to {len(fixed)} of {stages} stages"
-        yield "num_layers", shared
+        yield (
+            "num_layers",
+            f"{sum(fixed)} layers are assigned to {len(fixed)} of {stages} stages, but num_layers "
+            f"is {layers}",
+        )
     elif free_stages and remaining % (free_stages * chunks):
-        each = f"{free_stages} pipeline stages" + (f" x {chunks} virtual" if chunks > 1 else "")
-        yield "num_layers", f"{remaining} layers do not divide into {each}"
+        chunk_text = f" x {chunks} virtual stages" if chunks > 1 else ""
+        yield (
+            "num_layers",
+            f"{remaining} layers are not divisible by {free_stages} pipeline stages{chunk_text}",
+        )
 
 
 def _check_expert_layout(values: Values) -> Iterator[Violation]:
     ep, experts = values["expert_model_parallel_size"], values["num_moe_experts"]
     if ep > 1 and not experts:
-        yield "expert_model_parallel_size", f"{ep} needs num_moe_experts"
+        yield "expert_model_parallel_size", f"{ep} requires num_moe_experts"
     elif experts and experts % ep:
         yield _indivisible(values, "num_moe_experts", "expert_model_parallel_size")
     tp = values["tensor_model_parallel_size"]
     if experts and tp > 1 and not values["sequence_parallel"]:
-        message = f"is needed by experts beside tensor_model_parallel_size {tp}: set it to true"
-        yield "sequence_parallel", message
+        yield (
+            "sequence_parallel",
+            f"must be true with num_moe_experts and tensor_model_parallel_size {tp}",
+        )
     if values["moe_grouped_gemm"] and not experts:
-        yield "moe_grouped_gemm", "needs num_moe_experts"
+        yield "moe_grouped_gemm", "requires num_moe_experts"
     elif values["moe_grouped_gemm"] and values["add_bias_linear"]:
-        yield "moe_grouped_gemm", "the grouped experts have no biases: set disable_bias_linear"
+        yield "moe_grouped_gemm", "requires disable_bias_linear: true"
     experts_tp = values["expert_tensor_parallel_size"] or tp
     if experts and values["add_bias_linear"] and experts_tp > 1 and not values["moe_grouped_gemm"]:
-        shared = f"experts that {experts_tp} tensor-parallel ranks share have no biases"
-        message = f"true: {shared}: set disable_bias_linear, or expert_tensor_parallel_size: 1"
-        yield "add_bias_linear", message
+        yield (
+            "add_bias_linear",
+            f"is not supported by experts that are split over {experts_tp} tensor-parallel ranks; "
+            "set disable_bias_linear: true, or expert_tensor_parallel_size: 1",
+        )
     if experts and values["moe_token_dispatcher_type"] == "flex" and experts_tp * ep == 1:
         yield (
             "moe_token_dispatcher_type",
-            "flex needs experts on more than one rank (expert_model_parallel_size); take alltoall",
+            "flex requires expert_model_parallel_size or expert_tensor_parallel_size above 1; use "
+            "alltoall",
         )
     pattern, layers = values["moe_layer_freq"], values["num_layers"]
     if experts and isinstance(pattern, list) and len(pattern) != layers:
-        yield "moe_layer_freq", f"{len(pattern)} items, but num_layers is {layers}"
+        yield (
+            "moe_layer_freq",
+            f"expected one item per layer (num_layers {layers}), found {len(pattern)}",
+        )
     elif pattern == 0:
-        yield "moe_layer_freq", "0: expected 1 for every layer, 2 for every second, or a list"
+        yield (
+            "moe_layer_freq",
+            "expected n (every n-th layer has experts) or a list, found 0",
+        )
 
 
 def check_batches(values: Values, dp: int) -> Iterator[Violation]:
@@ -272,14 +306,14 @@ def check_batches(values: Values, dp: int) -> Iterator[Violation]:
         )
         return
     pp, count = values["pipeline_model_parallel_size"], batch // (micro * dp)
-    product = f"micro_batch_size {micro} x data-parallel size {dp}"
+    slice_text = f"micro_batch_size {micro} x data-parallel size {dp}"
     stages = pp if virtual_chunks(values) else 1
-    yield from check_rampup_sizes(values, micro * dp, product, stages)
+    yield from check_rampup_sizes(values, micro * dp, slice_text, stages)
     if virtual_chunks(values) and pp > 1 and count % pp:
         yield (
             "global_batch_size",
-            f"{batch} gives {count} micro-batches, which pipeline_model_parallel_size {pp} with "
-            "virtual stages must divide",
+            f"{batch} has {count} micro-batches, which is not divisible by "
+            f"pipeline_model_parallel_size {pp}, as virtual stages require",
         )
 
 
@@ -287,17 +321,20 @@ def check_expert_ranks(values: Values, world_size: int) -> Iterator[Violation]:
     ep, pp = values["expert_model_parallel_size"], values["pipeline_model_parallel_size"]
     expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
     if (ep > 1 or values["num_moe_experts"]) and world_size % (ep * expert_tp * pp):
-        message = f"{ep} x tensor {expert_tp} x pipeline {pp} does not divide {world_size} ranks"
         name = "expert_model_parallel_size" if ep > 1 else "expert_tensor_parallel_size"
-        yield name, message
+        yield (
+            name,
+            f"{world_size} ranks are not divisible by expert-parallel size {ep} x expert "
+            f"tensor-parallel size {expert_tp} x pipeline-parallel size {pp}",
+        )
 
 
 def check_interleaving(values: Values, names: Collection[str]) -> Iterator[Violation]:
-    """Check that a YAML does not ask for the opposite of the options that interleaving needs, which
-    the training program sets itself. ``given``: arguments that the YAML has."""
+    """Check that a YAML does not contradict the options that the interleaved schedule requires and
+    the training program sets. ``names``: arguments that the YAML gives."""
     if not (values["num_layers"] and virtual_chunks(values)):
         return
-    reason = "stages that hold several model chunks would get each other's tensors"
+    reason = "virtual stages would receive each other's tensors"
     if "overlap_p2p_comm" in names and not values["overlap_p2p_comm"]:
         yield "overlap_p2p_comm", f"must be true: otherwise {reason}"
     if "batch_p2p_comm" in names and values["batch_p2p_comm"]:

@@ -1,8 +1,12 @@
-"""Rules of recomputation, also where it differs between pipeline stages and micro-batches.
+"""Rules of activation recomputation, also if it differs between pipeline stages and micro-batches.
 
-Names and meanings are FlagScale's. A row is for one or more pipeline stages, one after another: how
-many, then pairs of a number of micro-batches and a value. Stages that hold several model chunks
-have a row for each: first the first chunks of all stages, then the second. Pure; no torch.
+The arguments ``recompute_…_per_stage_micro_batch`` are FlagScale's. Each is a list of rows. A row
+applies to one or more consecutive pipeline stages::
+
+    [stages, micro-batches, value, micro-batches, value, ...]
+
+If stages hold several model chunks, there are rows for the first chunks of all stages, then for the
+second chunks, and so on. No torch.
 """
 
 from __future__ import annotations
@@ -33,20 +37,24 @@ _ROW = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})+")
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Recomputation of a model chunk's layers, as ``recompute_method`` and ``recompute_num_layers``
-    define it."""
+    """Recomputation of the layers of a model chunk: ``recompute_method`` and
+    ``recompute_num_layers``."""
 
     method: str
     layers: int
 
 
 RecomputePlan = tuple[tuple[RecomputeChoice | None, ...], ...]
-"""A choice for each model chunk and micro-batch, chunks in the order of rows; None: nothing."""
+"""A choice for each model chunk (in the order of rows) and micro-batch; None: no recomputation."""
 
 
 def recompute_plan(values: Values, micro_batches: int) -> RecomputePlan | None:
-    """Return the recomputation per model chunk and micro-batch, from arguments that passed the
-    rules; None if all are equal. ``micro_batches`` is the number per step on one rank."""
+    """Return the recomputation per model chunk and micro-batch; None if it is the same for all.
+
+    Args:
+        values: arguments by name, without violations.
+        micro_batches: number of micro-batches per step on one rank.
+    """
     tables = {
         name: _expand_rows(_parse_rows(values[name]))
         for name in STAGE_RECOMPUTE
@@ -54,11 +62,11 @@ def recompute_plan(values: Values, micro_batches: int) -> RecomputePlan | None:
     }
     if not tables:
         return None
-    on, methods, layers = (tables.get(name) for name in STAGE_RECOMPUTE)
+    switches, methods, layers = (tables.get(name) for name in STAGE_RECOMPUTE)
 
     def choice(chunk: int, step: int) -> RecomputeChoice | None:
         number = layers[chunk][step] if layers else values["recompute_num_layers"]
-        if number == 0 or (on and on[chunk][step] == 0):
+        if number == 0 or (switches and switches[chunk][step] == 0):
             return None
         method = _METHODS[methods[chunk][step]] if methods else values["recompute_method"]
         return RecomputeChoice(method, number)
@@ -68,87 +76,112 @@ def recompute_plan(values: Values, micro_batches: int) -> RecomputePlan | None:
 
 
 def check_recompute(values: Values, chunks: int, *, measured: bool = False) -> Iterator[Violation]:
-    """Rules that do not depend on the number of ranks. ``chunks``: model chunks of the pipeline,
-    its stages times virtual stages; ``measured``: which layers these have is to be chosen."""
+    """Check recomputation as far as it does not depend on the number of ranks.
+
+    Args:
+        values: arguments by name.
+        chunks: number of model chunks of the pipeline: stages times virtual stages.
+        measured: the layers of the stages are chosen later, by measurement.
+    """
     granularity = values["recompute_granularity"]
     if granularity == RECOMPUTE_AUTO:
         yield from _check_recompute_auto(values, measured=measured)
     if granularity == "full":
         for name, required in _NEEDED.items():
             if values[name] is None:
-                yield name, f"is needed by recompute_granularity: full: {required}"
+                yield name, f"is required by recompute_granularity: full; expected {required}"
     yield from _check_recompute_modules(values)
     for name in STAGE_RECOMPUTE:
         if values[name] is None:
             continue
         if granularity != "full":
-            actual = granularity or "none"
-            yield name, f"refines recompute_granularity: full, and that is {actual}"
-        wrong = [word for word in values[name] if _why_bad_row(name, word)]
-        if wrong:
-            yield name, f"the row [{_strip_row(wrong[0])}] {_why_bad_row(name, wrong[0])}"
+            yield name, f"requires recompute_granularity: full, found {granularity or 'none'}"
+        invalid_rows = [word for word in values[name] if _row_problem(name, word)]
+        if invalid_rows:
+            problem = _row_problem(name, invalid_rows[0])
+            yield name, f"row [{_strip_row(invalid_rows[0])}] {problem}"
         elif (total := sum(row[0] for row in _parse_rows(values[name]))) != chunks:
-            yield name, f"its rows are for {total} stages, and the pipeline has {chunks}"
+            yield name, f"expected rows for {chunks} stages, found rows for {total}"
 
 
 def _check_recompute_modules(values: Values) -> Iterator[Violation]:
     """Check the modules of selective recomputation, and options that it excludes."""
     granularity = values["recompute_granularity"]
     if granularity and values["distribute_saved_activations"] and values["sequence_parallel"]:
-        message = "true with sequence_parallel, which shares them out already; leave it out"
-        yield "distribute_saved_activations", message
+        yield (
+            "distribute_saved_activations",
+            "is not supported with sequence_parallel, which already distributes activations; leave "
+            "it out",
+        )
     if granularity in ("full", RECOMPUTE_AUTO) and values["moe_layer_recompute"]:
-        yield "moe_layer_recompute", f"true with recompute_granularity {granularity}; leave it out"
+        yield (
+            "moe_layer_recompute",
+            f"is not supported with recompute_granularity: {granularity}; leave it out",
+        )
     if granularity != "selective":
         return
     if values["recompute_num_layers"] is not None:
-        message = f"{values['recompute_num_layers']} with recompute_granularity selective, which "
-        yield "recompute_num_layers", message + "is of every layer; leave it out"
-    named = values["recompute_modules"] or ()
-    for name, needed in _NEEDED_BY_MODULES.items():
-        if name in named and not values[needed]:
-            yield "recompute_modules", f"{name} needs {needed}; leave it out"
-    shared = "shared_experts" in named and values["moe_shared_expert_intermediate_size"]
-    if shared and values["moe_shared_expert_overlap"]:
-        message = "shared_experts with moe_shared_expert_overlap; leave one of them out"
-        yield "recompute_modules", message
+        yield (
+            "recompute_num_layers",
+            "is not supported with recompute_granularity: selective, which applies to every layer; "
+            "leave it out",
+        )
+    modules = values["recompute_modules"] or ()
+    for name, required in _NEEDED_BY_MODULES.items():
+        if name in modules and not values[required]:
+            yield "recompute_modules", f"{name} requires {required}; leave it out"
+    has_shared_experts = values["moe_shared_expert_intermediate_size"]
+    recomputes_shared_experts = "shared_experts" in modules and has_shared_experts
+    if recomputes_shared_experts and values["moe_shared_expert_overlap"]:
+        yield (
+            "recompute_modules",
+            "shared_experts cannot be combined with moe_shared_expert_overlap; leave one out",
+        )
 
 
 def _check_recompute_auto(values: Values, *, measured: bool) -> Iterator[Violation]:
     for name in _NEEDED:
         if values[name] is not None:
-            yield name, "recompute_granularity: auto chooses that itself; leave it out"
+            yield name, "is chosen by recompute_granularity: auto; leave it out"
     if measured:
-        message = "auto takes the layers of each stage as given, and here they are chosen, too"
-        yield "recompute_granularity", message
+        yield (
+            "recompute_granularity",
+            "auto requires the number of layers of each stage, which is chosen by measurement here",
+        )
 
 
 def check_recompute_steps(
     values: Values, micro_batches: int, layers: Sequence[int] | None, stages: int
 ) -> Iterator[Violation]:
-    """Rules of the number of micro-batches that a rank has in a step.
+    """Check recomputation against the number of micro-batches per step.
 
     Args:
         values: arguments by name.
-        micro_batches: that number.
-        layers: of each model chunk; None where they are not known here.
-        stages: of the pipeline.
+        micro_batches: number of micro-batches per step on one rank.
+        layers: number of layers of each model chunk, in the order of rows; None if unknown.
+        stages: number of pipeline stages.
     """
     for name in STAGE_RECOMPUTE:
         for row in _parse_rows(values[name] or ()):
             if sum(row[1::2]) != micro_batches:
-                message = f"is for {sum(row[1::2])} micro-batches, and a step has {micro_batches}"
-                yield name, f"the row [{', '.join(map(str, row))}] {message}"
+                yield (
+                    name,
+                    f"row [{', '.join(map(str, row))}]: expected {micro_batches} micro-batches (a "
+                    f"step), found {sum(row[1::2])}",
+                )
                 return
     if values["recompute_granularity"] == "full" and layers is not None:
         for chunk, why in _uneven_chunks(values, recompute_plan(values, micro_batches), layers):
             name = "recompute_num_layers" if values[STAGE_LAYERS] is None else STAGE_LAYERS
-            message = f"{why} of stage {chunk % stages}; recompute_method: block takes any number"
-            yield name, message
+            yield (
+                name,
+                f"stage {chunk % stages}: {why}; recompute_method: block supports any number",
+            )
             return
 
 
-def _why_bad_row(name: str, word: str) -> str | None:
+def _row_problem(name: str, word: str) -> str | None:
+    """Return the problem of a row, as the end of a message; None if the row is valid."""
     bare = _strip_row(word)
     row = [int(number) for number in bare.split(",")] if _ROW.fullmatch(bare) else []
     if len(row) < 3 or len(row) % 2 == 0:
@@ -156,27 +189,27 @@ def _why_bad_row(name: str, word: str) -> str | None:
     if min(row[0], *row[1::2]) < 1:
         return "has a number of stages or micro-batches below 1"
     if name != STAGE_LAYERS and max(row[2::2]) > 1:
-        meaning = (
+        expected = (
             "0 (uniform) or 1 (block)" if name == STAGE_METHOD else "0 (keep) or 1 (recompute)"
         )
-        return f"has the value {max(row[2::2])}: expected {meaning}"
+        return f"has the value {max(row[2::2])}, expected {expected}"
     return None
 
 
 def _uneven_chunks(
-    values: Values, chosen: RecomputePlan | None, layers: Sequence[int]
+    values: Values, plan: RecomputePlan | None, layers: Sequence[int]
 ) -> Iterator[tuple[int, str]]:
-    """Model chunks whose layers do not divide into the units that are recomputed as one, the last
-    of which megatron.core would look for beyond the chunk's end."""
-    alike = RecomputeChoice(values["recompute_method"], values["recompute_num_layers"])
-    for chunk, stage_layers in enumerate(layers):
-        for choice in set(chosen[chunk] if chosen else [alike]):
-            if choice and choice.method == "uniform" and stage_layers % choice.layers:
-                yield chunk, f"units of {choice.layers} layers do not divide the {stage_layers}"
+    """Yield the model chunks whose layers are not divisible by the unit of ``recompute_method:
+    uniform``, with the problem. megatron.core would read layers beyond the end of the chunk."""
+    common_choice = RecomputeChoice(values["recompute_method"], values["recompute_num_layers"])
+    for chunk, chunk_layers in enumerate(layers):
+        for choice in set(plan[chunk] if plan else [common_choice]):
+            if choice and choice.method == "uniform" and chunk_layers % choice.layers:
+                yield chunk, f"{chunk_layers} layers are not divisible by {choice.layers}"
 
 
 def _strip_row(word: str) -> str:
-    """A row without brackets and spaces, with which FlagScale's command lines have it."""
+    """Remove the brackets and spaces that rows have on FlagScale's command lines."""
     return "".join(word.split()).removeprefix("[").removesuffix("]")
 
 
@@ -185,9 +218,13 @@ def _parse_rows(words: Sequence[str]) -> list[list[int]]:
 
 
 def _expand_rows(rows: Sequence[list[int]]) -> list[list[int]]:
-    """The value of each micro-batch, a list for each model chunk."""
+    """Return, for each model chunk, the value of each micro-batch."""
     expanded = []
     for stages, *pairs in rows:
-        each = [v for n, v in zip(pairs[::2], pairs[1::2], strict=True) for _ in range(n)]
-        expanded += [each] * stages
+        row_values = [
+            value
+            for count, value in zip(pairs[::2], pairs[1::2], strict=True)
+            for _ in range(count)
+        ]
+        expanded += [row_values] * stages
     return expanded

@@ -1,1 +1,1 @@
-"""Definition, reading, writing and parsing of arguments, without rules between them."""
+"""Definition and parsing of arguments, from a YAML and from a command line, without rules."""

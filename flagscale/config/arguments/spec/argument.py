@@ -1,7 +1,7 @@
-"""Definition of one training argument, whichever program defines it.
+"""Definition of a training argument: :class:`Argument`, declared by dataclass fields (:func:`arg`).
 
-An argument is named as Megatron-LM names it, in snake case as a YAML writes it; its command-line
-flag is the same with dashes. This module imports no torch and nothing of the project.
+Arguments have the names of Megatron-LM, in snake case as in a YAML; command-line flags have dashes
+instead. This module imports neither torch nor other modules of the project.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ Section = Literal["system", "model", "data"]
 class Argument:
     """One argument of the training program.
 
-    ``many`` arguments take a list (``--split 90 5 5``). ``default`` is what the program uses when
-    the YAML is silent. A boolean with default False is switched on by ``--name`` and one with
-    default True is switched off by ``--no-name``. ``origin`` says which class defines it.
+    On the command line, a boolean with default False is switched on by ``--name``, and one with
+    default True is switched off by ``--no-name``.
     """
 
     name: str
     kind: Kind
+    """Type of the value, or of each item of a list."""
     doc: str
     default: Any = None
+    """Value if the argument is not given."""
     section: Section = "model"
+    """Section of a train YAML to which the argument belongs."""
     many: bool = False
+    """True if the value is a list (``--split 90 5 5``)."""
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
+    """Smallest valid value, inclusive."""
     maximum: float | None = None
+    """Largest valid value, inclusive."""
     origin: str = "flagscale"
+    """Program and class that define the argument."""
 
     @property
     def flag(self) -> str:
@@ -47,8 +53,11 @@ def arg(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A dataclass field that is a training argument. Its type is the annotation's:
-    ``int``, ``float``, ``str``, ``bool``, a ``| None`` of these, or ``tuple[...]`` of one."""
+    """Return a dataclass field that declares a training argument.
+
+    The annotation of the field is the type of the argument: ``int``, ``float``, ``str``, ``bool``,
+    or a ``tuple[...]`` of one of them, each optionally with ``| None``.
+    """
     metadata: Mapping[str, Any] = {
         "doc": doc,
         "choices": choices,
@@ -62,7 +71,8 @@ _KINDS: Mapping[str, Kind] = {"int": "int", "float": "float", "str": "str", "boo
 
 
 def _kind(annotation: str) -> tuple[Kind, bool]:
-    """Kind and ``many`` of an annotation as text: ``int | None``, ``tuple[str, ...] | None``."""
+    """Return ``kind`` and ``many`` of an annotation such as ``int | None`` or ``tuple[str, ...] |
+    None``."""
     text = annotation.removesuffix(" | None").strip()
     many = text.startswith("tuple[")
     if many:
@@ -73,7 +83,7 @@ def _kind(annotation: str) -> tuple[Kind, bool]:
 
 
 def declared(group: type, section: Callable[[str], Section] | Section) -> list[Argument]:
-    """The arguments that a dataclass of :func:`arg` fields declares, in order."""
+    """Return the arguments that a dataclass with fields of :func:`arg` declares, in order."""
     return [_argument(group, f, section) for f in fields(group)]
 
 
@@ -96,4 +106,6 @@ def _argument(
 
 
 Values = Mapping[str, Any]
+"""Values of arguments by name."""
 Violation = tuple[str, str]
+"""Name of an argument to change, and a description of the problem."""

@@ -29,41 +29,47 @@ class Data:
     """Data sets and how they are read."""
 
     data_path: tuple[str, ...] | None = arg(
-        None, "Data set prefixes (of .bin and .idx), or weights and prefixes: 0.3 a 0.7 b"
+        None,
+        "Prefixes of data sets (without .bin and .idx), or a blend of weights and prefixes: "
+        "0.3 a 0.7 b",
     )
-    train_data_path: tuple[str, ...] | None = arg(None, "As data_path, for training alone")
-    valid_data_path: tuple[str, ...] | None = arg(None, "As data_path, for validation alone")
-    test_data_path: tuple[str, ...] | None = arg(None, "As data_path, for the test alone")
+    train_data_path: tuple[str, ...] | None = arg(None, "Like data_path, for training only")
+    valid_data_path: tuple[str, ...] | None = arg(None, "Like data_path, for validation only")
+    test_data_path: tuple[str, ...] | None = arg(None, "Like data_path, for the test only")
     data_phases: tuple[str, ...] | None = arg(
         None,
-        "Mixtures of training data that follow that of data_path, each from a number of samples "
-        "or tokens on: a list of {samples: 100000, data_path: [0.2, web, 0.8, code]}; data sets "
-        "go on where the phase before left them",
+        "Blends of training data that replace that of data_path after a number of samples or "
+        "tokens: a list of {samples: 100000, data_path: [0.2, web, 0.8, code]}. Data sets used in "
+        "an earlier phase continue at their position",
     )
     split: str | None = arg(
-        None, "Shares of data_path for training, validation and test: 949,50,1 (or 1)"
+        None, "Fractions of data_path for training, validation and test: 949,50,1 (or 1)"
     )
-    mock_data: bool = arg(False, "Train on made-up tokens; needs neither data nor tokenizer files")
-    data_cache_path: str | None = arg(None, "Directory of the data sets' index caches")
+    mock_data: bool = arg(
+        False, "Train on synthetic tokens; requires neither data nor tokenizer files"
+    )
+    data_cache_path: str | None = arg(None, "Directory of index caches of data sets")
     dataloader_type: str = arg(
         "single",
-        "Order of samples: single walks the data set's own shuffle, cyclic reshuffles each epoch; "
-        "external takes what external_data gives",
+        "Order of samples. single: the shuffled order of the data set; cyclic: reshuffled in every "
+        "epoch; external: batches from the function external_data",
         choices=("single", "cyclic", EXTERNAL),
     )
-    num_workers: int = arg(2, "Loader processes a rank; 0 loads in the training process", minimum=0)
+    num_workers: int = arg(
+        2, "Data loader processes per rank; 0 loads data in the training process", minimum=0
+    )
     create_attention_mask: bool = arg(
-        False, "Make a mask for every sequence; attention here needs none, and none is made"
+        False, "Create a mask tensor for every sequence; no attention kernel needs one here"
     )
     reset_position_ids: bool = arg(
         False, "Restart positions, learned or rotary, after an end-of-document token"
     )
     reset_attention_mask: bool = arg(
         False,
-        "Keep documents apart: attention does not cross an end-of-document token, which is of the "
-        "document that it ends",
+        "Restrict attention to documents. An end-of-document token belongs to the document that it "
+        "ends",
     )
-    eod_mask_loss: bool = arg(False, "Leave end-of-document tokens out of the loss")
+    eod_mask_loss: bool = arg(False, "Exclude end-of-document tokens from the loss")
 
 
 @dataclass(frozen=True)
@@ -72,26 +78,28 @@ class Tokenizer:
 
     tokenizer_type: str | None = arg(
         None,
-        "NullTokenizer, HuggingFaceTokenizer (a local directory; Llama3TokenizerFS means the "
-        "same), SentencePieceTokenizer or ByteLevelTokenizer",
+        "Type of the tokenizer: NullTokenizer, HuggingFaceTokenizer (a local directory; equivalent "
+        "to Llama3TokenizerFS), SentencePieceTokenizer or ByteLevelTokenizer",
         choices=TOKENIZERS,
     )
-    tokenizer_path: str | None = arg(None, "The tokenizer's directory or file")
+    tokenizer_path: str | None = arg(None, "Directory or file of the tokenizer")
     merge_file: str | None = arg(
-        None, "GPT-2's merges.txt, where tokenizer_path (vocab_file) is its vocab.json"
+        None, "merges.txt of GPT-2, if tokenizer_path (vocab_file) is its vocab.json"
     )
     special_tokens_file: str | None = arg(
-        None, "Of AquilaTokenizerFS: special tokens, a line each, whose ids follow the vocabulary"
+        None,
+        "For AquilaTokenizerFS: file of special tokens, one per line, whose ids follow the "
+        "vocabulary",
     )
     vocab_size: int | None = arg(
-        None, "Tokens of the vocabulary before padding; the tokenizer's own without it", minimum=1
+        None,
+        "Size of the vocabulary before padding (default: that of the tokenizer)",
+        minimum=1,
     )
     make_vocab_size_divisible_by: int = arg(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size", minimum=1
     )
-    legacy_tokenizer: bool = arg(
-        False, "Chooses between Megatron-LM's two tokenizer classes; of no effect here"
-    )
+    legacy_tokenizer: bool = arg(False, "Choose between Megatron-LM's two tokenizer classes")
 
 
 @dataclass(frozen=True)
@@ -100,8 +108,7 @@ class External:
 
     external_data: str | None = arg(
         None,
-        "Of dataloader_type external: the function that gives the micro-batches, as "
-        f"{FUNCTION_FORM}",
+        f"For dataloader_type: external: function that returns micro-batches, as {FUNCTION_FORM}",
     )
 
 
@@ -111,15 +118,15 @@ class Masking:
 
     mask_prob: float = arg(
         0.15,
-        "Share of a sequence's tokens that the model is to tell: of ten of them eight are masked, "
-        "one is another token and one stays as it is",
+        "Fraction of the tokens of a sequence that the model predicts. 80 % of them are masked, "
+        "10 % are replaced by another token and 10 % are unchanged",
         minimum=0.001,
         maximum=0.9,
     )
 
 
 CHAT_TEMPLATES = ("chatml", "llama3")
-"""Chat templates that have a name."""
+"""Built-in chat templates."""
 
 
 @dataclass(frozen=True)
@@ -128,41 +135,40 @@ class Conversations:
 
     sft: bool = arg(
         False,
-        "Train on conversations: data_path and its like name files of JSON lines, a chat template "
-        "makes text of them, and the assistant's answers alone are learned",
+        "Supervised fine-tuning: data_path names JSON lines files of conversations, which a chat "
+        "template converts to text; only the answers of the assistant count in the loss",
     )
     sft_format: str = arg(
         "auto",
-        "How conversations are written: OpenAI's messages, alpaca, sharegpt; auto goes by each "
-        "line's keys",
+        "Format of conversations: messages (OpenAI), alpaca or sharegpt; auto detects the format "
+        "of each line by its keys",
         choices=("auto", "messages", "alpaca", "sharegpt"),
     )
     chat_template: str | None = arg(
         None,
-        f"Template of conversations: {' or '.join(CHAT_TEMPLATES)}, or a .jinja file; the "
-        "tokenizer's "
-        "own without it",
+        f"Chat template: {' or '.join(CHAT_TEMPLATES)}, or a .jinja file (default: that of the "
+        "tokenizer)",
     )
     sft_packing: bool = arg(
         True,
-        "Put several conversations into a sequence, kept apart; without it each has a sequence of "
-        "its own, the rest of which is padding",
+        "Pack several conversations into a sequence; attention does not cross them. False pads "
+        "each conversation to a sequence",
     )
     sft_too_long: str = arg(
         "truncate",
-        "What becomes of conversations longer than seq_length: they are cut (truncate), left out "
-        "(drop), or training does not begin (refuse)",
+        "Handling of conversations longer than seq_length: truncate them, drop them, or refuse to "
+        "start training",
         choices=("truncate", "drop", "refuse"),
     )
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Answers of the model to prompts during training."""
+    """Generation of answers to prompts during training."""
 
     eval_prompts: str | None = arg(
         None,
-        'File of JSON lines, {"messages": […]} or {"prompt": "…"}, that the model answers at each '
-        "evaluation; a token takes a forward pass of whole sequences",
+        'JSON lines file of prompts, {"messages": […]} or {"prompt": "…"}, that the model answers '
+        "at each evaluation. Each generated token requires a forward pass of whole sequences",
     )
-    eval_prompt_tokens: int = arg(32, "Most tokens of such an answer", minimum=1)
+    eval_prompt_tokens: int = arg(32, "Maximum number of tokens per answer", minimum=1)

@@ -1,48 +1,140 @@
-"""Arguments whose values are paths: absolute forms, and the files that must exist."""
+"""Arguments whose values are paths: data sets, tokenizers, checkpoints, directories and functions.
+
+Parses blends and data phases, makes paths absolute when a configuration is read, and lists the
+files that an argument needs. A *blend* is a mixture of data sets, ``[0.3, a, 0.7, b]``. *Data
+phases* are blends that replace one another during training: a YAML gives a list of maps,
+``{samples: 100000, data_path: [0.2, web, 0.8, code]}``, and the training program takes one text per
+phase, ``samples=100000 0.2 web 0.8 code``, quoted like shell words.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.compat.aliases import ALIASES
-from flagscale.config.arguments.spec.data_phases import DATA_PHASES as PHASES
-from flagscale.config.arguments.spec.data_phases import map_phase_paths, parse_phase
-from flagscale.config.arguments.spec.values import MAX_NAME, byte_length
+from flagscale.config.arguments.compat.names import ALIASES
+from flagscale.config.arguments.spec.values import MAX_NAME, byte_length, format_value, to_word
+
+DATA_PHASES = "data_phases"
+PHASE_UNITS = ("samples", "tokens")
+_DATA_PATH = "data_path"
+_EXAMPLE = "expected {samples: 100000, data_path: [0.2, web, 0.8, code]}"
+
+
+@dataclass(frozen=True)
+class DataPhase:
+    """A blend that is used after ``count`` samples or tokens of training data."""
+
+    count: int
+    unit: str
+    """``samples`` or ``tokens``."""
+    words: tuple[str, ...]
+    """Weights and data sets of the blend."""
+
+    def first_sample(self, seq_length: int) -> int:
+        """Return the index of the first sample of the phase. A sample whose tokens belong to two
+        phases belongs to the earlier one."""
+        return -(-self.count // seq_length) if self.unit == "tokens" else self.count
+
+
+def phase_words(items: Sequence[Any]) -> list[Any]:
+    """Convert the maps of ``data_phases`` in a YAML to texts; other items are unchanged, and
+    checked later."""
+    return [_phase_word(item) if isinstance(item, Mapping) else item for item in items]
+
+
+def _phase_word(item: Mapping[Any, Any]) -> str:
+    blend = item.get(_DATA_PATH)
+    words = blend if isinstance(blend, (list, tuple)) else str(blend or "").split()
+    starts = [f"{key}={to_word(value)}" for key, value in item.items() if key != _DATA_PATH]
+    return shlex.join([*starts, *map(to_word, words)])
+
+
+def parse_phase(text: str) -> DataPhase:
+    """Parse the text of a phase.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
+    try:
+        head, *words = shlex.split(text)
+    except ValueError:
+        raise ValueError(f"{_EXAMPLE}, found {format_value(text)}") from None
+    unit, equals, number = head.partition("=")
+    if (
+        unit not in PHASE_UNITS
+        or not equals
+        or any("=" in word and _is_phase_head(word) for word in words)
+    ):
+        raise ValueError(f"{_EXAMPLE}, with samples or tokens, found {format_value(text)}")
+    try:
+        count = float(number)
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 2**62 or not count.is_integer():
+        raise ValueError(f"{unit}: expected a whole number from 1, found {format_value(number)}")
+    if not words:
+        raise ValueError(f"{_DATA_PATH} is missing; {_EXAMPLE}")
+    return DataPhase(int(count), unit, tuple(words))
+
+
+def _is_phase_head(text: str) -> bool:
+    return text.partition("=")[0].isidentifier() and "/" not in text
+
+
+def map_phase_paths(text: str, change: Callable[[str], str]) -> str:
+    """Apply ``change`` to each word of the blend in the text of a phase. A malformed text is
+    returned unchanged."""
+    try:
+        phase = parse_phase(text)
+    except ValueError:
+        return text
+    return shlex.join([f"{phase.unit}={phase.count}", *map(change, phase.words)])
 
 
 def pair_weights(words: Iterable[tuple[str, float | None]]) -> list[tuple[str, float | None]]:
-    """Data sets with their weights, None for all where none has one. ``words`` come with the
-    number that each is, None for a data set.
+    """Pair the data sets of a blend with their weights.
 
-    Raises ValueError: nothing is given, a weight is no positive number, stands before no data set,
-    or only some data sets have one.
+    Args:
+        words: the words of the blend, each with its number if it is a weight, and None if it is the
+            prefix of a data set.
+
+    Returns:
+        Prefixes with their weights; the weights of all are None if the blend has no weights.
+
+    Raises:
+        ValueError: the blend is empty, a weight is not positive or not followed by a prefix, or
+            only some data sets have weights.
     """
     pairs: list[tuple[str, float | None]] = []
-    pending: str | None = None
+    weight_word: str | None = None
     weight: float | None = None
     for word, number in words:
         if number is None:
             pairs.append((word, weight))
-            pending = weight = None
-        elif pending is not None:
-            raise ValueError(f"two weights in a row before {word!r}; expected a prefix")
+            weight_word = weight = None
+        elif weight_word is not None:
+            raise ValueError(f"expected a prefix after the weight {weight_word}, found {word!r}")
         elif not (math.isfinite(number) and number > 0):
-            raise ValueError(f"the weight {word} is not a positive number")
+            raise ValueError(f"expected a positive weight, found {word}")
         else:
-            pending, weight = word, number
-    if pending is not None:
-        raise ValueError(f"the weight {pending} at the end stands before no prefix")
+            weight_word, weight = word, number
+    if weight_word is not None:
+        raise ValueError(f"expected a prefix after the weight {weight_word}, found the end")
     if not pairs:
-        raise ValueError("is empty; expected a data set's prefix")
-    bare = [word for word, number in pairs if number is None]
-    if bare and len(bare) < len(pairs):
-        raise ValueError(f"{bare[0]} has no weight, but others have; give all or none")
+        raise ValueError("expected the prefix of a data set, found an empty list")
+    unweighted = [word for word, number in pairs if number is None]
+    if unweighted and len(unweighted) < len(pairs):
+        raise ValueError(
+            f"expected weights for all data sets or for none; {unweighted[0]} has none"
+        )
     return pairs
 
 
@@ -51,42 +143,42 @@ MODULE_HINT = (
     "its directory has to be on PYTHONPATH (experiment.envs), or give a file: "
     "path/to/file.py:function"
 )
-"""What helps where its module is not found."""
+"""Hint if the module of ``external_data`` is not found."""
 FUNCTION_FORM = "package.module:function or path/to/file.py:function"
 
 
 def parse_function_path(text: str) -> tuple[str, str]:
-    """The module or file of a function, and its name.
+    """Split ``module:function`` or ``file.py:function`` into the module or file and the function.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: the text has another form.
     """
-    where, colon, function = text.rpartition(":")
-    dotted = is_python_file(where) or all(part.isidentifier() for part in where.split("."))
-    if not (colon and where and function.isidentifier() and dotted):
+    module, colon, function = text.rpartition(":")
+    is_valid = is_python_file(module) or all(part.isidentifier() for part in module.split("."))
+    if not (colon and module and function.isidentifier() and is_valid):
         raise ValueError(f"expected {FUNCTION_FORM}, found {text!r}")
-    return where, function
+    return module, function
 
 
-def is_python_file(where: str) -> bool:
-    """Return whether a function is given by a file, not by an importable module."""
-    return where.endswith(".py")
+def is_python_file(module: str) -> bool:
+    """Return whether the module of a function is given as a file, not as an importable name."""
+    return module.endswith(".py")
 
 
 BLENDS = frozenset({"data_path", "train_data_path", "valid_data_path", "test_data_path"})
-"""Blends: prefixes of data sets, or weights and prefixes in turn."""
+"""Arguments whose value is a blend: prefixes of data sets, or alternating weights and prefixes."""
 TOKENIZER_PATHS = frozenset(
     {"tokenizer_path", "merge_file", "special_tokens_file"}
     | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
 CONVERSATION_SUFFIXES = (".jsonl", ".ndjson", ".json")
-"""How files of conversations end; all else in a blend is a data set's prefix."""
+"""Suffixes of conversation files; other words of a blend are prefixes of data sets."""
 CHAT_TEMPLATE = "chat_template"
-"""A file, or a name."""
+"""Argument whose value is the path of a file, or the name of a built-in template."""
 EVAL_PROMPTS = "eval_prompts"
-"""A file that is read."""
+"""Argument whose value is the path of a file."""
 PRETRAINED_CHECKPOINT = "pretrained_checkpoint"
-"""A directory that is read and must be there."""
+"""Argument whose value is the path of an existing directory."""
 WRITTEN_DIRECTORIES = frozenset(
     {
         "save",
@@ -99,18 +191,20 @@ WRITTEN_DIRECTORIES = frozenset(
         "profile_dir",
     }
 )
-"""Directories that a run makes itself where they are missing."""
+"""Arguments whose value is a directory that a run creates if it is missing."""
 NOT_A_PATH = frozenset({"", "false", "true"})
-"""Texts that nobody means as a directory: an override's ``save=false`` is one. ``./false`` is."""
-_MAX_PATH = 4096 - 512  # PATH_MAX, and what the names of a run's own files take of it
+"""Values that are not directories, such as in the override ``save=false``. ``./false`` is one."""
+_MAX_PATH = 4096 - 512  # PATH_MAX without room for the names of a run's files
 _PSEUDO_FILE_SYSTEMS = ("/proc", "/sys", "/dev")
 _WEIGHT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def data_cache_of(values: Mapping[str, Any]) -> tuple[Path, str] | None:
-    """Return the cache directory of data set indices and the argument that determines it:
-    data_cache_path, otherwise next to another directory of the run. None: megatron.core stores them
-    next to the data."""
+    """Return the directory of index caches and the argument that determines it.
+
+    It is ``data_cache_path``, otherwise a directory next to ``save`` or ``tensorboard_dir``. None
+    without these arguments: megatron.core then stores the caches next to the data.
+    """
     if values["data_cache_path"]:
         return Path(values["data_cache_path"]), "data_cache_path"
     for name in ("save", "tensorboard_dir"):
@@ -126,26 +220,30 @@ def _absolute_path(path: str) -> str:
 
 
 def why_too_long(path: str) -> str | None:
-    """Why no file system has room for a path; None if one may."""
+    """Return the reason why file systems do not support a path; None if they do."""
     longest = max((byte_length(part) for part in path.split("/")), default=0)
     if longest > MAX_NAME:
-        return f"a name in it is {longest:,} bytes long; file systems take {MAX_NAME} at most"
+        return f"a name in it is {longest:,} bytes long; expected at most {MAX_NAME}"
     if byte_length(path) > _MAX_PATH:
-        return f"is {byte_length(path):,} bytes long, which leaves no room for files in it"
+        return f"is {byte_length(path):,} bytes long; expected at most {_MAX_PATH:,}"
     return None
 
 
 def pseudo_file_system_of(path: str) -> str | None:
-    """The top of the pseudo file system that a path lies in, by its name; None for others."""
+    """Return the mount point of the pseudo file system that contains a path (``/proc``); None for
+    other paths."""
     parts = Path(os.path.normpath(path)).parts
     top = "/".join(("", *parts[1:2]))
-    # Shared memory keeps files like any directory, until the machine restarts.
+    # /dev/shm stores files like other directories until the machine restarts.
     return top if top in _PSEUDO_FILE_SYSTEMS and parts[1:3] != ("dev", "shm") else None
 
 
 def blend_words(value: Any) -> list[str]:
-    """The words of a blend. One text with weights (``0.3 a 0.7 b``) is split; a path may hold
-    spaces, so any other text is one prefix."""
+    """Return the words of a blend.
+
+    A single text with weights (``0.3 a 0.7 b``) is split at spaces. Any other text is one prefix,
+    because paths may contain spaces.
+    """
     if isinstance(value, (list, tuple)):
         return [str(item) for item in value]
     words = str(value).split()
@@ -155,8 +253,8 @@ def blend_words(value: Any) -> list[str]:
 
 
 def _is_blend(value: Any) -> bool:
-    """Return whether a value can be a blend. Other values are left unchanged, so that the message
-    about their type can show them."""
+    """Return whether a value has the type of a blend. Other values are reported by their type
+    check."""
     items = value if isinstance(value, (list, tuple)) else [value]
     return not any(isinstance(item, (list, tuple, dict)) for item in items)
 
@@ -187,24 +285,26 @@ def blend_problem(value: Any) -> str | None:
 
 
 def phase_problem(text: str) -> str | None:
-    """Return the problem of a phase's mixture; None if there is none or no mixture."""
-    for words in _phase_mixtures(text):
+    """Return the problem of the blend in a phase; None if there is none or the phase is
+    malformed."""
+    for words in _phase_blends(text):
         if problem := blend_problem(words):
             return problem
         if len(words) > 1 and not is_weight(words[0]):
-            return f"data sets without weights, such as {words[0]}: expected a weight for each"
+            return f"expected a weight for each data set; {words[0]} has none"
     return None
 
 
 def blend_prefixes(value: Any) -> list[str]:
-    """The data sets of a blend, without their weights."""
+    """Return the prefixes of the data sets of a blend, without their weights."""
     return [word for word in blend_words(value) if not is_weight(word)]
 
 
 def absolute_value(name: str, value: Any, *, external: bool) -> Any:
-    """Return an argument's value with its paths made absolute; other values are unchanged.
+    """Return an argument's value with absolute paths; other values are unchanged.
 
-    An external program may take a tokenizer's name for a path, so there only what exists changes.
+    The value may be the name of a tokenizer instead of a path if the training program is
+    ``external``; then only existing paths are changed.
     """
     if name in BLENDS:
         if not _is_blend(value):
@@ -212,9 +312,10 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
         words = blend_words(value)
         absolute = [_absolute_word(w) for w in words]
         return absolute if isinstance(value, (list, tuple)) or len(absolute) > 1 else absolute[0]
-    if name == PHASES and isinstance(value, list):
+    if name == DATA_PHASES and isinstance(value, list):
         return [
-            map_phase_paths(one, _absolute_word) if isinstance(one, str) else one for one in value
+            map_phase_paths(phase, _absolute_word) if isinstance(phase, str) else phase
+            for phase in value
         ]
     if not isinstance(value, str):
         return value
@@ -231,33 +332,31 @@ def _absolute_word(word: str) -> str:
     return word if is_weight(word) else _absolute_path(word)
 
 
-def _phase_mixtures(value: Any) -> Iterator[list[str]]:
-    """The mixtures of phases, of those that say one."""
+def _phase_blends(value: Any) -> Iterator[list[str]]:
+    """Yield the words of the blend of each well-formed phase."""
     for text in value if isinstance(value, (list, tuple)) else [value]:
         with suppress(ValueError):
             yield list(parse_phase(text).words)
 
 
 def _python_file_of(function: Any) -> str | None:
-    """The file that a function is named by; None where it is a module, or nothing is named."""
+    """Return the file of a function; None if it is in an importable module, or invalid."""
     with suppress(ValueError, AttributeError):
-        where, _ = parse_function_path(function)
-        return where if is_python_file(where) else None
+        module, _ = parse_function_path(function)
+        return module if is_python_file(module) else None
     return None
 
 
 def files_needed(name: str, value: Any) -> list[str]:
     """Return the files and directories that an argument reads, on any machine."""
     if name == EXTERNAL_DATA:
-        return [where] if (where := _python_file_of(value)) else []
+        return [file] if (file := _python_file_of(value)) else []
     if name in (*TOKENIZER_PATHS, PRETRAINED_CHECKPOINT, EVAL_PROMPTS) and isinstance(value, str):
         return [value]
     if name == CHAT_TEMPLATE and isinstance(value, str) and is_template_file(value):
         return [value]
-    if name == PHASES:
-        return [
-            path for words in _phase_mixtures(value) for path in files_needed("data_path", words)
-        ]
+    if name == DATA_PHASES:
+        return [path for words in _phase_blends(value) for path in files_needed("data_path", words)]
     if name not in BLENDS or not _is_blend(value):
         return []
     local = [prefix for prefix in blend_prefixes(value) if "://" not in prefix]
@@ -279,13 +378,13 @@ def missing_files(name: str, value: Any) -> Iterator[str]:
     template = name == CHAT_TEMPLATE and isinstance(value, str) and is_template_file(value)
     if template and not Path(value).is_file():
         yield f"no file {value}"
-    where = _python_file_of(value) if name == EXTERNAL_DATA else None
-    if where and not Path(where).is_file():
-        yield f"no file {where}"
+    function_file = _python_file_of(value) if name == EXTERNAL_DATA else None
+    if function_file and not Path(function_file).is_file():
+        yield f"no file {function_file}"
     if name == PRETRAINED_CHECKPOINT and isinstance(value, str) and not Path(value).is_dir():
         yield f"no directory {value}"
-    if name == PHASES:
-        for words in _phase_mixtures(value):
+    if name == DATA_PHASES:
+        for words in _phase_blends(value):
             yield from missing_files("data_path", words)
     if name in BLENDS and _is_blend(value):
         for prefix in blend_prefixes(value):
@@ -303,9 +402,9 @@ def _missing_data_set(prefix: str) -> Iterator[str]:
         return
     path = Path(prefix)
     if path.suffix in (".bin", ".idx"):
-        yield f"{prefix}: give the data set's prefix, without {path.suffix}"
+        yield f"expected the prefix of a data set, without {path.suffix}; found {prefix}"
         return
     folder = path if path.is_dir() else path.parent
-    there = sorted(str(p.with_suffix("")) for p in folder.glob("*.idx"))[:5]
-    hint = f"; there is {', '.join(there)}" if there else ""
+    existing = sorted(str(p.with_suffix("")) for p in folder.glob("*.idx"))[:5]
+    hint = f"; existing data sets: {', '.join(existing)}" if existing else ""
     yield f"no data set {prefix}: {' and '.join(prefix + s for s in absent)} missing{hint}"

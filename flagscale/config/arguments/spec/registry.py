@@ -1,7 +1,7 @@
-"""Every argument that a train YAML may give, by name. Reading it needs no torch.
+"""Registry of all arguments that a train YAML may give, by name. No torch.
 
-Three sources: megatron.core's config dataclasses (a generated list), this project's training
-arguments (which win over the core's of equal name) and the aliases.
+There are three sources: the config dataclasses of megatron.core (a generated list), the training
+arguments of this project, which replace those of megatron.core with the same name, and aliases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flagscale.config.arguments.compat.aliases import ALIASES, Alias
+from flagscale.config.arguments.compat.names import ALIASES, Alias, why_unsupported, why_unused
 from flagscale.config.arguments.spec.argument import Argument, Section, declared
 from flagscale.config.arguments.spec.data_arguments import (
     Conversations,
@@ -41,7 +41,11 @@ from flagscale.config.arguments.spec.system_arguments import (
     Recomputation,
     Runtime,
 )
-from flagscale.config.arguments.spec.values import nearest_names
+from flagscale.config.arguments.spec.values import (
+    expand_number_text,
+    is_list_expression,
+    nearest_names,
+)
 
 TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Runtime, "system"),
@@ -104,18 +108,18 @@ _NOT_NEGATIVE = (
     "loss_scale",
     "hysteresis",
 )
-_SHARES = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
+_FRACTIONS = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
 BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
     **dict.fromkeys(_NOT_NEGATIVE, (0, None)),
-    **dict.fromkeys(_SHARES, (0, 1)),
+    **dict.fromkeys(_FRACTIONS, (0, 1)),
 }
-"""Least and greatest value by name, inclusive; None is "no limit"."""
+"""Minimum and maximum of megatron.core's arguments by name, inclusive; None: no limit."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "moe_router_load_balancing_type": LOAD_BALANCING,
     "recompute_modules": RECOMPUTE_MODULES,
 }
-"""Values of texts that it compares with, but does not list in their types."""
+"""Choices of megatron.core's arguments whose types do not list them."""
 _CORE_LIST = Path(__file__).with_name("generated") / "megatron_core.json"
 
 
@@ -145,7 +149,7 @@ def _core_argument(record: Mapping[str, Any]) -> Argument:
 
 @lru_cache(maxsize=1)
 def arguments() -> Mapping[str, Argument]:
-    """The arguments that the training program has, by name: no aliases."""
+    """Return the arguments of the training program by name, without aliases."""
     registered = {record["name"]: _core_argument(record) for record in _core_records()}
     for group, section in TRAINING_GROUPS:
         registered.update((argument.name, argument) for argument in declared(group, section))
@@ -154,7 +158,7 @@ def arguments() -> Mapping[str, Argument]:
 
 @lru_cache(maxsize=1)
 def aliases() -> Mapping[str, Alias]:
-    """The aliases by name. A name that the training program has itself is no alias."""
+    """Return the aliases by name, except those that are names of arguments."""
     return MappingProxyType({a.name: a for a in ALIASES if a.name not in arguments()})
 
 
@@ -163,7 +167,7 @@ def _alias_argument(alias: Alias) -> Argument:
         target = arguments()[alias.target]
         return Argument(**{**vars(target), "name": alias.name, "origin": f"alias of {target.name}"})
     doc = alias.doc or {
-        "opposite": f"The opposite of `{alias.target}`",
+        "opposite": f"Opposite of `{alias.target}`",
         "value": f"`{alias.target}: {alias.value}`",
     }.get(alias.rule, "")
     section = arguments()[alias.target].section if alias.target else "model"
@@ -172,7 +176,8 @@ def _alias_argument(alias: Alias) -> Argument:
 
 @lru_cache(maxsize=1)
 def registry() -> Mapping[str, Argument]:
-    """Arguments and aliases by name, snake case. An alias's ``origin`` says what it stands for."""
+    """Return arguments and aliases by name in snake case. The ``origin`` of an alias names the
+    argument that it stands for."""
     registered = dict(arguments())
     registered.update((alias.name, _alias_argument(alias)) for alias in aliases().values())
     return MappingProxyType(registered)
@@ -180,8 +185,8 @@ def registry() -> Mapping[str, Argument]:
 
 @lru_cache(maxsize=1)
 def one_or_many() -> frozenset[str]:
-    """Arguments that take one value or a list, which mean different things: a single value of
-    theirs stays a single value."""
+    """Return the names of arguments for which a single value and a list of one item have different
+    meanings."""
     return frozenset(record["name"] for record in _core_records() if record["single"])
 
 
@@ -214,5 +219,32 @@ def canonical_name(name: str) -> str | None:
 
 
 def closest_names(name: str) -> list[str]:
-    """The names that look most like ``name``, best first; empty when nothing comes close."""
+    """Return the names that are most similar to ``name``, best first; empty if none is similar."""
     return nearest_names(name.strip("-").replace("-", "_"), registry())
+
+
+def unknown_message(name: str) -> str:
+    """Return the message about a name that is not an argument."""
+    reason = why_unsupported(name) or why_unused(name)
+    if reason:
+        return f"is not supported: {reason}"
+    near = closest_names(name)
+    return "unknown argument" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+
+def unwrap_single(argument: Argument, given: Any, converted: Any) -> Any:
+    """Return the item of a converted list if a single value was given and has another meaning than
+    a list; otherwise the list."""
+    is_expression = argument.kind == "int" and is_list_expression(str(given))
+    is_expression = is_expression or len(expand_number_text(argument, given)) > 1
+    is_list = is_expression or isinstance(given, (list, tuple))
+    return converted if is_list or argument.name not in one_or_many() else converted[0]
+
+
+def fold_alias(alias: Alias | None, name: str, value: Any) -> tuple[str, Any] | None:
+    """Return the argument that a name stands for, and its value; None for an alias without
+    effect."""
+    if alias is None:
+        return name, value
+    translated = alias.translate(value)
+    return None if alias.rule == "none" or translated is None else (alias.target, translated)

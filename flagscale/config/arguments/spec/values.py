@@ -9,33 +9,37 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from flagscale.config.arguments.compat.unsupported import UNSUPPORTED_VALUES
+from flagscale.config.arguments.compat.names import UNSUPPORTED_VALUES
 from flagscale.config.arguments.spec.argument import Argument
 
 _MAX_ITEMS = 100_000
-_BETWEEN = re.compile(r"\s*,\s*|\s+")
+_SEPARATOR = re.compile(r"\s*,\s*|\s+")
 _LIST_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-_PAIRS = ("()", "[]")
+_BRACKETS = ("()", "[]")
 
 
 def is_list_expression(text: str) -> bool:
-    """Return whether a text is meant as a list expression."""
+    """Return whether a text looks like a list expression (:func:`evaluate_list`)."""
     return "[" in text
 
 
 def split_numbers(text: str) -> list[str]:
-    """The numbers of a text that writes several, with commas or spaces between them and maybe
-    parentheses or brackets around: ``127,0``, ``(127, 0)``, ``2 2 100``. Empty for any other."""
+    """Split a text of several numbers, separated by commas or spaces and optionally in brackets:
+    ``127,0``, ``(127, 0)``, ``2 2 100``. Return an empty list for other texts."""
     bare = text.strip()
-    if bare[:1] + bare[-1:] in _PAIRS:
+    if bare[:1] + bare[-1:] in _BRACKETS:
         bare = bare[1:-1].strip()
-    parts = _BETWEEN.split(bare)
+    parts = _SEPARATOR.split(bare)
     return parts if len(parts) > 1 and all(map(_LIST_NUMBER.fullmatch, parts)) else []
 
 
 def evaluate_list(text: str) -> list[int]:
-    """The list that an expression of lists of whole numbers, ``+``, ``*`` and parentheses stands
-    for. Nothing is evaluated but these. Raises ValueError for any other."""
+    """Evaluate an expression of lists of integers, ``+``, ``*`` and parentheses, such as
+    ``[0]+[1]*3``.
+
+    Raises:
+        ValueError: the text is another expression; it is not evaluated.
+    """
     try:
         content = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
@@ -77,13 +81,13 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 MAX_TEXT = 128 * 1024 - 1
-"""Bytes that Linux takes in one argument or one ``NAME=value`` when it starts a program
-(MAX_ARG_STRLEN, less its NUL)."""
+"""Maximum length in bytes of one argument or one ``NAME=value`` of a program on Linux
+(MAX_ARG_STRLEN without its NUL)."""
 MAX_NAME = 255
-"""Bytes of a file's name, and of any name that is no text."""
+"""Maximum length in bytes of a file name, and of other names."""
 _MAX_INT = 2**63 - 1
-"""The largest whole number of the shells, programs and tensors that a value goes to."""
-_ARTICLES = {
+"""Largest integer that shells and tensors support."""
+_KIND_TEXTS = {
     "int": "a whole number",
     "float": "a number",
     "str": "a text",
@@ -120,15 +124,12 @@ def why_unfit(text: str) -> str | None:
     if "\0" in text:
         return "cannot hold a NUL character"
     if byte_length(text) > MAX_TEXT:
-        return (
-            f"is {byte_length(text):,} bytes long; a program can get {MAX_TEXT:,} at most in "
-            "one text"
-        )
+        return f"is {byte_length(text):,} bytes long; expected at most {MAX_TEXT:,}"
     return None
 
 
 def is_negative_number(text: str) -> bool:
-    """Return whether a word with a leading dash is a number and cannot be taken for a flag."""
+    """Return whether a word with a leading dash is a number and cannot be confused with a flag."""
     return text.startswith("-") and _NUMBER.fullmatch(text) is not None
 
 
@@ -137,7 +138,7 @@ def describe_expected(argument: Argument) -> str:
     if argument.choices is not None:
         item = "one of " + ", ".join(str(c) for c in argument.choices)
     else:
-        item = _ARTICLES[argument.kind] + _describe_bounds(argument)
+        item = _KIND_TEXTS[argument.kind] + _describe_bounds(argument)
     return f"a list, each item {item}" if argument.many else item
 
 
@@ -151,11 +152,13 @@ def _describe_bounds(argument: Argument) -> str:
 
 
 def convert(argument: Argument, value: Any) -> Any:
-    """Convert a YAML value or words to the argument's value.
+    """Convert a YAML value or command-line words to the argument's value.
 
-    ``many`` arguments give a list and accept a single value for a list of one, of numbers a text
-    that writes several (``127,0``), and of whole numbers an expression (``[0]+[1]*3``). Raises
-    ValueError, whose text says what was expected and found.
+    For ``many`` arguments, a single value is a list of one item. Lists of numbers may also be given
+    as one text (``127,0``), and lists of integers as an expression (``[0]+[1]*3``).
+
+    Raises:
+        ValueError: the value is invalid; the message states the expected and the found value.
     """
     if argument.many:
         items = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -192,7 +195,7 @@ def _convert_one(argument: Argument, item: Any, whole: Any) -> Any:
         ) from None
     if not _is_within(argument, converted):
         if why := UNSUPPORTED_VALUES.get((argument.name, str(converted))):
-            raise ValueError(f"{format_value(whole)} cannot be given: {why}")
+            raise ValueError(f"{format_value(whole)} is not supported: {why}")
         near = did_you_mean(str(converted), map(str, argument.choices or ()))
         raise ValueError(
             f"expected {describe_expected(argument)}, found {format_value(whole)}{near}"
@@ -227,7 +230,7 @@ def _to_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError
     number = float(value)
-    if not math.isfinite(number):  # as 1e400 is not
+    if not math.isfinite(number):  # 1e400 is infinite
         raise ValueError
     return number
 

@@ -18,7 +18,7 @@ from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.program import build_program, run_program
 from flagscale.hosts.python_environment import python_function
 
-_SECONDS = 300.0
+_TIMEOUT_SECONDS = 300.0
 _MANIFEST = Path(__file__).with_name("manifest.sh")
 _UNPACK = Path(__file__).with_name("unpack.py")
 
@@ -62,7 +62,9 @@ def sync_code(
     run = 'eval "$1"; cd / && exec "$2" -c "$3" "$4"'
     unpack = _UNPACK.read_text(encoding="utf-8")
     argv = ["bash", "-c", run, "flagscale", setup, python, unpack, str(project)]
-    result = connection.run(argv, stdin=pack_archive(source, changed, removed), timeout=_SECONDS)
+    result = connection.run(
+        argv, stdin=pack_archive(source, changed, removed), timeout=_TIMEOUT_SECONDS
+    )
     if not result.ok:
         lines = result.error_text.strip().splitlines() or [f"exit code {result.exit_status}"]
         raise CodeError(connection.name, lines[-1])
@@ -76,11 +78,11 @@ def sync_code(
     return len(changed) + len(removed)
 
 
-def _read_manifest(connection: HostConnection, text: str) -> dict[str, str]:
+def _read_manifest(connection: HostConnection, program: str) -> dict[str, str]:
     try:
-        return dict(json.loads(run_program(connection, text, _SECONDS).get("manifest")))
+        return dict(json.loads(run_program(connection, program, _TIMEOUT_SECONDS).get("manifest")))
     except ValueError:
-        reason = "its Python does not list the code that is there"
+        reason = "its Python cannot list the code of the project's directory"
         raise CodeError(connection.name, reason) from None
 
 

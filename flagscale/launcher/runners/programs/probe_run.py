@@ -1,8 +1,8 @@
-"""Probe of a run on a host: whether it is alive, and what is new in its files.
+"""Probe of a run on a host: whether the run is alive, and the new contents of its files.
 
 Without a shared file system, the result includes the chunks that were added since the last probe;
-:func:`keep` writes them at the same path on this machine. A chunk is always written at its own
-offset, so that two commands may probe the same run at once.
+:func:`store_chunks` writes them at the same path on this machine. A chunk is always written at its
+own offset, so that two commands may probe the same run at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flagscale.files import make_private_directory
 from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.program import FileChunk, build_program, run_program
 from flagscale.launcher.layout import EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
+from flagscale.launcher.runners.programs.start import start_lock_path
 from flagscale.launcher.snapshot import HostObservation
 from flagscale.launcher.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE
 
-_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 # Maximum bytes of one file per probe; the next probe continues.
 _MAX_CHUNK_BYTES = 16 << 20
 _TAIL_BYTES = 256 << 10
@@ -61,23 +62,25 @@ class ProbeRequest:
         output: Fetch the output of the host's script, too.
         count: Count the rank processes.
         last_line: Return the last line of output.
+        await_start: Wait until no start is in progress on the host.
     """
 
     fetch: bool = False
     output: bool = False
     count: bool = False
     last_line: bool = False
+    await_start: bool = False
 
 
 def probe_run(
     connection: HostConnection, state: RunState, host: HostState, request: ProbeRequest
 ) -> ProbeResult:
     """Probe one host, and store the fetched chunks."""
-    output = run_program(connection, render_probe(state, host, request), _SECONDS)
+    output = run_program(connection, render_probe(state, host, request), _TIMEOUT_SECONDS)
     store_chunks(output.chunks, host)
     return ProbeResult(
         alive=output.get("alive"),
-        ranks=output.number("ranks"),
+        ranks=output.get_int("ranks"),
         more=output.get("more") == "yes",
         last_line=output.get("last_line"),
     )
@@ -93,6 +96,7 @@ def render_probe(state: RunState, host: HostState, request: ProbeRequest) -> str
             "pid": str(host.pid or 0),
             "start_ticks": str(host.start_ticks or 0),
             "entry": f"{RUN_ID_VARIABLE}={state.run_id}",
+            "start_lock": str(start_lock_path(host)) if request.await_start else "",
             "count_ranks": "yes" if request.count else "",
             "output_file": str(host.output) if request.last_line else "",
             "run_dir": str(host.run_dir),

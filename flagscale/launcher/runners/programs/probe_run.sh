@@ -1,9 +1,17 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # Report whether a run is alive on this host, and send what is new in its files.
+if [[ -n $start_lock ]]; then
+    # Wait for a start that is in progress, even if its launcher was killed.
+    lock_start "$start_lock"
+    unlock_start
+fi
+# A pid and its start time alone prove nothing: the state that names them is a file. Processes of
+# another user cannot be looked into.
+is_script_of_run() { [[ ! -r /proc/$pid/environ ]] || carries "$pid" "$entry"; }
 alive=
 if [[ -z $expected_boot || $boot == "$expected_boot" ]]; then
     started_at "$pid"
-    [[ -n $ticks && $ticks == "$start_ticks" ]] && alive=script
+    [[ -n $ticks && $ticks == "$start_ticks" ]] && is_script_of_run && alive=script
     # Without the script, other processes of the run may be alive: search all environments.
     if [[ -z $alive ]] && grep -qzsFx -e "$entry" /proc/[0-9]*/environ; then alive=orphans; fi
 fi

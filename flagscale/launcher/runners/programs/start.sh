@@ -1,23 +1,64 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Write the script of a host and its files, and start the script.
+# Write the script of a host and its files, and start the script, unless a run of this experiment is
+# alive on this host.
 old_mask=$(umask)
 umask 077
-if [[ $boot == "$old_boot" ]] && started_at "$old_pid" && [[ $ticks == "$old_ticks" ]]; then
-    printf '%s\n' "the previous run is alive there (script pid $old_pid)" >&2
-    exit 75
-fi
 fail() { printf '%s\n' "$1" >&2; exit 73; }
 for directory in "${script%/*}" "${output%/*}" "$run_dir"; do
     [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot create $directory"
 done
+# Nobody else may be able to replace these files or to redirect them. The owner of new files is not
+# always this user: some file systems map root to another one.
+probe=$script.$$.new
+(set -o noclobber && : >"$probe") 2>/dev/null || fail "cannot write $probe"
+read -r own_uid < <(stat -c %u -- "$probe")
+rm -f -- "$probe"
+hint='set another experiment.exp_dir'
+directories=("${script%/*}" "${output%/*}" "${run_dir%/*}" "$run_dir")
+mapfile -t states < <(stat -c '%f %u' -- "${directories[@]}")
+for ((i = 0; i < ${#directories[@]}; i++)); do
+    directory=${directories[i]}
+    read -r mode uid <<<"${states[i]}"
+    (((0x$mode & 0xf000) == 0x4000)) || fail "$directory is not a directory: $hint"
+    [[ $uid == "$own_uid" ]] ||
+        fail "$directory belongs to user $(id -nu "$uid" 2>/dev/null || echo "$uid"): $hint"
+    ((0x$mode & 2)) && fail "$directory is writable by every user: chmod o-w it, or $hint"
+done
+# One start at a time on this host. The lock is held from the checks until the script is visible in
+# the process table, so that every later check finds it.
+lock_start "$start_lock"
+if [[ $boot == "$old_boot" ]] && started_at "$old_pid" && [[ $ticks == "$old_ticks" ]] &&
+    { [[ ! -r /proc/$old_pid/environ ]] || carries "$old_pid" "$old_entry"; }; then
+    printf '%s\n' "the previous run is alive there (script pid $old_pid)" >&2
+    exit 75
+fi
+for entry in "$status_dir_prefix" "$old_entry"; do
+    [[ -n $entry ]] || continue
+    carrying "$entry"
+    for pid in "${pids[@]}"; do
+        started_at "$pid"
+        # This process may carry the id of the run that it starts.
+        [[ -n $ticks && $pid != "$$" ]] || continue
+        printf '%s\n' "a run of this experiment is alive there (pid $pid)" >&2
+        exit 75
+    done
+done
+if [[ -n $claim_file ]]; then
+    read -r claim <"$claim_file"
+    [[ $claim == "$run_id" ]] || fail "another launch has begun in the meantime"
+fi
 if [[ -n $old_output && -e $output ]]; then
     [[ -d ${old_output%/*} ]] || mkdir -p -- "${old_output%/*}"
     mv -- "$output" "$old_output" || fail "cannot keep $output"
 fi
 for ((i = 0; i < ${#paths[@]}; i++)); do
-    printf '%s' "${texts[i]}" >"${paths[i]}" || fail "cannot write ${paths[i]}"
+    # A new file takes the place of the old one, so that a symbolic link is replaced, not followed.
+    new_file=${paths[i]}.$$.new
+    (set -o noclobber && printf '%s' "${texts[i]}" >"$new_file") || fail "cannot write ${paths[i]}"
+    [[ ${paths[i]} != "$script" ]] || chmod 700 -- "$new_file" || fail "cannot make $script executable"
+    mv -fT -- "$new_file" "${paths[i]}" || fail "cannot write ${paths[i]}"
 done
-[[ -x $script ]] || chmod 700 -- "$script" || fail "cannot make $script executable"
+[[ ! -L $output ]] || fail "$output is a symbolic link"
 : >>"$output" || fail "cannot write $output"
 umask "$old_mask"
 report boot_id "$boot"
@@ -27,11 +68,16 @@ if [[ -n $tied ]]; then
     report pid "$$"
     report start_ticks "$ticks"
     print_results
+    unlock_start # this process carries the id of the run already
     exec bash "$script" </dev/null >>"$output" 2>&1
 fi
 # The script runs in its own session with its own standard streams, so it outlives this program.
-setsid bash "$script" </dev/null >>"$output" 2>&1 &
+(unlock_start; exec setsid bash "$script") </dev/null >>"$output" 2>&1 &
 pid=$!
+for ((i = 0; i < 200; i++)); do
+    carries "$pid" "$new_entry" && break
+    sleep 0.005
+done
 started_at "$pid"
 [[ -n $ticks ]] || fail "setsid bash does not start"
 report pid "$pid"

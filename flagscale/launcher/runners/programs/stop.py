@@ -31,7 +31,7 @@ def stop_on_host(
     """End the processes of a run on a host, except the ``spared`` pids; None if there were none."""
     timeout = 2 * state.stop_grace + _AGENT_SECONDS + _KILL_SECONDS + _MARGIN_SECONDS
     output = run_program(connection, render_stop(state, host, spared), timeout)
-    if not output.number("found"):
+    if not output.get_int("found"):
         return None
     terminated, killed, survivors = (
         tuple(sorted(int(pid) for pid in output.get(name).split()))

@@ -109,6 +109,13 @@ find_agent() {
 find_agent
 started_at "$script_pid"
 [[ -n $ticks && $ticks == "$start_ticks" ]] && started[$script_pid]=$ticks || script_pid=
+# A pid and its start time come from files, which prove nothing: a process belongs to the run only if
+# it carries the run's id. If its environment is unreadable, another user owns it.
+for pid in $script_pid $agent; do
+    [[ ! -r /proc/$pid/environ ]] || carries "$pid" "$entry" && continue
+    [[ $pid == "$script_pid" ]] && script_pid=
+    [[ $pid == "$agent" ]] && agent=
+done
 for pid in $script_pid $agent; do
     # The environments of another user's processes are unreadable, so no others would be found.
     is_foreign "$pid" || continue

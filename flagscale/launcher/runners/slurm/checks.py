@@ -14,18 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flagscale.config.schema import Container, Experiment, Runner, Slurm, SlurmType
-from flagscale.config.slurm_schema import seconds
+from flagscale.config.slurm_schema import parse_time_limit
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launcher.preflight import backend, user_code
 from flagscale.launcher.preflight.checks import EARLIER_RUN, REACHABLE, Check
-from flagscale.launcher.preflight.host_probe import BACKEND, query_hosts
+from flagscale.launcher.preflight.host_probe import TRAINING_BACKEND, query_hosts
 from flagscale.launcher.preflight.hosts import check_hosts
 from flagscale.launcher.runners import endpoints
 from flagscale.launcher.runners.slurm import scheduler, watch
-from flagscale.launcher.runners.slurm.container import KEY
-from flagscale.launcher.runners.slurm.job import TYPE, components, signal_seconds
+from flagscale.launcher.runners.slurm.container import CONTAINER_KEY
+from flagscale.launcher.runners.slurm.job import RUNNER_TYPE, components, signal_seconds
 from flagscale.launcher.runners.slurm.scheduler import Partition
 from flagscale.launcher.state import alive_message, load_state
 
@@ -84,12 +84,12 @@ def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) 
 
 def _check_earlier_run(plan: LaunchPlan) -> Iterator[Check]:
     previous = load_state(plan.layout.state)
-    if previous is None or previous.runner.type != TYPE:
+    if previous is None or previous.runner.type != RUNNER_TYPE:
         return
-    standing = watch.monitor_of_run(previous.run_id).status(previous)
-    if standing.over:
+    status = watch.monitor_of_run(previous.run_id).status(previous)
+    if status.over:
         yield Check(EARLIER_RUN, True, "none alive")
-    elif not standing.trouble:
+    elif not status.trouble:
         message, hint = alive_message(previous)
         yield Check(EARLIER_RUN, False, message, hint)
 
@@ -102,15 +102,15 @@ def _check_shared_files(
     These are the project, directories and checkpoints. Other failures are warnings, because nodes
     may have software that this machine lacks.
     """
-    first, contained = plan.hosts[0], experiment.runner.slurm.container is not None
+    first, uses_container = plan.hosts[0], experiment.runner.slurm.container is not None
     host = Host(first.name, device_type=first.device_type)
     with endpoints.open_hosts(RunnerHandle("local"), [host.name]) as hosts:
         probe_results = query_hosts(
-            experiment, (host,), hosts, here=True, thorough=True, fresh=fresh
+            experiment, (host,), hosts, is_local=True, for_preflight=True, ignore_cache=fresh
         )
     for check in check_hosts(experiment, plan, probe_results):
-        shared = check.name in _SHARED_FILE_CHECKS or BACKEND in check.found
-        if check.name in _NODE_CHECKS or (contained and check.name in _IMAGE_CHECKS):
+        shared = check.name in _SHARED_FILE_CHECKS or TRAINING_BACKEND in check.found
+        if check.name in _NODE_CHECKS or (uses_container and check.name in _IMAGE_CHECKS):
             continue
         if check.ok or shared:
             yield check
@@ -125,7 +125,7 @@ def _check_container(container: Container) -> Check:
     A missing runtime is a warning, because nodes may have it.
     """
     if container.image.startswith("/") and not Path(container.image).exists():
-        hint = f"set {KEY}.image to a file that nodes see, too"
+        hint = f"set {CONTAINER_KEY}.image to a file that nodes see, too"
         return Check("container", False, f"there is no {container.image}", hint)
     if container.runtime == "pyxis":
         missing = not scheduler.srun_has_option("--container-image")
@@ -183,10 +183,10 @@ def _find_partition_problem(runner: Runner, nodes: int, partition: Partition) ->
 def _find_time_problem(requested: str | None, partition: Partition, runner: Runner) -> str:
     """Return why a partition's time limits do not fit a job; empty if they do."""
     try:
-        limit = seconds(partition.limit)
-        requested_seconds = seconds(requested) if requested else None
+        limit = parse_time_limit(partition.limit)
+        requested_seconds = parse_time_limit(requested) if requested else None
         default_limit = (
-            None if partition.default_limit == "n/a" else seconds(partition.default_limit)
+            None if partition.default_limit == "n/a" else parse_time_limit(partition.default_limit)
         )
     except ValueError:
         return ""
@@ -198,7 +198,7 @@ def _find_time_problem(requested: str | None, partition: Partition, runner: Runn
     if default_limit is None or default_limit > saving_seconds:
         return ""
     return (
-        f"allows {partition.default_limit} if no time is requested, no longer than the "
+        f"allows {partition.default_limit} if no time is requested, not longer than the "
         f"{saving_seconds} s that a job has to save and end (experiment.runner.stop_grace and more)"
     )
 
@@ -241,6 +241,8 @@ def _test_submission(plan: LaunchPlan) -> Check:
         return Check("job", False, f"Slurm rejects it: {text}", hint)
     start = _START_TIME.search(text)
     if start is not None and scheduler.is_unpredictable(start[1]):
-        warning = "Slurm cannot predict when it may start: jobs without a time limit are before it"
+        warning = (
+            "Slurm cannot predict its start, because jobs without a time limit are queued before it"
+        )
         return Check("job", True, warning, warning=True)
     return Check("job", True, f"may start at {start[1]}" if start else text)

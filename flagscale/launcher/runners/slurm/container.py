@@ -15,8 +15,8 @@ from flagscale.config.schema import PROJECT, Container, Experiment, Runner
 from flagscale.errors import ConfigError, Problem
 from flagscale.launcher.planning.model import LaunchPlan
 
-KEY = "experiment.runner.slurm.container"
-PYTHON = "python3"
+CONTAINER_KEY = "experiment.runner.slurm.container"
+IMAGE_PYTHON = "python3"
 
 
 def use_image_python(experiment: Experiment) -> Experiment:
@@ -24,7 +24,7 @@ def use_image_python(experiment: Experiment) -> Experiment:
     runner = experiment.runner
     if runner.slurm.container is None or runner.python or runner.conda:
         return experiment
-    return replace(experiment, runner=replace(runner, python=PYTHON))
+    return replace(experiment, runner=replace(runner, python=IMAGE_PYTHON))
 
 
 def use_container_workdir(plan: LaunchPlan, container: Container | None) -> LaunchPlan:
@@ -72,7 +72,7 @@ def _mounts(plan: LaunchPlan, runner: Runner, container: Container) -> Iterator[
     for path in dict.fromkeys(str(path) for path in run_paths if path is not None):
         if ":" in path or "," in path:
             text = f"{path} cannot be mounted in a container: its path contains a colon or a comma"
-            raise ConfigError(Problem(KEY, text))
+            raise ConfigError(Problem(CONTAINER_KEY, text))
         yield f"{path}:{path}"
     for mount in container.mounts:
         yield mount if ":" in mount else f"{mount}:{mount}"

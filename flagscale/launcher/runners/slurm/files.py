@@ -45,12 +45,12 @@ class JobEnd:
     Attributes:
         start: Number of starts of the job before this one.
         code: Exit code.
-        why: Reason; empty if the ranks ended by themselves.
+        reason: Reason for the end; empty if the ranks ended by themselves.
     """
 
     start: int
     code: int
-    why: str
+    reason: str
 
 
 def read_start(directory: Path) -> JobStart | None:
@@ -79,13 +79,16 @@ def _read_fields(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def write_job_files(plan: LaunchPlan, directory: Path, *, named: bool) -> None:
+def write_job_files(plan: LaunchPlan, directory: Path, *, has_host_names: bool) -> None:
     """Write the files of a job next to its script.
 
-    ``named`` is True if the plan's hosts have their real names.
+    Args:
+        plan: Plan of the run.
+        directory: Directory of the job.
+        has_host_names: True if the plan's hosts have their real names.
     """
     make_private_directory(directory)
-    if named:
+    if has_host_names:
         write_atomic(directory / "hosts", "".join(f"{host.name}\n" for host in plan.hosts))
     for host in plan.hosts:
         if secrets := host.secrets.items():

@@ -18,7 +18,7 @@ from flagscale import __version__
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.placement import order_by_mesh
 from flagscale.config.schema import Experiment, Runner, Slurm
-from flagscale.config.slurm_reader import SAVING_SECONDS
+from flagscale.config.slurm_reader import STOP_MARGIN_SECONDS
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, smallest_limit
 from flagscale.hosts.names import compress_names
@@ -29,7 +29,7 @@ from flagscale.launcher.planning.model import BatchJob, HostPlan, LaunchPlan, Ru
 from flagscale.launcher.planning.plan import requested_port
 from flagscale.launcher.runners.slurm import container, files
 
-TYPE = "slurm"
+RUNNER_TYPE = "slurm"
 _HERE = Path(__file__).parent
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._\-]+")
 _MAX_NAME_LENGTH = 60
@@ -57,10 +57,10 @@ def plan_with_job(experiment: Experiment) -> LaunchPlan:
     """
     runner = experiment.runner
     hosts = _select_hosts(experiment)
-    named = runner.hostfile is not None
-    handle = RunnerHandle(TYPE, {"requeue": runner.slurm.requeue, "named": named})
+    has_host_names = runner.hostfile is not None
+    handle = RunnerHandle(RUNNER_TYPE, {"requeue": runner.slurm.requeue, "named": has_host_names})
     in_container = container.use_image_python(experiment)
-    plan = build_unprobed_plan(in_container, hosts, handle, here=False, late=True)
+    plan = build_unprobed_plan(in_container, hosts, handle, is_local=False, is_deferred=True)
     plan = container.use_container_workdir(defer_to_job(plan, runner), runner.slurm.container)
     handle = replace(handle, handle={**handle.handle, "name": job_name(plan)})
     notes = (*plan.notes, *_note_cpu_allocation(runner))
@@ -87,13 +87,15 @@ def _select_hosts(experiment: Experiment) -> tuple[Host, ...]:
             name: slurm_type.nodes or 0 for name, slurm_type in slurm.by_type.items()
         }
         counts = counts or {None: runner.nnodes or 1}
-        unnamed = [Host("", device_type=kind) for kind, n in counts.items() for _ in range(n)]
-        hosts = order_by_mesh(experiment, unnamed)
+        placeholder_hosts = [
+            Host("", device_type=kind) for kind, n in counts.items() for _ in range(n)
+        ]
+        hosts = order_by_mesh(experiment, placeholder_hosts)
         hosts = tuple(replace(host, name=f"node-{n}") for n, host in enumerate(hosts))
     if slurm.by_type:
         # The nodes of a component have to be contiguous, in the order in which types first appear.
-        order = list(dict.fromkeys(host.device_type for host in hosts))
-        hosts = tuple(sorted(hosts, key=lambda host: order.index(host.device_type)))
+        type_order = list(dict.fromkeys(host.device_type for host in hosts))
+        hosts = tuple(sorted(hosts, key=lambda host: type_order.index(host.device_type)))
     return tuple(_limit_ranks_to_gpus(slurm, host) for host in hosts)
 
 
@@ -185,7 +187,7 @@ def _sbatch_options(
 
 def signal_seconds(runner: Runner) -> int:
     """Return how many seconds before its time limit a job is signalled to save and end."""
-    return math.ceil(runner.stop_grace) + SAVING_SECONDS
+    return math.ceil(runner.stop_grace) + STOP_MARGIN_SECONDS
 
 
 def _lost_node_seconds(runner: Runner) -> int:
@@ -193,11 +195,11 @@ def _lost_node_seconds(runner: Runner) -> int:
     return math.ceil(runner.stop_grace + runner.lost_host_timeout) + _ENDING_SECONDS
 
 
-def _srun_options(slurm: Slurm, count: int, parts: int) -> Sequence[str]:
+def _srun_options(slurm: Slurm, node_count: int, component_count: int) -> Sequence[str]:
     """Return the options of srun: one task per node, independent of the others and not bound."""
-    options = [f"--nodes={count}", f"--ntasks={count}"]
-    if parts > 1:
-        options = [f"--het-group={','.join(map(str, range(parts)))}"]
+    options = [f"--nodes={node_count}", f"--ntasks={node_count}"]
+    if component_count > 1:
+        options = [f"--het-group={','.join(map(str, range(component_count)))}"]
     options += [
         "--ntasks-per-node=1",
         "--kill-on-bad-exit=0",
@@ -213,9 +215,9 @@ def _srun_options(slurm: Slurm, count: int, parts: int) -> Sequence[str]:
 
 def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
     """Return the batch script."""
-    layout, count = plan.layout, len(plan.hosts)
-    parts = len(components(plan, runner.slurm))
-    address = runner.master_addr or ("127.0.0.1" if count == 1 else "")
+    layout, node_count = plan.layout, len(plan.hosts)
+    component_count = len(components(plan, runner.slurm))
+    address = runner.master_addr or ("127.0.0.1" if node_count == 1 else "")
     if not address and plan.hosts[0].address != plan.hosts[0].name:
         address = plan.hosts[0].address
     values = {
@@ -224,10 +226,12 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
         "scripts": str(layout.scripts),
         "outputs": str(layout.logs),
         "details": str(layout.log_dir or layout.logs / "details"),
-        "count": str(count),
+        "count": str(node_count),
         "requeue": str(runner.slurm.requeue),
         "lost_node_seconds": (
-            str(_lost_node_seconds(runner)) if runner.on_failure == "stop" and count > 1 else ""
+            str(_lost_node_seconds(runner))
+            if runner.on_failure == "stop" and node_count > 1
+            else ""
         ),
         "master_addr": address,
         "master_port": str(requested_port(runner) or ""),
@@ -236,13 +240,16 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# {' '.join(plan.name.split())}: the job of run {plan.run_id}, {count} node(s).",
+            f"# {' '.join(plan.name.split())}: the job of run {plan.run_id}, {node_count} node(s).",
             f"# Written by flagscale {__version__}; srun starts the script of each node.",
             "# shellcheck disable=SC2016,SC2317,SC2329 # texts for other shells; traps",
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
             _bash_array(
                 "srun",
-                (*_srun_options(runner.slurm, count, parts), *container.srun_options(plan, runner)),
+                (
+                    *_srun_options(runner.slurm, node_count, component_count),
+                    *container.srun_options(plan, runner),
+                ),
             ),
             _bash_array("inside", container.exec_command(plan, runner)),
             *_bash_text("ports", PROGRAMS / "ports.sh"),

@@ -60,17 +60,17 @@ def explain_reason(reason: str) -> str:
 
 
 def _explain_limit(limit: re.Match[str]) -> str:
-    owner, each, minutes = _OWNERS[limit["owner"]], limit["each"], limit["minutes"]
+    owner, per, minutes = _OWNERS[limit["owner"]], limit["each"], limit["minutes"]
     resource = _RESOURCES.get(limit["resource"].lower(), "a limited resource")
     if minutes:
         resource = _MINUTES.get(resource, f"minutes of {resource}")
     if limit["kind"] == "Min":
         fewer = "less" if resource in ("memory", "time") else "fewer"
         return f"it requests {fewer} {resource} than {owner} requires of a job, {_NEVER}"
-    if each in ("Job", "Node"):
-        return f"it requests more {resource} than {owner} allows per {each.lower()}, {_NEVER}"
+    if per in ("Job", "Node"):
+        return f"it requests more {resource} than {owner} allows per {per.lower()}, {_NEVER}"
     if limit["kind"] == "Max":
-        holder = "account's" if each == "Account" else "user's"
+        holder = "account's" if per == "Account" else "user's"
         return (
             f"the {holder} jobs use all the {resource} that {owner} allows; it waits for other "
             "jobs to end"

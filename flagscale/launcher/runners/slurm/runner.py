@@ -28,7 +28,7 @@ from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.runners.base import ConfigTexts, PreparedRun
 from flagscale.launcher.runners.slurm import files, scheduler, watch
-from flagscale.launcher.runners.slurm.job import TYPE, plan_with_job
+from flagscale.launcher.runners.slurm.job import RUNNER_TYPE, plan_with_job
 from flagscale.launcher.state import (
     RunState,
     alive_message,
@@ -69,7 +69,7 @@ class SlurmRunner:
         plan = plan_with_job(experiment)
         notes = [
             f"{name}={os.environ[name]} from the environment is used by sbatch"
-            for name in scheduler.DEFAULTS
+            for name in scheduler.DEFAULT_VARIABLES
             if name in os.environ
         ]
         return replace(plan, notes=(*plan.notes, *notes))
@@ -93,10 +93,10 @@ class SlurmRunner:
         """
         layout = plan.layout
         if plan.job is None:
-            raise RunStateError("this plan has no job; was it made by another runner?")
+            raise RunStateError("this plan has no job; was it created by another runner?")
         with start_lock(layout):
             previous = load_state(layout.state)
-            if previous is not None and previous.runner.type == TYPE:
+            if previous is not None and previous.runner.type == RUNNER_TYPE:
                 _require_ended(previous)
             directory = files.job_directory(plan.exp_dir, plan.run_id)
             self._write_files(plan, texts, previous, directory)
@@ -119,7 +119,7 @@ class SlurmRunner:
                 self.stop(state)
                 raise
             handle = {**state.runner.handle, "job": job}
-            state = replace(state, runner=RunnerHandle(TYPE, handle))
+            state = replace(state, runner=RunnerHandle(RUNNER_TYPE, handle))
             state.save(layout.state)
         print(f"submitted job {job} for {len(state.hosts)} node(s)", file=sys.stderr, flush=True)
         return state
@@ -131,13 +131,13 @@ class SlurmRunner:
         from flagscale.launcher.planning.script import render
 
         save_plan(plan, texts.config, texts.overrides)
-        files.write_job_files(plan, directory, named=bool(plan.runner.handle.get("named")))
+        files.write_job_files(plan, directory, has_host_names=bool(plan.runner.handle.get("named")))
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700, durable=False)
         if plan.job is not None:
             write_atomic(plan.job.file, plan.job.script, mode=0o700)
-        for old in previous.hosts if previous is not None else ():
-            old.set_output_aside()
+        for previous_host in previous.hosts if previous is not None else ():
+            previous_host.set_output_aside()
 
     def await_hosts(self, state: RunState) -> RunState:
         """Wait until Slurm has allocated the job's nodes, and print why it is pending.
@@ -146,7 +146,7 @@ class SlurmRunner:
             JobError: If the job ends before.
         """
         directory = files.job_directory(state.exp_dir, state.run_id)
-        reported = ""
+        reported_text = ""
         while files.read_start(directory) is None:
             status = watch.monitor_of_run(state.run_id).status(state)
             if status.over:
@@ -155,9 +155,9 @@ class SlurmRunner:
             text = status.waits
             if status.trouble and not text:
                 text = f"{status.trouble}; the job may be pending or running"
-            if text and text != reported and "(" in text:
+            if text and text != reported_text and "(" in text:
                 log_line(text)
-                reported = text
+                reported_text = text
             time.sleep(_POLL_SECONDS)
         watch.monitor_of_run(state.run_id).invalidate()
         return self._resolve_node_names(state)
@@ -173,10 +173,10 @@ class SlurmRunner:
             replace(host, name=name) for host, name in zip(state.hosts, start.nodes, strict=True)
         )
         handle = {**state.runner.handle, "job": start.job}
-        named = replace(state, hosts=hosts, runner=RunnerHandle(TYPE, handle))
-        if named != state:
+        named_state = replace(state, hosts=hosts, runner=RunnerHandle(RUNNER_TYPE, handle))
+        if named_state != state:
             watch.record_job(state, hosts, job=start.job)
-        return named
+        return named_state
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
         from flagscale.launcher.snapshot import EventReader, HostObservation, take_snapshot
@@ -253,8 +253,8 @@ class SlurmRunner:
             return StopResult()
         if status.trouble:
             raise _unreachable(state, status.trouble)
-        stopping = replace(state, stop_requested=round(time.time(), 3))
-        unrecorded = record_stop(stopping)
+        stopping_state = replace(state, stop_requested=round(time.time(), 3))
+        unrecorded = record_stop(stopping_state)
         job_id = watch.find_job_id(state)
         start_time = time.monotonic()
         try:
@@ -270,9 +270,11 @@ class SlurmRunner:
                 hint=f"squeue -j {job_id} shows when it has ended",
             )
         if unrecorded is not None:
-            unrecorded = record_stop(stopping)
-        late = time.monotonic() - start_time >= state.stop_grace and not status.waits
-        return StopResult(self._killed_processes(state, late=late), unrecorded=unrecorded)
+            unrecorded = record_stop(stopping_state)
+        grace_expired = time.monotonic() - start_time >= state.stop_grace and not status.waits
+        return StopResult(
+            self._killed_processes(state, grace_expired=grace_expired), unrecorded=unrecorded
+        )
 
     def _signal_end(self, state: RunState, job_id: str, status: watch.JobStatus) -> bool:
         """Signal a running job to save and end, and return True if it ended in time."""
@@ -296,41 +298,45 @@ class SlurmRunner:
 
         return processes.wait_until(is_over, seconds)
 
-    def _killed_processes(self, state: RunState, *, late: bool) -> dict[str, KilledProcesses]:
-        """Return the killed processes by node; if ``late``, the agents had to kill them."""
+    def _killed_processes(
+        self, state: RunState, *, grace_expired: bool
+    ) -> dict[str, KilledProcesses]:
+        """Return the killed processes by node; none if the grace period did not expire."""
         by_host = {}
         for host in state.hosts:
             with suppress(OSError):
-                pids = tuple(host.exit_record().get("swept", ())) if late else ()
+                pids = tuple(host.exit_record().get("swept", ())) if grace_expired else ()
                 by_host[host.name] = KilledProcesses(killed=pids)
         return by_host
 
 
-def _mark_lost_nodes(state: RunState, snapshot: Snapshot, lost: str) -> Snapshot:
+def _mark_lost_nodes(state: RunState, snapshot: Snapshot, lost_nodes: str) -> Snapshot:
     """Return the snapshot of a run that has lost nodes, which otherwise looks like a stop."""
     from flagscale.launcher.liveness.diagnosis import Failure
     from flagscale.launcher.snapshot import Phase
 
     reason = "was lost: Slurm reported it as down and ended the job"
-    first = next((host for host in state.hosts if host.name in expand_list(lost)), state.hosts[0])
-    failure = snapshot.failure or Failure(first.name, None, None, reason, "", first.output)
+    lost_host = next(
+        (host for host in state.hosts if host.name in expand_list(lost_nodes)), state.hosts[0]
+    )
+    failure = snapshot.failure or Failure(lost_host.name, None, None, reason, "", lost_host.output)
     return replace(snapshot, phase=Phase.FAILED, failure=failure, exit_code=snapshot.exit_code or 1)
 
 
 def _warn_of_late_nodes(state: RunState) -> str:
     """Return a warning that names the nodes which have not started while others wait for them."""
     directory = files.job_directory(state.exp_dir, state.run_id)
-    late = [
+    late_nodes = [
         host.name
         for host in state.hosts
         if not (host.run_dir / SCRIPT_FILE).exists() and host.exit() is None
     ]
     with suppress(OSError):
         seconds = time.time() - (directory / files.NODES).stat().st_mtime
-        if 0 < len(late) < len(state.hosts) and seconds > _LATE_SECONDS:
+        if 0 < len(late_nodes) < len(state.hosts) and seconds > _LATE_SECONDS:
             return (
-                f"{compress_names(late)} has not started: Slurm still prepares it, or it does not "
-                f"share {state.exp_dir} with the others"
+                f"{compress_names(late_nodes)} has not started: Slurm is still preparing it, or it "
+                f"does not share {state.exp_dir} with the others"
             )
     return ""
 

@@ -20,21 +20,21 @@ from datetime import datetime
 from flagscale.config.secrets import is_secret
 from flagscale.errors import UnreachableError
 
-_SECONDS = 60.0
-_INVALID = re.compile(r"Invalid job id|Invalid job name", re.IGNORECASE)
-_LOST_ANSWER = re.compile(r"contact|timed out|Zero Bytes|connect", re.IGNORECASE)
+_COMMAND_TIMEOUT_SECONDS = 60.0
+_INVALID_JOB_ERROR = re.compile(r"Invalid job id|Invalid job name", re.IGNORECASE)
+_CONNECTION_ERROR = re.compile(r"contact|timed out|Zero Bytes|connect", re.IGNORECASE)
 _PARTITION = re.compile(
     r"^ *([^|*]+)(\*?) *\|([^|]+)\|([^|]+)\|([^|]+)\|(\d+)[^|\n]*\|(\d+)", re.MULTILINE
 )
-_FIELDS = "%T|%r|%S|%j"
+_QUEUE_FORMAT = "%T|%r|%S|%j"
 _RETRY_SECONDS = 1.0
-_MAX_DAYS = 360
+_MAX_PREDICTION_DAYS = 360
 # Variables of the job that this process runs in do not belong to a new job.
 _JOB_PREFIXES = ("SLURM_", "SLURMD_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SRUN_", "PMI")
 _CLIENT_VARIABLES = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
 # Defaults that users set for all their jobs. Other SBATCH_ variables would submit a different kind
 # of job than the one that is shown.
-DEFAULTS = tuple(
+DEFAULT_VARIABLES = tuple(
     f"SBATCH_{name}"
     for name in (
         "ACCOUNT",
@@ -53,10 +53,10 @@ DEFAULTS = tuple(
     )
 )
 
-WAITING = frozenset(
+WAITING_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 )
-ENDED = frozenset(
+ENDED_STATES = frozenset(
     {
         "BOOT_FAIL",
         "CANCELLED",
@@ -88,11 +88,11 @@ class SlurmJob:
 
     @property
     def waits(self) -> bool:
-        return self.state in WAITING
+        return self.state in WAITING_STATES
 
     @property
     def over(self) -> bool:
-        return not self.state or self.state in ENDED
+        return not self.state or self.state in ENDED_STATES
 
 
 class JobRejectedError(Exception):
@@ -107,7 +107,7 @@ def command_environment() -> dict[str, str]:
     """
     passed_on = {}
     for name, value in os.environ.items():
-        unsupported = name.startswith("SBATCH_") and name not in DEFAULTS
+        unsupported = name.startswith("SBATCH_") and name not in DEFAULT_VARIABLES
         of_this_job = name.startswith(_JOB_PREFIXES) and name not in _CLIENT_VARIABLES
         secret = name != "SLURM_JWT" and is_secret(name, value)
         if not (unsupported or of_this_job or secret):
@@ -130,7 +130,7 @@ def run_command(*argv: str) -> subprocess.CompletedProcess[str]:
             text=True,
             errors="replace",
             check=False,
-            timeout=_SECONDS,
+            timeout=_COMMAND_TIMEOUT_SECONDS,
             # Ctrl-C is handled by this program: it would end sbatch, but not the job.
             start_new_session=True,
         )
@@ -142,7 +142,9 @@ def run_command(*argv: str) -> subprocess.CompletedProcess[str]:
             hint="start the run from a login node of the cluster",
         ) from None
     except subprocess.TimeoutExpired:
-        raise UnreachableError(f"Slurm does not answer: {argv[0]} took {_SECONDS:g} s") from None
+        raise UnreachableError(
+            f"Slurm does not answer: {argv[0]} took {_COMMAND_TIMEOUT_SECONDS:g} s"
+        ) from None
 
 
 def _read_output(*argv: str) -> str:
@@ -168,7 +170,7 @@ def submit_job(command: Sequence[str], name: str) -> str:
     """Submit a job and return its id.
 
     Raises:
-        RefusedError: If Slurm rejects the job.
+        JobRejectedError: If Slurm rejects the job.
         UnreachableError: If it is unknown whether Slurm accepted the job.
     """
     try:
@@ -177,7 +179,7 @@ def submit_job(command: Sequence[str], name: str) -> str:
         if result.returncode == 0 and job_id is not None:
             return job_id[1]
         # Slurm may have accepted the job although its answer was lost.
-        if result.returncode < 0 or _LOST_ANSWER.search(result.stderr):
+        if result.returncode < 0 or _CONNECTION_ERROR.search(result.stderr):
             if accepted := find_job(name):
                 return accepted
             raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
@@ -211,10 +213,10 @@ def query_job(job_id: str, name: str) -> SlurmJob:
 
 def _query_once(job_id: str, name: str) -> SlurmJob:
     result = run_command(
-        "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FIELDS}"
+        "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_QUEUE_FORMAT}"
     )
     if result.returncode:
-        if _INVALID.search(result.stderr):
+        if _INVALID_JOB_ERROR.search(result.stderr):
             return SlurmJob()
         raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
     return parse_queue(result.stdout, name)
@@ -229,7 +231,7 @@ def is_unpredictable(start: str) -> bool:
         start_time = datetime.fromisoformat(start)
     except ValueError:
         return True
-    return (start_time - datetime.now(start_time.tzinfo)).days > _MAX_DAYS
+    return (start_time - datetime.now(start_time.tzinfo)).days > _MAX_PREDICTION_DAYS
 
 
 def parse_queue(text: str, name: str) -> SlurmJob:
@@ -241,7 +243,7 @@ def parse_queue(text: str, name: str) -> SlurmJob:
     components = []
     for line in text.splitlines():
         fields = line.strip().split("|")
-        if len(fields) == _FIELDS.count("|") + 1 and fields[3] == name:
+        if len(fields) == _QUEUE_FORMAT.count("|") + 1 and fields[3] == name:
             state, reason, start, _ = fields
             start = "" if is_unpredictable(start) else start
             components.append(SlurmJob(state, reason if reason != "None" else "", start))
@@ -344,9 +346,11 @@ class Partition:
     """A Slurm partition.
 
     Attributes:
-        up: ``up``, ``down``, ``drain`` or ``inact``.
+        name: Name of the partition.
+        default: True if it is the default partition of the cluster.
+        availability: ``up``, ``down``, ``drain`` or ``inact``.
         limit: Maximum time of a job, as Slurm formats it.
-        usual: Time limit of a job that does not request one.
+        default_limit: Time limit of a job that does not request one.
         nodes: Number of nodes.
         cpus: Number of CPUs of the largest node.
     """

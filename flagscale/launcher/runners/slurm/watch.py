@@ -28,7 +28,7 @@ _FIRST_SECONDS = 1.0
 # A job that has just ended may still be about to record how: files take a moment to be visible.
 _SETTLE_SECONDS = 2.0
 
-_ENDS = {
+_END_DESCRIPTIONS = {
     "TIMEOUT": "reached its time limit",
     "NODE_FAIL": "lost a node",
     "PREEMPTED": "was preempted",
@@ -37,8 +37,8 @@ _ENDS = {
     "BOOT_FAIL": "failed because a node did not boot",
     "DEADLINE": "missed its deadline",
 }
-_STOPS = frozenset({"TIMEOUT", "PREEMPTED", "CANCELLED", "DEADLINE"})
-_END_REASONS = {
+_STOP_STATES = frozenset({"TIMEOUT", "PREEMPTED", "CANCELLED", "DEADLINE"})
+_RECORDED_END_DESCRIPTIONS = {
     files.TIME: "reached its time limit; its ranks were signalled to save before",
     files.CANCELLED: "was ended by Slurm: cancelled, preempted, or at its time limit",
     "requeued": "was started by Slurm more often than slurm.requeue allows",
@@ -52,10 +52,10 @@ class JobStatus:
     """Status of a job: pending, alive, unknown or over.
 
     Attributes:
-        lives: True if the job is running.
+        alive: True if the job is running.
         waits: Reason why the job is pending.
         trouble: Reason why the status is unknown.
-        end: How the job ended, unless its ranks ended by themselves.
+        end: Description of how the job ended, unless its ranks ended by themselves.
         cancelled: True if the job was ended from outside.
         lost: Nodes whose loss ended the job.
         suspended: True if Slurm has suspended the job.
@@ -105,19 +105,20 @@ class JobMonitor:
         start, end = files.read_start(directory), files.read_end(directory)
         if end is not None and start is not None and end.start < start.start:
             end = None
-        final = end is not None and (not handle.get("requeue") or end.why in ("", files.STOP))
+        final = end is not None and (not handle.get("requeue") or end.reason in ("", files.STOP))
         if (start, end) != self._files:
             # The cached answer concerns an earlier start of the job, or none.
             self._files, self._changed_at = (start, end), time.monotonic()
             self.invalidate()
-        explained = end is not None and end.why != files.CANCELLED
+        explained = end is not None and end.reason != files.CANCELLED
         job = SlurmJob() if final and explained else self._query_slurm(state)
         if final and (isinstance(job, UnreachableError) or not job.over):
             # The job has ended: Slurm gives the reason once it has finished with the job.
             if isinstance(job, SlurmJob) and time.monotonic() - self._changed_at < QUERY_SECONDS:
                 return JobStatus(alive=True)
             return JobStatus(
-                end=_describe_job(state, _END_REASONS[files.CANCELLED]), cancelled=True
+                end=_describe_job(state, _RECORDED_END_DESCRIPTIONS[files.CANCELLED]),
+                cancelled=True,
             )
         if isinstance(job, UnreachableError):
             return JobStatus(trouble=job.message)
@@ -126,9 +127,13 @@ class JobMonitor:
             return JobStatus(alive=not waits, waits=waits, suspended=job.state == "SUSPENDED")
         if end is not None and explained:
             description = (
-                _describe_job(state, _END_REASONS[end.why]) if end.why in _END_REASONS else ""
+                _describe_job(state, _RECORDED_END_DESCRIPTIONS[end.reason])
+                if end.reason in _RECORDED_END_DESCRIPTIONS
+                else ""
             )
-            return _record_end(state, JobStatus(end=description, cancelled=end.why == files.TIME))
+            return _record_end(
+                state, JobStatus(end=description, cancelled=end.reason == files.TIME)
+            )
         return self._explain_end(state, directory, job)
 
     def _query_slurm(self, state: RunState) -> SlurmJob | UnreachableError:
@@ -138,10 +143,10 @@ class JobMonitor:
             answer = self._answer = query_job(state)
             # Slurm takes a moment to determine why a new job is pending, and a job to record its
             # start or end. That may take long, so the interval doubles with each query.
-            incomplete = isinstance(answer, SlurmJob) and (
+            is_incomplete = isinstance(answer, SlurmJob) and (
                 not answer.reason if answer.waits else start is None or end is not None
             )
-            self._pause = min(self._pause * 2, QUERY_SECONDS) if incomplete else QUERY_SECONDS
+            self._pause = min(self._pause * 2, QUERY_SECONDS) if is_incomplete else QUERY_SECONDS
             self._queried_at = now
         return answer
 
@@ -149,8 +154,8 @@ class JobMonitor:
         """Return the status of a job that ended without a record, or that Slurm has ended."""
         start, end = self._files
         # A job that was cancelled before it had nodes has no script that could record its end.
-        settling = end is None and (answer.state != "CANCELLED" or start is not None)
-        if settling and processes.wait_until(
+        may_record_end = end is None and (answer.state != "CANCELLED" or start is not None)
+        if may_record_end and processes.wait_until(
             lambda: bool(files.read_end(directory)), _SETTLE_SECONDS
         ):
             self.invalidate()
@@ -159,18 +164,25 @@ class JobMonitor:
         accounting_error = ""
         if answer.state in ("", "CANCELLED") and job_id:
             try:
-                accounted = scheduler.query_accounting(job_id, name)
-                answer = accounted if accounted.state and accounted.over else answer
+                accounting_record = scheduler.query_accounting(job_id, name)
+                answer = (
+                    accounting_record
+                    if accounting_record.state and accounting_record.over
+                    else answer
+                )
             except UnreachableError as error:
                 accounting_error = "" if answer.state else error.message
-        lost = _find_lost_nodes(state) if answer.state == "NODE_FAIL" else ""
-        ended_by_slurm = end is not None and answer.state not in _ENDS
-        cancelled = ended_by_slurm or answer.state in _STOPS
+        lost_nodes = _find_lost_nodes(state) if answer.state == "NODE_FAIL" else ""
+        ended_by_slurm = end is not None and answer.state not in _END_DESCRIPTIONS
+        cancelled = ended_by_slurm or answer.state in _STOP_STATES
         description = _describe_job(
-            state, _END_REASONS[files.CANCELLED] if ended_by_slurm else _describe_end(answer)
+            state,
+            _RECORDED_END_DESCRIPTIONS[files.CANCELLED]
+            if ended_by_slurm
+            else _describe_end(answer),
         )
-        if lost:
-            description += f": {lost}"
+        if lost_nodes:
+            description += f": {lost_nodes}"
         if start is None and not cancelled:
             description += (
                 f"; its batch script wrote nothing to {directory}, which nodes have to share with "
@@ -179,7 +191,7 @@ class JobMonitor:
         if accounting_error:
             # Not recorded, because a later query may get a better answer.
             return JobStatus(end=f"{description}; {accounting_error}", cancelled=cancelled)
-        return _record_end(state, JobStatus(end=description, cancelled=cancelled, lost=lost))
+        return _record_end(state, JobStatus(end=description, cancelled=cancelled, lost=lost_nodes))
 
 
 def find_job_id(state: RunState) -> str:
@@ -202,8 +214,8 @@ def _describe_end(answer: SlurmJob) -> str:
     if not answer.state:
         return "is unknown to Slurm and left no record of its end"
     by = f" {answer.reason}" if answer.reason.startswith("by ") else ""
-    if answer.state in _ENDS:
-        return _ENDS[answer.state] + by
+    if answer.state in _END_DESCRIPTIONS:
+        return _END_DESCRIPTIONS[answer.state] + by
     return f"ended as {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
 

@@ -1,8 +1,8 @@
 """LoRA adapters of a checkpoint: merging into the base model, and export for peft.
 
 A checkpoint of a run with adapters holds the adapters alone. They equal peft's ``lora_A`` and
-``lora_B``, except that one layer here (such as linear_qkv) corresponds to several modules there.
-Each of those gets the whole A and its rows of B.
+``lora_B``, except that one layer here (such as linear_qkv) corresponds to several modules in
+Hugging Face. Each of those gets the whole A and the module's rows of B.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flagscale.train.checkpoint.formats.base import (
 from flagscale.train.checkpoint.formats.chunked_tensors import open_tensors
 from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, Region, Shape, read_tensor
 from flagscale.train.checkpoint.formats.safetensors_file import write_safetensors
-from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC, atomic_directory
+from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC_MODE, atomic_directory
 from flagscale.train.checkpoint.formats.torch_dist import find_checkpoint
 from flagscale.train.checkpoint.formats.weight_sample import sample_weights
 
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS_FILE, _CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of optimizer tensors."""
 
@@ -46,19 +46,19 @@ class Adapters:
 
     Attributes:
         path: the checkpoint.
-        about: entry ``adapters`` of its manifest.
+        settings: entry ``adapters`` of the manifest: base, rank, alpha, dropout and targets.
         pairs: A ``[rank, in]`` and B ``[out, rank]`` by the layer's name, such as
             ``decoder.layers.0.mlp.linear_fc1``.
     """
 
     path: Path
-    about: Mapping[str, Any]
+    settings: Mapping[str, Any]
     pairs: Mapping[str, tuple[LazyTensor, LazyTensor]]
 
     @property
     def scale(self) -> float:
         """Factor of ``B A`` when it is added to the weight: alpha / rank."""
-        return float(self.about["alpha"] / self.about["rank"])
+        return float(self.settings["alpha"] / self.settings["rank"])
 
 
 def read_adapters(path: Path) -> Adapters | None:
@@ -71,8 +71,8 @@ def read_adapters(path: Path) -> Adapters | None:
         CheckpointError: the checkpoint cannot be read.
     """
     path, manifest = find_checkpoint(path)
-    about = manifest.get("adapters")
-    if about is None:
+    settings = manifest.get("adapters")
+    if settings is None:
         return None
     tensors = dict(open_tensors(path))
     layers = [
@@ -86,23 +86,24 @@ def read_adapters(path: Path) -> Adapters | None:
     pairs = {
         name: (tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]) for name in sorted(layers)
     }
-    return Adapters(path, about, pairs)
+    return Adapters(path, settings, pairs)
 
 
 def open_base_model(adapters: Adapters, directory: Path | None = None) -> StoredModel:
     """Open the base model of adapters.
 
     Args:
+        adapters: the adapters.
         directory: directory of the base model; by default, the one that the adapters were trained
             on.
 
     Raises:
         CheckpointError: the directory does not exist, or holds another model.
     """
-    path = directory or Path(str(adapters.about["base"] or ""))
+    path = directory or Path(str(adapters.settings["base"] or ""))
     if not path.is_dir():
         raise CheckpointError(
-            f"{adapters.path} holds adapters of {path}, which is not here",
+            f"{adapters.path} holds adapters of {path}, which does not exist on this host",
             hint="--base DIR names the model that they are of",
         )
     base = detect_format(path).read(path)
@@ -111,8 +112,8 @@ def open_base_model(adapters: Adapters, directory: Path | None = None) -> Stored
         for name, (a, b) in adapters.pairs.items()
         if (expected := (b.shape[0], a.shape[1])) != _get_weight_shape(base, name)
     ]
-    if not mismatches and (name := first_differing_weight(adapters.about, sample_weights(base))):
-        mismatches.append(f"{name}: it holds other numbers")
+    if not mismatches and (name := first_differing_weight(adapters.settings, sample_weights(base))):
+        mismatches.append(f"{name}: its values differ")
     raise_if_any(path, f"is not the model that {adapters.path} is of", mismatches)
     return base
 
@@ -126,8 +127,8 @@ def _get_weight_shape(base: StoredModel, layer: str) -> Shape | None:
 class _MergedWeight:
     """Merged weight ``W + scale * B A``, computed in fp32.
 
-    It is computed whole and cached until another weight is read, so that every number is the same
-    however often it is read.
+    The weight is computed whole and cached until another weight is read. Every number is therefore
+    the same however often it is read.
     """
 
     weight: LazyTensor
@@ -178,9 +179,9 @@ def write_peft(adapters: Adapters, base: StoredModel, path: Path, report: BytePr
         )
     tensors = dict(_iter_peft_tensors(adapters, base))
     with atomic_directory(path) as output:
-        write_safetensors(output.directory / _WEIGHTS, tensors, report)
+        write_safetensors(output.directory / _WEIGHTS_FILE, tensors, report)
         text = json.dumps(_build_peft_config(adapters, base), indent=2)
-        write_atomic(output.directory / _CONFIG, text + "\n", PUBLIC)
+        write_atomic(output.directory / _CONFIG_FILE, text + "\n", PUBLIC_MODE)
     return path
 
 
@@ -190,32 +191,35 @@ def _iter_peft_tensors(adapters: Adapters, base: StoredModel) -> Iterator[tuple[
     specs = {spec.name: spec for spec in base.iter_weight_specs()}
     for name, (a, b) in adapters.pairs.items():
         entry = specs[f"{name}.weight"]
-        parts = entry.transform.to_huggingface(b, entry.sizes)
-        for (source, _), part in zip(entry.sources, parts, strict=True):
+        module_tensors = entry.transform.to_huggingface(b, entry.sizes)
+        for (source, _), module_b in zip(entry.sources, module_tensors, strict=True):
             module = source.removesuffix(".weight")
             if module.rpartition(".")[2] not in modules_with_adapters:
                 continue
             layer = f"base_model.model.{module}"
             yield f"{layer}.lora_A.weight", a
-            yield f"{layer}.lora_B.weight", part
+            yield f"{layer}.lora_B.weight", module_b
 
 
 def _list_target_modules(adapters: Adapters) -> list[str]:
     """List the Hugging Face modules with adapters, such as ``q_proj``."""
     return [
-        part for name in adapters.about["targets"] for part in HUGGINGFACE_LAYERS.get(name, (name,))
+        module
+        for name in adapters.settings["targets"]
+        for module in HUGGINGFACE_LAYERS.get(name, (name,))
     ]
 
 
 def _build_peft_config(adapters: Adapters, base: StoredModel) -> dict[str, Any]:
-    about = adapters.about
+    """Build the content of ``adapter_config.json``."""
+    settings = adapters.settings
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base.path),
-        "r": about["rank"],
-        "lora_alpha": about["alpha"],
-        "lora_dropout": about["dropout"],
+        "r": settings["rank"],
+        "lora_alpha": settings["alpha"],
+        "lora_dropout": settings["dropout"],
         "target_modules": _list_target_modules(adapters),
         "bias": "none",
         "fan_in_fan_out": False,

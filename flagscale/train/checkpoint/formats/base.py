@@ -1,4 +1,8 @@
-"""Checkpoint formats: the interface, the registry, and checks that formats share."""
+"""Checkpoint formats: the interface, the registry, and checks that formats share.
+
+A *format* reads a model into a :class:`StoredModel`, whose tensors have megatron.core's names, and
+writes one. :mod:`.convert` reads in one format and writes in another.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +36,14 @@ ByteProgress = Callable[[int], None]
 InspectModel = Callable[["StoredModel"], None]
 """Callback that is called with a written model before the model gets its final name."""
 EXPERT_BIAS_SUFFIX = ".router.expert_bias"
-_MAX_LISTED = 20
+_MAX_LISTED_PROBLEMS = 20
 _MAX_LISTED_PARTS = 8
 _EMBEDDING = "embedding.word_embeddings.weight"
-_HEAD = "output_layer.weight"
-_UNTIED = "untie_embeddings_and_output_weights"
+_OUTPUT_LAYER = "output_layer.weight"
+_UNTIED_ARGUMENT = "untie_embeddings_and_output_weights"
 _UNEXPECTED_TENSORS_HINT = (
     "the model would be another one without them: its args should say so by num_layers, "
-    f"add_bias_linear, add_qkv_bias, qk_layernorm, num_experts, {_UNTIED} or the like"
+    f"add_bias_linear, add_qkv_bias, qk_layernorm, num_experts, {_UNTIED_ARGUMENT} or the like"
 )
 
 
@@ -48,12 +52,12 @@ class StoredModel:
     """A model's arguments and its lazily read weights, independent of format.
 
     Attributes:
-        path: directory that it was read from.
-        model_type: its Hugging Face family.
-        values: fully resolved arguments that determine the function it computes.
+        path: directory from which the model was read.
+        model_type: Hugging Face's name of the family.
+        values: fully resolved arguments that determine the function of the model.
         tensors: weights by the names of :mod:`.weight_mappings`, without vocabulary padding.
-        config: the ``config.json`` that it came with.
-        files: files that belong to it, such as the tokenizer's.
+        config: the ``config.json`` that came with the model, if any.
+        files: files that belong to the model, such as the tokenizer's.
         resume: identity of the conversion, by which an interrupted one is resumed.
         notes: messages for the user about parts that were left out.
     """
@@ -68,7 +72,7 @@ class StoredModel:
     notes: tuple[str, ...] = ()
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         """Size of all tensors in bytes."""
         return sum(map(count_bytes, self.tensors.values()))
 
@@ -82,9 +86,7 @@ class StoredModel:
         return iter_weights(self.model_type, self.values)
 
     def without_mtp(self, reason: str = f"{MTP_LAYERS} is not set") -> StoredModel:
-        """Return the model without multi-token prediction layers, with a note that gives the
-        reason.
-        """
+        """Return the model without multi-token prediction layers; a note gives the reason."""
         if not self.values[MTP_LAYERS]:
             return self
         tensors = {
@@ -111,7 +113,11 @@ class StoredModel:
 
 @runtime_checkable
 class CheckpointFormat(Protocol):
-    """On-disk format of a model. Entry points of ``flagscale.checkpoint_formats`` implement it."""
+    """On-disk format of a model. Entry points of ``flagscale.checkpoint_formats`` implement it.
+
+    Attributes:
+        name: name of the format for ``flagscale convert --to``.
+    """
 
     name: str
 
@@ -132,6 +138,12 @@ class CheckpointFormat(Protocol):
 
         An interrupted write, or an exception of ``inspect``, leaves nothing that looks complete.
 
+        Args:
+            model: the model to write.
+            path: directory to write.
+            report: called with the number of bytes after each chunk.
+            inspect: called with the written model before it gets its final name.
+
         Returns:
             The path of the written model.
 
@@ -144,7 +156,7 @@ class CheckpointFormat(Protocol):
 class LayoutAwareFormat(CheckpointFormat, Protocol):
     """A format whose files depend on the parallel layout."""
 
-    def laid_out(self, layout: MegatronLayout) -> CheckpointFormat:
+    def for_layout(self, layout: MegatronLayout) -> CheckpointFormat:
         """Return the format for a parallel layout."""
 
 
@@ -166,10 +178,10 @@ def detect_format(path: Path) -> CheckpointFormat:
     """Detect the format of a directory.
 
     Raises:
-        CheckpointError: no registered format recognizes it.
+        CheckpointError: the path is not a directory, or no registered format recognizes it.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory")
+        raise CheckpointError(f"{path} is not a directory")
     for name in FORMATS.names():
         candidate: CheckpointFormat = FORMATS.create(name, CheckpointFormat)
         if candidate.recognises(path):
@@ -185,23 +197,25 @@ def detect_format(path: Path) -> CheckpointFormat:
 def describe_mismatches(
     path: Path, name: str, parts: Mapping[str, LazyTensor], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Yield the reasons why stored parts do not make one tensor.
+    """Yield the reasons why stored tensors cannot be combined into one tensor.
 
     Reasons are wrong shapes, mixed dtypes, and dtypes other than floating point of 16 bits or more.
 
     Args:
         path: the checkpoint.
-        name: name of the tensor.
+        name: name of the combined tensor.
         parts: stored tensors, by name.
-        shapes: expected shape of each part.
+        shapes: expected shape of each stored tensor.
     """
     for part, shape in shapes.items():
         if parts[part].shape != shape:
             yield f"{part}: expected shape {list(shape)}, found {list(parts[part].shape)}"
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()}
     if len(dtypes) > 1:
-        more = len(parts) - _MAX_LISTED_PARTS
-        names = ", ".join([*parts][:_MAX_LISTED_PARTS]) + (f" and {more} more" if more > 0 else "")
+        unlisted = len(parts) - _MAX_LISTED_PARTS
+        names = ", ".join([*parts][:_MAX_LISTED_PARTS]) + (
+            f" and {unlisted} more" if unlisted > 0 else ""
+        )
         yield f"{names}: one precision expected, found {' and '.join(sorted(dtypes))}"
     for part, tensor in parts.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
@@ -216,13 +230,19 @@ def raise_if_any(path: Path, problem: str, items: list[str], hint: str | None = 
         CheckpointError: ``items`` is not empty. At most 20 items are listed.
     """
     if items:
-        more = len(items) - _MAX_LISTED
-        listed = "\n  ".join(items[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else []))
-        raise CheckpointError(f"{path} {problem}: {listed}", hint=hint)
+        unlisted = len(items) - _MAX_LISTED_PROBLEMS
+        listing = "\n  ".join(
+            items[:_MAX_LISTED_PROBLEMS] + ([f"and {unlisted} more"] if unlisted > 0 else [])
+        )
+        raise CheckpointError(f"{path} {problem}: {listing}", hint=hint)
 
 
 class TensorMismatchError(Exception):
-    """The stored parts of a tensor do not match the model; ``problems`` gives the reasons."""
+    """The stored parts of a tensor do not match the model.
+
+    Attributes:
+        problems: the reasons.
+    """
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(*problems)
@@ -232,7 +252,7 @@ class TensorMismatchError(Exception):
 class TensorSource(Protocol):
     """Tensors of a checkpoint with foreign names, looked up one by one."""
 
-    def find_tensor(self, entry: WeightSpec) -> LazyTensor | None:
+    def find_tensor(self, spec: WeightSpec) -> LazyTensor | None:
         """Return a tensor of the model, or None if the checkpoint lacks it.
 
         Raises:
@@ -258,21 +278,21 @@ def collect_model(path: Path, values: Mapping[str, Any], source: TensorSource) -
     tensors: dict[str, LazyTensor] = {}
     missing: list[str] = []
     mismatches: list[str] = []
-    for entry in StoredModel(path, model_type, values, {}).iter_weight_specs():
+    for spec in StoredModel(path, model_type, values, {}).iter_weight_specs():
         try:
-            tensor = _find_tensor(source, entry, values)
+            tensor = _find_tensor(source, spec, values)
         except TensorMismatchError as error:
             mismatches += error.problems
             continue
         if tensor is None:
-            missing.append(entry.name)
+            missing.append(spec.name)
         else:
-            tensors[entry.name] = trim_vocabulary(entry.name, tensor, values)
+            tensors[spec.name] = trim_vocabulary(spec.name, tensor, values)
     raise_if_any(path, "lacks tensors", missing)
     raise_if_any(path, "has tensors that do not fit its arguments", list(dict.fromkeys(mismatches)))
     raise_if_any(
         path,
-        "has tensors that its arguments do not announce",
+        "has tensors that its arguments do not imply",
         source.list_unused(),
         _UNEXPECTED_TENSORS_HINT,
     )
@@ -280,28 +300,32 @@ def collect_model(path: Path, values: Mapping[str, Any], source: TensorSource) -
 
 
 def _find_tensor(
-    source: TensorSource, entry: WeightSpec, values: Mapping[str, Any]
+    source: TensorSource, spec: WeightSpec, values: Mapping[str, Any]
 ) -> LazyTensor | None:
     """Find a tensor of the model. An unexpected output layer must equal the embedding."""
-    tensor = source.find_tensor(entry)
-    if tensor is None or entry.name != _EMBEDDING or values[_UNTIED]:
+    tensor = source.find_tensor(spec)
+    if tensor is None or spec.name != _EMBEDDING or values[_UNTIED_ARGUMENT]:
         return tensor
-    head = source.find_tensor(replace(entry, name=_HEAD))
-    if head is None:
+    output_layer = source.find_tensor(replace(spec, name=_OUTPUT_LAYER))
+    if output_layer is None:
         return tensor
-    mismatch = f"{_HEAD} is there and is not the embedding, but {_UNTIED} is false in its arguments"
-    return ReplicatedTensor((tensor, head), mismatch)
+    mismatch = (
+        f"{_OUTPUT_LAYER} is there and is not the embedding, but {_UNTIED_ARGUMENT} is false in "
+        "its arguments"
+    )
+    return ReplicatedTensor((tensor, output_layer), mismatch)
 
 
 def trim_vocabulary(name: str, tensor: LazyTensor, values: Mapping[str, Any]) -> LazyTensor:
     """Slice an embedding or output layer to the vocabulary; return every other tensor unchanged."""
-    if name not in (_EMBEDDING, _HEAD):
+    if name not in (_EMBEDDING, _OUTPUT_LAYER):
         return tensor
-    size = values["vocab_size"]
-    return slice_rows(tensor, 0, size) if tensor.shape[0] > size else tensor
+    vocab_size = values["vocab_size"]
+    return slice_rows(tensor, 0, vocab_size) if tensor.shape[0] > vocab_size else tensor
 
 
-NOT_FINITE = "it holds infinities, or what is no number"
+NOT_FINITE = "it holds infinities or NaN"
+"""Difference that :func:`describe_difference` returns for infinities and NaN."""
 
 
 def describe_difference(
@@ -310,17 +334,22 @@ def describe_difference(
     """Compare two tensors bit by bit and return the first difference, or None.
 
     Infinities and NaN count as a difference (:data:`NOT_FINITE`).
+
+    Args:
+        tensor: the source of the conversion.
+        written: the result of the conversion.
+        report: called with the number of bytes after each chunk.
     """
     if (tensor.dtype, tensor.shape) != (written.dtype, written.shape):
         return (
             f"{written.dtype} {list(written.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
         )
     for region in split_region(full_region(tensor.shape), tensor.dtype.itemsize):
-        expected, actual = (side.read(region).contiguous() for side in (tensor, written))
+        expected, actual = (source.read(region).contiguous() for source in (tensor, written))
         if not are_finite(expected):
             return NOT_FINITE
         if not _have_same_bits(expected, actual):
-            return "it is not what it was made of"
+            return "it differs from its source"
         report(expected.nbytes)
     return None
 

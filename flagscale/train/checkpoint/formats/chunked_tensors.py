@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
-from flagscale.checkpoint_metadata import METADATA, read_metadata
+from flagscale.checkpoint_metadata import METADATA_FILE, read_metadata
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.lazy_tensors import Region, Shape
 from flagscale.train.checkpoint.formats.saved_tensor import view_saved_tensor
 
-_CACHED_CHUNKS = 2
+_MAX_CACHED_CHUNKS = 2
 
 
 @dataclass(frozen=True)
 class _ChunkSource:
+    """A stored chunk of a tensor: its region, and a function that reads it."""
+
     offsets: Shape
     sizes: Shape
     load: Callable[[], torch.Tensor]
@@ -28,7 +30,7 @@ class _ChunkSource:
 
 @dataclass(frozen=True)
 class ChunkedTensor:
-    """A tensor that is stored in chunks."""
+    """A tensor that is stored in chunks, each of them a rectangular region."""
 
     path: Path
     name: str
@@ -44,7 +46,7 @@ class ChunkedTensor:
         """
         sizes = [end - begin for begin, end in region]
         result: torch.Tensor | None = None
-        missing = torch.Size(sizes).numel()
+        missing_elements = torch.Size(sizes).numel()
         for chunk in self.chunks:
             overlap = [
                 (max(begin, offset), min(end, offset + size))
@@ -58,18 +60,18 @@ class ChunkedTensor:
                 slice(low - offset, high - offset)
                 for (low, high), offset in zip(overlap, chunk.offsets, strict=True)
             )
-            part = chunk.load()[chunk_slices]
-            missing -= part.numel()
-            if list(part.shape) == sizes:
-                return part
+            values = chunk.load()[chunk_slices]
+            missing_elements -= values.numel()
+            if list(values.shape) == sizes:
+                return values
             if result is None:
                 result = torch.empty(sizes, dtype=self.dtype)
             region_slices = tuple(
                 slice(low - begin, high - begin)
                 for (low, high), (begin, _) in zip(overlap, region, strict=True)
             )
-            result[region_slices] = part
-        if result is None or missing:
+            result[region_slices] = values
+        if result is None or missing_elements:
             if 0 in sizes:
                 return torch.empty(sizes, dtype=self.dtype)
             raise CheckpointError(f"{self.path}: {self.name}: a part of it is missing")
@@ -87,22 +89,26 @@ def open_tensors(path: Path, *, trusted: bool = False) -> dict[str, ChunkedTenso
         CheckpointError: as :func:`read_metadata`; or a file is missing, truncated, or outside the
             directory.
     """
-    index_metadata = read_metadata(path)
-    storage: Mapping[Any, Any] = index_metadata.storage_data
-    locations = {(index.fqn, tuple(index.offset or ())): item for index, item in storage.items()}
+    checkpoint_metadata = read_metadata(path)
+    storage_data: Mapping[Any, Any] = checkpoint_metadata.storage_data
+    locations = {
+        (index.fqn, tuple(index.offset or ())): item for index, item in storage_data.items()
+    }
     files: dict[str, torch.Tensor] = {}
     tensors = {}
-    recent = _ChunkCache(path, trusted=trusted)
-    for name, entry in index_metadata.state_dict_metadata.items():
+    chunk_cache = _ChunkCache(path, trusted=trusted)
+    for name, entry in checkpoint_metadata.state_dict_metadata.items():
         if not isinstance(entry, metadata.TensorStorageMetadata):
             continue
         chunks = []
         for chunk in entry.chunks:
             location = locations.get((name, tuple(chunk.offsets)))
             if location is None:
-                raise CheckpointError(f"{path / METADATA}: {name}: a chunk of it lies nowhere")
-            raw = _map_chunk(path, name, location, files)
-            load = recent.make_loader(name, raw, chunk)
+                raise CheckpointError(
+                    f"{path / METADATA_FILE}: {name}: one of its chunks has no location"
+                )
+            chunk_bytes = _map_chunk(path, name, location, files)
+            load = chunk_cache.make_loader(name, chunk_bytes, chunk)
             chunks.append(_ChunkSource(tuple(chunk.offsets), tuple(chunk.sizes), load))
         dtype = entry.properties.dtype
         tensors[name] = ChunkedTensor(path, name, tuple(entry.size), dtype, tuple(chunks))
@@ -110,30 +116,35 @@ def open_tensors(path: Path, *, trusted: bool = False) -> dict[str, ChunkedTenso
 
 
 def _map_chunk(
-    path: Path, name: str, location: Any, files: dict[str, torch.Tensor]
+    path: Path, name: str, location: Any, mapped_files: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the bytes of a chunk as a view of a memory-mapped file; ``files`` caches mappings."""
-    file = str(location.relative_path)
-    if not re.fullmatch(r"\w[\w.-]*", file):
-        raise CheckpointError(f"{path / METADATA}: {name}: {file!r} is no file beside it")
-    if file not in files:
+    """Return the bytes of a chunk as a view of a memory-mapped file.
+
+    ``files`` maps the names of files that are mapped already to their bytes.
+    """
+    file_name = str(location.relative_path)
+    if not re.fullmatch(r"\w[\w.-]*", file_name):
+        raise CheckpointError(
+            f"{path / METADATA_FILE}: {name}: {file_name!r} is not a file next to it"
+        )
+    if file_name not in mapped_files:
         try:
-            size = (path / file).stat().st_size
-            files[file] = torch.from_file(
-                str(path / file), shared=False, size=size, dtype=torch.uint8
+            size = (path / file_name).stat().st_size
+            mapped_files[file_name] = torch.from_file(
+                str(path / file_name), shared=False, size=size, dtype=torch.uint8
             )
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path / file} cannot be read: {error}") from error
+            raise CheckpointError(f"{path / file_name} cannot be read: {error}") from error
     end = location.offset + location.length
-    if location.offset < 0 or location.length < 0 or end > len(files[file]):
-        raise CheckpointError(f"{path / file} is cut: {name} ends at byte {end:,}")
-    return files[file][location.offset : end]
+    if location.offset < 0 or location.length < 0 or end > len(mapped_files[file_name]):
+        raise CheckpointError(f"{path / file_name} is truncated: {name} ends at byte {end:,}")
+    return mapped_files[file_name][location.offset : end]
 
 
 class _ChunkCache:
-    """Cache of the chunks read last.
+    """Cache of the chunks that were read last.
 
-    Parts of a chunk are usually read one after the other, and viewing a chunk that is not aligned
+    Regions of a chunk are usually read one after the other, and viewing a chunk that is not aligned
     in its file copies it.
     """
 
@@ -143,24 +154,27 @@ class _ChunkCache:
         self._cache: dict[tuple[str, Shape], torch.Tensor] = {}
 
     def make_loader(
-        self, name: str, raw: torch.Tensor, chunk: metadata.ChunkStorageMetadata
+        self, name: str, chunk_bytes: torch.Tensor, chunk: metadata.ChunkStorageMetadata
     ) -> Callable[[], torch.Tensor]:
+        """Return a function that reads a chunk through the cache."""
         key, sizes = (name, tuple(chunk.offsets)), tuple(chunk.sizes)
 
         def load() -> torch.Tensor:
             if key not in self._cache:
-                while len(self._cache) >= _CACHED_CHUNKS:
+                while len(self._cache) >= _MAX_CACHED_CHUNKS:
                     del self._cache[next(iter(self._cache))]
                 trusted = self._trust_all or key in self._verified
-                self._cache[key] = self._view(name, raw, sizes, trusted=trusted)
+                self._cache[key] = self._view(name, chunk_bytes, sizes, trusted=trusted)
                 self._verified.add(key)
             return self._cache[key]
 
         return load
 
-    def _view(self, name: str, raw: torch.Tensor, sizes: Shape, *, trusted: bool) -> torch.Tensor:
+    def _view(
+        self, name: str, chunk_bytes: torch.Tensor, sizes: Shape, *, trusted: bool
+    ) -> torch.Tensor:
         try:
-            tensor = view_saved_tensor(raw, trusted=trusted)
+            tensor = view_saved_tensor(chunk_bytes, is_trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(f"{self._path}: {name}: {error.message}") from error
         if tuple(tensor.shape) != sizes:

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from flagscale import __version__
+from flagscale.config.arguments.compat.huggingface.config_reader import read_config
 from flagscale.config.arguments.compat.huggingface.models import arguments_of, disagreements
-from flagscale.config.arguments.compat.huggingface.reading import read_config
 from flagscale.errors import CheckpointError, FlagscaleError
 from flagscale.train.checkpoint.formats.adapters import (
     Adapters,
@@ -58,23 +58,32 @@ from flagscale.train.checkpoint.formats.resumable_directory import (
 from flagscale.train.checkpoint.formats.sidecar_files import list_sidecar_files
 from flagscale.train.data.progress_bar import show_progress
 
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES_BY_PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TORCH_DIST = "torch_dist"
 _PEFT = "peft"
 _HUGGING_FACE = "huggingface"
-_LAYOUT = {
-    "--tensor-model-parallel-size": ("tensor", "tensor-parallel size (default: 1)"),
-    "--pipeline-model-parallel-size": ("pipeline", "pipeline-parallel size (default: 1)"),
-    "--expert-model-parallel-size": ("expert", "expert-parallel size (default: 1)"),
-    "--num-virtual-stages-per-pipeline-rank": ("chunks", "model chunks per stage (default: 1)"),
-    "--decoder-first-pipeline-num-layers": ("first", "layers of the first stage, if different"),
-    "--decoder-last-pipeline-num-layers": ("last", "layers of the last stage, if different"),
+_LAYOUT_OPTIONS = {
+    "--tensor-model-parallel-size": ("tensor_parallel", "tensor-parallel size (default: 1)"),
+    "--pipeline-model-parallel-size": ("pipeline_parallel", "pipeline-parallel size (default: 1)"),
+    "--expert-model-parallel-size": ("expert_parallel", "expert-parallel size (default: 1)"),
+    "--num-virtual-stages-per-pipeline-rank": (
+        "chunks_per_stage",
+        "model chunks per stage (default: 1)",
+    ),
+    "--decoder-first-pipeline-num-layers": (
+        "first_stage_layers",
+        "layers of the first stage, if different",
+    ),
+    "--decoder-last-pipeline-num-layers": (
+        "last_stage_layers",
+        "layers of the last stage, if different",
+    ),
     "--make-vocab-size-divisible-by": (
-        "rows",
+        "vocabulary_multiple",
         "pad the vocabulary to a multiple of this per tensor-parallel rank (default: 1)",
     ),
 }
-"""Options of a parallel layout: the field of :class:`MegatronLayout` and the help text."""
+"""Options of a parallel layout: the field of :class:`MegatronLayout`, and the help text."""
 _LAYER_OPTIONS = ("--transformer-impl", "--moe-grouped-gemm")
 """Options of a layout that select the implementation of layers."""
 
@@ -110,7 +119,9 @@ def _build_parser() -> argparse.ArgumentParser:
         help="take config.json and tokenizer from this Hugging Face model",
     )
     parser.add_argument(
-        "--dtype", choices=tuple(_PRECISIONS), help="precision of the output (default: that of IN)"
+        "--dtype",
+        choices=tuple(_DTYPES_BY_PRECISION),
+        help="precision of the output (default: that of IN)",
     )
     parser.add_argument(
         "--check",
@@ -125,16 +136,16 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart", action="store_true", help="discard the files of an interrupted conversion"
     )
-    _add_layout(parser)
+    _add_layout_options(parser)
     return parser
 
 
-def _add_layout(parser: argparse.ArgumentParser) -> None:
+def _add_layout_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "parallel layout of --to torch",
         "options by Megatron-LM's names; training must use the same layout",
     )
-    for name, (field, text) in _LAYOUT.items():
+    for name, (field, text) in _LAYOUT_OPTIONS.items():
         group.add_argument(name, dest=field, metavar="N", type=_parse_count, help=text)
     group.add_argument(
         "--transformer-impl",
@@ -176,24 +187,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(options: argparse.Namespace) -> None:
     """Convert a model as the command-line options specify.
 
+    Args:
+        options: parsed command line.
+
     Raises:
         CheckpointError: the input cannot be read, the output format cannot represent it, or the
-            output differs from it.
+            output differs from the input.
     """
     source, target = options.source.absolute(), options.target.absolute()
     reader = detect_format(source)
-    name = options.to or (_HUGGING_FACE if reader.name == _TORCH_DIST else _TORCH_DIST)
+    output_format = options.to or (_HUGGING_FACE if reader.name == _TORCH_DIST else _TORCH_DIST)
     adapters = read_adapters(source) if reader.name == _TORCH_DIST else None
-    if name == _PEFT:
+    if output_format == _PEFT:
         _check_peft_options(options)
         _export_adapters(adapters, source, target, options.base)
         return
-    if options.check is not None and _HUGGING_FACE not in (name, reader.name):
+    if options.check is not None and _HUGGING_FACE not in (output_format, reader.name):
         raise CheckpointError(
-            f"--check compares with transformers, which reads neither {reader.name} nor {name}",
+            f"--check compares with transformers, which reads neither {reader.name} nor "
+            f"{output_format}",
             hint="convert to huggingface, or from it",
         )
-    writer = _create_writer(name, options)
+    writer = _create_writer(output_format, options)
     if adapters is None:
         model = reader.read(source)
     else:
@@ -201,65 +216,71 @@ def convert(options: argparse.Namespace) -> None:
     if options.like is not None:
         model = copy_config(model, options.like.absolute())
     if isinstance(writer, LayoutAwareFormat):
-        model = model.without_mtp(f"{name} is written without them")
+        model = model.without_mtp(f"{output_format} is written without them")
     if options.dtype is not None:
-        model = model.cast(_PRECISIONS[options.dtype])
+        model = model.cast(_DTYPES_BY_PRECISION[options.dtype])
     if options.check is not None:
         _check_tokens(
             model, source if reader.name == _HUGGING_FACE else None, options.check or None
         )
     _prepare_target(model, target)
-    model = replace(model, resume=_build_resume_options(options, model, name))
+    model = replace(model, resume=_build_resume_options(options, model, output_format))
     with show_progress("converting") as report:
-        total = model.size * (1 if options.no_verify else 2)
-        count = _accumulate(report, total)
+        total_bytes = model.total_bytes * (1 if options.no_verify else 2)
+        report_bytes = _report_cumulative(report, total_bytes)
         inspect = _skip_verification
         if not options.no_verify:
-            inspect = partial(verify, model, report=count)
-        output = writer.write(model, target, count, inspect)
-    print(f"{model.model_type}, {model.size / 1e9:.2f} GB: {output}")
+            inspect = partial(verify, model, report=report_bytes)
+        output = writer.write(model, target, report_bytes, inspect)
+    print(f"{model.model_type}, {model.total_bytes / 1e9:.2f} GB: {output}")
     for note in model.notes:
         print(f"note: {note}")
-    if name == _HUGGING_FACE and not model.files:
+    if output_format == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:
-        _compare_logits(model, writer.read(output), name, options.check or None)
+        _compare_logits(model, writer.read(output), output_format, options.check or None)
 
 
-def _create_writer(name: str, options: argparse.Namespace) -> CheckpointFormat:
+def _create_writer(output_format: str, options: argparse.Namespace) -> CheckpointFormat:
     """Create the output format, for the parallel layout in the options."""
-    writer: CheckpointFormat = FORMATS.create(name, CheckpointFormat)
-    layout = {
+    writer: CheckpointFormat = FORMATS.create(output_format, CheckpointFormat)
+    layout_fields = {
         field: value
-        for field, _ in _LAYOUT.values()
+        for field, _ in _LAYOUT_OPTIONS.values()
         if (value := getattr(options, field)) is not None
     }
     if options.transformer_impl is not None:
-        layout["transformer_engine"] = options.transformer_impl == "transformer_engine"
+        layout_fields["transformer_engine"] = options.transformer_impl == "transformer_engine"
     if options.moe_grouped_gemm:
-        layout["grouped_gemm"] = True
+        layout_fields["grouped_gemm"] = True
     if isinstance(writer, LayoutAwareFormat):
-        return writer.laid_out(MegatronLayout(**layout))
-    if layout:
+        return writer.for_layout(MegatronLayout(**layout_fields))
+    if layout_fields:
         raise CheckpointError(
-            f"{name} is of no layout: any one loads it",
+            f"{output_format} does not depend on the layout: any layout loads it",
             hint="options of a layout are for --to torch",
         )
     return writer
 
 
 def _build_resume_options(
-    options: argparse.Namespace, model: StoredModel, name: str
+    options: argparse.Namespace, model: StoredModel, output_format: str
 ) -> ResumeOptions:
     """Build the identity of a conversion, by which an interrupted one is recognized."""
     base, like = options.base, options.like
     sources = [model.path, *model.files, *([base.absolute()] if base else [])]
-    values = {**vars(options), "like": like and fingerprint_files([like.absolute()]), "to": name}
-    ignored = ("source", "target", "base", "check", "no_verify", "restart")
-    relevant = {key: str(value) for key, value in values.items() if key not in ignored}
+    values = {
+        **vars(options),
+        "like": like and fingerprint_files([like.absolute()]),
+        "to": output_format,
+    }
+    ignored_options = ("source", "target", "base", "check", "no_verify", "restart")
+    relevant_options = {
+        key: str(value) for key, value in values.items() if key not in ignored_options
+    }
     identity = {
         "its source": fingerprint_files(sources),
-        "what was asked for": json.dumps(relevant),
+        "what was asked for": json.dumps(relevant_options),
         "the version of this program": __version__,
     }
 
@@ -272,7 +293,7 @@ def _build_resume_options(
 def _check_peft_options(options: argparse.Namespace) -> None:
     """Refuse options that would change adapters: they are exported as they are."""
     values = {"--check": options.check, "--like": options.like, "--dtype": options.dtype}
-    values |= {option: getattr(options, field) for option, (field, _) in _LAYOUT.items()}
+    values |= {option: getattr(options, field) for option, (field, _) in _LAYOUT_OPTIONS.items()}
     values |= {name: getattr(options, name[2:].replace("-", "_")) for name in _LAYER_OPTIONS}
     if unsupported := [option for option, value in values.items() if value is not None]:
         raise CheckpointError(
@@ -284,12 +305,13 @@ def _check_peft_options(options: argparse.Namespace) -> None:
 def _export_adapters(
     adapters: Adapters | None, source: Path, target: Path, base: Path | None
 ) -> None:
+    """Write the adapters alone, in peft's format."""
     if adapters is None:
         raise CheckpointError(f"{source} holds no adapters, but a whole model")
     model = open_base_model(adapters, base)
     _prepare_target(model, target)
     output = write_peft(adapters, model, target, lambda _size: None)
-    print(f"adapters of {model.path}, rank {adapters.about['rank']}: {output}")
+    print(f"adapters of {model.path}, rank {adapters.settings['rank']}: {output}")
 
 
 def copy_config(model: StoredModel, like: Path) -> StoredModel:
@@ -299,14 +321,14 @@ def copy_config(model: StoredModel, like: Path) -> StoredModel:
         CheckpointError: the directory's model differs in more than its weights.
     """
     config = read_config(like)
-    size = int(arguments_of(config)["vocab_size"])
+    vocab_size = int(arguments_of(config)["vocab_size"])
     values = {**model.values, "vocab_size": None, "seq_length": sys.maxsize}
     differences = disagreements(config, values)
     raise_if_any(like, "is another model", [f"{name}: {text}" for name, text in differences])
-    rows = int(model.values["vocab_size"])
-    if size > rows:
-        raise CheckpointError(f"{like} has {size} tokens, the model {rows}")
-    values = {**model.values, "vocab_size": size}
+    model_vocab_size = int(model.values["vocab_size"])
+    if vocab_size > model_vocab_size:
+        raise CheckpointError(f"{like} has {vocab_size} tokens, the model {model_vocab_size}")
+    values = {**model.values, "vocab_size": vocab_size}
     tensors = {
         name: trim_vocabulary(name, tensor, values) for name, tensor in model.tensors.items()
     }
@@ -328,20 +350,21 @@ def _prepare_target(model: StoredModel, target: Path) -> None:
     """
     if target.exists() and (not target.is_dir() or not all(map(is_partial, target.iterdir()))):
         raise CheckpointError(
-            f"{target} is there already", hint="name a directory that does not exist"
+            f"{target} already exists", hint="name a directory that does not exist"
         )
-    existing = next(parent for parent in (target, *target.parents) if parent.exists())
-    reusable = sum(map(measure_disk_usage, (target, partial_path(target))))
-    free = shutil.disk_usage(existing).free + reusable
-    if free < model.size:
+    existing_directory = next(parent for parent in (target, *target.parents) if parent.exists())
+    reusable_bytes = sum(map(measure_disk_usage, (target, partial_path(target))))
+    free_bytes = shutil.disk_usage(existing_directory).free + reusable_bytes
+    if free_bytes < model.total_bytes:
         raise CheckpointError(
-            f"{existing} has {free / 1e9:.1f} GB free, the model takes {model.size / 1e9:.1f} GB"
+            f"{existing_directory} has {free_bytes / 1e9:.1f} GB free, the model takes "
+            f"{model.total_bytes / 1e9:.1f} GB"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _skip_verification(_written: StoredModel) -> None:
-    """Accept the written model without reading it."""
+    """Accept the written model without reading it (``--no-verify``)."""
 
 
 def verify(model: StoredModel, written: StoredModel, *, report: ByteProgress) -> None:
@@ -350,25 +373,27 @@ def verify(model: StoredModel, written: StoredModel, *, report: ByteProgress) ->
     Raises:
         CheckpointError: names the tensors that differ, or that hold infinities or NaN.
     """
-    not_finite: list[str] = []
-    changed: list[str] = []
+    nonfinite_tensors: list[str] = []
+    changed_tensors: list[str] = []
     for name, tensor in model.tensors.items():
-        if text := describe_difference(tensor, written.tensors[name], report):
-            (not_finite if text == NOT_FINITE else changed).append(f"{name}: {text}")
+        if difference := describe_difference(tensor, written.tensors[name], report):
+            (nonfinite_tensors if difference == NOT_FINITE else changed_tensors).append(
+                f"{name}: {difference}"
+            )
     is_cast = any(isinstance(tensor, CastTensor) for tensor in model.tensors.values())
-    hint = "--dtype makes infinities of numbers that it has no room for" if is_cast else None
-    raise_if_any(model.path, "cannot be used", not_finite, hint)
-    raise_if_any(written.path, "is not what it was to be", changed)
+    hint = "--dtype turns numbers beyond its range into infinities" if is_cast else None
+    raise_if_any(model.path, "cannot be used", nonfinite_tensors, hint)
+    raise_if_any(written.path, "differs from its source", changed_tensors)
 
 
-def _accumulate(report: object, total: int) -> ByteProgress:
-    """Return a callback that reports the accumulated number of bytes and the total."""
-    done = 0
+def _report_cumulative(report: object, total_bytes: int) -> ByteProgress:
+    """Return a callback that reports the accumulated number of bytes and their total."""
+    done_bytes = 0
 
     def add(size: int) -> None:
-        nonlocal done
-        done += size
-        report(min(done, total), total)  # type: ignore[operator]
+        nonlocal done_bytes
+        done_bytes += size
+        report(min(done_bytes, total_bytes), total_bytes)  # type: ignore[operator]
 
     return add
 
@@ -376,7 +401,10 @@ def _accumulate(report: object, total: int) -> ByteProgress:
 def _check_tokens(model: StoredModel, source: Path | None, text: str | None) -> None:
     """Check, before anything is written, that logits can be compared on ``text``.
 
-    ``source`` is the directory of a Hugging Face model that is converted, otherwise None.
+    Args:
+        model: the model to convert.
+        source: directory of the model if it is in Hugging Face's format, otherwise None.
+        text: text or token ids; None for a default text.
     """
     from flagscale.train.checkpoint.formats.logits import select_tokens
 
@@ -384,10 +412,13 @@ def _check_tokens(model: StoredModel, source: Path | None, text: str | None) -> 
     select_tokens(text, model.values["vocab_size"], source or model.path, names)
 
 
-def _compare_logits(model: StoredModel, written: StoredModel, name: str, text: str | None) -> None:
+def _compare_logits(
+    model: StoredModel, written: StoredModel, output_format: str, text: str | None
+) -> None:
+    """Compare the logits of the written model with those of its source, and print the result."""
     from flagscale.train.checkpoint.formats.logits import compare_logits
 
-    if name == _HUGGING_FACE:
+    if output_format == _HUGGING_FACE:
         print(compare_logits(model, written.path, text))
     else:
         print(compare_logits(written, model.path, text))

@@ -29,7 +29,11 @@ def export(args: argparse.Namespace, iteration: int) -> list[Path]:
 
     The model, with adapters merged, is written below ``args.export_huggingface``, and adapters
     alone below ``args.export_peft``, in directories with the checkpoint's name. Existing ones are
-    kept.
+    not written again.
+
+    Args:
+        args: resolved training arguments.
+        iteration: iteration of a checkpoint in ``args.save``.
 
     Returns:
         The directories.
@@ -63,7 +67,7 @@ def _export_adapters(_args: argparse.Namespace, source: Path, target: Path) -> N
 
 
 def _write_with_hint(write: Callable[[], None], source: Path, target: Path) -> None:
-    """Call ``write``; raise an operating system's error as one with a hint for the user."""
+    """Call ``write``; convert an OSError into an error with a hint for the user."""
     try:
         write()
     except OSError as error:
@@ -84,4 +88,4 @@ def _add_sidecar_files(args: argparse.Namespace, model: StoredModel) -> StoredMo
 
 
 def _ignore_progress(_size: int) -> None:
-    """Ignore progress."""
+    """Progress callback that does nothing."""

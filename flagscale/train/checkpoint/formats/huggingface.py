@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from flagscale.config.arguments.compat.huggingface.config_reader import (
+    CONFIG,
+    read_config,
+    read_json,
+)
 from flagscale.config.arguments.compat.huggingface.models import (
     MTP_LAYERS,
     arguments_of,
@@ -17,7 +22,6 @@ from flagscale.config.arguments.compat.huggingface.models import (
     effective,
     huggingface_family_of,
 )
-from flagscale.config.arguments.compat.huggingface.reading import CONFIG, read_config, read_json
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
@@ -32,11 +36,11 @@ from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, count_by
 from flagscale.train.checkpoint.formats.resumable_directory import ResumableDirectory
 from flagscale.train.checkpoint.formats.safetensors_file import (
     SafetensorsFile,
-    split_into_shards,
+    split_into_files,
     write_safetensors,
 )
 from flagscale.train.checkpoint.formats.sidecar_files import (
-    PUBLIC,
+    PUBLIC_MODE,
     atomic_directory,
     list_sidecar_files,
     write_sidecar_files,
@@ -62,14 +66,16 @@ class HuggingFace:
 
     def read(self, path: Path) -> StoredModel:
         config = read_config(path)
-        kind = huggingface_family_of(config).model_type
-        stored = _open_tensors(path)
+        model_type = huggingface_family_of(config).model_type
+        stored_tensors = _open_tensors(path)
         arguments = effective(arguments_of(config))
-        values, left_out, notes = _detect_mtp_layers(kind, arguments, stored)
-        included = {name: tensor for name, tensor in stored.items() if name not in left_out}
-        tensors = _convert_tensors(path, kind, values, included)
+        values, omitted_names, notes = _detect_mtp_layers(model_type, arguments, stored_tensors)
+        included_tensors = {
+            name: tensor for name, tensor in stored_tensors.items() if name not in omitted_names
+        }
+        tensors = _convert_tensors(path, model_type, values, included_tensors)
         return StoredModel(
-            path, kind, values, tensors, config, tuple(list_sidecar_files(path)), notes=notes
+            path, model_type, values, tensors, config, tuple(list_sidecar_files(path)), notes=notes
         )
 
     def write(
@@ -78,7 +84,7 @@ class HuggingFace:
         config = model.config
         if config is None:
             config = config_of(model.values, model.model_type)
-        config = {**config, **_mtp_counts(model, config)}
+        config = {**config, **_build_mtp_config(model, config)}
         tensors = dict(_iter_huggingface_tensors(model))
         with atomic_directory(path, model.resume) as output:
             _write_weights(output, tensors, report)
@@ -109,45 +115,54 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _detect_mtp_layers(
-    kind: str, values: Mapping[str, Any], stored: Mapping[str, LazyTensor]
+    model_type: str, values: Mapping[str, Any], stored_tensors: Mapping[str, LazyTensor]
 ) -> tuple[Mapping[str, Any], set[str], tuple[str, ...]]:
     """Detect the multi-token prediction layers that follow the last layer, if the family has any.
+
+    Args:
+        model_type: Hugging Face's name of the family.
+        values: fully resolved arguments of the model.
+        stored_tensors: tensors of the files, by name.
 
     Returns:
         The arguments, with the number of complete layers; the names of tensors to leave out because
         the layers are incomplete; and notes about that.
     """
-    table = FAMILY_MAPPINGS[kind]
-    positions = {name: _position_after_last(name, table, values) for name in stored if table.mtp}
+    mapping = FAMILY_MAPPINGS[model_type]
+    positions = {
+        name: _position_after_last_layer(name, mapping, values)
+        for name in stored_tensors
+        if mapping.mtp_layer
+    }
     positions = {name: position for name, position in positions.items() if position > 0}
     if not positions:
         return values, set(), ()
-    extended = {**values, MTP_LAYERS: max(positions.values())}
-    names = [name for entry in iter_weights(kind, extended) for name, _ in entry.sources]
-    missing = [
+    values_with_mtp = {**values, MTP_LAYERS: max(positions.values())}
+    names = [name for spec in iter_weights(model_type, values_with_mtp) for name, _ in spec.sources]
+    missing_names = [
         name
         for name in names
-        if name not in stored and _position_after_last(name, table, values) > 0
+        if name not in stored_tensors and _position_after_last_layer(name, mapping, values) > 0
     ]
-    if not missing:
-        return extended, set(), ()
+    if not missing_names:
+        return values_with_mtp, set(), ()
     note = (
         f"{len(positions)} tensors of multi-token prediction layers are left out, because others "
-        f"of them are missing, such as {missing[0]}"
+        f"of them are missing, such as {missing_names[0]}"
     )
     return values, set(positions), (note,)
 
 
-def _position_after_last(name: str, table: FamilyMapping, values: Mapping[str, Any]) -> int:
+def _position_after_last_layer(name: str, mapping: FamilyMapping, values: Mapping[str, Any]) -> int:
     """Return the position of a tensor's layer after the model's last layer.
 
-    It is 1 for the first layer after it, and at most 0 for a tensor of the model's own layers.
+    The position is 1 for the first layer after it, and at most 0 for the model's own layers.
     """
-    match = re.match(rf"{re.escape(table.layer_prefix)}(\d+)\.", name)
+    match = re.match(rf"{re.escape(mapping.layer_prefix)}(\d+)\.", name)
     return int(match[1]) + 1 - int(values["num_layers"]) if match else 0
 
 
-def _mtp_counts(model: StoredModel, config: Mapping[str, Any]) -> dict[str, int]:
+def _build_mtp_config(model: StoredModel, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of multi-token prediction layers, by its keys in ``config.json``."""
     keys, layers = FAMILY_MAPPINGS[model.model_type].mtp_count_keys, model.values[MTP_LAYERS] or 0
     return {key: layers for key in keys if key in config or (layers and key == keys[0])}
@@ -171,40 +186,50 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _convert_tensors(
-    path: Path, kind: str, values: Mapping[str, Any], stored: dict[str, LazyTensor]
+    path: Path, model_type: str, values: Mapping[str, Any], stored_tensors: dict[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
     """Convert the tensors to megatron.core's names and check that all are present and expected."""
-    table = FAMILY_MAPPINGS[kind]
-    if table.prefix and not any(name.startswith(table.prefix) for name in stored):
-        stored = {_add_prefix(name, table.prefix): tensor for name, tensor in stored.items()}
-    unexpected, missing, mismatches = set(stored), list[str](), list[str]()
+    mapping = FAMILY_MAPPINGS[model_type]
+    if mapping.prefix and not any(name.startswith(mapping.prefix) for name in stored_tensors):
+        stored_tensors = {
+            _add_prefix(name, mapping.prefix): tensor for name, tensor in stored_tensors.items()
+        }
+    unexpected_names, missing_names, mismatches = set(stored_tensors), list[str](), list[str]()
     tensors: dict[str, LazyTensor] = {}
-    for spec in iter_weights(kind, values):
+    for spec in iter_weights(model_type, values):
         shapes = dict(spec.sources)
-        missing += [name for name in shapes if name not in stored]
-        unexpected -= shapes.keys()
-        if shapes.keys() <= stored.keys():
-            parts = {name: stored[name] for name in shapes}
+        missing_names += [name for name in shapes if name not in stored_tensors]
+        unexpected_names -= shapes.keys()
+        if shapes.keys() <= stored_tensors.keys():
+            parts = {name: stored_tensors[name] for name in shapes}
             problems = list(describe_mismatches(path, spec.name, parts, shapes))
             mismatches += problems
             if not problems:
                 tensors[spec.name] = spec.transform.to_megatron(list(parts.values()), spec.sizes)
-    raise_if_any(path, "lacks tensors", missing)
+    raise_if_any(path, "lacks tensors", missing_names)
     raise_if_any(path, "has tensors that do not fit its config.json", mismatches)
-    unexpected = {name for name in unexpected if not re.fullmatch(table.ignored, name)}
-    if "lm_head.weight" in unexpected and _equals_embedding(stored["lm_head.weight"], tensors):
-        unexpected.remove("lm_head.weight")  # tied to the embedding, but stored anyway
-    raise_if_any(path, f"has tensors that no {kind} model has", sorted(unexpected))
+    unexpected_names = {
+        name for name in unexpected_names if not re.fullmatch(mapping.ignored_pattern, name)
+    }
+    if "lm_head.weight" in unexpected_names and _equals_embedding(
+        stored_tensors["lm_head.weight"], tensors
+    ):
+        unexpected_names.remove("lm_head.weight")  # tied to the embedding, but stored anyway
+    raise_if_any(path, f"has tensors that no {model_type} model has", sorted(unexpected_names))
     return tensors
 
 
 def _add_prefix(name: str, prefix: str) -> str:
+    """Add the prefix that the names in some published files lack."""
     return name if name.startswith("lm_head.") else prefix + name
 
 
-def _equals_embedding(head: LazyTensor, tensors: Mapping[str, LazyTensor]) -> bool:
+def _equals_embedding(output_layer: LazyTensor, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Return whether an output layer has the same numbers as the embedding."""
     embedding = tensors["embedding.word_embeddings.weight"]
-    return head.shape == embedding.shape and torch.equal(read_tensor(head), read_tensor(embedding))
+    return output_layer.shape == embedding.shape and torch.equal(
+        read_tensor(output_layer), read_tensor(embedding)
+    )
 
 
 def _iter_huggingface_tensors(model: StoredModel) -> Iterator[tuple[str, LazyTensor]]:
@@ -224,7 +249,7 @@ def _write_weights(
     output: ResumableDirectory, all_tensors: Mapping[str, LazyTensor], report: ByteProgress
 ) -> None:
     """Write the files with weights, and their index if there are several."""
-    files = split_into_shards(all_tensors, _MAX_SHARD_BYTES)
+    files = split_into_files(all_tensors, _MAX_SHARD_BYTES)
     names = [WEIGHTS_FILE]
     if len(files) > 1:
         last = len(files)
@@ -241,4 +266,4 @@ def _write_weights(
         }
         index = {"metadata": {"total_size": sum(map(count_bytes, all_tensors.values()))}}
         text = json.dumps({**index, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-        write_atomic(output.directory / INDEX_FILE, text + "\n", PUBLIC)
+        write_atomic(output.directory / INDEX_FILE, text + "\n", PUBLIC_MODE)

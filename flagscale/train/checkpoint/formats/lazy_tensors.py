@@ -60,7 +60,10 @@ def count_bytes(tensor: LazyTensor) -> int:
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A tensor that ``load`` returns at no cost, usually as a view of a memory-mapped file."""
+    """A tensor in a memory-mapped file, or in memory.
+
+    ``load`` returns the whole tensor, as a view that takes no time and no memory.
+    """
 
     shape: Shape
     dtype: torch.dtype
@@ -72,7 +75,7 @@ class MappedTensor:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """``count`` rows of a tensor, starting at row ``begin``."""
+    """``count`` rows of a tensor from row ``begin`` on."""
 
     tensor: LazyTensor
     begin: int
@@ -96,12 +99,13 @@ class ConcatenatedRows:
     def read(self, region: Region) -> torch.Tensor:
         (begin, end), columns = region[0], region[1:]
         parts = []
-        first = 0  # row of this tensor at which the current slice begins
-        for part in self.slices:
-            low, high = max(begin - first, 0), min(end - first, part.count)
+        slice_begin = 0  # row of this tensor at which the current slice begins
+        for row_slice in self.slices:
+            low, high = max(begin - slice_begin, 0), min(end - slice_begin, row_slice.count)
             if low < high:
-                parts.append(part.tensor.read(((part.begin + low, part.begin + high), *columns)))
-            first += part.count
+                rows = (row_slice.begin + low, row_slice.begin + high)
+                parts.append(row_slice.tensor.read((rows, *columns)))
+            slice_begin += row_slice.count
         if not parts:
             return torch.empty([0, *(high - low for low, high in columns)], dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -174,7 +178,10 @@ class TensorItem:
 class ReplicatedTensor:
     """A tensor that is stored several times. The replicas are compared as a region is read.
 
-    ``mismatch`` and ``hint`` are the error raised if they differ.
+    Attributes:
+        replicas: the stored tensors.
+        mismatch: message of the error that is raised if they differ.
+        hint: hint of that error.
     """
 
     replicas: tuple[LazyTensor, ...]
@@ -196,8 +203,8 @@ class ReplicatedTensor:
             CheckpointError: the replicas differ in it.
         """
         first, *copies = (replica.read(region).contiguous() for replica in self.replicas)
-        bits = first.reshape(-1).view(torch.uint8)
-        if not all(bits.equal(copy.reshape(-1).view(torch.uint8)) for copy in copies):
+        first_bytes = first.reshape(-1).view(torch.uint8)
+        if not all(first_bytes.equal(copy.reshape(-1).view(torch.uint8)) for copy in copies):
             raise CheckpointError(self.mismatch, hint=self.hint)
         return first
 
@@ -206,7 +213,7 @@ class ReplicatedTensor:
 class MtpSharedTensor(ReplicatedTensor):
     """Embedding or output layer that multi-token prediction layers share with the model.
 
-    The first replica is the model's.
+    The first replica is the model's; the others are those of the multi-token prediction layers.
     """
 
     mismatch: str = (
@@ -224,7 +231,7 @@ class MetaTensor:
     dtype: torch.dtype = torch.float32
 
     def read(self, region: Region) -> torch.Tensor:
-        raise AssertionError(f"an outline of {self.shape} has no numbers ({region})")
+        raise AssertionError(f"a meta tensor of shape {self.shape} has no data ({region})")
 
 
 @dataclass(frozen=True)
@@ -270,16 +277,16 @@ def split_region(region: Region, itemsize: int, max_bytes: int = CHUNK_BYTES) ->
     if not region:
         yield ()
         return
-    (begin, end), inner = region[0], region[1:]
-    row_bytes = itemsize * prod(high - low for low, high in inner)
+    (begin, end), inner_region = region[0], region[1:]
+    row_bytes = itemsize * prod(high - low for low, high in inner_region)
     if row_bytes > max_bytes:
         for index in range(begin, end):
-            for part in split_region(inner, itemsize, max_bytes):
+            for part in split_region(inner_region, itemsize, max_bytes):
                 yield ((index, index + 1), *part)
         return
-    step = max(max_bytes // max(row_bytes, 1), 1)
-    for first in range(begin, end, step):
-        yield ((first, min(first + step, end)), *inner)
+    rows_per_part = max(max_bytes // max(row_bytes, 1), 1)
+    for first in range(begin, end, rows_per_part):
+        yield ((first, min(first + rows_per_part, end)), *inner_region)
 
 
 def iter_bytes(tensor: LazyTensor, region: Region | None = None) -> Iterator[memoryview]:
@@ -293,6 +300,8 @@ def write_bytes(file: BinaryIO, tensor: LazyTensor, report: Callable[[int], None
     """Write a tensor's bytes to a file.
 
     Args:
+        file: file that is open for writing.
+        tensor: the tensor.
         report: called with the number of bytes after each chunk.
 
     Returns:

@@ -1,4 +1,7 @@
-"""Comparison of logits between megatron.core and transformers (``flagscale convert --check``)."""
+"""Comparison of logits between megatron.core and transformers (``flagscale convert --check``).
+
+Both programs compute in fp32 on the CPU, so differences are rounding errors.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from typing import Any
 import torch
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.spec.command_line import words_of
-from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.command_line import parse_arguments, words_of
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import StoredModel
 
@@ -23,12 +25,14 @@ _RELATIVE_TOLERANCE = 1e-4
 _DEFAULT_TOKENS = 64
 
 
-def compare_logits(ours: StoredModel, theirs: Path, text: str | None) -> str:
+def compare_logits(
+    megatron_model: StoredModel, transformers_directory: Path, text: str | None
+) -> str:
     """Compare the fp32 logits of two copies of a model. Both are in memory at once.
 
     Args:
-        ours: model to build with megatron.core.
-        theirs: directory that transformers loads.
+        megatron_model: model to build with megatron.core.
+        transformers_directory: directory that transformers loads.
         text: text to compare on, or comma-separated token ids; None for a default text.
 
     Returns:
@@ -37,53 +41,60 @@ def compare_logits(ours: StoredModel, theirs: Path, text: str | None) -> str:
     Raises:
         CheckpointError: the difference exceeds rounding errors.
     """
-    tokens, description = _tokenize_text(theirs, text, ours.values["vocab_size"])
-    reference = compute_transformers_logits(theirs, tokens, ours.dtype)
-    logits = compute_megatron_logits(ours, tokens)
+    tokens, description = _tokenize_text(
+        transformers_directory, text, megatron_model.values["vocab_size"]
+    )
+    reference = compute_transformers_logits(transformers_directory, tokens, megatron_model.dtype)
+    logits = compute_megatron_logits(megatron_model, tokens)
     difference = float((logits - reference).abs().max())
-    largest = float(reference.abs().max())
-    line = f"logits on {description}: at most {difference:.2g} apart, the largest is {largest:.3g}"
-    if not difference <= _RELATIVE_TOLERANCE * max(largest, 0.1):
-        raise CheckpointError(f"{line}: this is not the same model")
-    return line
+    max_logit = float(reference.abs().max())
+    summary = (
+        f"logits on {description}: at most {difference:.2g} apart, the largest is {max_logit:.3g}"
+    )
+    if not difference <= _RELATIVE_TOLERANCE * max(max_logit, 0.1):
+        raise CheckpointError(f"{summary}: this is not the same model")
+    return summary
 
 
 def select_tokens(
-    text: str | None, vocabulary: int, directory: Path, names: Collection[str]
+    text: str | None, vocab_size: int, directory: Path, file_names: Collection[str]
 ) -> tuple[list[int], str] | None:
     """Return the tokens to compare on, and their description, if no tokenizer is needed for them.
 
     Args:
         text: as in :func:`compare_logits`.
-        vocabulary: number of tokens.
+        vocab_size: number of tokens.
         directory: directory in which a tokenizer is expected.
-        names: names of the files in it.
+        file_names: names of the files in ``directory``.
 
     Returns:
-        None if a tokenizer has to be applied.
+        None if the text has to be tokenized.
 
     Raises:
         CheckpointError: a token id is out of range, or a text is given without a tokenizer.
     """
     if text is not None and all(word.strip().isdecimal() for word in text.split(",")):
         tokens = [int(word) for word in text.split(",")]
-        if invalid := [token for token in tokens if token >= vocabulary]:
-            raise CheckpointError(f"--check: {invalid[0]} is no token of {vocabulary}")
+        if invalid := [token for token in tokens if token >= vocab_size]:
+            raise CheckpointError(
+                f"--check: {invalid[0]} is not below the vocabulary size {vocab_size}"
+            )
         return tokens, f"{len(tokens)} tokens"
-    if not {"tokenizer.json", "tokenizer.model"} & {*names}:
+    if not {"tokenizer.json", "tokenizer.model"} & {*file_names}:
         if text is not None:
             raise CheckpointError(
                 f"--check: {directory} has no tokenizer", hint="give ids of tokens: 1,2,3"
             )
         return [
-            (7 * i + 1) % vocabulary for i in range(_DEFAULT_TOKENS)
+            (7 * i + 1) % vocab_size for i in range(_DEFAULT_TOKENS)
         ], f"{_DEFAULT_TOKENS} made-up tokens"
     return None
 
 
-def _tokenize_text(directory: Path, text: str | None, vocabulary: int) -> tuple[list[int], str]:
-    names = [path.name for path in directory.iterdir()]
-    if selected := select_tokens(text, vocabulary, directory, names):
+def _tokenize_text(directory: Path, text: str | None, vocab_size: int) -> tuple[list[int], str]:
+    """Return the tokens of a text, or the default ones, and their description."""
+    file_names = [path.name for path in directory.iterdir()]
+    if selected := select_tokens(text, vocab_size, directory, file_names):
         return selected
     from transformers import AutoTokenizer
 
@@ -133,7 +144,7 @@ def compute_megatron_logits(model: StoredModel, tokens: list[int]) -> torch.Tens
     try:
         distributed.init_model_parallel(args)
         config = build_transformer_config(args, device)
-        state = build_state(args, config, args.vocab_size, device, draw=False)
+        state = build_state(args, config, args.vocab_size, device, initialize_all=False)
         load_weights(args, state, model)
         gpt: Any = state.modules()[0].eval()
         ids = torch.tensor([tokens])

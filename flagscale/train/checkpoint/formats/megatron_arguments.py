@@ -1,4 +1,8 @@
-"""Validation of the arguments in a Megatron-LM checkpoint, which are untrusted input."""
+"""Validation of the arguments in a Megatron-LM checkpoint, which are untrusted input.
+
+The readers :mod:`.megatron_torch` and :mod:`.megatron_dist` call it with the ``args`` that
+Megatron-LM saved.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.compat.huggingface.config_reader import MAX_LAYERS, is_number
 from flagscale.config.arguments.compat.huggingface.models import MODEL_FUNCTION, effective
-from flagscale.config.arguments.compat.huggingface.reading import MOST_LAYERS, is_number
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.lazy_tensors import Shape
 from flagscale.train.checkpoint.formats.megatron_layout import (
-    ALIASES,
+    ARGUMENT_ALIASES,
     EMBEDDING,
-    HEAD,
+    OUTPUT_LAYER,
     MegatronLayout,
     extract_values,
     require_megatron_support,
@@ -24,9 +28,9 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
 from flagscale.train.checkpoint.formats.megatron_unpickler import UnknownObject
 from flagscale.train.checkpoint.formats.weight_mappings import WeightSpec
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_REQUIRED_ARGUMENTS = ("num_layers", "hidden_size", "num_attention_heads")
 """Arguments without which the model is undefined."""
-_COUNTS = (
+_COUNT_ARGUMENTS = (
     "num_layers",
     "num_attention_heads",
     "num_query_groups",
@@ -38,7 +42,7 @@ _COUNTS = (
 """Arguments that are iterated over, or that count such things, and are therefore bounded."""
 _MAX_EXPERTS = 1 << 20
 """Maximum number of experts of all layers together."""
-_PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+_PER_LAYER_ARGUMENTS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
 """Lists with one item per layer."""
 _PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -48,7 +52,7 @@ _PARALLEL_SIZES = (
 _VOCABULARY_MULTIPLE = "make_vocab_size_divisible_by"
 _VOCABULARY_SIZES = ("vocab_size", "padded_vocab_size", _VOCABULARY_MULTIPLE)
 _DEFAULT_VOCABULARY_MULTIPLE = 128
-_SIGNED = ("window_size",)
+_SIGNED_ARGUMENTS = ("window_size",)
 """Arguments whose numbers may be negative."""
 
 
@@ -60,9 +64,9 @@ def resolve_arguments(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
             have.
     """
     _raise_if_invalid(path, [*_check_counts(args, _VOCABULARY_SIZES), *_check_values(args)])
-    arguments_given = extract_values(args)
-    _raise_if_invalid(path, _check_consistency(arguments_given))
-    values = effective(arguments_given)
+    saved_values = extract_values(args)
+    _raise_if_invalid(path, _check_consistency(saved_values))
+    values = effective(saved_values)
     require_megatron_support(values, path)
     return values
 
@@ -73,7 +77,7 @@ def read_layout(args: Mapping[str, Any], path: Path) -> MegatronLayout:
     Raises:
         CheckpointError: a parallel size is invalid.
     """
-    _raise_if_invalid(path, _check_counts(args, _PARALLEL_SIZES, MOST_LAYERS))
+    _raise_if_invalid(path, _check_counts(args, _PARALLEL_SIZES, MAX_LAYERS))
     tensor, pipeline, expert = (_get_count(args, name) for name in _PARALLEL_SIZES)
     return MegatronLayout(tensor, pipeline, expert)
 
@@ -91,7 +95,7 @@ def require_same_model(args: Mapping[str, Any], other_args: Mapping[str, Any], p
     """
     names = {
         *MODEL_FUNCTION,
-        *(name for names in ALIASES.values() for name in names),
+        *(name for names in ARGUMENT_ALIASES.values() for name in names),
         *_PARALLEL_SIZES,
         *_VOCABULARY_SIZES,
     }
@@ -110,40 +114,47 @@ def require_same_model(args: Mapping[str, Any], other_args: Mapping[str, Any], p
         )
 
 
-def possible_vocabulary_rows(args: Mapping[str, Any], tokens: int) -> Sequence[int]:
+def possible_vocabulary_rows(args: Mapping[str, Any], token_count: int) -> Sequence[int]:
     """Return the possible numbers of rows of embedding and output layer, the likeliest first.
 
-    That is the number of tokens, or the next multiples to which Megatron-LM pads it.
+    These are the number of tokens, and the next multiples to which Megatron-LM pads it.
+
+    Args:
+        args: arguments of the checkpoint.
+        token_count: number of tokens in the vocabulary.
     """
-    ranks, multiple = (
-        _get_count(args, _PARALLEL_SIZES[0]),
-        _get_count(args, _VOCABULARY_MULTIPLE, 0),
-    )
-    if not multiple:  # the padding is not recorded
-        return range(-(-tokens // ranks) * ranks, tokens + _DEFAULT_VOCABULARY_MULTIPLE * ranks)
-    return MegatronLayout(tensor=ranks, rows=multiple).pad_vocabulary(tokens), tokens
+    rank_count = _get_count(args, _PARALLEL_SIZES[0])
+    multiple_per_rank = _get_count(args, _VOCABULARY_MULTIPLE, 0)
+    if not multiple_per_rank:  # the padding is not recorded
+        return range(
+            -(-token_count // rank_count) * rank_count,
+            token_count + _DEFAULT_VOCABULARY_MULTIPLE * rank_count,
+        )
+    layout = MegatronLayout(tensor_parallel=rank_count, vocabulary_multiple=multiple_per_rank)
+    return layout.pad_vocabulary(token_count), token_count
 
 
-def expected_shape(spec: WeightSpec, rows: Sequence[int], stored_rows: int) -> Shape:
+def expected_shape(spec: WeightSpec, possible_rows: Sequence[int], stored_rows: int) -> Shape:
     """Return the expected shape of a tensor.
 
     Args:
         spec: the tensor.
-        rows: possible numbers of rows of the vocabulary.
-        stored_rows: number of rows of the stored tensor, accepted if it is one of ``rows``.
+        possible_rows: possible numbers of rows of the vocabulary.
+        stored_rows: number of rows of the stored tensor, accepted if it is a possible one.
     """
-    if spec.name not in (EMBEDDING, HEAD):
+    if spec.name not in (EMBEDDING, OUTPUT_LAYER):
         return spec.shape
-    return (stored_rows if stored_rows in rows else rows[0], *spec.shape[1:])
+    return (stored_rows if stored_rows in possible_rows else possible_rows[0], *spec.shape[1:])
 
 
-def _get_count(args: Mapping[str, Any], name: str, missing: int = 1) -> int:
+def _get_count(args: Mapping[str, Any], name: str, default: int = 1) -> int:
     """Return an argument that :func:`_check_counts` has validated."""
     value = args.get(name)
-    return missing if value is None or isinstance(value, UnknownObject) else int(value)
+    return default if value is None or isinstance(value, UnknownObject) else int(value)
 
 
 def _raise_if_invalid(path: Path, problems: Sequence[str]) -> None:
+    """Raise an error that lists the problems of the arguments, if there are any."""
     if problems:
         raise CheckpointError(
             f"{path}: of its arguments (args): {'; '.join(problems)}",
@@ -166,9 +177,14 @@ def _check_counts(
 
 
 def _check_values(args: Mapping[str, Any]) -> list[str]:
+    """Describe the invalid values of the arguments that determine the model's function."""
     values = {}
     for name in MODEL_FUNCTION:
-        names = [alias for alias in (*ALIASES.get(name, ()), name) if args.get(alias) is not None]
+        names = [
+            alias
+            for alias in (*ARGUMENT_ALIASES.get(name, ()), name)
+            if args.get(alias) is not None
+        ]
         values[name] = args[names[0]] if names else None
         if isinstance(values[name], UnknownObject):
             values[name] = None
@@ -178,7 +194,7 @@ def _check_values(args: Mapping[str, Any]) -> list[str]:
 def _check_value(name: str, value: Any) -> Iterator[str]:
     """Describe an invalid value of a known argument."""
     if value is None:
-        if name in _REQUIRED:
+        if name in _REQUIRED_ARGUMENTS:
             yield f"{name}: expected a whole number from 1, it is missing"
         return
     argument = arguments()[name]
@@ -204,14 +220,14 @@ def _describe_expected(argument: Argument, value: Any) -> str | None:
         return None if isinstance(value, str) else "a text"
     minimum, maximum = argument.minimum, argument.maximum
     if argument.kind == "int":
-        minimum = None if argument.name in _SIGNED else minimum or 0
-        maximum = MOST_LAYERS if argument.name in _COUNTS else maximum
+        minimum = None if argument.name in _SIGNED_ARGUMENTS else minimum or 0
+        maximum = MAX_LAYERS if argument.name in _COUNT_ARGUMENTS else maximum
     is_valid = _is_whole_number(value) if argument.kind == "int" else is_number(value)
     if is_valid and (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
         return None
-    kind = "a whole number" if argument.kind == "int" else "a number"
-    kind += "" if minimum is None else f" from {minimum:.15g}"
-    return kind if maximum is None else f"{kind} to {maximum:,.15g}"
+    description = "a whole number" if argument.kind == "int" else "a number"
+    description += "" if minimum is None else f" from {minimum:.15g}"
+    return description if maximum is None else f"{description} to {maximum:,.15g}"
 
 
 def _is_whole_number(value: Any) -> bool:
@@ -221,7 +237,7 @@ def _is_whole_number(value: Any) -> bool:
 def _check_consistency(values: Mapping[str, Any]) -> list[str]:
     """Describe arguments that contradict each other."""
     layers, problems = values["num_layers"], []
-    for name in _PER_LAYER:
+    for name in _PER_LAYER_ARGUMENTS:
         items = values.get(name)
         if isinstance(items, list) and len(items) != layers:
             problems.append(

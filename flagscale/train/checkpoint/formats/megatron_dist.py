@@ -1,9 +1,12 @@
-"""Megatron-LM's ``torch_dist`` format.
+"""Megatron-LM's ``torch_dist`` format. Any parallel layout loads such a checkpoint.
 
-It has the same files as this project's checkpoints, with two differences. Arguments are in
-``common.pt``. The tensors of homogeneous layers are stacked in one, ``[layer, …]``; heterogeneous
-layers, such as dense ones among mixtures of experts, are stored one by one. Norms have the names of
-the layers' implementation. Any parallel layout loads such a checkpoint.
+It has the same files as this project's checkpoints, with these differences:
+
+- Arguments are in ``common.pt``.
+- If all layers have the same tensors (homogeneous layers), those of one kind are stacked in one
+  tensor ``[layer, …]``. Heterogeneous layers, such as dense ones among mixtures of experts, are
+  stored one by one.
+- Norms have the names that the implementation of the layers gives them.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from flagscale.checkpoint_metadata import METADATA
-from flagscale.checkpoints import MANIFEST, TRACKER, CheckpointDirectory
+from flagscale.checkpoint_metadata import METADATA_FILE
+from flagscale.checkpoints import MANIFEST_FILE, TRACKER_FILE, CheckpointDirectory
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.content_metadata import BACKEND, METADATA_KEY, sharding_metadata
+from flagscale.train.checkpoint.content_metadata import (
+    METADATA_KEY,
+    STORAGE_METADATA,
+    sharding_metadata,
+)
 from flagscale.train.checkpoint.formats.base import (
     ByteProgress,
     InspectModel,
@@ -45,8 +52,8 @@ from flagscale.train.checkpoint.formats.megatron_arguments import (
 )
 from flagscale.train.checkpoint.formats.megatron_layout import (
     EMBEDDING,
-    HEAD,
-    RELEASE,
+    OUTPUT_LAYER,
+    RELEASE_DIRECTORY,
     MegatronLayout,
     PaddedTensor,
     build_megatron_arguments,
@@ -63,8 +70,8 @@ from flagscale.train.checkpoint.formats.torch_dist_writer import DistributedChec
 from flagscale.train.checkpoint.formats.weight_mappings import WeightSpec
 
 _COMMON_FILE, _BACKEND_FILE = "common.pt", "metadata.json"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_VERSION = 3.0
+_LAYER_TENSOR = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_CHECKPOINT_VERSION = 3.0
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,15 @@ class MegatronDist:
         checkpoint = _find_checkpoint(path)
         return checkpoint is not None and _load_arguments(checkpoint) is not None
 
-    def laid_out(self, layout: MegatronLayout) -> MegatronDist:
+    def for_layout(self, layout: MegatronLayout) -> MegatronDist:
         """Return the format for another layer implementation or vocabulary padding.
 
         Raises:
             CheckpointError: ``layout`` has other options.
         """
-        if replace(layout, transformer_engine=True, rows=1) != MegatronLayout():
+        if replace(layout, transformer_engine=True, vocabulary_multiple=1) != MegatronLayout():
             raise CheckpointError(
-                f"{self.name} is of no layout: any one loads it",
+                f"{self.name} does not depend on the layout: any layout loads it",
                 hint="of these options it has --transformer-impl and "
                 "--make-vocab-size-divisible-by",
             )
@@ -96,7 +103,9 @@ class MegatronDist:
         checkpoint = _find_checkpoint(path)
         namespace = None if checkpoint is None else _load_arguments(checkpoint)
         if checkpoint is None or namespace is None:
-            raise CheckpointError(f"{path} holds no checkpoint that says Megatron-LM's arguments")
+            raise CheckpointError(
+                f"{path} holds no checkpoint that records Megatron-LM's arguments"
+            )
         args = vars(namespace)
         values = resolve_arguments(args, checkpoint)
         read_layout(args, checkpoint)
@@ -119,10 +128,10 @@ class MegatronDist:
     def _write_files(
         self, model: StoredModel, output: ResumableDirectory, report: ByteProgress
     ) -> None:
-        root = output.directory / RELEASE
+        root = output.directory / RELEASE_DIRECTORY
         root.mkdir(exist_ok=True)
         tensors = _stack_layers(model, self.layout)
-        DistributedCheckpointWriter(output, report, RELEASE).write(
+        DistributedCheckpointWriter(output, report, RELEASE_DIRECTORY).write(
             tensors, list(_iter_extra_states(tensors))
         )
         metadata = {
@@ -133,15 +142,15 @@ class MegatronDist:
         if _is_homogeneous(model.values):
             arguments["moe_layer_freq"] = 1  # a list would mean that layers are not stacked
         arguments |= {**build_precision_arguments(model.dtype), "ckpt_format": "torch_dist"}
-        common = {
+        common_state = {
             "args": argparse.Namespace(**arguments),
-            "checkpoint_version": _VERSION,
+            "checkpoint_version": _CHECKPOINT_VERSION,
             "iteration": 0,
             METADATA_KEY: metadata,
         }
-        torch.save(common, root / _COMMON_FILE)
-        (root / _BACKEND_FILE).write_text(json.dumps(BACKEND), encoding="utf-8")
-        (output.directory / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
+        torch.save(common_state, root / _COMMON_FILE)
+        (root / _BACKEND_FILE).write_text(json.dumps(STORAGE_METADATA), encoding="utf-8")
+        (output.directory / TRACKER_FILE).write_text(f"{RELEASE_DIRECTORY}\n", encoding="utf-8")
 
 
 def _find_checkpoint(path: Path) -> Path | None:
@@ -151,18 +160,20 @@ def _find_checkpoint(path: Path) -> Path | None:
         None if there is none, or if it is one of this project.
     """
     try:
-        tracked = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        tracked = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         tracked = ""
     directories = CheckpointDirectory(path)
     candidates = [path]
     if tracked:
-        candidates.append(directories.path(int(tracked)) if tracked.isdecimal() else path / RELEASE)
-    candidates += [*map(directories.path, directories.iterations()), path / RELEASE]
+        candidates.append(
+            directories.path(int(tracked)) if tracked.isdecimal() else path / RELEASE_DIRECTORY
+        )
+    candidates += [*map(directories.path, directories.iterations()), path / RELEASE_DIRECTORY]
     checkpoint = next(
-        (candidate for candidate in candidates if (candidate / METADATA).is_file()), None
+        (candidate for candidate in candidates if (candidate / METADATA_FILE).is_file()), None
     )
-    return None if checkpoint is None or (checkpoint / MANIFEST).exists() else checkpoint
+    return None if checkpoint is None or (checkpoint / MANIFEST_FILE).exists() else checkpoint
 
 
 def _load_arguments(path: Path) -> argparse.Namespace | None:
@@ -175,15 +186,23 @@ def _load_arguments(path: Path) -> argparse.Namespace | None:
 
 @dataclass(frozen=True)
 class _DistributedSource:
-    """Tensors of a checkpoint, with a record of those that were looked up."""
+    """Tensors of a checkpoint, with a record of those that were looked up.
+
+    Attributes:
+        path: the checkpoint.
+        args: arguments of the checkpoint.
+        values: fully resolved arguments of the model.
+        vocabulary_rows: possible numbers of rows of embedding and output layer.
+        stored_tensors: the stored tensors, by name.
+        used_names: names of the tensors that were looked up.
+    """
 
     path: Path
     args: Mapping[str, Any]
     values: Mapping[str, Any]
-    rows: Sequence[int]
-    """Possible numbers of rows of the vocabulary."""
-    stored: Mapping[str, LazyTensor]
-    used: set[str] = field(default_factory=set)
+    vocabulary_rows: Sequence[int]
+    stored_tensors: Mapping[str, LazyTensor]
+    used_names: set[str] = field(default_factory=set)
 
     def find_tensor(self, spec: WeightSpec) -> LazyTensor | None:
         """Look up a tensor by its name, or as an item of the stack of all layers.
@@ -192,30 +211,31 @@ class _DistributedSource:
             TensorMismatchError: its shape or dtype is not the expected one.
         """
         for name in iter_spellings(spec.name):
-            layer = _LAYER.fullmatch(name)
-            if name in self.stored:
+            layer_match = _LAYER_TENSOR.fullmatch(name)
+            if name in self.stored_tensors:
                 return self._get_checked(
-                    name, expected_shape(spec, self.rows, self._count_rows(name))
+                    name, expected_shape(spec, self.vocabulary_rows, self._count_rows(name))
                 )
-            stacked = "" if layer is None else f"decoder.layers.{layer[2]}"
-            if layer is not None and stacked in self.stored:
+            stacked_name = "" if layer_match is None else f"decoder.layers.{layer_match[2]}"
+            if layer_match is not None and stacked_name in self.stored_tensors:
                 shape = (self.values["num_layers"], *spec.shape)
-                return TensorItem(self._get_checked(stacked, shape), int(layer[1]))
+                return TensorItem(self._get_checked(stacked_name, shape), int(layer_match[1]))
         return None
 
     def _get_checked(self, name: str, shape: Shape) -> LazyTensor:
-        tensor = self.stored[name]
-        self.used.add(name)
+        """Return a stored tensor after a check of its shape and dtype."""
+        tensor = self.stored_tensors[name]
+        self.used_names.add(name)
         if problems := list(describe_mismatches(self.path, name, {name: tensor}, {name: shape})):
             raise TensorMismatchError(problems)
         return tensor
 
     def _count_rows(self, name: str) -> int:
-        return next(iter(self.stored[name].shape), 0)
+        return next(iter(self.stored_tensors[name].shape), 0)
 
     def list_unused(self) -> list[str]:
         """List the weights that were not looked up."""
-        names = self.stored.keys() - self.used
+        names = self.stored_tensors.keys() - self.used_names
         return sorted(name for name in names if is_weight(name, self.args))
 
 
@@ -226,25 +246,29 @@ def _is_homogeneous(values: Mapping[str, Any]) -> bool:
 
 def _stack_layers(model: StoredModel, layout: MegatronLayout) -> dict[str, LazyTensor]:
     """Return a model's tensors under Megatron-LM's names, with homogeneous layers stacked."""
-    homogeneous = _is_homogeneous(model.values)
+    is_homogeneous = _is_homogeneous(model.values)
     tensors: dict[str, LazyTensor] = {}
-    layers: dict[str, list[LazyTensor]] = {}
+    layer_tensors: dict[str, list[LazyTensor]] = {}
     for name, tensor in model.tensors.items():
-        layer = _LAYER.fullmatch(name)
-        if layer is None:
-            is_padded = name in (EMBEDDING, HEAD)
+        layer_match = _LAYER_TENSOR.fullmatch(name)
+        if layer_match is None:
+            is_padded = name in (EMBEDDING, OUTPUT_LAYER)
             rows = layout.pad_vocabulary(tensor.shape[0]) if is_padded else tensor.shape[0]
             tensors[name] = PaddedTensor(tensor, rows) if is_padded else tensor
             continue
         # This project's names are those of Megatron-LM's local layers.
         spelling = name
         if layout.transformer_engine:
-            spelling = spell_for_layer(name, model.values, int(layer[1]), transformer_engine=True)
-        if homogeneous:
-            layers.setdefault(spelling.replace(f".{layer[1]}.", ".", 1), []).append(tensor)
+            spelling = spell_for_layer(
+                name, model.values, int(layer_match[1]), transformer_engine=True
+            )
+        if is_homogeneous:
+            layer_tensors.setdefault(spelling.replace(f".{layer_match[1]}.", ".", 1), []).append(
+                tensor
+            )
         else:
             tensors[spelling] = tensor
-    return tensors | {name: StackedTensor(tuple(items)) for name, items in layers.items()}
+    return tensors | {name: StackedTensor(tuple(items)) for name, items in layer_tensors.items()}
 
 
 def _iter_extra_states(tensors: Mapping[str, LazyTensor]) -> Iterator[str]:

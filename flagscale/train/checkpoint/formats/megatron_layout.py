@@ -1,4 +1,8 @@
-"""Megatron-LM's conventions: names of tensors and arguments, sharding, files of ranks."""
+"""Megatron-LM's conventions: names of tensors and arguments, sharding, files of ranks.
+
+"Local" layers are megatron.core's own implementation, in contrast to Transformer Engine's; norms
+have other names in them.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,15 @@ from flagscale.train.checkpoint.formats.megatron_unpickler import UnknownObject
 
 _TOKENIZERS_WITHOUT_EOD = ("NullTokenizer", "NullMultimodalTokenizer")
 """Tokenizers whose ``vocab_size`` does not include the end-of-document token."""
-FILE = "model_optim_rng.pt"
+RANK_FILE = "model_optim_rng.pt"
 """File in each rank's directory."""
-RELEASE = "release"
+RELEASE_DIRECTORY = "release"
 """Directory of a checkpoint without an iteration. Megatron-LM loads only its weights."""
 EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
+OUTPUT_LAYER = "output_layer.weight"
+EXPERT_TENSOR = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
 """Name of the tensor that stacks all experts of a layer."""
-ALIASES = {
+ARGUMENT_ALIASES = {
     "num_moe_experts": ("num_experts",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
@@ -41,13 +45,13 @@ ALIASES = {
 """Megatron-LM's names of arguments that differ from this project's. Later names are of older
 versions.
 """
-_QUERIES_AND_KEYS = "self_attention.linear_qkv.layer_norm_"
-_BEFORE_MLP = "mlp.linear_fc1.layer_norm_"
-_LOCAL_NORMS = {_QUERIES_AND_KEYS: "input_layernorm.", _BEFORE_MLP: "pre_mlp_layernorm."}
+_FUSED_QKV_NORM = "self_attention.linear_qkv.layer_norm_"
+_FUSED_MLP_NORM = "mlp.linear_fc1.layer_norm_"
+_LOCAL_NORMS = {_FUSED_QKV_NORM: "input_layernorm.", _FUSED_MLP_NORM: "pre_mlp_layernorm."}
 """Names of norms in Transformer Engine's dense layers, and in local or mixture-of-experts layers.
 """
 _LATENT_ATTENTION_NORMS = {
-    "pre_mlp_layernorm.": _BEFORE_MLP,
+    "pre_mlp_layernorm.": _FUSED_MLP_NORM,
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
@@ -60,7 +64,7 @@ _MISSING_FEATURES = {
     "window_rotary_base": "a rotary base of layers with windows",
 }
 """Features of :data:`OWN` that Megatron-LM's layers lack."""
-_LATENT_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
+_LATENT_DOWN_PROJECTION = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
 """Replicated with Transformer Engine, sharded by rows in local layers."""
 _COLUMN_PARALLEL = re.compile(
     r".*(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer)"
@@ -82,68 +86,77 @@ class MegatronLayout:
     """Parallel layout of a Megatron-LM checkpoint.
 
     Attributes:
-        tensor: tensor-parallel size.
-        pipeline: pipeline-parallel size.
-        expert: expert-parallel size.
-        chunks: model chunks (virtual stages) per pipeline stage.
-        first: number of layers of the first stage, if it differs.
-        last: number of layers of the last stage, if it differs.
+        tensor_parallel: tensor-parallel size.
+        pipeline_parallel: pipeline-parallel size.
+        expert_parallel: expert-parallel size.
+        chunks_per_stage: model chunks (virtual stages) per pipeline stage.
+        first_stage_layers: number of layers of the first stage, if different from the others.
+        last_stage_layers: number of layers of the last stage, if different from the others.
         transformer_engine: layers are Transformer Engine's, not local ones.
         grouped_gemm: experts of a layer are a grouped GEMM of Transformer Engine.
-        rows: the vocabulary is padded to a multiple of this per tensor-parallel rank.
+        vocabulary_multiple: each tensor-parallel rank's part of the vocabulary is padded to a
+            multiple of this.
     """
 
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    chunks: int = 1
-    first: int | None = None
-    last: int | None = None
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    chunks_per_stage: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     transformer_engine: bool = True
     grouped_gemm: bool = False
-    rows: int = 1
+    vocabulary_multiple: int = 1
 
-    def split_layers(self, count: int) -> list[list[int]]:
-        """List the layers of every model chunk, in the order of layers.
+    def split_layers(self, layer_count: int) -> list[list[int]]:
+        """Return the layer numbers of every model chunk, in the order of layers.
+
+        Args:
+            layer_count: number of layers of the model.
 
         Raises:
-            CheckpointError: ``count`` layers cannot be distributed over the stages.
+            CheckpointError: the layers cannot be distributed over the stages.
         """
-        ends = [self.first, self.last]
-        fixed = [size for size in ends if size is not None]
-        if fixed and self.chunks > 1:
-            raise CheckpointError("stages of unlike sizes are written with one chunk a stage")
-        chunks_left = self.pipeline * self.chunks - len(fixed)
-        layers_left = count - sum(fixed)
+        end_sizes = [self.first_stage_layers, self.last_stage_layers]
+        fixed_sizes = [chunk_size for chunk_size in end_sizes if chunk_size is not None]
+        if fixed_sizes and self.chunks_per_stage > 1:
+            raise CheckpointError("stages of different sizes require one chunk per stage")
+        chunks_left = self.pipeline_parallel * self.chunks_per_stage - len(fixed_sizes)
+        layers_left = layer_count - sum(fixed_sizes)
         if (
             chunks_left < 0
-            or min([layers_left, *fixed]) < 0
+            or min([layers_left, *fixed_sizes]) < 0
             or (layers_left % chunks_left if chunks_left else layers_left)
         ):
             raise CheckpointError(
-                f"{count} layers cannot be shared out over {self.pipeline} stages of {self.chunks} "
-                f"chunks{f', of which {fixed} are given' if fixed else ''}: expected a multiple"
+                f"{layer_count} layers cannot be divided over {self.pipeline_parallel} stages "
+                f"of {self.chunks_per_stage} chunks"
+                f"{f', of which {fixed_sizes} are given' if fixed_sizes else ''}: "
+                "expected a multiple"
             )
         sizes = [layers_left // chunks_left if chunks_left else 0] * chunks_left
-        sizes = [*ends[:1], *sizes, *ends[1:]] if fixed else sizes  # type: ignore[list-item]
+        if fixed_sizes:
+            sizes = [*end_sizes[:1], *sizes, *end_sizes[1:]]  # type: ignore[list-item]
         chunks, begin = [], 0
         for size in [size for size in sizes if size is not None]:
             chunks.append(list(range(begin, begin + size)))
             begin += size
         return chunks
 
-    def directory(self, coordinates: Sequence[int]) -> str:
-        """Return a rank's directory name; ``coordinates``: tensor, pipeline and expert-parallel
-        rank.
+    def directory_name(self, coordinates: Sequence[int]) -> str:
+        """Return a rank's directory name.
+
+        Args:
+            coordinates: tensor, pipeline and expert-parallel rank.
         """
         name = f"mp_rank_{coordinates[0]:02d}"
-        name += f"_{coordinates[1]:03d}" if self.pipeline > 1 else ""
-        return name + (f"_{coordinates[2]:03d}" if self.expert > 1 else "")
+        name += f"_{coordinates[1]:03d}" if self.pipeline_parallel > 1 else ""
+        return name + (f"_{coordinates[2]:03d}" if self.expert_parallel > 1 else "")
 
     def pad_vocabulary(self, vocabulary: int) -> int:
         """Return the number of rows of the embedding and the output layer for a vocabulary size."""
-        step = self.rows * self.tensor
-        return -(-vocabulary // step) * step
+        multiple = self.vocabulary_multiple * self.tensor_parallel
+        return -(-vocabulary // multiple) * multiple
 
 
 def find_rank_file(path: Path, layout: MegatronLayout, coordinates: Sequence[int]) -> Path:
@@ -152,7 +165,7 @@ def find_rank_file(path: Path, layout: MegatronLayout, coordinates: Sequence[int
     Raises:
         CheckpointError: the file does not exist.
     """
-    file = path / layout.directory(coordinates) / FILE
+    file = path / layout.directory_name(coordinates) / RANK_FILE
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
     return file
@@ -165,9 +178,9 @@ def extract_values(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {}
     for name in MODEL_FUNCTION:
-        candidates = (args.get(alias) for alias in ALIASES.get(name, (name,)))
+        candidates = (args.get(alias) for alias in ARGUMENT_ALIASES.get(name, (name,)))
         value = next((one for one in candidates if one is not None), None)
-        if name in ALIASES and value is None:
+        if name in ARGUMENT_ALIASES and value is None:
             value = args.get(name)
         if value is not None and not isinstance(value, UnknownObject):
             values[name] = list(value) if isinstance(value, tuple) else value
@@ -179,38 +192,42 @@ def extract_values(args: Mapping[str, Any]) -> dict[str, Any]:
         )
     # The number of tokens without padding, if the checkpoint records it.
     sizes = (args.get("padded_vocab_size"), args.get("vocab_size"))
-    padded, tokens = (0 if isinstance(size, UnknownObject) else int(size or 0) for size in sizes)
-    tokens = tokens or padded
-    if args.get("tokenizer_type") in _TOKENIZERS_WITHOUT_EOD and tokens < padded:
-        tokens += 1
-    values["vocab_size"] = tokens
+    padded_size, token_count = (
+        0 if isinstance(size, UnknownObject) else int(size or 0) for size in sizes
+    )
+    token_count = token_count or padded_size
+    if args.get("tokenizer_type") in _TOKENIZERS_WITHOUT_EOD and token_count < padded_size:
+        token_count += 1
+    values["vocab_size"] = token_count
     return values
 
 
 def build_megatron_arguments(values: Mapping[str, Any], layout: MegatronLayout) -> dict[str, Any]:
     """Build Megatron-LM's arguments of a checkpoint from this project's."""
     arguments = dict(values)
-    for ours, theirs in ALIASES.items():
-        arguments.update(dict.fromkeys(theirs, values[ours]))
-    tensor, expert = layout.tensor, layout.expert
+    for project_name, megatron_names in ARGUMENT_ALIASES.items():
+        arguments.update(dict.fromkeys(megatron_names, values[project_name]))
+    tensor, expert = layout.tensor_parallel, layout.expert_parallel
     return {
         **arguments,
         "add_position_embedding": True,  # Megatron-LM's default, whatever the embedding
         "ckpt_format": "torch",
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
-        "decoder_first_pipeline_num_layers": layout.first,
-        "decoder_last_pipeline_num_layers": layout.last,
+        "decoder_first_pipeline_num_layers": layout.first_stage_layers,
+        "decoder_last_pipeline_num_layers": layout.last_stage_layers,
         "expert_model_parallel_size": expert,
         "expert_tensor_parallel_size": tensor,
         "group_query_attention": values["num_query_groups"] != values["num_attention_heads"],
-        "make_vocab_size_divisible_by": layout.rows,
+        "make_vocab_size_divisible_by": layout.vocabulary_multiple,
         "moe_grouped_gemm": layout.grouped_gemm,
         "padded_vocab_size": layout.pad_vocabulary(values["vocab_size"]),
-        "pipeline_model_parallel_size": layout.pipeline,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
         "tensor_model_parallel_size": tensor,
         "transformer_impl": "transformer_engine" if layout.transformer_engine else "local",
-        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
+        "virtual_pipeline_model_parallel_size": layout.chunks_per_stage
+        if layout.chunks_per_stage > 1
+        else None,
     }
 
 
@@ -244,7 +261,8 @@ def require_megatron_support(values: Mapping[str, Any], path: Path) -> None:
 def is_weight(name: str, args: Mapping[str, Any]) -> bool:
     """Return whether a tensor is needed for the model's function.
 
-    Training state is not, and neither are multi-token prediction layers if the arguments have some.
+    Training state is not needed. Multi-token prediction layers are not needed either, if the
+    arguments announce some.
     """
     return not _NOT_WEIGHTS.fullmatch(name) and not (
         args.get(MTP_LAYERS) and name.startswith("mtp.")
@@ -252,7 +270,7 @@ def is_weight(name: str, args: Mapping[str, Any]) -> bool:
 
 
 def iter_spellings(name: str) -> Iterator[str]:
-    """Yield the names that a tensor may have in Megatron-LM."""
+    """Yield the names that a tensor may have in Megatron-LM, depending on the implementation."""
     yield name
     for local_name, alternative in (*_LOCAL_NORMS.items(), *_LATENT_ATTENTION_NORMS.items()):
         if local_name in name:
@@ -260,27 +278,29 @@ def iter_spellings(name: str) -> Iterator[str]:
 
 
 def spell_for_layer(
-    name: str, values: Mapping[str, Any], layer: int, *, transformer_engine: bool
+    name: str, values: Mapping[str, Any], layer_number: int, *, transformer_engine: bool
 ) -> str:
     """Return the name that a layer's tensor has in Megatron-LM.
 
     Args:
         name: this project's name.
         values: the model's arguments.
-        layer: number of the layer in the model.
+        layer_number: number of the layer in the model.
         transformer_engine: the layer is Transformer Engine's.
     """
-    sparse = bool(values["num_moe_experts"] and values["moe_layer_freq"][layer])
-    renamed = _LOCAL_NORMS
+    has_experts = bool(values["num_moe_experts"] and values["moe_layer_freq"][layer_number])
+    new_names = _LOCAL_NORMS
     if transformer_engine and values["multi_latent_attention"]:
-        renamed = {
+        new_names = {
             old: new
             for old, new in _LATENT_ATTENTION_NORMS.items()
-            if new != _BEFORE_MLP or not sparse
+            if new != _FUSED_MLP_NORM or not has_experts
         }
     elif transformer_engine:
-        renamed = {old: new for old, new in _LOCAL_NORMS.items() if old == _BEFORE_MLP and sparse}
-    for old, new in renamed.items():
+        new_names = {
+            old: new for old, new in _LOCAL_NORMS.items() if old == _FUSED_MLP_NORM and has_experts
+        }
+    for old, new in new_names.items():
         if old in name:
             return name.replace(old, new)
     return name
@@ -292,7 +312,7 @@ def spell_expert(name: str, expert: int) -> tuple[str, str] | None:
     Returns:
         None if ``name`` is not a tensor of experts.
     """
-    match = EXPERT.fullmatch(name)
+    match = EXPERT_TENSOR.fullmatch(name)
     if match is None:
         return None
     prefix, layer, kind = match.groups()
@@ -301,14 +321,14 @@ def spell_expert(name: str, expert: int) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class PaddedTensor:
-    """A tensor with additional rows of zeros at its end."""
+    """A tensor with rows of zeros appended, up to ``padded_rows`` rows."""
 
     tensor: LazyTensor
-    rows: int
+    padded_rows: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
+        return (self.padded_rows, *self.tensor.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -325,13 +345,21 @@ class PaddedTensor:
 
 
 def shard_tensor(
-    name: str, tensor: LazyTensor, rank: int, ranks: int, *, gated: bool, transformer_engine: bool
+    name: str,
+    tensor: LazyTensor,
+    rank: int,
+    rank_count: int,
+    *,
+    gated: bool,
+    transformer_engine: bool,
 ) -> LazyTensor:
     """Return a tensor-parallel rank's shard of a tensor.
 
     Args:
+        name: name of the tensor.
+        tensor: the whole tensor.
         rank: tensor-parallel rank.
-        ranks: tensor-parallel size.
+        rank_count: tensor-parallel size.
         gated: fc1 is a gate and an up projection, each sharded separately.
         transformer_engine: the layers are Transformer Engine's.
 
@@ -339,29 +367,31 @@ def shard_tensor(
         CheckpointError: the tensor cannot be sharded evenly, or its sharding is unknown.
     """
     if (
-        ranks == 1
+        rank_count == 1
         or _REPLICATED.fullmatch(name)
-        or (transformer_engine and _LATENT_DOWN.fullmatch(name))
+        or (transformer_engine and _LATENT_DOWN_PROJECTION.fullmatch(name))
     ):
         return tensor
-    if _LATENT_DOWN.fullmatch(name):
-        return _shard_rows(name, tensor, rank, ranks)
+    if _LATENT_DOWN_PROJECTION.fullmatch(name):
+        return _shard_rows(name, tensor, rank, rank_count)
     if _ROW_PARALLEL.fullmatch(name):
-        return TransposedTensor(_shard_rows(name, TransposedTensor(tensor), rank, ranks))
+        return TransposedTensor(_shard_rows(name, TransposedTensor(tensor), rank, rank_count))
     if _FC1.fullmatch(name) and gated:
-        half = tensor.shape[0] // 2
-        sides = (slice_rows(tensor, begin, half) for begin in (0, half))
-        return concatenate_rows([_shard_rows(name, side, rank, ranks) for side in sides])
+        half_rows = tensor.shape[0] // 2
+        halves = (slice_rows(tensor, begin, half_rows) for begin in (0, half_rows))
+        return concatenate_rows([_shard_rows(name, side, rank, rank_count) for side in halves])
     if _FC1.fullmatch(name) or _COLUMN_PARALLEL.fullmatch(name):
-        return _shard_rows(name, tensor, rank, ranks)
+        return _shard_rows(name, tensor, rank, rank_count)
     raise _unknown_sharding(name)
 
 
-def _shard_rows(name: str, tensor: LazyTensor, rank: int, ranks: int) -> LazyTensor:
-    count = tensor.shape[0]
-    if count % ranks:
-        raise CheckpointError(f"{name}: {count} rows cannot be cut for {ranks} ranks")
-    return slice_rows(tensor, rank * (count // ranks), count // ranks)
+def _shard_rows(name: str, tensor: LazyTensor, rank: int, rank_count: int) -> LazyTensor:
+    row_count = tensor.shape[0]
+    if row_count % rank_count:
+        raise CheckpointError(
+            f"{name}: {row_count} rows cannot be divided between {rank_count} ranks"
+        )
+    return slice_rows(tensor, rank * (row_count // rank_count), row_count // rank_count)
 
 
 def unshard_tensor(
@@ -370,6 +400,7 @@ def unshard_tensor(
     """Assemble a tensor from the shards of all tensor-parallel ranks.
 
     Args:
+        name: name of the tensor.
         shards: shards in the order of ranks.
         whole_rows: number of rows of the whole tensor.
         gated: fc1 is a gate and an up projection, each sharded separately.
@@ -380,34 +411,35 @@ def unshard_tensor(
     if len(shards) == 1:
         return shards[0]
     if _REPLICATED.fullmatch(name) or (
-        _LATENT_DOWN.fullmatch(name) and shards[0].shape[0] == whole_rows
+        _LATENT_DOWN_PROJECTION.fullmatch(name) and shards[0].shape[0] == whole_rows
     ):
         return merge_replicas(name, shards)
-    if _LATENT_DOWN.fullmatch(name):
+    if _LATENT_DOWN_PROJECTION.fullmatch(name):
         return concatenate_rows(shards)
     if _ROW_PARALLEL.fullmatch(name):
-        return TransposedTensor(concatenate_rows([TransposedTensor(part) for part in shards]))
+        return TransposedTensor(concatenate_rows([TransposedTensor(shard) for shard in shards]))
     if _FC1.fullmatch(name) and gated:
-        half = shards[0].shape[0] // 2
+        half_rows = shards[0].shape[0] // 2
         return concatenate_rows(
-            [slice_rows(part, begin, half) for begin in (0, half) for part in shards]
+            [slice_rows(part, begin, half_rows) for begin in (0, half_rows) for part in shards]
         )
     if _FC1.fullmatch(name) or _COLUMN_PARALLEL.fullmatch(name):
         return concatenate_rows(shards)
     raise _unknown_sharding(name)
 
 
-def merge_replicas(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+def merge_replicas(name: str, replicas: Sequence[LazyTensor]) -> LazyTensor:
     """Return a tensor that several ranks hold completely; its copies are compared as it is read."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(replicas) == 1:
+        return replicas[0]
     return ReplicatedTensor(
-        tuple(parts), f"{name}: the copies of it that ranks have differ, and none is the right one"
+        tuple(replicas),
+        f"{name}: the copies of it that ranks have differ, and none is the right one",
     )
 
 
 def _unknown_sharding(name: str) -> CheckpointError:
     return CheckpointError(
-        f"{name}: it is not known here how Megatron-LM cuts it for tensor parallelism",
-        hint="tensor_model_parallel_size: 1, or its torch_dist format, can be had",
+        f"{name}: its sharding for tensor parallelism in Megatron-LM is unknown",
+        hint="use tensor_model_parallel_size: 1, or Megatron-LM's torch_dist format",
     )

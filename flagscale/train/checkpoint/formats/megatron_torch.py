@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flagscale.checkpoints import TRACKER
+from flagscale.checkpoints import TRACKER_FILE
 from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import (
@@ -43,9 +43,9 @@ from flagscale.train.checkpoint.formats.megatron_arguments import (
 )
 from flagscale.train.checkpoint.formats.megatron_layout import (
     EMBEDDING,
-    EXPERT,
-    FILE,
-    HEAD,
+    EXPERT_TENSOR,
+    OUTPUT_LAYER,
+    RANK_FILE,
     MegatronLayout,
     find_rank_file,
     is_weight,
@@ -70,9 +70,11 @@ class MegatronTorch:
     layout: MegatronLayout = field(default_factory=MegatronLayout)
 
     def recognises(self, path: Path) -> bool:
-        return any(path.glob(f"mp_rank_*/{FILE}")) or any(path.glob(f"*/mp_rank_*/{FILE}"))
+        return any(path.glob(f"mp_rank_*/{RANK_FILE}")) or any(
+            path.glob(f"*/mp_rank_*/{RANK_FILE}")
+        )
 
-    def laid_out(self, layout: MegatronLayout) -> MegatronTorch:
+    def for_layout(self, layout: MegatronLayout) -> MegatronTorch:
         """Return the format for another parallel layout."""
         return replace(self, layout=layout)
 
@@ -97,7 +99,7 @@ def _find_checkpoint(path: Path) -> Path:
     if any(path.glob("mp_rank_*")):
         return path
     try:
-        text = (path / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        text = (path / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         text = ""
     name = f"iter_{int(text):07d}" if text.isdecimal() else "release" if text else ""
@@ -107,13 +109,15 @@ def _find_checkpoint(path: Path) -> Path:
 
 
 def _load_arguments(path: Path) -> Mapping[str, Any]:
-    args = _get_arguments(load_pickle(min(path.glob(f"mp_rank_*/{FILE}"))))
+    """Return the arguments in the first rank's file."""
+    args = _get_arguments(load_pickle(min(path.glob(f"mp_rank_*/{RANK_FILE}"))))
     if not args:
-        raise CheckpointError(f"{path} does not say its arguments: it is of an old version")
+        raise CheckpointError(f"{path} does not record its arguments: an old version wrote it")
     return args
 
 
 def _get_arguments(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments in the content of a rank's file, or none."""
     args = saved.get("args")
     return vars(args) if isinstance(args, argparse.Namespace) else {}
 
@@ -127,18 +131,26 @@ def _load_rank(file: Path, args: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _RankShards:
-    """The shards that all ranks saved."""
+    """The shards that all ranks saved.
+
+    Attributes:
+        path: directory of the rank directories.
+        args: arguments of the checkpoint.
+        values: fully resolved arguments of the model.
+        layout: parallel layout of the files.
+        chunks: by tensor and expert-parallel rank: all model chunks, in the order of layers.
+        layer_locations: for each layer of the model: the index of its chunk, and its number in
+            that chunk.
+        used_tensors: tensors that were looked up: tensor and expert-parallel rank, chunk, name.
+    """
 
     path: Path
     args: Mapping[str, Any]
     values: Mapping[str, Any]
     layout: MegatronLayout
     chunks: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
-    """By tensor and expert-parallel rank: all model chunks, in the order of layers."""
-    layers: Sequence[tuple[int, int]]
-    """For each layer of the model: the index of its chunk, and its number in that chunk."""
-    used: set[tuple[int, int, int, str]] = field(default_factory=set)
-    """Tensors that were looked up: tensor and expert-parallel rank, chunk, name."""
+    layer_locations: Sequence[tuple[int, int]]
+    used_tensors: set[tuple[int, int, int, str]] = field(default_factory=set)
 
     @classmethod
     def read(cls, path: Path, args: Mapping[str, Any], values: Mapping[str, Any]) -> _RankShards:
@@ -148,24 +160,30 @@ class _RankShards:
             CheckpointError: a rank's file is missing or damaged, or the layout is not supported.
         """
         layout = read_layout(args, path)
-        tp = layout.tensor
-        if (args.get("expert_tensor_parallel_size") or tp) != tp and args.get("num_experts"):
+        tensor_parallel = layout.tensor_parallel
+        expert_tensor_parallel = args.get("expert_tensor_parallel_size") or tensor_parallel
+        if expert_tensor_parallel != tensor_parallel and args.get("num_experts"):
             raise CheckpointError(
-                f"{path}: experts are cut otherwise than the rest (expert_tensor_parallel_size), "
-                "which is not read",
+                f"{path}: experts have another tensor-parallel size (expert_tensor_parallel_size), "
+                "which is not supported",
                 hint="let Megatron-LM save it as torch_dist",
             )
         experts = values["num_moe_experts"] or 0
-        if experts % layout.expert:
+        if experts % layout.expert_parallel:
             raise CheckpointError(
-                f"{path}: expert_model_parallel_size: {layout.expert} ranks cannot share "
+                f"{path}: expert_model_parallel_size: {layout.expert_parallel} ranks cannot share "
                 f"{experts} experts"
             )
         chunks = {}
-        for t in range(tp):
-            for e in range(layout.expert):
-                files = [find_rank_file(path, layout, (t, p, e)) for p in range(layout.pipeline)]
-                chunks[t, e] = _order_chunks([_load_rank(file, args) for file in files])
+        for tensor_rank in range(tensor_parallel):
+            for expert_rank in range(layout.expert_parallel):
+                files = [
+                    find_rank_file(path, layout, (tensor_rank, p, expert_rank))
+                    for p in range(layout.pipeline_parallel)
+                ]
+                chunks[tensor_rank, expert_rank] = _order_chunks(
+                    [_load_rank(file, args) for file in files]
+                )
         return cls(path, args, values, layout, chunks, _list_layers(chunks[0, 0]))
 
     def find_tensor(self, spec: WeightSpec) -> LazyTensor | None:
@@ -174,19 +192,19 @@ class _RankShards:
         Raises:
             TensorMismatchError: shards have unexpected shapes or dtypes.
         """
-        if not EXPERT.fullmatch(spec.name):
+        if not EXPERT_TENSOR.fullmatch(spec.name):
             return self._assemble(
-                spec, spec.shape, [*iter_spellings(spec.name)], range(self.layout.expert)
+                spec, spec.shape, [*iter_spellings(spec.name)], range(self.layout.expert_parallel)
             )
-        count = spec.sizes.experts
-        experts_per_rank = count // self.layout.expert
+        expert_count = spec.sizes.experts
+        experts_per_rank = expert_count // self.layout.expert_parallel
         tensors = []
-        for expert in range(count):
+        for expert in range(expert_count):
             rank, local_expert = divmod(expert, experts_per_rank)
             names = spell_expert(spec.name, local_expert) or ()
             tensors.append(self._assemble(spec, spec.shape[1:], names, [rank]))
         experts = [tensor for tensor in tensors if tensor is not None]
-        return StackedTensor(tuple(experts)) if len(experts) == count else None
+        return StackedTensor(tuple(experts)) if len(experts) == expert_count else None
 
     def _assemble(
         self, spec: WeightSpec, shape: Shape, names: Sequence[str], expert_ranks: Sequence[int]
@@ -199,18 +217,20 @@ class _RankShards:
             names: names that it may have.
             expert_ranks: expert-parallel ranks that hold it.
         """
-        chunk, local = self._locate(spec.name)
+        chunk, prefixes = self._locate(spec.name)
         shards: list[list[LazyTensor]] = []
-        for t in range(self.layout.tensor):
+        for tensor_rank in range(self.layout.tensor_parallel):
             shards.append([])
-            for e in expert_ranks:
-                tensors = self.chunks[t, e][chunk]
+            for expert_rank in expert_ranks:
+                tensors = self.chunks[tensor_rank, expert_rank][chunk]
                 name = next(
-                    (n for n in _localize_names(names, local) if _is_tensor(tensors.get(n))), None
+                    (n for n in _localize_names(names, prefixes) if _is_tensor(tensors.get(n))),
+                    None,
                 )
                 if name is None:
                     return None
-                self.used.add((t, e, chunk % len(self.chunks[t, e]), name))
+                chunk_index = chunk % len(self.chunks[tensor_rank, expert_rank])
+                self.used_tensors.add((tensor_rank, expert_rank, chunk_index, name))
                 shards[-1].append(_wrap_tensor(tensors[name]))
         self._check_shards(spec, shape, shards, (chunk, expert_ranks))
         merged = [merge_replicas(spec.name, parts) for parts in shards]
@@ -236,60 +256,69 @@ class _RankShards:
         """
         chunk, expert_ranks = location
         parts, shapes = {}, {}
-        whole = self._get_whole_shape(spec, shape, shards[0][0])
-        for t, replicas in enumerate(shards):
-            expected = self._get_shard_shape(spec.name, whole, t, shards[0][0])
-            for e, part in zip(expert_ranks, replicas, strict=True):
-                label = f"{spec.name} ({self._directory(t, chunk, e)})"
-                parts[label], shapes[label] = part, expected
+        whole_shape = self._get_whole_shape(spec, shape, shards[0][0])
+        for tensor_rank, replicas in enumerate(shards):
+            shard_shape = self._get_shard_shape(spec.name, whole_shape, tensor_rank, shards[0][0])
+            for expert_rank, shard in zip(expert_ranks, replicas, strict=True):
+                label = f"{spec.name} ({self._directory_name(tensor_rank, chunk, expert_rank)})"
+                parts[label], shapes[label] = shard, shard_shape
         if problems := list(describe_mismatches(self.path, spec.name, parts, shapes)):
             raise TensorMismatchError(problems)
 
-    def _get_whole_shape(self, spec: WeightSpec, shape: Shape, part: LazyTensor) -> Shape:
-        if spec.name not in (EMBEDDING, HEAD):
+    def _get_whole_shape(self, spec: WeightSpec, shape: Shape, shard: LazyTensor) -> Shape:
+        """Return the shape of the whole tensor, with the vocabulary padding that the file has."""
+        if spec.name not in (EMBEDDING, OUTPUT_LAYER):
             return shape
         rows = possible_vocabulary_rows(self.args, self.values["vocab_size"])
-        return expected_shape(spec, rows, next(iter(part.shape), 0) * self.layout.tensor)
+        return expected_shape(spec, rows, next(iter(shard.shape), 0) * self.layout.tensor_parallel)
 
-    def _get_shard_shape(self, name: str, whole: Shape, rank: int, part: LazyTensor) -> Shape:
+    def _get_shard_shape(
+        self, name: str, whole_shape: Shape, rank: int, shard: LazyTensor
+    ) -> Shape:
         """Return the expected shape of a shard.
 
         Tensors that only some implementations shard may be whole or sharded; the stored shape
         decides.
         """
-        gated, ranks = self.values["gated_linear_unit"], self.layout.tensor
-        meta = MetaTensor(whole)
+        gated, rank_count = self.values["gated_linear_unit"], self.layout.tensor_parallel
+        whole_tensor = MetaTensor(whole_shape)
         for transformer_engine in (True, False):
             shape = shard_tensor(
-                name, meta, rank, ranks, gated=gated, transformer_engine=transformer_engine
+                name,
+                whole_tensor,
+                rank,
+                rank_count,
+                gated=gated,
+                transformer_engine=transformer_engine,
             ).shape
-            if shape == part.shape:
+            if shape == shard.shape:
                 break
         return shape
 
-    def _directory(self, tensor: int, chunk: int, expert: int) -> str:
-        stage = chunk % self.layout.pipeline  # -1 is the last chunk
-        return self.layout.directory((tensor, stage, expert))
+    def _directory_name(self, tensor: int, chunk: int, expert: int) -> str:
+        stage = chunk % self.layout.pipeline_parallel  # -1 is the last chunk
+        return self.layout.directory_name((tensor, stage, expert))
 
     def _locate(self, name: str) -> tuple[int, tuple[str, str]]:
-        """Return the chunk that holds a tensor, and the prefix of its name there."""
+        """Return a tensor's chunk, and its layer's prefix in the model and in the chunk."""
         if match := re.match(r"decoder\.layers\.(\d+)\.", name):
             layer = int(match[1])
-            if layer >= len(self.layers):
+            if layer >= len(self.layer_locations):
                 return 0, (name, name)
-            chunk, local_layer = self.layers[layer]
+            chunk, local_layer = self.layer_locations[layer]
             return chunk, (match[0], f"decoder.layers.{local_layer}.")
         return (0 if name.startswith("embedding.") else -1), ("", "")
 
     def list_unused(self) -> list[str]:
         """List the weights that were not looked up, each with a rank's directory that holds it."""
         unused: dict[str, str] = {}
-        for (t, e), chunks in self.chunks.items():
+        for (tensor_rank, expert_rank), chunks in self.chunks.items():
             for index, chunk in enumerate(chunks):
                 for name, tensor in chunk.items():
-                    is_used = (t, e, index, name) in self.used or self._is_copy(index, name)
+                    key = (tensor_rank, expert_rank, index, name)
+                    is_used = key in self.used_tensors or self._is_copy(index, name)
                     if _is_tensor(tensor) and not is_used and is_weight(name, self.args):
-                        directory = self._directory(t, index, e)
+                        directory = self._directory_name(tensor_rank, index, expert_rank)
                         unused.setdefault(f"{index} {name}", f"{name} (in {directory})")
         return sorted(unused.values())
 
@@ -298,10 +327,10 @@ class _RankShards:
         return bool(chunk and self.args.get(MTP_LAYERS) and name.startswith("embedding."))
 
 
-def _localize_names(names: Sequence[str], local: tuple[str, str]) -> list[str]:
+def _localize_names(names: Sequence[str], prefixes: tuple[str, str]) -> list[str]:
     """Replace the layer prefix of names by that within a chunk."""
-    old, new = local
-    return [new + name.removeprefix(old) for name in names]
+    model_prefix, chunk_prefix = prefixes
+    return [chunk_prefix + name.removeprefix(model_prefix) for name in names]
 
 
 def _is_tensor(value: Any) -> bool:
@@ -314,7 +343,7 @@ def _wrap_tensor(tensor: torch.Tensor) -> LazyTensor:
 
 
 def _order_chunks(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Order the model chunks of all stages: first chunks of all stages, then second ones, …"""
+    """Return the model chunks of all stages: first chunks of all stages, then second ones, …"""
     keys = {str(name) for file in files for name in file}
     numbers = sorted(int(m[1]) for name in keys if (m := re.fullmatch(r"model(\d+)", name)))
     names = [f"model{number}" for number in numbers] or ["model"]
@@ -323,6 +352,7 @@ def _order_chunks(files: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def _list_layers(chunks: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Return, for each layer of the model, the index of its chunk and its number in that chunk."""
     layers = []
     for index, chunk in enumerate(chunks):
         numbers = {int(m[1]) for key in chunk if (m := re.match(r"decoder\.layers\.(\d+)\.", key))}

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
-from flagscale.checkpoints import TRACKER
+from flagscale.checkpoints import TRACKER_FILE
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.base import ByteProgress, StoredModel
 from flagscale.train.checkpoint.formats.lazy_tensors import (
@@ -28,9 +28,9 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
 )
 from flagscale.train.checkpoint.formats.megatron_layout import (
     EMBEDDING,
-    FILE,
-    HEAD,
-    RELEASE,
+    OUTPUT_LAYER,
+    RANK_FILE,
+    RELEASE_DIRECTORY,
     MegatronLayout,
     PaddedTensor,
     build_megatron_arguments,
@@ -42,8 +42,11 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
 from flagscale.train.checkpoint.formats.resumable_directory import ResumableDirectory
 from flagscale.train.checkpoint.formats.span_checksums import FileSpan
 
-_LOCAL_HEADER = 30
-_VERSION = 3.0
+_LOCAL_HEADER_BYTES = 30
+"""Bytes of a zip archive's local file header without its variable fields."""
+_CHECKPOINT_VERSION = 3.0
+RankCoordinates = tuple[int, int, int]
+"""A rank's tensor, pipeline and expert-parallel rank."""
 
 
 def write_ranks(
@@ -52,26 +55,28 @@ def write_ranks(
     """Write the files of all ranks of a layout, and the tracker file.
 
     Args:
+        model: the model.
+        layout: parallel layout of the files.
         output: the directory being written.
         report: called with the number of bytes after each chunk.
 
     Raises:
         CheckpointError: the model cannot be sharded in this layout.
     """
-    plan = _RankAssignment(model, layout)
+    assignment = _RankAssignment(model, layout)
     arguments = argparse.Namespace(
         **build_megatron_arguments(model.values, layout), **build_precision_arguments(model.dtype)
     )
-    for place in plan.iter_ranks():
-        name = f"{RELEASE}/{layout.directory(place)}/{FILE}"
-        stored, counted = plan.assign_tensors(place), plan.count_new_bytes(place)
+    for rank in assignment.iter_ranks():
+        name = f"{RELEASE_DIRECTORY}/{layout.directory_name(rank)}/{RANK_FILE}"
+        tensors, new_bytes = assignment.assign_tensors(rank), assignment.count_new_bytes(rank)
         if output.reuse_file(name):
-            report(sum(counted.values()))
+            report(sum(new_bytes.values()))
             continue
         (output.directory / name).parent.mkdir(parents=True, exist_ok=True)
-        spans = _write_rank_file(output.directory / name, arguments, stored, counted, report)
+        spans = _write_rank_file(output.directory / name, arguments, tensors, new_bytes, report)
         output.record_file(name, spans=spans)
-    (output.directory / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
+    (output.directory / TRACKER_FILE).write_text(f"{RELEASE_DIRECTORY}\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -89,46 +94,48 @@ class _RankAssignment:
                 "moe_grouped_gemm is written for Transformer Engine's layers alone",
                 hint="leave out --transformer-impl local, or --moe-grouped-gemm",
             )
-        if layout.pipeline == 1 and layout.chunks > 1:
-            raise CheckpointError("several chunks a stage take several stages")
+        if layout.pipeline_parallel == 1 and layout.chunks_per_stage > 1:
+            raise CheckpointError("several chunks per stage require several stages")
         for key, count, ranks in (
-            ("num_query_groups", values["num_query_groups"], layout.tensor),
-            ("num_moe_experts", experts or 0, layout.expert),
+            ("num_query_groups", values["num_query_groups"], layout.tensor_parallel),
+            ("num_moe_experts", experts or 0, layout.expert_parallel),
         ):
             if count % ranks:
-                raise CheckpointError(f"{key}: {count} cannot be shared out over {ranks} ranks")
-        if layout.expert > 1 and not experts:
-            raise CheckpointError(f"a model without experts is not cut for {layout.expert} ranks")
+                raise CheckpointError(f"{key}: {count} cannot be divided over {ranks} ranks")
+        if layout.expert_parallel > 1 and not experts:
+            raise CheckpointError(
+                f"a model without experts cannot be divided between {layout.expert_parallel} ranks"
+            )
 
-    def iter_ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the ranks as (tensor, pipeline, expert) parallel rank."""
+    def iter_ranks(self) -> Iterator[RankCoordinates]:
+        """Yield all ranks of the layout."""
         layout = self.layout
-        for tensor in range(layout.tensor):
-            for stage in range(layout.pipeline):
-                for expert in range(layout.expert):
+        for tensor in range(layout.tensor_parallel):
+            for stage in range(layout.pipeline_parallel):
+                for expert in range(layout.expert_parallel):
                     yield tensor, stage, expert
 
-    def assign_tensors(self, rank: tuple[int, int, int]) -> dict[str, dict[str, LazyTensor]]:
+    def assign_tensors(self, rank: RankCoordinates) -> dict[str, dict[str, LazyTensor]]:
         """Return a rank's tensors, by model chunk."""
         layout = self.layout
         layers = layout.split_layers(self.model.values["num_layers"])
         tensors = {}
-        for number in range(layout.chunks):
-            index = number * layout.pipeline + rank[1]
-            key = f"model{number}" if layout.chunks > 1 else "model"
-            ends = (index == 0, index == len(layers) - 1)
-            tensors[key] = dict(self._iter_chunk(rank, layers[index], ends))
+        for number in range(layout.chunks_per_stage):
+            index = number * layout.pipeline_parallel + rank[1]
+            key = f"model{number}" if layout.chunks_per_stage > 1 else "model"
+            is_first_and_last = (index == 0, index == len(layers) - 1)
+            tensors[key] = dict(self._iter_chunk(rank, layers[index], is_first_and_last))
         return tensors
 
     def _iter_chunk(
-        self, rank: tuple[int, int, int], layers: list[int], ends: tuple[bool, bool]
+        self, rank: RankCoordinates, layers: list[int], is_first_and_last: tuple[bool, bool]
     ) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the tensors of a chunk.
 
         Args:
-            rank: the rank.
-            layers: layers of the chunk.
-            ends: whether the chunk is the model's first and whether it is its last.
+            rank: coordinates of the rank.
+            layers: numbers of the chunk's layers in the model.
+            is_first_and_last: whether the chunk is the model's first and whether it is its last.
         """
         local_numbers = {layer: number for number, layer in enumerate(layers)}
         for name, tensor in self.model.tensors.items():
@@ -136,30 +143,40 @@ class _RankAssignment:
             if words[:2] == ["decoder", "layers"]:
                 layer = int(words[2])
                 if layer in local_numbers:
-                    local = ".".join([*words[:2], str(local_numbers[layer]), *words[3:]])
-                    yield from self._iter_layer_tensor(name, local, layer, tensor, rank)
-            elif ends[0] if words[0] == "embedding" else ends[1]:
-                yield name, self._shard_end(name, tensor, rank[0])
-        if ends == (False, True) and HEAD not in self.model.tensors:
+                    local_name = ".".join([*words[:2], str(local_numbers[layer]), *words[3:]])
+                    yield from self._iter_layer_tensor(name, local_name, layer, tensor, rank)
+            elif is_first_and_last[0] if words[0] == "embedding" else is_first_and_last[1]:
+                yield name, self._shard_outer_tensor(name, tensor, rank[0])
+        if is_first_and_last == (False, True) and OUTPUT_LAYER not in self.model.tensors:
             # In a model with tied embeddings, the last stage holds a copy of the embedding.
-            yield HEAD, self._shard_end(HEAD, self.model.tensors[EMBEDDING], rank[0])
+            embedding = self.model.tensors[EMBEDDING]
+            yield OUTPUT_LAYER, self._shard_outer_tensor(OUTPUT_LAYER, embedding, rank[0])
 
     def _iter_layer_tensor(
-        self, name: str, local: str, layer: int, tensor: LazyTensor, rank: tuple[int, int, int]
+        self,
+        name: str,
+        local_name: str,
+        layer_number: int,
+        tensor: LazyTensor,
+        rank: RankCoordinates,
     ) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield a rank's shard of a layer's tensor; of stacked experts, one shard per expert."""
         layout = self.layout
         if spell_expert(name, 0) is None:
             spelling = spell_for_layer(
-                local, self.model.values, layer, transformer_engine=layout.transformer_engine
+                local_name,
+                self.model.values,
+                layer_number,
+                transformer_engine=layout.transformer_engine,
             )
             yield spelling, self._shard(name, tensor, rank[0])
             return
-        count = tensor.shape[0] // layout.expert
-        for expert in range(count):
-            names = spell_expert(local, expert)
+        experts_per_rank = tensor.shape[0] // layout.expert_parallel
+        for expert in range(experts_per_rank):
+            names = spell_expert(local_name, expert)
             assert names is not None
-            whole = TensorItem(tensor, rank[2] * count + expert)
-            yield names[layout.grouped_gemm], self._shard(name, whole, rank[0])
+            expert_tensor = TensorItem(tensor, rank[2] * experts_per_rank + expert)
+            yield names[layout.grouped_gemm], self._shard(name, expert_tensor, rank[0])
 
     def _shard(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
         gated = bool(self.model.values["gated_linear_unit"])
@@ -168,19 +185,19 @@ class _RankAssignment:
             name,
             tensor,
             rank,
-            layout.tensor,
+            layout.tensor_parallel,
             gated=gated,
             transformer_engine=layout.transformer_engine,
         )
 
-    def _shard_end(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
+    def _shard_outer_tensor(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
         """Shard a tensor outside the layers; pad it if it has a row per token."""
-        if name in (EMBEDDING, HEAD):
+        if name in (EMBEDDING, OUTPUT_LAYER):
             tensor = PaddedTensor(tensor, self.layout.pad_vocabulary(tensor.shape[0]))
         return self._shard(name, tensor, rank)
 
-    def count_new_bytes(self, rank: tuple[int, int, int]) -> dict[str, int]:
-        """Return the size of each of a rank's tensors; 0 for replicas that another rank counts."""
+    def count_new_bytes(self, rank: RankCoordinates) -> dict[str, int]:
+        """Return the bytes of each of a rank's tensors; 0 for replicas that another rank counts."""
         sizes = {}
         for chunk, tensors in self.assign_tensors(rank).items():
             for name, tensor in tensors.items():
@@ -193,14 +210,22 @@ def _write_rank_file(
     path: Path,
     arguments: argparse.Namespace,
     chunks: Mapping[str, Mapping[str, LazyTensor]],
-    counted: Mapping[str, int],
+    new_bytes: Mapping[str, int],
     report: ByteProgress,
 ) -> list[FileSpan]:
-    """Write a rank's file and return the spans of its tensors."""
-    stored: list[tuple[str, LazyTensor]] = []
+    """Write a rank's file and return the spans of its tensors.
+
+    Args:
+        path: the file.
+        arguments: Megatron-LM's arguments.
+        chunks: tensors by model chunk.
+        new_bytes: bytes of each tensor that count as progress, as in ``count_new_bytes``.
+        report: called with the number of bytes after each chunk.
+    """
+    named_tensors: list[tuple[str, LazyTensor]] = []
     state: dict[str, Any] = {
         "args": arguments,
-        "checkpoint_version": _VERSION,
+        "checkpoint_version": _CHECKPOINT_VERSION,
         "iteration": 0,
     }
     with FakeTensorMode():
@@ -208,7 +233,7 @@ def _write_rank_file(
             fake_tensors: dict[str, Any] = {}
             for name, tensor in tensors.items():
                 fake_tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                stored.append((f"{chunk}.{name}", tensor))
+                named_tensors.append((f"{chunk}.{name}", tensor))
                 if state_name := _name_extra_state(name):
                     fake_tensors[state_name] = None
             state[chunk] = fake_tensors
@@ -216,9 +241,11 @@ def _write_rank_file(
     with path.open("r+b") as file:
         offsets = _find_data_offsets(file)
         spans = []
-        for number, (name, tensor) in enumerate(stored):
+        for number, (name, tensor) in enumerate(named_tensors):
             file.seek(offsets[number])
-            spans.append(write_bytes(file, tensor, report if counted[name] else lambda _size: None))
+            spans.append(
+                write_bytes(file, tensor, report if new_bytes[name] else lambda _size: None)
+            )
     return spans
 
 
@@ -230,7 +257,8 @@ def _name_extra_state(name: str) -> str | None:
 
 
 def _save_without_data(path: Path, state: Mapping[str, Any]) -> None:
-    before = get_crc32_options()
+    """Write the archive of a state of fake tensors, with space for their data."""
+    previous_option = get_crc32_options()
     set_crc32_options(False)  # the output is compared with the input instead
     try:
         with skip_data(materialize_fake_tensors=True):
@@ -240,7 +268,7 @@ def _save_without_data(path: Path, state: Mapping[str, Any]) -> None:
         cause = error.__cause__ or error.__context__
         raise cause if isinstance(cause, OSError) else error from None
     finally:
-        set_crc32_options(before)
+        set_crc32_options(previous_option)
 
 
 def _find_data_offsets(file: BinaryIO) -> dict[int, int]:
@@ -252,9 +280,9 @@ def _find_data_offsets(file: BinaryIO) -> dict[int, int]:
         _, _, number = record.filename.rpartition("/data/")
         if number.isdecimal():
             file.seek(record.header_offset)
-            header = file.read(_LOCAL_HEADER)
+            header = file.read(_LOCAL_HEADER_BYTES)
             variable_size = int.from_bytes(header[26:28], "little") + int.from_bytes(
                 header[28:30], "little"
             )
-            offsets[int(number)] = record.header_offset + _LOCAL_HEADER + variable_size
+            offsets[int(number)] = record.header_offset + _LOCAL_HEADER_BYTES + variable_size
     return offsets

@@ -1,8 +1,9 @@
-"""Restricted reader of Megatron-LM's pickles: works without Megatron-LM and runs no code of theirs.
+"""Restricted reader of Megatron-LM's pickles.
 
-In addition to tensors, the files hold the program's arguments, RNG states and enumerations. Tensors
-and plain containers are read as they are. An object of any other class becomes an inert
-:class:`UnknownObject`. Tensors stay in the memory-mapped file.
+It works without Megatron-LM and runs no code that a file names. In addition to tensors, the files
+hold the program's arguments, RNG states and enumerations. Tensors and plain containers are read as
+they are. An object of any other class becomes an inert :class:`UnknownObject`. Tensors stay in the
+memory-mapped file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ALLOWED_CLASSES = {
     ("torch", "Size"): torch.Size,
 }
 _ZIP_MAGIC = b"PK\x03\x04"
-"""First bytes of a file by torch.save. Files of old versions of torch are bare pickles."""
+"""First bytes of a file that torch.save has written. Old versions of torch wrote bare pickles."""
 
 
 class UnknownObject:
@@ -37,22 +38,22 @@ class UnknownObject:
         return super().__new__(cls)
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the arguments."""
 
     def __call__(self, *_args: Any, **_options: Any) -> UnknownObject:
         return self
 
     def __setstate__(self, _state: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the state."""
 
     def __setitem__(self, _key: Any, _value: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the item."""
 
     def append(self, _item: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the item."""
 
     def extend(self, _items: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the items."""
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -69,7 +70,7 @@ _PICKLE_MODULE.Unpickler = _InertUnpickler  # type: ignore[attr-defined]
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
-    """Read a file with memory-mapped tensors.
+    """Read a file of ``torch.save`` that holds a dictionary; its tensors are memory-mapped.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -86,7 +87,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM")
+        raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM")
     return content
 
 
@@ -107,8 +108,8 @@ def _require_mappable(path: Path) -> None:
     if not magic:
         raise CheckpointError(f"{path} is empty")
     if magic == _ZIP_MAGIC:
-        raise CheckpointError(f"{path} is cut: the end of what torch.save wrote is missing")
+        raise CheckpointError(f"{path} is truncated: the end of the archive is missing")
     raise CheckpointError(
-        f"{path} is no checkpoint that torch can map",
-        hint="one of an old version of torch can be had if torch loads it and saves it again",
+        f"{path} is not a checkpoint that torch can map",
+        hint="load a checkpoint of an old version of torch with torch, and save it again",
     )

@@ -33,7 +33,10 @@ _PADDED_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def overwrites_all_weights(args: argparse.Namespace) -> bool:
-    """Return whether training starts by :func:`load_weights`, which overwrites every weight."""
+    """Return whether training starts with :func:`load_weights`, which overwrites every weight.
+
+    The model then needs no random initialization.
+    """
     if not args.pretrained_checkpoint:
         return False
     try:
@@ -49,22 +52,22 @@ def load_pretrained(args: argparse.Namespace, state: TrainState) -> str:
         A message for the log.
 
     Raises:
-        CheckpointError: on all ranks: there is no model, it is another one, or it is damaged.
+        CheckpointError: on all ranks, if there is no model, or if it is damaged or another one.
     """
     path = Path(args.pretrained_checkpoint)
     args = copy.copy(args)
     args.peft_type = None  # load the base model's weights, not adapters
-    error, notes, format_ = None, "", None
+    error, notes, checkpoint_format = None, "", None
     try:
-        format_ = detect_format(path)
-        if format_.name != "torch_dist":
-            notes = _load_foreign(args, state, format_.read(path))
+        checkpoint_format = detect_format(path)
+        if checkpoint_format.name != "torch_dist":
+            notes = _load_foreign(args, state, checkpoint_format.read(path))
     except CheckpointError as problem:
         error = problem.message + (f" ({problem.hint})" if problem.hint else "")
     except (OSError, RuntimeError) as problem:
         error = f"{path} cannot be read: {describe_error(problem)}"
     raise_on_all_ranks(error)
-    if format_ is not None and format_.name == "torch_dist":
+    if checkpoint_format is not None and checkpoint_format.name == "torch_dist":
         load_args = copy.copy(args)
         load_args.load, load_args.finetune = str(path), True
         report = loading.load(load_args, state)
@@ -75,6 +78,7 @@ def load_pretrained(args: argparse.Namespace, state: TrainState) -> str:
 
 
 def _load_foreign(args: argparse.Namespace, state: TrainState, model: StoredModel) -> str:
+    """Load a model that is not in this project's format; return notes for the log."""
     if model.config is not None:
         differences = [f"{name}: {text}" for name, text in disagreements(model.config, vars(args))]
     else:
@@ -93,28 +97,29 @@ def load_weights(args: argparse.Namespace, state: TrainState, model: StoredModel
     Raises:
         CheckpointError: a weight is missing, has another shape, or holds infinities or NaN.
     """
-    sharded = sharded_state.build_model_state_dict(
+    state_dict = sharded_state.build_model_state_dict(
         args, state, sharded_state.add_data_parallel_group(sharded_state.sharding_metadata())
     )
-    shards = list(_iter_shards(sharded))
+    shards = list(_iter_shards(state_dict))
     _initialize_tensors(args, state, {shard.key for shard in shards if _is_padded(shard, model)})
     problems: list[str] = []
     padding_rows = 0
     for part in shards:
-        stored = model.tensors.get(part.key)
-        if stored is None:
+        stored_tensor = model.tensors.get(part.key)
+        if stored_tensor is None:
             problems.append(f"{part.key}: it has none")
             continue
-        rows = stored.shape[0]
+        stored_rows = stored_tensor.shape[0]
         expected_shape = tuple(part.global_shape)
         if _is_padded(part, model):
-            padding_rows, expected_shape = expected_shape[0] - rows, (rows, *expected_shape[1:])
-        if expected_shape != stored.shape:
+            padding_rows = expected_shape[0] - stored_rows
+            expected_shape = (stored_rows, *expected_shape[1:])
+        if expected_shape != stored_tensor.shape:
             problems.append(
-                f"{part.key}: it has {list(stored.shape)}, the model {list(expected_shape)}"
+                f"{part.key}: it has {list(stored_tensor.shape)}, the model {list(expected_shape)}"
             )
             continue
-        problems += _copy_region(part, stored, rows)
+        problems += _copy_region(part, stored_tensor, stored_rows)
     raise_if_any(model.path, "does not fit the model", list(dict.fromkeys(problems)))
     notes = "".join(f"; {note}" for note in model.notes)
     if not padding_rows:
@@ -133,29 +138,35 @@ def _is_padded(shard: ShardedTensor, model: StoredModel) -> bool:
 
 
 def _initialize_tensors(args: argparse.Namespace, state: TrainState, names: Container[str]) -> None:
-    """Initialize the tensors with these ``names`` randomly, as for training from scratch."""
+    """Initialize the tensors with these names randomly, as for training from scratch."""
     on_cpu = bool(args.use_cpu_initialization)
     for module in state.modules():
         config: Any = module.config
         initialize_weights(module, config, args.seed, on_host=on_cpu, selected=names.__contains__)
 
 
-def _iter_shards(sharded: Any) -> Iterator[ShardedTensor]:
+def _iter_shards(state: Any) -> Iterator[ShardedTensor]:
     """Yield the shards of tensors that this rank's modules hold."""
-    if isinstance(sharded, dict):
-        for item in sharded.values():
+    if isinstance(state, dict):
+        for item in state.values():
             yield from _iter_shards(item)
-    elif isinstance(sharded, list | tuple):
-        for item in sharded:
+    elif isinstance(state, list | tuple):
+        for item in state:
             yield from _iter_shards(item)
-    elif isinstance(sharded, ShardedTensorFactory):
-        yield from _iter_shards(sharded.build())
-    elif isinstance(sharded, ShardedTensor):
-        yield sharded
+    elif isinstance(state, ShardedTensorFactory):
+        yield from _iter_shards(state.build())
+    elif isinstance(state, ShardedTensor):
+        yield state
 
 
-def _copy_region(shard: Any, stored: Any, rows: int) -> Iterator[str]:
-    """Copy a region of a stored tensor into a shard; yield problems with its values."""
+def _copy_region(shard: Any, stored_tensor: Any, stored_rows: int) -> Iterator[str]:
+    """Copy a region of a stored tensor into a shard; yield problems with its values.
+
+    Args:
+        shard: megatron.core's ``ShardedTensor``.
+        stored_tensor: the whole stored tensor.
+        stored_rows: number of rows of the stored tensor; the shard may have padding rows beyond.
+    """
     offsets, prepended_axes = shard.global_offset, shard.prepend_axis_num
     sizes = (*([1] * prepended_axes), *shard.local_shape)
     region = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
@@ -163,9 +174,9 @@ def _copy_region(shard: Any, stored: Any, rows: int) -> Iterator[str]:
     if not prepended_axes:
         # Padding rows are not stored.
         begin, end = region[0]
-        region[0] = (min(begin, rows), min(end, rows))
+        region[0] = (min(begin, stored_rows), min(end, stored_rows))
         target = target[: region[0][1] - region[0][0]]
-    values = stored.read(tuple(region)).reshape(target.shape)
+    values = stored_tensor.read(tuple(region)).reshape(target.shape)
     if not are_finite(values):
         yield f"{shard.key}: {NOT_FINITE}"
     target.copy_(values)

@@ -23,16 +23,19 @@ from flagscale.errors import CheckpointError
 from flagscale.files import fsync_path, read_json, write_json
 from flagscale.train.checkpoint.formats.span_checksums import FileSpan, cover_file, matches_spans
 
-RECORD = ".conversion.json"
-"""File of a directory being written that lists its finished files."""
+RECORD_FILE = ".conversion.json"
+"""File of a directory being written that lists the finished files."""
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
     """Identity of a conversion, which decides whether an interrupted one can be resumed.
 
-    ``identity`` maps a description for people to a fingerprint. ``tell`` prints a message.
-    ``restart`` discards the files of an earlier conversion.
+    Attributes:
+        identity: fingerprints of everything that the output depends on. The keys are descriptions
+            for messages, such as "its source".
+        log: prints a message.
+        restart: discard the files of an earlier conversion.
     """
 
     identity: Mapping[str, str]
@@ -46,45 +49,49 @@ class ResumableDirectory:
     def __init__(self, directory: Path, resume: ResumeOptions | None) -> None:
         self.directory = directory
         self._resume = resume
-        self._finished: dict[str, dict[str, Any]] = {}
+        self._finished_files: dict[str, dict[str, Any]] = {}
 
     @property
     def finished_count(self) -> int:
         """Number of finished files."""
-        return len(self._finished)
+        return len(self._finished_files)
 
     def load_record(self) -> None:
-        """Load the record of an earlier writer, and delete all files that it does not list."""
-        record = read_json(self.directory / RECORD) or {}
+        """Load the record of an earlier writer, and delete the files that it does not list."""
+        record = read_json(self.directory / RECORD_FILE) or {}
         entries = record.get("parts")
         if self._resume is not None and isinstance(entries, dict):
-            valid = {
+            valid_entries = {
                 name: entry
                 for name, entry in entries.items()
                 if self._is_recorded_file(name, entry)
             }
-            if valid:
-                self._finished = self._select_reusable(self._resume, record.get("identity"), valid)
+            if valid_entries:
+                self._finished_files = self._select_reusable(
+                    self._resume, record.get("identity"), valid_entries
+                )
         self.remove_unfinished()
 
     def _is_recorded_file(self, name: str, entry: Any) -> bool:
         """Return whether a record's entry can belong to a file in the directory."""
-        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-        return inside and isinstance(entry, dict) and (self.directory / name).is_file()
+        is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        return is_inside and isinstance(entry, dict) and (self.directory / name).is_file()
 
     def _select_reusable(
-        self, resume: ResumeOptions, recorded: Any, entries: dict[str, Any]
+        self, resume: ResumeOptions, recorded_identity: Any, entries: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the recorded files if they belong to the same conversion, otherwise none."""
-        recorded = recorded if isinstance(recorded, dict) else {}
-        changed = [name for name, value in resume.identity.items() if recorded.get(name) != value]
+        recorded_identity = recorded_identity if isinstance(recorded_identity, dict) else {}
+        changed_names = [
+            name for name, value in resume.identity.items() if recorded_identity.get(name) != value
+        ]
         if resume.restart:
             return {}
-        if changed:
-            verb = "is" if len(changed) == 1 else "are"
+        if changed_names:
+            verb = "is" if len(changed_names) == 1 else "are"
             resume.log(
-                f"{' and '.join(changed)} {verb} not what an earlier conversion to this place "
-                "began with: it begins anew"
+                f"{' and '.join(changed_names)} {verb} not what an earlier conversion to this "
+                "place began with: it begins anew"
             )
             return {}
         resume.log(
@@ -94,56 +101,58 @@ class ResumableDirectory:
 
     def remove_unfinished(self) -> None:
         """Delete everything in the directory that is not a finished file."""
-        finished = {self.directory / name for name in self._finished}
+        finished_paths = {self.directory / name for name in self._finished_files}
         for item in sorted(self.directory.rglob("*"), reverse=True):
             if item.is_dir() and not item.is_symlink():
-                if not any(item in path.parents for path in finished):
+                if not any(item in path.parents for path in finished_paths):
                     item.rmdir()
-            elif item not in finished and item.name != RECORD:
+            elif item not in finished_paths and item.name != RECORD_FILE:
                 item.unlink()
-        if not self._finished:
-            (self.directory / RECORD).unlink(missing_ok=True)
+        if not self._finished_files:
+            (self.directory / RECORD_FILE).unlink(missing_ok=True)
 
     def reuse_file(self, name: str) -> Any:
-        """Return the recorded ``about`` of a finished file if it still matches its record.
+        """Return the recorded ``writer_data`` of a finished file that still matches its record.
 
         A file that does not match is deleted.
 
         Returns:
             None if the file has to be written.
         """
-        entry = self._finished.get(name)
+        entry = self._finished_files.get(name)
         if entry is None:
             return None
         path = self.directory / name
         if path.is_file() and matches_spans(path, entry.get("spans")):
             return entry.get("about")
-        del self._finished[name]
+        del self._finished_files[name]
         path.unlink(missing_ok=True)
         if self._resume is not None:
             self._resume.log(f"{name} is not what was written: it is made again")
         return None
 
-    def record_file(self, name: str, about: Any = True, spans: Iterable[FileSpan] = ()) -> None:
+    def record_file(
+        self, name: str, writer_data: Any = True, spans: Iterable[FileSpan] = ()
+    ) -> None:
         """Flush a complete file to disk and record it.
 
         Args:
             name: path relative to the directory.
-            about: JSON value that :meth:`reuse_file` returns to a later writer.
-            spans: spans whose checksum the writer knows; the rest of the file is read to compute
-                them.
+            writer_data: JSON value that :meth:`reuse_file` returns to a later writer.
+            spans: spans of the file whose checksum is known. The rest of the file is read to
+                compute its checksums.
         """
         path = self.directory / name
         fsync_path(path)
         if self._resume is None:
             return
-        self._finished[name] = {"spans": cover_file(path, spans), "about": about}
-        record = {"identity": dict(self._resume.identity), "parts": self._finished}
-        write_json(self.directory / RECORD, record)
+        self._finished_files[name] = {"spans": cover_file(path, spans), "about": writer_data}
+        record = {"identity": dict(self._resume.identity), "parts": self._finished_files}
+        write_json(self.directory / RECORD_FILE, record)
 
     def remove_record(self) -> None:
         """Delete the record, because the directory is complete."""
-        (self.directory / RECORD).unlink(missing_ok=True)
+        (self.directory / RECORD_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -176,6 +185,7 @@ def open_resumable(directory: Path, resume: ResumeOptions | None) -> Iterator[Re
 
 
 def _keep_finished_files(output: ResumableDirectory, resume: ResumeOptions | None) -> None:
+    """Delete everything but the finished files after an interruption, and log their number."""
     if resume is None or not output.finished_count:
         shutil.rmtree(output.directory, ignore_errors=True)
         return
@@ -186,12 +196,13 @@ def _keep_finished_files(output: ResumableDirectory, resume: ResumeOptions | Non
 
 
 def _lock_directory(descriptor: int, directory: Path) -> None:
+    """Lock a directory against other processes, without waiting."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise CheckpointError(f"{directory} is being written by another process") from error
-        # On a file system that does not support locks, continue without one.
+        # Some file systems do not support locks; the directory is then used without one.
 
 
 def fingerprint_files(paths: Iterable[Path]) -> str:

@@ -43,11 +43,13 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class _TensorLocation:
+    """Dtype, shape and byte range of a tensor; the range is relative to the end of the header."""
+
     dtype: torch.dtype
     shape: Shape
     begin: int
@@ -58,18 +60,20 @@ def read_header(path: Path) -> tuple[dict[str, _TensorLocation], int]:
     """Read the header of a file.
 
     Returns:
-        The location of each tensor relative to the end of the header, and the offset of that end.
+        The location of each tensor, and the offset of the header's end in the file.
 
     Raises:
         CheckpointError: the file is truncated, damaged, or not a safetensors file.
     """
     try:
-        size = path.stat().st_size
+        file_size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path} is cut, or no safetensors file: {size:,} bytes")
-            header = json.loads(file.read(length))
+            header_size = int.from_bytes(file.read(8), "little")
+            if file_size < 8 or header_size > min(_MAX_HEADER_BYTES, file_size - 8):
+                raise CheckpointError(
+                    f"{path} is truncated, or not a safetensors file: {file_size:,} bytes"
+                )
+            header = json.loads(file.read(header_size))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -77,21 +81,23 @@ def read_header(path: Path) -> tuple[dict[str, _TensorLocation], int]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is damaged: {format_value(header)}")
     header.pop("__metadata__", None)
-    start = 8 + length
-    places = {
-        name: _parse_location(path, name, entry, size - start) for name, entry in header.items()
+    data_begin = 8 + header_size
+    locations = {
+        name: _parse_location(path, name, entry, file_size - data_begin)
+        for name, entry in header.items()
     }
     previous_end = 0
-    previous = ""
-    for name, place in sorted(places.items(), key=lambda item: item[1].begin):
-        if place.begin < previous_end:
-            raise CheckpointError(f"{path}: {previous} and {name} overlap")
-        previous_end = place.end
-        previous = name
-    return places, start
+    previous_name = ""
+    for name, location in sorted(locations.items(), key=lambda item: item[1].begin):
+        if location.begin < previous_end:
+            raise CheckpointError(f"{path}: {previous_name} and {name} overlap")
+        previous_end = location.end
+        previous_name = name
+    return locations, data_begin
 
 
 def _parse_location(path: Path, name: str, entry: Any, data_size: int) -> _TensorLocation:
+    """Validate a tensor's entry of the header."""
     try:
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -103,7 +109,7 @@ def _parse_location(path: Path, name: str, entry: Any, data_size: int) -> _Tenso
         raise CheckpointError(f"{path}: {name}: the header is damaged: {format_value(entry)}")
     if end > data_size:
         raise CheckpointError(
-            f"{path} is cut: {name} ends at byte {end:,} of the data, of which there are "
+            f"{path} is truncated: {name} ends at byte {end:,} of the data, of which there are "
             f"{data_size:,}"
         )
     return _TensorLocation(dtype, shape, begin, end)
@@ -119,26 +125,28 @@ class SafetensorsFile:
             CheckpointError: see :func:`read_header`.
         """
         self.path = path
-        places, start = read_header(path)
+        locations, data_begin = read_header(path)
         size = path.stat().st_size
         # A private mapping, because torch wants writable memory; nothing writes to it.
         self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         self.tensors: Mapping[str, LazyTensor] = {
-            name: self._map_tensor(place, start) for name, place in places.items()
+            name: self._map_tensor(location, data_begin) for name, location in locations.items()
         }
 
-    def _map_tensor(self, place: _TensorLocation, start: int) -> MappedTensor:
+    def _map_tensor(self, location: _TensorLocation, data_begin: int) -> MappedTensor:
         def load() -> torch.Tensor:
-            data = self._bytes[start + place.begin : start + place.end]
-            return view_as_dtype(data, place.dtype).reshape(place.shape)
+            data = self._bytes[data_begin + location.begin : data_begin + location.end]
+            return view_as_dtype(data, location.dtype).reshape(location.shape)
 
-        return MappedTensor(place.shape, place.dtype, load)
+        return MappedTensor(location.shape, location.dtype, load)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], report: Any) -> list[FileSpan]:
     """Write a file, a chunk of a tensor at a time.
 
     Args:
+        path: the file.
+        tensors: tensors by name.
         report: called with the number of bytes after each chunk.
 
     Returns:
@@ -152,19 +160,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor], report: Any
     for name, tensor in tensors.items():
         end = offset + count_bytes(tensor)
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors
+    header_bytes = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)  # aligns the tensors
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         return [write_bytes(file, tensor, report) for tensor in tensors.values()]
 
 
-def split_into_shards(
+def split_into_files(
     tensors: Mapping[str, LazyTensor], max_bytes: int
 ) -> Sequence[dict[str, LazyTensor]]:
     """Distribute tensors, in order, over files of at most ``max_bytes``.
@@ -172,12 +180,12 @@ def split_into_shards(
     A larger tensor gets a file of its own.
     """
     files: list[dict[str, LazyTensor]] = [{}]
-    room = max_bytes
+    bytes_left = max_bytes
     for name, tensor in tensors.items():
         size = count_bytes(tensor)
-        if files[-1] and size > room:
+        if files[-1] and size > bytes_left:
             files.append({})
-            room = max_bytes
+            bytes_left = max_bytes
         files[-1][name] = tensor
-        room -= size
+        bytes_left -= size
     return files

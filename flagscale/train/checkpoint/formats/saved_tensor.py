@@ -19,8 +19,9 @@ from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.byte_range_file import ByteRangeFile
 from flagscale.train.checkpoint.formats import lazy_tensors
 
-_LOCAL_HEADER = 30
-_STORAGES = {
+_LOCAL_HEADER_BYTES = 30
+"""Bytes of a zip archive's local file header without its variable fields."""
+_DTYPES_BY_STORAGE = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -29,13 +30,17 @@ _STORAGES = {
 
 
 class _StorageDescription(NamedTuple):
+    """Dtype and record name of a storage, as a tensor's pickle describes them."""
+
     dtype: torch.dtype
     key: str
 
 
 class _TensorDescription(NamedTuple):
+    """Position of a tensor in its storage, in elements, as its pickle describes it."""
+
     storage: _StorageDescription
-    offset: int
+    storage_offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -48,36 +53,36 @@ class _DescriptionUnpickler(pickle.Unpickler):
             return lambda storage, offset, size, stride, *_: _TensorDescription(
                 storage, offset, size, stride
             )
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        if module == "torch" and name in _DTYPES_BY_STORAGE:
+            return _DTYPES_BY_STORAGE[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        raise pickle.UnpicklingError(f"names {module}.{name}, which is no part of a tensor")
+        raise pickle.UnpicklingError(f"names {module}.{name}, which does not describe a tensor")
 
     def persistent_load(self, persistent_id: Any) -> Any:
         _, dtype, key, *_ = persistent_id
         return _StorageDescription(dtype, str(key))
 
 
-def view_saved_tensor(raw: torch.Tensor, *, trusted: bool = False) -> torch.Tensor:
+def view_saved_tensor(archive_bytes: torch.Tensor, *, is_trusted: bool = False) -> torch.Tensor:
     """Return the tensor in the bytes of a ``torch.save`` archive, as a view of the same memory.
 
     Args:
-        raw: the archive, a flat uint8 tensor.
-        trusted: skip the comparison of the CRC-32.
+        archive_bytes: the archive, a flat uint8 tensor.
+        is_trusted: skip the comparison of the CRC-32.
 
     Raises:
-        CheckpointError: the archive holds no plain tensor, or is damaged.
+        CheckpointError: the archive does not hold a plain tensor, or is damaged.
     """
     try:
-        with zipfile.ZipFile(io.BufferedReader(_TensorFile(raw))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_TensorFile(archive_bytes))) as archive:
             records = {item.filename.partition("/")[2]: item for item in archive.infolist()}
-        pickled = _slice_record(raw, records["data.pkl"])
-        description = _DescriptionUnpickler(io.BytesIO(lazy_tensors.as_bytes(pickled))).load()
+        pickle_bytes = _slice_record(archive_bytes, records["data.pkl"])
+        description = _DescriptionUnpickler(io.BytesIO(lazy_tensors.as_bytes(pickle_bytes))).load()
         record = records[f"data/{description.storage.key}"]
-        data = _slice_record(raw, record)
+        data = _slice_record(archive_bytes, record)
         # The first versions of flagscale convert wrote no checksums.
-        if not trusted and record.CRC and zlib.crc32(lazy_tensors.as_bytes(data)) != record.CRC:
+        if not is_trusted and record.CRC and zlib.crc32(lazy_tensors.as_bytes(data)) != record.CRC:
             raise ValueError("it is not as it was written")
         return _view_storage(
             lazy_tensors.view_as_dtype(data, description.storage.dtype), description
@@ -102,36 +107,38 @@ def _view_storage(data: torch.Tensor, description: _TensorDescription) -> torch.
     Raises:
         ValueError: the tensor exceeds the storage.
     """
-    last = sum(
+    last_element = sum(
         (size - 1) * step for size, step in zip(description.size, description.stride, strict=True)
     )
     if 0 in description.size:
         return data.new_empty(description.size)
     if min(
-        (description.offset, *description.size, *description.stride)
-    ) < 0 or description.offset + last >= len(data):
+        (description.storage_offset, *description.size, *description.stride)
+    ) < 0 or description.storage_offset + last_element >= len(data):
         raise ValueError("it reaches beyond its storage")
-    first = int(data.storage_offset()) + description.offset
-    return data.as_strided(description.size, description.stride, first)
+    first_element = int(data.storage_offset()) + description.storage_offset
+    return data.as_strided(description.size, description.stride, first_element)
 
 
-def _slice_record(raw: torch.Tensor, record: zipfile.ZipInfo) -> torch.Tensor:
+def _slice_record(archive_bytes: torch.Tensor, record: zipfile.ZipInfo) -> torch.Tensor:
     """Return the bytes of an uncompressed record."""
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError("it is compressed")
-    header = bytes(lazy_tensors.as_bytes(raw[record.header_offset :][:_LOCAL_HEADER]))
+    header = bytes(
+        lazy_tensors.as_bytes(archive_bytes[record.header_offset :][:_LOCAL_HEADER_BYTES])
+    )
     variable_size = int.from_bytes(header[26:28], "little") + int.from_bytes(
         header[28:30], "little"
     )
-    begin = record.header_offset + _LOCAL_HEADER + variable_size
-    return raw[begin : begin + record.file_size]
+    begin = record.header_offset + _LOCAL_HEADER_BYTES + variable_size
+    return archive_bytes[begin : begin + record.file_size]
 
 
 class _TensorFile(ByteRangeFile):
     """A flat uint8 tensor as a file."""
 
-    def __init__(self, raw: torch.Tensor) -> None:
-        self._view = lazy_tensors.as_bytes(raw)
+    def __init__(self, content: torch.Tensor) -> None:
+        self._view = lazy_tensors.as_bytes(content)
         super().__init__(len(self._view))
 
     def _read_at(self, position: int, buffer: memoryview) -> int:

@@ -1,4 +1,6 @@
-"""Files of a model directory in addition to its weights: ``config.json`` and the tokenizer."""
+"""Sidecar files of a model directory: ``config.json``, the tokenizer's files, the license and so
+on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.compat.huggingface.reading import CONFIG
+from flagscale.config.arguments.compat.huggingface.config_reader import CONFIG
 from flagscale.files import fsync_path, write_atomic
 from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor
 from flagscale.train.checkpoint.formats.resumable_directory import (
@@ -20,8 +22,8 @@ from flagscale.train.checkpoint.formats.resumable_directory import (
     partial_path,
 )
 
-PUBLIC = 0o644
-"""File mode of written files."""
+PUBLIC_MODE = 0o644
+"""Mode of written files: readable by everybody."""
 _SIDECAR_NAMES = re.compile(
     r"generation_config\.json|chat_template\.(json|jinja)|special_tokens_map\.json|"
     r"added_tokens\.json|tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|.*\.tiktoken|"
@@ -40,14 +42,14 @@ def atomic_directory(
     renamed to ``path``. On failure, ``path`` does not exist; with ``resume``, finished files stay
     in a temporary directory next to it (:func:`open_resumable`).
     """
-    partial = partial_path(path)
-    with open_resumable(partial, resume) as output:
+    temporary_directory = partial_path(path)
+    with open_resumable(temporary_directory, resume) as output:
         yield output
-        for item in (*partial.rglob("*"), partial):
+        for item in (*temporary_directory.rglob("*"), temporary_directory):
             fsync_path(item)
     if path.is_dir():
         path.rmdir()  # fails unless it is empty
-    partial.rename(path)
+    temporary_directory.rename(path)
     fsync_path(path.parent)
 
 
@@ -64,13 +66,22 @@ def write_sidecar_files(
     tensors: Mapping[str, LazyTensor],
     files: Iterable[Path],
 ) -> None:
-    """Write ``config.json``, with the dtype that all ``tensors`` share, and copy ``files``."""
+    """Write ``config.json`` and copy other sidecar files.
+
+    Args:
+        directory: directory to write to.
+        config: content of ``config.json``; the dtype in it is replaced by that of the tensors.
+        tensors: tensors of the model, to determine the dtype.
+        files: files to copy.
+    """
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     content = dict(config)
     if len(dtypes) == 1:
         # Versions of transformers differ in the key that they read.
-        names = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
-        content.update(dict.fromkeys(names, dtypes.pop()))
+        dtype_keys = [name for name in ("dtype", "torch_dtype") if name in content] or [
+            "torch_dtype"
+        ]
+        content.update(dict.fromkeys(dtype_keys, dtypes.pop()))
     for file in files:
         shutil.copyfile(file, directory / file.name)
-    write_atomic(directory / CONFIG, json.dumps(content, indent=2) + "\n", PUBLIC)
+    write_atomic(directory / CONFIG, json.dumps(content, indent=2) + "\n", PUBLIC_MODE)

@@ -1,6 +1,6 @@
 """CRC-32 checksums of byte spans that cover a file, to detect that it changed after it was written.
 
-A writer computes most of them from the bytes that it writes, so nothing is read back. They detect
+A writer computes most checksums from the bytes that it writes, so nothing is read back. They detect
 damage by a crash or a disk, not intentional modification.
 """
 
@@ -15,7 +15,13 @@ _BUFFER_BYTES = 1 << 20
 
 
 class FileSpan(NamedTuple):
-    """Byte range of a file: first byte, size in bytes, and CRC-32."""
+    """Byte range of a file.
+
+    Attributes:
+        begin: offset of the first byte.
+        size: number of bytes.
+        crc: CRC-32 of the bytes.
+    """
 
     begin: int
     size: int
@@ -23,7 +29,7 @@ class FileSpan(NamedTuple):
 
 
 def cover_file(path: Path, known_spans: Iterable[FileSpan]) -> list[FileSpan]:
-    """Return spans that cover a file. Gaps between the known spans are read now."""
+    """Return spans that cover a file; read the gaps between the known spans for their CRC-32."""
     spans: list[FileSpan] = []
     position = 0
     with path.open("rb") as file:
@@ -44,7 +50,7 @@ def cover_file(path: Path, known_spans: Iterable[FileSpan]) -> list[FileSpan]:
 
 
 def matches_spans(path: Path, recorded: Any) -> bool:
-    """Return whether a file still matches recorded spans, given as lists of three numbers."""
+    """Return whether a file still matches spans, recorded in JSON as lists of three numbers."""
     if not isinstance(recorded, list) or not all(map(_is_span, recorded)):
         return False
     spans = [FileSpan(*item) for item in recorded]

@@ -20,12 +20,12 @@ import torch
 from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, Region, iter_bytes
 from flagscale.train.checkpoint.formats.span_checksums import FileSpan
 
-_ALIGNMENT = 64
-_LOCAL_HEADER = 30
-_ZIP64_FIELD = 20
-_FIELD_HEAD = 4
-_PADDING = b"FB"
-"""Header ID of the extra field that torch's writer uses for alignment."""
+_ALIGNMENT_BYTES = 64
+_LOCAL_HEADER_BYTES = 30
+_ZIP64_FIELD_BYTES = 20
+_FIELD_HEADER_BYTES = 4
+_PADDING_FIELD_ID = b"FB"
+"""ID of the extra header field that torch's writer uses for alignment."""
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -42,6 +42,9 @@ def write_tensor(
     The position must be a multiple of 64 bytes.
 
     Args:
+        file: file that is open for writing.
+        tensor: the tensor.
+        region: region of the tensor to write.
         report: called with the number of bytes after each chunk.
 
     Returns:
@@ -52,41 +55,50 @@ def write_tensor(
     """
     begin = file.tell()
     shape = tuple(high - low for low, high in region)
-    size = torch.Size(shape).numel() * tensor.dtype.itemsize
+    data_bytes = torch.Size(shape).numel() * tensor.dtype.itemsize
     stream: Any = _OffsetFile(file, begin)
     with zipfile.ZipFile(stream, "w") as archive:
         _write_record(archive, "data.pkl", _pickle_description(tensor.dtype, shape))
         _write_record(archive, "byteorder", b"little")
         record = zipfile.ZipInfo("archive/data/0")
-        large = size >= zipfile.ZIP64_LIMIT
-        record.extra = _build_alignment_field(file.tell() - begin, record, large=large)
-        with archive.open(record, "w", force_zip64=large) as content:
-            for piece in iter_bytes(tensor, region):
-                content.write(piece)
-                report(len(piece))
-        data_begin = file.tell() - size
+        is_zip64 = data_bytes >= zipfile.ZIP64_LIMIT
+        record.extra = _build_alignment_field(file.tell() - begin, record, is_zip64=is_zip64)
+        with archive.open(record, "w", force_zip64=is_zip64) as content:
+            for chunk in iter_bytes(tensor, region):
+                content.write(chunk)
+                report(len(chunk))
+        data_begin = file.tell() - data_bytes
         _write_record(archive, "version", b"3\n")
-    return file.tell() - begin, FileSpan(data_begin, size, record.CRC)
+    return file.tell() - begin, FileSpan(data_begin, data_bytes, record.CRC)
 
 
 def _write_record(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
     archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
 
 
-def _build_alignment_field(offset: int, record: zipfile.ZipInfo, *, large: bool) -> bytes:
-    """Return an extra field that aligns a record's data, for a header at ``offset``."""
+def _build_alignment_field(offset: int, record: zipfile.ZipInfo, *, is_zip64: bool) -> bytes:
+    """Return an extra header field that aligns a record's data to 64 bytes.
+
+    Args:
+        offset: offset of the record's header in the archive.
+        record: the record.
+        is_zip64: the header also has a field for sizes above 4 GiB (zip64).
+    """
     header_size = (
-        _LOCAL_HEADER + len(record.filename) + _FIELD_HEAD + (_ZIP64_FIELD if large else 0)
+        _LOCAL_HEADER_BYTES
+        + len(record.filename)
+        + _FIELD_HEADER_BYTES
+        + (_ZIP64_FIELD_BYTES if is_zip64 else 0)
     )
-    size = -(offset + header_size) % _ALIGNMENT
-    return _PADDING + size.to_bytes(2, "little") + b"Z" * size
+    padding = -(offset + header_size) % _ALIGNMENT_BYTES
+    return _PADDING_FIELD_ID + padding.to_bytes(2, "little") + b"Z" * padding
 
 
 class _StoragePlaceholder:
     """Placeholder for a tensor's storage in the pickle."""
 
-    def __init__(self, dtype: torch.dtype, count: int) -> None:
-        self.id = ("storage", _STORAGES[dtype], "0", "cpu", count)
+    def __init__(self, dtype: torch.dtype, element_count: int) -> None:
+        self.persistent_id = ("storage", _STORAGES[dtype], "0", "cpu", element_count)
 
 
 class _TensorPlaceholder:
@@ -103,8 +115,10 @@ class _TensorPlaceholder:
 
 
 class _DescriptionPickler(pickle.Pickler):
+    """Pickler that writes a placeholder as a reference to a storage, as torch does."""
+
     def persistent_id(self, obj: Any) -> Any:
-        return obj.id if isinstance(obj, _StoragePlaceholder) else None
+        return obj.persistent_id if isinstance(obj, _StoragePlaceholder) else None
 
 
 def _pickle_description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:

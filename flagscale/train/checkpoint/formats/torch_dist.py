@@ -1,8 +1,8 @@
 """This project's checkpoints, read and written by one process for any parallel layout.
 
-Training writes checkpoints through megatron.core, on all ranks. A converted one has the same files
-and is loaded like any other: its tensors are stored in chunks of rows, and each rank of any layout
-reads its shards of them.
+Training writes checkpoints through megatron.core, on all ranks. A converted checkpoint has the same
+files and is loaded like any other: its tensors are stored in chunks of rows, and each rank of any
+layout reads its shards of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 
-from flagscale.checkpoint_metadata import METADATA
-from flagscale.checkpoints import NAME, CheckpointDirectory, check_complete
+from flagscale.checkpoint_metadata import METADATA_FILE
+from flagscale.checkpoints import DIRECTORY_PATTERN, CheckpointDirectory, check_complete
+from flagscale.config.arguments.compat.huggingface.config_reader import CONFIG, read_config
 from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, config_of, effective
-from flagscale.config.arguments.compat.huggingface.reading import CONFIG, read_config
 from flagscale.config.arguments.rules.resuming import architecture
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.content_metadata import BACKEND, METADATA_KEY, sharding_metadata
+from flagscale.train.checkpoint.content_metadata import (
+    METADATA_KEY,
+    STORAGE_METADATA,
+    sharding_metadata,
+)
 from flagscale.train.checkpoint.formats.base import (
     ByteProgress,
     InspectModel,
@@ -49,7 +53,7 @@ class TorchDist:
     name = "torch_dist"
 
     def recognises(self, path: Path) -> bool:
-        return (path / METADATA).is_file() or bool(CheckpointDirectory(path).iterations())
+        return (path / METADATA_FILE).is_file() or bool(CheckpointDirectory(path).iterations())
 
     def read(self, path: Path) -> StoredModel:
         path, manifest = find_checkpoint(path)
@@ -59,24 +63,29 @@ class TorchDist:
                 hint="flagscale convert merges them into their model",
             )
         arguments = manifest.get("model")
-        stored: dict[str, LazyTensor] = dict(open_tensors(path))
+        stored_tensors: dict[str, LazyTensor] = dict(open_tensors(path))
         if arguments is None:
             raise CheckpointError(
-                f"{path} does not say which model it is of: it was saved by an older version, or "
+                f"{path} does not record its model: it was saved by an older version, or "
                 "by another program",
                 hint="load it once in training (finetune: true) and save it again",
             )
-        arguments = {**arguments, "vocab_size": _count_tokens(arguments, stored)}
+        arguments = {**arguments, "vocab_size": _count_tokens(arguments, stored_tensors)}
         values = effective(arguments)
-        sidecar = path / SIDECAR_DIRECTORY
-        config = read_config(sidecar) if (sidecar / CONFIG).is_file() else None
+        sidecar_directory = path / SIDECAR_DIRECTORY
+        config = read_config(sidecar_directory) if (sidecar_directory / CONFIG).is_file() else None
         expected_config = config_of(values, None if config is None else config["model_type"])
         model = StoredModel(
-            path, expected_config["model_type"], values, {}, config, tuple(_list_files(sidecar))
+            path,
+            expected_config["model_type"],
+            values,
+            {},
+            config,
+            tuple(_list_existing_sidecar_files(sidecar_directory)),
         )
-        names = [entry.name for entry in model.iter_weight_specs()]
-        raise_if_any(path, "lacks tensors", [name for name in names if name not in stored])
-        tensors = {name: trim_vocabulary(name, stored[name], values) for name in names}
+        names = [spec.name for spec in model.iter_weight_specs()]
+        raise_if_any(path, "lacks tensors", [name for name in names if name not in stored_tensors])
+        tensors = {name: trim_vocabulary(name, stored_tensors[name], values) for name in names}
         notes = _note_missing_mtp(values, names)
         return StoredModel(
             path, model.model_type, values, tensors, config, model.files, notes=notes
@@ -88,18 +97,27 @@ class TorchDist:
         store = CheckpointStore(path)
         if store.iterations():
             raise CheckpointError(f"{path} holds checkpoints already")
-        partial = store.begin(_ITERATION, resume=model.resume is not None)
-        with open_resumable(partial, model.resume) as output:
-            empty_objects = [
-                name for item in model.tensors.items() for name in _iter_empty_states(*item)
+        temporary_directory = store.begin(_ITERATION, resume=model.resume is not None)
+        with open_resumable(temporary_directory, model.resume) as output:
+            extra_state_names = [
+                name for item in model.tensors.items() for name in _iter_extra_states(*item)
             ]
-            DistributedCheckpointWriter(output, report).write(model.tensors, empty_objects)
-            inspect(replace(model, path=partial, tensors=dict(open_tensors(partial, trusted=True))))
-            _write_common(partial)
+            DistributedCheckpointWriter(output, report).write(model.tensors, extra_state_names)
+            inspect(
+                replace(
+                    model,
+                    path=temporary_directory,
+                    tensors=dict(open_tensors(temporary_directory, trusted=True)),
+                )
+            )
+            _write_common_state(temporary_directory)
             if model.config is not None:
-                (partial / SIDECAR_DIRECTORY).mkdir()
+                (temporary_directory / SIDECAR_DIRECTORY).mkdir()
                 write_sidecar_files(
-                    partial / SIDECAR_DIRECTORY, model.config, model.tensors, model.files
+                    temporary_directory / SIDECAR_DIRECTORY,
+                    model.config,
+                    model.tensors,
+                    model.files,
                 )
         try:
             return store.publish(_ITERATION, build_manifest(model))
@@ -119,29 +137,29 @@ def _note_missing_mtp(values: Mapping[str, Any], names: list[str]) -> tuple[str,
 
 
 def build_manifest(model: StoredModel) -> dict[str, Any]:
-    """Build the manifest's entries of a converted checkpoint."""
+    """Build the manifest's entries of a converted checkpoint, which is of iteration 0."""
     dtype = str(model.dtype).removeprefix("torch.")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
-    size = model.values["vocab_size"]
+    vocab_size = model.values["vocab_size"]
     return {
         "architecture": architecture(_mask_equivalent_arguments(model.values)),
         "model": dict(model.values),
         "precision": precision,
         "has_optimizer": False,
         "has_rng": False,
-        "vocabulary": [size, size],
+        "vocabulary": [vocab_size, vocab_size],
         "converted_from": str(model.path),
     }
 
 
 def _mask_equivalent_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     """Reset arguments that may differ between a checkpoint and a run with the same function."""
-    ignored = {"gated_linear_unit": None}  # implied by swiglu
+    ignored_values = {"gated_linear_unit": None}  # implied by swiglu
     if values["num_moe_experts"] and all(values["moe_layer_freq"]):
-        ignored["ffn_hidden_size"] = None
+        ignored_values["ffn_hidden_size"] = None
     if values["multi_latent_attention"]:
-        ignored |= {"kv_channels": None, "num_query_groups": None}
-    return {**values, **ignored}
+        ignored_values |= {"kv_channels": None, "num_query_groups": None}
+    return {**values, **ignored_values}
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Mapping[str, Any]]:
@@ -150,35 +168,38 @@ def find_checkpoint(path: Path) -> tuple[Path, Mapping[str, Any]]:
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    if (path / METADATA).is_file():
+    if (path / METADATA_FILE).is_file():
         return path, check_complete(path, verify_without_manifest=False)
     latest = CheckpointDirectory(path).find_latest(verify_without_manifest=False)
     if latest is None:
-        raise CheckpointError(f"{path} holds no checkpoint, expected one called {NAME}")
+        raise CheckpointError(
+            f"{path} holds no checkpoint, expected one called {DIRECTORY_PATTERN}"
+        )
     return latest.path, latest.content
 
 
-def _count_tokens(arguments: Mapping[str, Any], stored: Mapping[str, LazyTensor]) -> int:
+def _count_tokens(arguments: Mapping[str, Any], stored_tensors: Mapping[str, LazyTensor]) -> int:
     """Return the number of tokens: the recorded one, or all rows of the embedding."""
-    embedding = stored.get("embedding.word_embeddings.weight")
+    embedding = stored_tensors.get("embedding.word_embeddings.weight")
     rows = 0 if embedding is None else embedding.shape[0]
-    recorded = arguments.get("vocab_size")
-    return min(recorded, rows) if recorded else rows
+    recorded_size = arguments.get("vocab_size")
+    return min(recorded_size, rows) if recorded_size else rows
 
 
-def _list_files(sidecar: Path) -> Iterator[Path]:
+def _list_existing_sidecar_files(sidecar: Path) -> Iterator[Path]:
+    """Yield the sidecar files in a directory, which may not exist."""
     if sidecar.is_dir():
         yield from list_sidecar_files(sidecar)
 
 
-def _write_common(partial: Path) -> None:
-    """Write the files in addition to tensors: progress before the first step, and metadata."""
-    common = {"progress": Progress().state_dict(), METADATA_KEY: sharding_metadata()}
-    torch.save(common, partial / "common.pt")
-    (partial / "metadata.json").write_text(json.dumps(BACKEND), encoding="utf-8")
+def _write_common_state(directory: Path) -> None:
+    """Write the files other than tensors: progress before the first step, and metadata."""
+    common_state = {"progress": Progress().state_dict(), METADATA_KEY: sharding_metadata()}
+    torch.save(common_state, directory / "common.pt")
+    (directory / "metadata.json").write_text(json.dumps(STORAGE_METADATA), encoding="utf-8")
 
 
-def _iter_empty_states(name: str, tensor: LazyTensor) -> Iterator[str]:
+def _iter_extra_states(name: str, tensor: LazyTensor) -> Iterator[str]:
     """Yield the names of empty ``_extra_state`` objects of megatron.core's linear layers."""
     module, _, parameter = name.rpartition(".")
     if parameter == "weight" and (".linear_" in module or module.endswith(".eh_proj")):

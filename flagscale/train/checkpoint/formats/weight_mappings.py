@@ -23,8 +23,8 @@ U   non-rotary keys and values of all heads
 W   values of all heads
 ==  ==============================================================
 
-A digit before a letter multiplies it. A row with ``when`` applies only if that argument is true,
-one with ``unless`` only if it is false.
+A digit before a letter multiplies it. A row of a table with ``when`` applies only if that argument
+is true, one with ``unless`` only if it is false.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class HuggingFaceTensor(NamedTuple):
 
 
 class TensorMapping(NamedTuple):
-    """A megatron.core tensor and the transform that makes it from Hugging Face tensors."""
+    """Row of a table: a megatron.core tensor and the transform from Hugging Face tensors.
+
+    See :func:`_map` for the fields.
+    """
 
     megatron_name: str
     sources: tuple[HuggingFaceTensor, ...]
@@ -96,9 +99,9 @@ def _map(
 _QKV = "self_attention.linear_qkv"
 _FC1 = "mlp.linear_fc1"
 _EXPERTS = "mlp.experts.experts"
-_UNTIED = "untie_embeddings_and_output_weights"
-_BIASES = "add_bias_linear"
-_QKV_BIASES = "add_qkv_bias"
+_UNTIED_ARGUMENT = "untie_embeddings_and_output_weights"
+_BIAS_ARGUMENT = "add_bias_linear"
+_QKV_BIAS_ARGUMENT = "add_qkv_bias"
 _Q = "self_attn.q_proj"
 _K = "self_attn.k_proj"
 _V = "self_attn.v_proj"
@@ -109,41 +112,46 @@ class FamilyMapping:
     """Tensors of a model family.
 
     Attributes:
-        ends: embeddings, final norm and output layer; the embedding first.
-        layer: tensors of every layer.
-        dense: MLP of a dense layer.
-        sparse: router and experts of a mixture-of-experts layer.
+        outer: embeddings, final norm and output layer; the embedding first.
+        every_layer: tensors of every layer.
+        dense_mlp: MLP of a dense layer.
+        experts: router and experts of a mixture-of-experts layer.
         layer_prefix: prefix of a layer's name in Hugging Face.
         prefix: prefix of all names that published files may omit.
-        ignored: regular expression for tensors in files that are not weights.
-        mtp: tensors of a multi-token prediction layer in addition to those of a normal layer.
+        ignored_pattern: regular expression for tensors in files that are not weights.
+        mtp_layer: tensors of a multi-token prediction layer in addition to those of a normal layer.
         mtp_copies: tensors of the model that each multi-token prediction layer repeats.
         mtp_count_keys: keys of ``config.json`` for the number of multi-token prediction layers.
     """
 
-    ends: tuple[TensorMapping, ...]
-    layer: tuple[TensorMapping, ...]
-    dense: tuple[TensorMapping, ...]
-    sparse: tuple[TensorMapping, ...] = ()
+    outer: tuple[TensorMapping, ...]
+    every_layer: tuple[TensorMapping, ...]
+    dense_mlp: tuple[TensorMapping, ...]
+    experts: tuple[TensorMapping, ...] = ()
     layer_prefix: str = "model.layers."
     prefix: str = ""
-    ignored: str = r".*\.rotary_emb\.inv_freq"
-    mtp: tuple[TensorMapping, ...] = ()
+    ignored_pattern: str = r".*\.rotary_emb\.inv_freq"
+    mtp_layer: tuple[TensorMapping, ...] = ()
     mtp_copies: tuple[TensorMapping, ...] = ()
     mtp_count_keys: tuple[str, ...] = ()
 
 
 _LLAMA = FamilyMapping(
-    ends=(
+    outer=(
         _map(
             "embedding.word_embeddings.weight",
             "model.embed_tokens.weight V,H",
             transform=TRIM_VOCABULARY,
         ),
         _map("decoder.final_layernorm.weight", "model.norm.weight H"),
-        _map("output_layer.weight", "lm_head.weight V,H", transform=TRIM_VOCABULARY, when=_UNTIED),
+        _map(
+            "output_layer.weight",
+            "lm_head.weight V,H",
+            transform=TRIM_VOCABULARY,
+            when=_UNTIED_ARGUMENT,
+        ),
     ),
-    layer=(
+    every_layer=(
         _map(f"{_QKV}.layer_norm_weight", "input_layernorm.weight H"),
         _map(
             f"{_QKV}.weight",
@@ -158,7 +166,7 @@ _LLAMA = FamilyMapping(
             f"{_K}.bias G",
             f"{_V}.bias G",
             transform=GROUPED_QKV,
-            when=_BIASES,
+            when=_BIAS_ARGUMENT,
         ),
         _map(
             f"{_QKV}.bias",
@@ -166,15 +174,15 @@ _LLAMA = FamilyMapping(
             f"{_K}.bias G",
             f"{_V}.bias G",
             transform=GROUPED_QKV,
-            when=_QKV_BIASES,
+            when=_QKV_BIAS_ARGUMENT,
         ),
         _map("self_attention.q_layernorm.weight", "self_attn.q_norm.weight D", when="qk_layernorm"),
         _map("self_attention.k_layernorm.weight", "self_attn.k_norm.weight D", when="qk_layernorm"),
         _map("self_attention.linear_proj.weight", "self_attn.o_proj.weight H,A"),
-        _map("self_attention.linear_proj.bias", "self_attn.o_proj.bias H", when=_BIASES),
+        _map("self_attention.linear_proj.bias", "self_attn.o_proj.bias H", when=_BIAS_ARGUMENT),
         _map(f"{_FC1}.layer_norm_weight", "post_attention_layernorm.weight H"),
     ),
-    dense=(
+    dense_mlp=(
         _map(
             f"{_FC1}.weight",
             "mlp.gate_proj.weight F,H",
@@ -186,10 +194,10 @@ _LLAMA = FamilyMapping(
             "mlp.gate_proj.bias F",
             "mlp.up_proj.bias F",
             transform=GATE_AND_UP,
-            when=_BIASES,
+            when=_BIAS_ARGUMENT,
         ),
         _map("mlp.linear_fc2.weight", "mlp.down_proj.weight H,F"),
-        _map("mlp.linear_fc2.bias", "mlp.down_proj.bias H", when=_BIASES),
+        _map("mlp.linear_fc2.bias", "mlp.down_proj.bias H", when=_BIAS_ARGUMENT),
     ),
 )
 
@@ -221,18 +229,18 @@ def _map_experts(block: str, gate: str, up: str, down: str) -> tuple[TensorMappi
 
 
 _GEMMA2 = FamilyMapping(
-    ends=_LLAMA.ends,
-    layer=(
-        *(row for row in _LLAMA.layer if row.megatron_name != f"{_FC1}.layer_norm_weight"),
+    outer=_LLAMA.outer,
+    every_layer=(
+        *(row for row in _LLAMA.every_layer if row.megatron_name != f"{_FC1}.layer_norm_weight"),
         _map("post_self_attn_layernorm.weight", "post_attention_layernorm.weight H"),
         _map(f"{_FC1}.layer_norm_weight", "pre_feedforward_layernorm.weight H"),
         _map("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight H"),
     ),
-    dense=_LLAMA.dense,
+    dense_mlp=_LLAMA.dense_mlp,
 )
 
 _GPT2 = FamilyMapping(
-    ends=(
+    outer=(
         _map(
             "embedding.word_embeddings.weight",
             "transformer.wte.weight V,H",
@@ -241,9 +249,14 @@ _GPT2 = FamilyMapping(
         _map("embedding.position_embeddings.weight", "transformer.wpe.weight P,H"),
         _map("decoder.final_layernorm.weight", "transformer.ln_f.weight H"),
         _map("decoder.final_layernorm.bias", "transformer.ln_f.bias H"),
-        _map("output_layer.weight", "lm_head.weight V,H", transform=TRIM_VOCABULARY, when=_UNTIED),
+        _map(
+            "output_layer.weight",
+            "lm_head.weight V,H",
+            transform=TRIM_VOCABULARY,
+            when=_UNTIED_ARGUMENT,
+        ),
     ),
-    layer=(
+    every_layer=(
         _map(f"{_QKV}.layer_norm_weight", "ln_1.weight H"),
         _map(f"{_QKV}.layer_norm_bias", "ln_1.bias H"),
         _map(f"{_QKV}.weight", "attn.c_attn.weight H,3A", transform=CONV1D_QKV),
@@ -253,7 +266,7 @@ _GPT2 = FamilyMapping(
         _map(f"{_FC1}.layer_norm_weight", "ln_2.weight H"),
         _map(f"{_FC1}.layer_norm_bias", "ln_2.bias H"),
     ),
-    dense=(
+    dense_mlp=(
         _map(f"{_FC1}.weight", "mlp.c_fc.weight H,F", transform=TRANSPOSE),
         _map(f"{_FC1}.bias", "mlp.c_fc.bias F"),
         _map("mlp.linear_fc2.weight", "mlp.c_proj.weight F,H", transform=TRANSPOSE),
@@ -261,41 +274,54 @@ _GPT2 = FamilyMapping(
     ),
     layer_prefix="transformer.h.",
     prefix="transformer.",
-    ignored=r".*\.attn\.(bias|masked_bias)",
+    ignored_pattern=r".*\.attn\.(bias|masked_bias)",
 )
 
-_MLA = "self_attention"
-_QUERIES = "q_lora_rank"
+_ATTENTION = "self_attention"
+_Q_LORA_ARGUMENT = "q_lora_rank"
 _SHARED = "mlp.shared_experts"
 
 
-def _build_deepseek(*routing: TensorMapping, **mtp_fields: Any) -> FamilyMapping:
+def _build_deepseek(*router_rows: TensorMapping, **mtp_fields: Any) -> FamilyMapping:
     """Build the mapping of a DeepSeek family.
 
     Args:
-        routing: tensors of the router in addition to its matrix.
+        router_rows: tensors of the router in addition to its matrix.
         mtp_fields: fields of :class:`FamilyMapping` for multi-token prediction.
     """
     return FamilyMapping(
-        ends=_LLAMA.ends,
-        layer=(
+        outer=_LLAMA.outer,
+        every_layer=(
             _map("input_layernorm.weight", "input_layernorm.weight H"),
-            _map(f"{_MLA}.linear_q_proj.weight", f"{_Q}.weight T,H", unless=_QUERIES),
+            _map(f"{_ATTENTION}.linear_q_proj.weight", f"{_Q}.weight T,H", unless=_Q_LORA_ARGUMENT),
             _map(
-                f"{_MLA}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight Q,H", when=_QUERIES
+                f"{_ATTENTION}.linear_q_down_proj.weight",
+                "self_attn.q_a_proj.weight Q,H",
+                when=_Q_LORA_ARGUMENT,
             ),
-            _map(f"{_MLA}.q_layernorm.weight", "self_attn.q_a_layernorm.weight Q", when=_QUERIES),
-            _map(f"{_MLA}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight T,Q", when=_QUERIES),
-            _map(f"{_MLA}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight M,H"),
-            _map(f"{_MLA}.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight L"),
-            _map(f"{_MLA}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight U,L"),
-            _map(f"{_MLA}.linear_proj.weight", "self_attn.o_proj.weight H,W"),
+            _map(
+                f"{_ATTENTION}.q_layernorm.weight",
+                "self_attn.q_a_layernorm.weight Q",
+                when=_Q_LORA_ARGUMENT,
+            ),
+            _map(
+                f"{_ATTENTION}.linear_q_up_proj.weight",
+                "self_attn.q_b_proj.weight T,Q",
+                when=_Q_LORA_ARGUMENT,
+            ),
+            _map(
+                f"{_ATTENTION}.linear_kv_down_proj.weight",
+                "self_attn.kv_a_proj_with_mqa.weight M,H",
+            ),
+            _map(f"{_ATTENTION}.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight L"),
+            _map(f"{_ATTENTION}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight U,L"),
+            _map(f"{_ATTENTION}.linear_proj.weight", "self_attn.o_proj.weight H,W"),
             _map("pre_mlp_layernorm.weight", "post_attention_layernorm.weight H"),
         ),
-        dense=_LLAMA.dense,
-        sparse=(
+        dense_mlp=_LLAMA.dense_mlp,
+        experts=(
             *_map_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-            *routing,
+            *router_rows,
             _map(
                 f"{_SHARED}.linear_fc1.weight",
                 f"{_SHARED}.gate_proj.weight S,H",
@@ -313,8 +339,8 @@ FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-    "mixtral": replace(_LLAMA, sparse=_map_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen3_moe": replace(_LLAMA, sparse=_map_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "mixtral": replace(_LLAMA, experts=_map_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen3_moe": replace(_LLAMA, experts=_map_experts("mlp", "gate_proj", "up_proj", "down_proj")),
     "gpt2": _GPT2,
     "gemma": _LLAMA,
     "gemma2": _GEMMA2,
@@ -322,7 +348,7 @@ FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
     "deepseek_v2": _build_deepseek(),
     "deepseek_v3": _build_deepseek(
         _map("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias N"),
-        mtp=(
+        mtp_layer=(
             _map("enorm.weight", "enorm.weight H"),
             _map("hnorm.weight", "hnorm.weight H"),
             _map("eh_proj.weight", "eh_proj.weight H,2H"),
@@ -342,7 +368,11 @@ FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
 class WeightSpec:
     """A megatron.core tensor of a model, with its full name.
 
-    ``sources`` are the names and shapes of the Hugging Face tensors that make it.
+    Attributes:
+        name: full name in megatron.core.
+        sources: names and shapes of the Hugging Face tensors that are transformed into it.
+        transform: the transform.
+        sizes: dimensions of the model.
     """
 
     name: str
@@ -365,57 +395,61 @@ def iter_weights(model_type: str, values: Values) -> Iterator[WeightSpec]:
         model_type: the family.
         values: fully resolved arguments of the model (``huggingface.models.effective``).
     """
-    table, sizes = FAMILY_MAPPINGS[model_type], ModelSizes.from_arguments(values)
-    yield from _iter_ends(table.ends[:1], table, values, sizes)
+    mapping, sizes = FAMILY_MAPPINGS[model_type], ModelSizes.from_arguments(values)
+    yield from _iter_outer_weights(mapping.outer[:1], mapping, values, sizes)
     for layer in range(values["num_layers"]):
         yield from _iter_rows(
-            _select_layer_rows(table, values, layer),
+            _select_layer_rows(mapping, values, layer),
             f"decoder.layers.{layer}.",
-            f"{table.layer_prefix}{layer}.",
+            f"{mapping.layer_prefix}{layer}.",
             values,
             sizes,
         )
-    yield from _iter_ends(table.ends[1:], table, values, sizes)
-    for prefix, huggingface_prefix in _list_mtp_prefixes(table, values):
-        last = _select_layer_rows(table, values, values["num_layers"] - 1)
+    yield from _iter_outer_weights(mapping.outer[1:], mapping, values, sizes)
+    for prefix, huggingface_prefix in _list_mtp_prefixes(mapping, values):
+        last_layer_rows = _select_layer_rows(mapping, values, values["num_layers"] - 1)
         layer_prefix = f"{prefix}transformer_layer."
-        yield from _iter_rows(last, layer_prefix, huggingface_prefix, values, sizes)
-        yield from _iter_rows(table.mtp, prefix, huggingface_prefix, values, sizes)
+        yield from _iter_rows(last_layer_rows, layer_prefix, huggingface_prefix, values, sizes)
+        yield from _iter_rows(mapping.mtp_layer, prefix, huggingface_prefix, values, sizes)
 
 
 def _select_layer_rows(
-    table: FamilyMapping, values: Values, layer: int
+    mapping: FamilyMapping, values: Values, layer: int
 ) -> tuple[TensorMapping, ...]:
-    experts = values["num_moe_experts"] and values["moe_layer_freq"][layer]
-    return (*table.layer, *(table.sparse if experts else table.dense))
+    """Return the tensors of a layer, with a dense MLP or with experts."""
+    has_experts = values["num_moe_experts"] and values["moe_layer_freq"][layer]
+    return (*mapping.every_layer, *(mapping.experts if has_experts else mapping.dense_mlp))
 
 
-def _list_mtp_prefixes(table: FamilyMapping, values: Values) -> list[tuple[str, str]]:
+def _list_mtp_prefixes(mapping: FamilyMapping, values: Values) -> list[tuple[str, str]]:
     """Return each multi-token prediction layer's prefix in megatron.core and in Hugging Face."""
-    layers = (values.get("mtp_num_layers") or 0) if table.mtp else 0
-    first = values["num_layers"]
-    return [(f"mtp.layers.{i}.", f"{table.layer_prefix}{first + i}.") for i in range(layers)]
+    layer_count = (values.get("mtp_num_layers") or 0) if mapping.mtp_layer else 0
+    first_mtp_layer = values["num_layers"]
+    return [
+        (f"mtp.layers.{i}.", f"{mapping.layer_prefix}{first_mtp_layer + i}.")
+        for i in range(layer_count)
+    ]
 
 
-def _iter_ends(
-    rows: Iterable[TensorMapping], table: FamilyMapping, values: Values, sizes: ModelSizes
+def _iter_outer_weights(
+    rows: Iterable[TensorMapping], mapping: FamilyMapping, values: Values, sizes: ModelSizes
 ) -> Iterator[WeightSpec]:
     """Yield tensors outside the layers, with their copies in multi-token prediction layers."""
-    tied = not values[_UNTIED]
-    for entry in _iter_rows(rows, "", "", values, sizes):
-        names = [
+    is_tied = not values[_UNTIED_ARGUMENT]
+    for spec in _iter_rows(rows, "", "", values, sizes):
+        copies = [
             (f"{prefix}{name}", sizes.shape(shape))
-            for _, prefix in _list_mtp_prefixes(table, values)
-            for row in table.mtp_copies
+            for _, prefix in _list_mtp_prefixes(mapping, values)
+            for row in mapping.mtp_copies
             for name, shape in row.sources
-            if tied or row.megatron_name == entry.name
+            if is_tied or row.megatron_name == spec.name
         ]
-        is_shared = entry.name in {row.megatron_name for row in table.mtp_copies}
-        if names and is_shared:
-            transform = MtpRepeated(entry.transform, 1 + len(names))
-            yield WeightSpec(entry.name, (*entry.sources, *names), transform, sizes)
+        is_shared = spec.name in {row.megatron_name for row in mapping.mtp_copies}
+        if copies and is_shared:
+            transform = MtpRepeated(spec.transform, 1 + len(copies))
+            yield WeightSpec(spec.name, (*spec.sources, *copies), transform, sizes)
         else:
-            yield entry
+            yield spec
 
 
 def _iter_rows(
@@ -425,14 +459,15 @@ def _iter_rows(
     values: Values,
     sizes: ModelSizes,
 ) -> Iterator[WeightSpec]:
+    """Yield the tensors of those rows that apply to the model."""
     for row in rows:
         if (row.when and not values[row.when]) or (row.unless and values[row.unless]):
             continue
-        parts = [
+        sources = [
             (huggingface_prefix + name, sizes.shape(shape))
             for name, shape in _expand_experts(row.sources, sizes.experts)
         ]
-        yield WeightSpec(megatron_prefix + row.megatron_name, tuple(parts), row.transform, sizes)
+        yield WeightSpec(megatron_prefix + row.megatron_name, tuple(sources), row.transform, sizes)
 
 
 def _expand_experts(

@@ -9,14 +9,17 @@ from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.checkpoint.formats.base import StoredModel, detect_format
 
-_SAMPLED_WEIGHTS, _SAMPLED_NUMBERS = 8, 8
+_MAX_SAMPLED_WEIGHTS, _VALUES_PER_WEIGHT = 8, 8
 
 
 def sample_weights(model: StoredModel) -> dict[str, list[float]]:
-    """Sample some numbers of some layers' weights, by name.
+    """Sample some values of some layers' weights.
 
     Samples are equal in every format and nearly equal in every precision; they are compared by
     :func:`flagscale.config.arguments.rules.adapters.first_differing_weight`.
+
+    Returns:
+        Up to 8 values of up to 8 weights, by the weight's name.
     """
     names = sorted(
         name
@@ -27,9 +30,9 @@ def sample_weights(model: StoredModel) -> dict[str, list[float]]:
         and "expert" not in name
     )
     sample = {}
-    for name in names[:: max(1, len(names) // _SAMPLED_WEIGHTS)][:_SAMPLED_WEIGHTS]:
+    for name in names[:: max(1, len(names) // _MAX_SAMPLED_WEIGHTS)][:_MAX_SAMPLED_WEIGHTS]:
         rows, columns = model.tensors[name].shape
-        region = ((rows // 2, rows // 2 + 1), (0, min(columns, _SAMPLED_NUMBERS)))
+        region = ((rows // 2, rows // 2 + 1), (0, min(columns, _VALUES_PER_WEIGHT)))
         sample[name] = [round(number, 6) for number in model.tensors[name].read(region)[0].tolist()]
     return sample
 

@@ -1,6 +1,6 @@
 """Transforms between megatron.core's weights and Hugging Face's: fusing, transposing, stacking.
 
-All are lossless and work on lazy tensors.
+All are lossless and work on lazy tensors. :mod:`.weight_mappings` assigns them to tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Dimensions of a model from which the shapes of its tensors follow."""
+    """Dimensions of a model from which the shapes of its tensors follow.
+
+    ``groups`` is the number of query groups, which equals the number of key (or value) heads.
+    """
 
     vocabulary: int
     positions: int
@@ -100,7 +103,7 @@ class WeightTransform(Protocol):
 
 
 class _Identity:
-    """Both sides have the same tensor."""
+    """Transform for a tensor that is the same in both programs."""
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         return parts[0]
@@ -110,7 +113,7 @@ class _Identity:
 
 
 class _Transpose:
-    """Hugging Face has the transpose, as GPT-2's ``Conv1D`` layers with weights ``[in, out]``."""
+    """Transform for a matrix that Hugging Face stores transposed (GPT-2's ``Conv1D``)."""
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         return TransposedTensor(parts[0])
@@ -120,7 +123,7 @@ class _Transpose:
 
 
 class _TrimVocabulary:
-    """megatron.core may have additional rows that pad the vocabulary."""
+    """Transform for a tensor to which megatron.core may add rows that pad the vocabulary."""
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         return parts[0]
@@ -132,7 +135,7 @@ class _TrimVocabulary:
 
 
 class _GateAndUp:
-    """Gate and up projection: separate in Hugging Face, concatenated in megatron.core."""
+    """Transform for gate and up projection, which megatron.core concatenates."""
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         return concatenate_rows(parts)
@@ -143,7 +146,7 @@ class _GateAndUp:
 
 
 class _GroupedQkv:
-    """Query, key and value projections: separate in Hugging Face, interleaved in megatron.core.
+    """Transform for query, key and value: separate in Hugging Face, interleaved in megatron.core.
 
     megatron.core stores one query group after the other, each with its queries, its key and its
     value.
@@ -151,24 +154,24 @@ class _GroupedQkv:
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         queries, keys, values = parts
-        head = sizes.head_dim
-        group_queries = sizes.heads // sizes.groups * head
+        head_rows = sizes.head_dim
+        query_rows = sizes.heads // sizes.groups * head_rows
         return ConcatenatedRows(
             tuple(
-                run
+                row_slice
                 for group in range(sizes.groups)
-                for run in (
-                    RowSlice(queries, group * group_queries, group_queries),
-                    RowSlice(keys, group * head, head),
-                    RowSlice(values, group * head, head),
+                for row_slice in (
+                    RowSlice(queries, group * query_rows, query_rows),
+                    RowSlice(keys, group * head_rows, head_rows),
+                    RowSlice(values, group * head_rows, head_rows),
                 )
             )
         )
 
     def to_huggingface(self, tensor: LazyTensor, sizes: ModelSizes) -> Sequence[LazyTensor]:
-        head = sizes.head_dim
-        group_queries = sizes.heads // sizes.groups * head
-        group_rows = group_queries + 2 * head
+        head_rows = sizes.head_dim
+        query_rows = sizes.heads // sizes.groups * head_rows
+        group_rows = query_rows + 2 * head_rows
         return [
             ConcatenatedRows(
                 tuple(
@@ -177,15 +180,15 @@ class _GroupedQkv:
                 )
             )
             for begin, count in (
-                (0, group_queries),
-                (group_queries, head),
-                (group_queries + head, head),
+                (0, query_rows),
+                (query_rows, head_rows),
+                (query_rows + head_rows, head_rows),
             )
         ]
 
 
 class _Conv1dQkv:
-    """Query, key and value projection in one tensor of Hugging Face, as in GPT-2.
+    """Transform for query, key and value projection that are one tensor in Hugging Face (GPT-2).
 
     Weights are ``[in, out]``, with all queries before all keys and all values.
     """
@@ -208,14 +211,21 @@ class _Conv1dQkv:
 
 @dataclass(frozen=True)
 class _PerExpert:
-    """A transform per expert; megatron.core stacks all experts of a layer in one tensor."""
+    """Transform for all experts of a layer, which megatron.core stacks in one tensor.
+
+    Attributes:
+        transform: transform for one expert.
+        tensors_per_expert: number of Hugging Face tensors per expert.
+    """
 
     transform: WeightTransform
-    count: int
-    """Number of Hugging Face tensors per expert."""
+    tensors_per_expert: int
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
-        experts = [parts[i : i + self.count] for i in range(0, len(parts), self.count)]
+        experts = [
+            parts[i : i + self.tensors_per_expert]
+            for i in range(0, len(parts), self.tensors_per_expert)
+        ]
         return StackedTensor(tuple(self.transform.to_megatron(expert, sizes) for expert in experts))
 
     def to_huggingface(self, tensor: LazyTensor, sizes: ModelSizes) -> Sequence[LazyTensor]:
@@ -227,19 +237,21 @@ class _PerExpert:
 
 @dataclass(frozen=True)
 class MtpRepeated:
-    """A tensor that Hugging Face's format repeats in each multi-token prediction layer.
+    """Transform for a tensor that Hugging Face repeats in each multi-token prediction layer.
 
-    ``count`` is the number of repetitions, including the model's own tensor.
+    Attributes:
+        transform: transform for one tensor.
+        repetitions: number of repetitions, including the model's own tensor.
     """
 
     transform: WeightTransform
-    count: int
+    repetitions: int
 
     def to_megatron(self, parts: Sequence[LazyTensor], sizes: ModelSizes) -> LazyTensor:
         return self.transform.to_megatron([MtpSharedTensor(tuple(parts))], sizes)
 
     def to_huggingface(self, tensor: LazyTensor, sizes: ModelSizes) -> Sequence[LazyTensor]:
-        return [*self.transform.to_huggingface(tensor, sizes)] * self.count
+        return [*self.transform.to_huggingface(tensor, sizes)] * self.repetitions
 
 
 IDENTITY = _Identity()
@@ -251,5 +263,5 @@ CONV1D_QKV = _Conv1dQkv()
 
 
 def apply_per_expert(transform: WeightTransform) -> WeightTransform:
-    """Apply a transform to every expert of a layer."""
+    """Return a transform that applies ``transform`` to every expert of a layer."""
     return _PerExpert(transform, 2 if transform is GATE_AND_UP else 1)

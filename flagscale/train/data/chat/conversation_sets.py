@@ -1,11 +1,14 @@
-"""Conversation datasets of a run: tokenization of its files, and their division into splits."""
+"""Conversation datasets of a run: tokenization of its files, and their division into splits.
+
+:mod:`flagscale.train.data.datasets` uses them for supervised fine-tuning (``sft: true``).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ from flagscale.errors import DataError
 from flagscale.train.checkpoint.collective_errors import true_on_all_ranks
 from flagscale.train.data.blends import make_unique
 from flagscale.train.data.chat.packed_dataset import PackedConversations, SequenceSettings
-from flagscale.train.data.chat.templates import open_template
+from flagscale.train.data.chat.templates import open_template, warn_unknown_markers
 from flagscale.train.data.chat.token_cache import (
     ConversationFile,
     TokenizedSamples,
@@ -27,7 +30,7 @@ from flagscale.train.data.chat.token_cache import (
 )
 from flagscale.train.data.tokenizers import Tokenizer
 
-_NAMES = ("train", "valid", "test")
+_SPLIT_NAMES = ("train", "valid", "test")
 _POLL_SECONDS = 0.5
 _ALL_FOR_TRAINING = (1.0, 0.0, 0.0)
 
@@ -36,8 +39,11 @@ _ALL_FOR_TRAINING = (1.0, 0.0, 0.0)
 class ConversationSets:
     """Datasets of conversations by split.
 
-    ``valid`` maps the names of separately evaluated datasets to them; a single dataset has the name
-    ``""``. ``remarks`` are messages for the user, one per line.
+    Attributes:
+        train: training data.
+        valid: validation datasets by name; a single dataset has the name ``""``.
+        test: test data.
+        remarks: messages for the user, one per line.
     """
 
     train: PackedConversations | None
@@ -51,50 +57,67 @@ def build_conversation_sets(args: Any, tokenizer: Tokenizer) -> ConversationSets
 
     The first rank of each host tokenizes files that are not in the cache.
 
+    Args:
+        args: resolved training arguments.
+        tokenizer: the run's tokenizer.
+
     Raises:
-        DataError: on all ranks: a file, a conversation or the template is unusable.
+        DataError: on all ranks, if a file, a conversation or the template is unusable on any rank.
     """
     files = _list_files(args)
-    root = _locate_cache(args, files)
+    cache_root = _locate_cache(args, files)
     paths_to_read = list(
         dict.fromkeys(path for split_files in files.values() for path in split_files)
     )
-    result, error, sources = _TokenizationResult(None, []), None, dict[Path, ConversationFile]()
+    result = _TokenizationResult(None, [])
+    error = None
+    sources_by_path: dict[Path, ConversationFile] = {}
     try:
-        template = open_template(args.chat_template, _tokenizer_directory(args))
-        sources = {
+        template = open_template(args.chat_template, tokenizer, str(args.tokenizer_path))
+        sources_by_path = {
             path: ConversationFile(path, args.sft_format, tokenizer, template)
             for path in paths_to_read
         }
     except DataError as problem:
         error = problem
     try:
-        result = _run_while_polling(lambda: _tokenize_missing(sources, root))
+        result = _run_while_polling(lambda: _tokenize_missing(sources_by_path, cache_root))
     except DataError as problem:
         error = problem
     keys = _exchange_keys(result.keys, error)
-    samples = {path: open_samples(source, root, keys[path]) for path, source in sources.items()}
-    return _build_datasets(args, files, samples, result.fresh)
+    samples_by_path = {
+        path: open_samples(source, cache_root, keys[path])
+        for path, source in sources_by_path.items()
+    }
+    sets = _build_datasets(args, files, samples_by_path, result.new_names)
+    if warning := warn_unknown_markers(template, tokenizer):
+        return replace(sets, remarks=(f"warning: {warning}", *sets.remarks))
+    return sets
 
 
 class _TokenizationResult(NamedTuple):
     """Result of tokenization on one rank.
 
-    ``keys`` are the files' keys in the cache, or None on ranks that did not read the files;
-    ``fresh`` are the names of files tokenized now.
+    Attributes:
+        keys: cache key of each file, or None on ranks that did not read the files.
+        new_names: names of the files tokenized now, in contrast to those that were in the cache.
     """
 
     keys: Mapping[Path, str] | None
-    fresh: list[str]
+    new_names: list[str]
 
 
-def _tokenize_missing(sources: Mapping[Path, ConversationFile], root: Path) -> _TokenizationResult:
-    """Tokenize files that are not in the cache. Only the first rank of each host does it."""
+def _tokenize_missing(
+    sources: Mapping[Path, ConversationFile], cache_root: Path
+) -> _TokenizationResult:
+    """Tokenize files that are not in the cache. Ranks other than the first of a host do nothing."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return _TokenizationResult(None, [])
-    keys = {path: source.compute_key() for path, source in sources.items()}
-    fresh = [path.name for path, source in sources.items() if build_cache(source, root, keys[path])]
-    return _TokenizationResult(keys, fresh)
+    keys = {path: source.compute_cache_key() for path, source in sources.items()}
+    new_names = [
+        path.name for path, source in sources.items() if build_cache(source, cache_root, keys[path])
+    ]
+    return _TokenizationResult(keys, new_names)
 
 
 def _run_while_polling(function: Callable[[], _TokenizationResult]) -> _TokenizationResult:
@@ -110,39 +133,39 @@ def _run_while_polling(function: Callable[[], _TokenizationResult]) -> _Tokeniza
 
 
 def _exchange_keys(
-    own_keys: Mapping[Path, str] | None, problem: DataError | None
+    local_keys: Mapping[Path, str] | None, local_error: DataError | None
 ) -> Mapping[Path, str]:
-    """Exchange the files' keys and errors between ranks.
+    """Exchange the cache keys and errors between ranks; return the keys.
 
     Raises:
         DataError: on all ranks: a rank had an error, or hosts have different files.
     """
-    error = None
-    if problem is not None:
-        error = problem.message + (f" ({problem.hint})" if problem.hint else "")
-    results: list[Any] = [(own_keys, error)]
+    error_text = None
+    if local_error is not None:
+        error_text = local_error.message + (f" ({local_error.hint})" if local_error.hint else "")
+    rank_results: list[Any] = [(local_keys, error_text)]
     if dist.is_initialized():
-        results = [None] * dist.get_world_size()
-        dist.all_gather_object(results, (own_keys, error))
-    for _, text in results:
+        rank_results = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_results, (local_keys, error_text))
+    for _, text in rank_results:
         if text:
             raise DataError(text)
-    keys = [rank_keys for rank_keys, _ in results if rank_keys is not None]
-    for path in keys[0]:
-        if len({rank_keys[path] for rank_keys in keys}) > 1:
+    host_keys = [rank_keys for rank_keys, _ in rank_results if rank_keys is not None]
+    for path in host_keys[0]:
+        if len({rank_keys[path] for rank_keys in host_keys}) > 1:
             raise DataError(f"{path}: hosts have different files of that name, or tokenizers")
-    return dict(keys[0])
+    return dict(host_keys[0])
 
 
 def _list_files(args: Any) -> dict[str, tuple[Path, ...]]:
-    """Return the files by split; those that are divided into all splits are under ``all``."""
-    values = {
+    """Return the files by split; those that are divided between all splits are under ``all``."""
+    paths_by_split = {
         "all": args.data_path,
-        **{name: getattr(args, f"{name}_data_path") for name in _NAMES},
+        **{name: getattr(args, f"{name}_data_path") for name in _SPLIT_NAMES},
     }
     files = {
         name: tuple(dict.fromkeys(map(Path, blend_words(list(value)))))
-        for name, value in values.items()
+        for name, value in paths_by_split.items()
         if value
     }
     if not files.keys() & {"all", "train"}:
@@ -153,29 +176,26 @@ def _list_files(args: Any) -> dict[str, tuple[Path, ...]]:
 
 
 def _locate_cache(args: Any, files: Mapping[str, Sequence[Path]]) -> Path:
+    """Return the token cache's directory: below ``data_cache_path``, or next to the first file."""
     configured = data_cache_of(vars(args))
     if configured is not None:
         return configured[0] / "conversations"
     return next(iter(files.values()))[0].parent / "conversations_cache"
 
 
-def _tokenizer_directory(args: Any) -> Path:
-    path = Path(args.tokenizer_path or "")
-    return path if path.is_dir() else path.parent
-
-
 def _build_datasets(
     args: Any,
     files: Mapping[str, Sequence[Path]],
     samples_by_path: Mapping[Path, TokenizedSamples],
-    fresh: Sequence[str],
+    new_names: Sequence[str],
 ) -> ConversationSets:
-    shape = SequenceSettings(args.seq_length, args.sft_packing, args.sft_too_long, args.seed)
-    shares = _ALL_FOR_TRAINING
+    """Build a dataset per split, or per file with ``multiple_validation_sets``."""
+    settings = SequenceSettings(args.seq_length, args.sft_packing, args.sft_too_long, args.seed)
+    fractions = _ALL_FOR_TRAINING
     if args.split:
-        shares = split_shares(args.split) or _ALL_FOR_TRAINING
+        fractions = split_shares(args.split) or _ALL_FOR_TRAINING
     datasets: dict[str, PackedConversations] = {}
-    for split, begin, end in _iter_split_ranges(shares, evaluates=bool(args.eval_iters)):
+    for split, begin, end in _iter_split_ranges(fractions, evaluates=bool(args.eval_iters)):
         file_samples = [
             (samples_by_path[path], _select_samples(samples_by_path[path], begin, end, args.seed))
             for path in files.get("all", ())
@@ -184,14 +204,16 @@ def _build_datasets(
             (samples_by_path[path], np.arange(len(samples_by_path[path])))
             for path in files.get(split, ())
         ]
-        groups = {"": file_samples}
+        file_groups = {"": file_samples}
         if split == "valid" and args.multiple_validation_sets and len(file_samples) > 1:
-            names = make_unique([samples.path.stem for samples, _ in file_samples])
-            groups = {name: [item] for name, item in zip(names, file_samples, strict=True)}
-        for name, parts in groups.items():
-            if sum(len(selected) for _, selected in parts):
+            validation_names = make_unique([samples.path.stem for samples, _ in file_samples])
+            file_groups = {
+                name: [item] for name, item in zip(validation_names, file_samples, strict=True)
+            }
+        for name, group_samples in file_groups.items():
+            if sum(len(selected) for _, selected in group_samples):
                 label = f"{split}/{name}" if name else split
-                datasets[label] = PackedConversations(label, parts, shape)
+                datasets[label] = PackedConversations(label, group_samples, settings)
     if "train" not in datasets:
         raise DataError("sft: no conversation is left for training")
     valid = {
@@ -200,40 +222,45 @@ def _build_datasets(
         if label.partition("/")[0] == "valid"
     }
     return ConversationSets(
-        datasets["train"], valid, datasets.get("test"), tuple(_iter_remarks(datasets, fresh))
+        datasets["train"], valid, datasets.get("test"), tuple(_iter_remarks(datasets, new_names))
     )
 
 
 def _iter_split_ranges(
-    shares: Sequence[float], *, evaluates: bool
+    fractions: Sequence[float], *, evaluates: bool
 ) -> Iterator[tuple[str, float, float]]:
     """Yield each split with its begin and end, as fractions of a file."""
     begin = 0.0
-    for name, share in zip(_NAMES, shares, strict=True):
+    for name, fraction in zip(_SPLIT_NAMES, fractions, strict=True):
         if name == "train" or evaluates:
-            yield name, begin, begin + share
-        begin += share
+            yield name, begin, begin + fraction
+        begin += fraction
 
 
 def _select_samples(samples: TokenizedSamples, begin: float, end: float, seed: int) -> Any:
-    """Select samples from the whole file, at random."""
+    """Select the samples of a split from a file, at random.
+
+    Returns:
+        Sample numbers in ascending order.
+    """
     order = np.random.default_rng([seed, len(samples)]).permutation(len(samples))
     first, last = (round(edge * len(samples)) for edge in (begin, end))
     return np.sort(order[first:last])
 
 
 def _iter_remarks(
-    datasets: Mapping[str, PackedConversations], fresh: Sequence[str]
+    datasets: Mapping[str, PackedConversations], new_names: Sequence[str]
 ) -> Iterator[str]:
-    if fresh:
-        yield f"tokenized {', '.join(fresh)}; later runs take that from the cache"
+    """Yield messages about the files that were tokenized and about each dataset's packing."""
+    if new_names:
+        yield f"tokenized {', '.join(new_names)}; later runs take that from the cache"
     for name, dataset in datasets.items():
         text = (
             f"{name}: {dataset.conversation_count:,} conversations in {len(dataset):,} sequences "
-            f"of {dataset.shape.length}, {dataset.token_utilization:.1%} of their tokens used"
+            f"of {dataset.settings.length}, {dataset.token_utilization:.1%} of their tokens used"
         )
-        if dataset.cut:
-            text += f"; {dataset.cut:,} were longer and are cut"
-        if dataset.dropped:
-            text += f"; {dataset.dropped:,} were longer and are left out"
+        if dataset.truncated_count:
+            text += f"; {dataset.truncated_count:,} were longer and are cut"
+        if dataset.dropped_count:
+            text += f"; {dataset.dropped_count:,} were longer and are left out"
         yield text

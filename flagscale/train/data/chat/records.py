@@ -1,13 +1,15 @@
 """Conversations in JSON lines, in three common formats.
 
 ``messages``  ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", …}]}``, as in
-              OpenAI's API; optionally with ``tools``, and with ``"weight": 0`` in messages without
-              loss
-``sharegpt``  ``{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}]}``
+              OpenAI's API; optionally with ``tools`` or ``functions``
+``sharegpt``  ``{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}]}``;
+              optionally with ``system`` and ``tools``
 ``alpaca``    ``{"instruction": "…", "input": "…", "output": "…"}``; optionally with ``system`` and
               ``history``, a list of pairs of question and answer
 
-Every error names file and line. A line is read at once, so its length is limited.
+Messages of either form are accepted under both keys. All are converted to one normal form
+(:mod:`flagscale.train.data.chat.messages`). Every error names file and line. A line is read at
+once, so its length is limited.
 """
 
 from __future__ import annotations
@@ -19,41 +21,39 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flagscale.errors import DataError
+from flagscale.train.data.chat.messages import (
+    ASSISTANT,
+    Message,
+    UnusableConversationError,
+    describe_type,
+    has_loss,
+    normalize_messages,
+    normalize_tools,
+    require_text,
+)
 
 ConversationFormat = Literal["auto", "messages", "alpaca", "sharegpt"]
-Message = Mapping[str, Any]
-
-MAX_LINE = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """Maximum length of a line in bytes."""
-ASSISTANT = "assistant"
-_SPEAKERS: Mapping[str, str] = {
-    "human": "user",
-    "user": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bard": ASSISTANT,
-    "bing": ASSISTANT,
-    "model": ASSISTANT,
-    ASSISTANT: ASSISTANT,
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-_KEYS: Mapping[str, ConversationFormat] = {
+_MESSAGE_KEYS = ("messages", "conversations", "conversation")
+_FORMATS_BY_KEY: Mapping[str, ConversationFormat] = {
     "messages": "messages",
     "conversations": "sharegpt",
+    "conversation": "sharegpt",
     "instruction": "alpaca",
 }
 
 
-class UnusableConversationError(Exception):
-    """A conversation cannot be trained on; the message gives the reason."""
-
-
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, and the tools that they may call. ``line`` counts from 1."""
+    """Conversation of one line of a file.
+
+    Attributes:
+        path: the file.
+        line: line number, counted from 1.
+        messages: messages in order.
+        tools: descriptions of the tools that the messages may call, as in OpenAI's API.
+    """
 
     path: Path
     line: int
@@ -66,14 +66,16 @@ class Conversation:
 
 
 def read_conversations(
-    path: Path, kind: ConversationFormat = "auto", report: Callable[[int, int], None] | None = None
+    path: Path,
+    conversation_format: ConversationFormat = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Conversation]:
     """Read the conversations of a file, one per line; empty lines are skipped.
 
     Args:
         path: the file.
-        kind: its format.
-        report: called with the bytes read and their total.
+        conversation_format: format of the file; ``auto`` detects it for each line.
+        on_progress: called with the bytes read and the size of the file in bytes.
 
     Raises:
         DataError: the file cannot be read, or a line is not a conversation.
@@ -81,24 +83,24 @@ def read_conversations(
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
-                if report is not None:
-                    report(file.tell(), size)
-                if len(line) > MAX_LINE:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+                if on_progress is not None:
+                    on_progress(file.tell(), size)
+                if len(line) > MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path}:{number}: is longer than {MAX_LINE >> 20} MiB",
+                        f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB",
                         hint="a conversation is one line of JSON; a file that is one JSON list has "
                         "to be written as lines first",
                     )
                 body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if body.strip():
-                    yield _parse_conversation(path, number, body, kind)
+                    yield _parse_conversation(path, number, body, conversation_format)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _parse_conversation(
-    path: Path, line: int, body: bytes, kind: ConversationFormat
+    path: Path, line: int, body: bytes, conversation_format: ConversationFormat
 ) -> Conversation:
     location = f"{path}:{line}"
     try:
@@ -114,87 +116,58 @@ def _parse_conversation(
         message = f"{location}: expected a JSON object a line, found {type(record).__name__}"
         raise DataError(message)
     try:
-        detected = _detect_format(record) if kind == "auto" else kind
-        messages = tuple(_READERS[detected](record))
+        record_format = (
+            _detect_format(record) if conversation_format == "auto" else conversation_format
+        )
+        messages = tuple(_MESSAGE_READERS[record_format](record))
+        tools = normalize_tools(record)
         _require_answer(messages)
     except UnusableConversationError as error:
         raise DataError(f"{location}: {error}") from None
-    return Conversation(path, line, messages, record.get("tools"))
+    return Conversation(path, line, messages, tools)
 
 
 def _detect_format(record: Mapping[str, Any]) -> ConversationFormat:
-    for key, conversation_format in _KEYS.items():
+    """Return the format to which the first known key of a record belongs."""
+    for key, conversation_format in _FORMATS_BY_KEY.items():
         if key in record:
             return conversation_format
-    has = ", ".join(repr(name) for name in list(record)[:8]) or "none"
-    keys = ", ".join(map(repr, _KEYS))
+    present_keys = ", ".join(repr(name) for name in list(record)[:8]) or "none"
+    keys = ", ".join(map(repr, _FORMATS_BY_KEY))
     raise UnusableConversationError(
-        f"no conversation: expected a key of {keys}; the object has {has}"
+        f"no conversation: expected a key of {keys}; the object has {present_keys}"
     )
 
 
-def _iter_messages(record: Mapping[str, Any]) -> Iterator[Message]:
-    for index, item in enumerate(_require_list(record, "messages")):
-        if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-            raise UnusableConversationError(
-                f"messages[{index}]: expected an object with a role, found {_describe_type(item)}"
-            )
-        yield {**item, "content": _get_content(item, f"messages[{index}].content")}
-
-
-def _get_content(item: Message, where: str) -> str:
-    """Return the text of a message.
-
-    In OpenAI's format, the content may be a list of parts, or missing next to a tool call.
-    """
-    content = item.get("content")
-    if content is None and item.get("tool_calls"):
-        return ""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise UnusableConversationError(f"{where}: only parts of text are learned here")
-        return _require_text("".join(texts), where)
-    return _require_text(content, where)
-
-
-def _iter_sharegpt(record: Mapping[str, Any]) -> Iterator[Message]:
+def _read_messages(record: Mapping[str, Any]) -> Iterator[Message]:
+    """Yield the messages of a record in OpenAI's or ShareGPT's format."""
+    key = next((name for name in _MESSAGE_KEYS if name in record), _MESSAGE_KEYS[0])
+    messages = normalize_messages(_require_list(record, key), key)
     if record.get("system"):
-        yield {"role": "system", "content": _require_text(record["system"], "system")}
-    for index, item in enumerate(_require_list(record, "conversations")):
-        where = f"conversations[{index}]"
-        if not isinstance(item, dict):
-            raise UnusableConversationError(
-                f"{where}: expected an object, found {_describe_type(item)}"
-            )
-        speaker, text = item.get("from", item.get("role")), item.get("value", item.get("content"))
-        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            speakers = ", ".join(_SPEAKERS)
-            raise UnusableConversationError(
-                f"{where}.from: {speaker!r} is nobody known ({speakers})"
-            )
-        yield {"role": _SPEAKERS[speaker], "content": _require_text(text, f"{where}.value")}
+        if any(message["role"] == "system" for message in messages):
+            raise UnusableConversationError(f"system: {key} has a system message already")
+        yield {"role": "system", "content": require_text(record["system"], "system")}
+    yield from messages
 
 
 def _iter_alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
     if record.get("system"):
-        yield {"role": "system", "content": _require_text(record["system"], "system")}
+        yield {"role": "system", "content": require_text(record["system"], "system")}
     for index, pair in enumerate(record.get("history") or []):
         if not isinstance(pair, list) or len(pair) != 2:
             raise UnusableConversationError(f"history[{index}]: expected a question and its answer")
         for role, text in zip(("user", ASSISTANT), pair, strict=True):
-            yield {"role": role, "content": _require_text(text, f"history[{index}]")}
-    instruction = _require_text(record.get("instruction"), "instruction")
+            yield {"role": role, "content": require_text(text, f"history[{index}]")}
+    instruction = require_text(record.get("instruction"), "instruction")
     if record.get("input"):
-        instruction += "\n\n" + _require_text(record["input"], "input")
+        instruction += "\n\n" + require_text(record["input"], "input")
     yield {"role": "user", "content": instruction}
-    yield {"role": ASSISTANT, "content": _require_text(record.get("output"), "output")}
+    yield {"role": ASSISTANT, "content": require_text(record.get("output"), "output")}
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Message]]] = {
-    "messages": _iter_messages,
-    "sharegpt": _iter_sharegpt,
+_MESSAGE_READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Message]]] = {
+    "messages": _read_messages,
+    "sharegpt": _read_messages,
     "alpaca": _iter_alpaca,
 }
 
@@ -202,33 +175,14 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Message]]] = {
 def _require_list(record: Mapping[str, Any], key: str) -> list[Any]:
     items = record.get(key)
     if not isinstance(items, list):
-        raise UnusableConversationError(f"{key}: expected a list, found {_describe_type(items)}")
+        raise UnusableConversationError(f"{key}: expected a list, found {describe_type(items)}")
     return items
 
 
-def _require_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise UnusableConversationError(f"{where}: expected a text, found {_describe_type(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        # JSON can encode half of a surrogate pair, which no tokenizer accepts.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
-
-
-def _describe_type(value: object) -> str:
-    return "nothing" if value is None else type(value).__name__
-
-
-def has_loss(message: Message) -> bool:
-    """Return whether the loss is computed on a message."""
-    return bool(message["role"] == ASSISTANT and message.get("weight", 1) != 0)
-
-
 def _require_answer(messages: tuple[Message, ...]) -> None:
+    """Check that the loss is computed on at least one message."""
     if not any(map(has_loss, messages)):
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "nobody"
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
         raise UnusableConversationError(
-            f"there is no answer of an assistant to learn; there speaks {roles}"
+            f"no message of an assistant to compute the loss on; the roles are {roles}"
         )

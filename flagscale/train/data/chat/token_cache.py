@@ -1,9 +1,9 @@
 """Cache of tokenized conversations: a directory named by a hash of file, tokenizer and template.
 
 ``tokens.bin`` holds the tokens of all samples as int32; a token without loss is stored as its
-complement. ``begins.npy`` holds the offset of each sample and the end of the last one. The
-directory is written under a temporary name and renamed when it is complete, so an existing one is
-always readable.
+complement. ``begins.npy`` holds the offset of each sample in tokens, and the total number of
+tokens. The directory is written under a temporary name and renamed when it is complete, so an
+existing one is always readable.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from flagscale.errors import DataError
 from flagscale.files import fsync_path
 from flagscale.train.data.chat.encoding import RenderedSample, encode_samples, render_samples
+from flagscale.train.data.chat.messages import UnusableConversationError
 from flagscale.train.data.chat.records import (
     ConversationFormat,
-    UnusableConversationError,
     read_conversations,
 )
 from flagscale.train.data.chat.templates import ChatTemplate
 from flagscale.train.data.progress_bar import ProgressCallback, show_progress
 from flagscale.train.data.tokenizers import Tokenizer
 
-_VERSION = "1"
+_CACHE_VERSION = "1"
 _BATCH_SIZE = 512
 """Number of conversations that are tokenized together, on all cores."""
 _SMALL_FILE_BYTES = 16 << 20
@@ -44,20 +44,30 @@ class ConversationFile:
     """A file of conversations, and the tokenizer and template for it."""
 
     path: Path
-    kind: ConversationFormat
+    conversation_format: ConversationFormat
     tokenizer: Tokenizer
     template: ChatTemplate
 
-    def compute_key(self) -> str:
+    def compute_cache_key(self) -> str:
         """Compute a hash of everything that the tokens depend on.
 
         Raises:
             DataError: the file cannot be read.
         """
         digest = hashlib.blake2b(digest_size=12)
-        identity = sorted(self.tokenizer.unique_identifiers.items())
-        specials = sorted(self.template.specials.items())
-        digest.update(repr((_VERSION, self.kind, identity, self.template.text, specials)).encode())
+        tokenizer_identity = sorted(self.tokenizer.unique_identifiers.items())
+        special_tokens = sorted(self.template.special_tokens.items())
+        digest.update(
+            repr(
+                (
+                    _CACHE_VERSION,
+                    self.conversation_format,
+                    tokenizer_identity,
+                    sorted(self.template.texts.items()),
+                    special_tokens,
+                )
+            ).encode()
+        )
         try:
             with self.path.open("rb") as file:
                 while block := file.read(1 << 22):
@@ -69,73 +79,84 @@ class ConversationFile:
 
 @dataclass(frozen=True)
 class TokenizedSamples:
-    """Memory-mapped samples of a file. Sample ``i`` is ``tokens[begins[i] : begins[i + 1]]``."""
+    """Memory-mapped samples of a file.
+
+    Attributes:
+        path: the file of conversations.
+        tokens: tokens of all samples, int32.
+        offsets: sample ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``.
+    """
 
     path: Path
     tokens: NDArray[np.int32]
-    begins: NDArray[np.int64]
+    offsets: NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.begins) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        return self.tokens[self.begins[index] : self.begins[index + 1]]
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def build_cache(source: ConversationFile, root: Path, key: str) -> bool:
-    """Tokenize a file into the cache below ``root``, unless the cache has it.
+def build_cache(source: ConversationFile, cache_root: Path, key: str) -> bool:
+    """Tokenize a file into the cache, unless the cache has it.
+
+    Args:
+        source: the file, with tokenizer and template.
+        cache_root: directory of the cache.
+        key: result of :meth:`ConversationFile.compute_cache_key`.
 
     Returns:
-        Whether the file was tokenized now.
+        True if the file was tokenized now.
 
     Raises:
         DataError: a conversation is unusable (with file and line), the file has none, or the cache
             cannot be written.
     """
-    target = root / key
-    if target.is_dir():
+    cache_directory = cache_root / key
+    if cache_directory.is_dir():
         return False
-    partial = root / f".{key}.{os.getpid()}.partial"
+    temporary_directory = cache_root / f".{key}.{os.getpid()}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temporary_directory, ignore_errors=True)
         # Conversations are private: only the owner may read the cache, wherever it is.
-        partial.mkdir(parents=True, mode=0o700)
+        temporary_directory.mkdir(parents=True, mode=0o700)
         if source.path.stat().st_size < _SMALL_FILE_BYTES:
-            _write_tokens(source, partial)
+            _write_tokens(source, temporary_directory)
         else:
             with show_progress(f"tokenizing {source.path.name}") as report:
-                _write_tokens(source, partial, report)
-        for item in (*partial.iterdir(), partial):
+                _write_tokens(source, temporary_directory, report)
+        for item in (*temporary_directory.iterdir(), temporary_directory):
             fsync_path(item)
-        if not target.is_dir():  # another host may have written it meanwhile
-            partial.rename(target)
+        if not cache_directory.is_dir():  # another host may have written it meanwhile
+            temporary_directory.rename(cache_directory)
     except OSError as error:
         raise DataError(
-            f"{root}: the cache of tokens cannot be written: {error.strerror}",
+            f"{cache_root}: the cache of tokens cannot be written: {error.strerror}",
             hint="set data_cache_path to a directory that all hosts can write",
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(temporary_directory, ignore_errors=True)
     return True
 
 
 def _write_tokens(
-    source: ConversationFile, partial: Path, report: ProgressCallback | None = None
+    source: ConversationFile, directory: Path, on_progress: ProgressCallback | None = None
 ) -> None:
     lengths: list[int] = [0]
-    with (partial / _TOKENS_FILE).open("wb") as file:
-        for tokens in _iter_tokenized(source, report):
+    with (directory / _TOKENS_FILE).open("wb") as file:
+        for tokens in _iter_tokenized(source, on_progress):
             file.write(tokens.tobytes())
             lengths.append(len(tokens))
     if len(lengths) == 1:
         raise DataError(f"{source.path}: holds no conversation")
-    np.save(partial / _BEGINS_FILE, np.cumsum(np.array(lengths, dtype=np.int64)))
+    np.save(directory / _BEGINS_FILE, np.cumsum(np.array(lengths, dtype=np.int64)))
 
 
 def _iter_tokenized(
-    source: ConversationFile, report: ProgressCallback | None
+    source: ConversationFile, on_progress: ProgressCallback | None
 ) -> Iterator[NDArray[np.int32]]:
-    conversations = read_conversations(source.path, source.kind, report)
+    conversations = read_conversations(source.path, source.conversation_format, on_progress)
     while batch := list(islice(conversations, _BATCH_SIZE)):
         samples: list[RenderedSample] = []
         lines: list[int] = []
@@ -148,25 +169,26 @@ def _iter_tokenized(
             lines += [conversation.line] * len(rendered_samples)
         for line, tokens in zip(lines, encode_samples(samples, source.tokenizer), strict=True):
             if not (tokens[1:] >= 0).any():
-                raise DataError(f"{source.path}:{line}: its answers have no tokens to learn")
+                raise DataError(f"{source.path}:{line}: its answers have no tokens with a loss")
             yield tokens
 
 
-def open_samples(source: ConversationFile, root: Path, key: str) -> TokenizedSamples:
-    """Open the samples that :func:`build_cache` wrote.
+def open_samples(source: ConversationFile, cache_root: Path, key: str) -> TokenizedSamples:
+    """Open the samples that :func:`build_cache` wrote; see there for the arguments.
 
     Raises:
         DataError: they do not exist or are damaged.
     """
-    folder = root / key
+    cache_directory = cache_root / key
     try:
-        begins = np.load(folder / _BEGINS_FILE)
-        tokens = np.memmap(folder / _TOKENS_FILE, mode="r", dtype=np.int32)
+        offsets = np.load(cache_directory / _BEGINS_FILE)
+        tokens = np.memmap(cache_directory / _TOKENS_FILE, mode="r", dtype=np.int32)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{folder}: the tokens of {source.path} cannot be read: {error}",
-            hint=f"all hosts must see {root}; if they do, remove {folder}: it is written anew",
+            f"{cache_directory}: the tokens of {source.path} cannot be read: {error}",
+            hint=f"all hosts must see {cache_root}; if they do, remove {cache_directory}: it is "
+            "written anew",
         ) from None
-    if len(tokens) != int(begins[-1]):
-        raise DataError(f"{folder}: damaged; remove it: it is written anew")
-    return TokenizedSamples(source.path, tokens, begins)
+    if len(tokens) != int(offsets[-1]):
+        raise DataError(f"{cache_directory}: damaged; remove it: it is written anew")
+    return TokenizedSamples(source.path, tokens, offsets)

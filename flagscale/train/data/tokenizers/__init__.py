@@ -1,4 +1,7 @@
-"""Tokenizers by Megatron-LM's type names, read from local files only."""
+"""Tokenizers by Megatron-LM's type names, read from local files only.
+
+``build_tokenizer`` opens the tokenizer that the training arguments name.
+"""
 
 from __future__ import annotations
 

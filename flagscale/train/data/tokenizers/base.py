@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flagscale.errors import DataError
@@ -20,7 +20,11 @@ class Tokenizer(ABC):
 
     def __init__(self, **identity: str) -> None:
         self.unique_identifiers: dict[str, str] = {"class": type(self).__name__, **identity}
-        """Names the tokenizer in the keys of cached data indices; JSON-serialisable."""
+        """Identity of the tokenizer in the cache keys of data indices; JSON-serializable."""
+        self.special_tokens: Mapping[str, str] = {}
+        """Texts of the named special tokens, such as ``eos_token``, for chat templates."""
+        self.chat_templates: Mapping[str, str] = {}
+        """The tokenizer's own chat templates (Jinja) by name, usually only ``default``."""
 
     @property
     @abstractmethod
@@ -65,6 +69,10 @@ class Tokenizer(ABC):
         """Ids of control tokens that stand for no text, such as the end of a turn."""
         return frozenset()
 
+    def find_id(self, token: str) -> int | None:
+        """Return the id of a token, given as text, or None if there is no such token."""
+        return None
+
     def tokenize_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Return the token ids of each text, and the character offset at which each token begins.
 
@@ -72,8 +80,8 @@ class Tokenizer(ABC):
             DataError: this tokenizer does not support offsets.
         """
         raise DataError(
-            f"{type(self).__name__} does not tell where in a text its tokens stand, which answers "
-            "are found by; take HuggingFaceTokenizer with a tokenizer.json"
+            f"{type(self).__name__} does not return the positions of tokens in a text, which are "
+            "required to find answers; use HuggingFaceTokenizer with a tokenizer.json"
         )
 
     @abstractmethod
@@ -82,7 +90,11 @@ class Tokenizer(ABC):
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """Hash names and contents of files, independent of their directory."""
+    """Hash names and contents of files, independent of their directory.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     hasher = hashlib.sha256()
     for path in paths:
         hasher.update(path.name.encode() + b"\0")

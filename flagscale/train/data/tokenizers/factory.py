@@ -15,24 +15,32 @@ from flagscale.train.data.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Parameters to open a tokenizer; sent to worker processes instead of the tokenizer."""
+    """Parameters to open a tokenizer; sent to worker processes instead of the tokenizer.
 
-    kind: str
+    Attributes:
+        tokenizer_type: a key of :data:`TOKENIZER_TYPES`.
+        path: directory or file of the tokenizer (``tokenizer_path``).
+        vocab_size: number of token ids of a NullTokenizer.
+        merges_file: path of ``merges.txt`` if it is not in the tokenizer's directory.
+        special_tokens_file: path of Aquila's file of special tokens.
+    """
+
+    tokenizer_type: str
     path: str | None = None
     vocab_size: int | None = None
-    merges: str | None = None
-    special_tokens: str | None = None
+    merges_file: str | None = None
+    special_tokens_file: str | None = None
 
 
 def _require_path(spec: TokenizerSpec) -> Path:
     if not spec.path:
-        raise DataError(f"tokenizer_type {spec.kind} needs tokenizer_path")
+        raise DataError(f"tokenizer_type {spec.tokenizer_type} needs tokenizer_path")
     return Path(spec.path)
 
 
 def _open_gpt2(spec: TokenizerSpec) -> Tokenizer:
-    if spec.merges:
-        return huggingface.open_files(_require_path(spec), Path(spec.merges))
+    if spec.merges_file:
+        return huggingface.open_files(_require_path(spec), Path(spec.merges_file))
     return _open_huggingface(spec)
 
 
@@ -41,9 +49,13 @@ def _open_huggingface(spec: TokenizerSpec) -> Tokenizer:
 
 
 def _open_aquila(spec: TokenizerSpec) -> Tokenizer:
-    if not spec.merges or not spec.special_tokens:
-        raise DataError(f"tokenizer_type {spec.kind} needs merge_file and special_tokens_file")
-    return huggingface.open_files(_require_path(spec), Path(spec.merges), Path(spec.special_tokens))
+    if not spec.merges_file or not spec.special_tokens_file:
+        raise DataError(
+            f"tokenizer_type {spec.tokenizer_type} needs merge_file and special_tokens_file"
+        )
+    return huggingface.open_files(
+        _require_path(spec), Path(spec.merges_file), Path(spec.special_tokens_file)
+    )
 
 
 def _open_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
@@ -53,7 +65,8 @@ def _open_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
 def _open_null(spec: TokenizerSpec) -> Tokenizer:
     if not spec.vocab_size or spec.vocab_size < 1:
         raise DataError(
-            f"tokenizer_type {spec.kind} needs vocab_size of at least 1, got {spec.vocab_size}"
+            f"tokenizer_type {spec.tokenizer_type} needs vocab_size of at least 1, got "
+            f"{spec.vocab_size}"
         )
     return plain.NullTokenizer(spec.vocab_size)
 
@@ -88,14 +101,21 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         DataError: the type is unknown (the message suggests similar ones), a file is missing, or
             the files do not have the type's format.
     """
-    opener = TOKENIZER_TYPES.get(spec.kind)
+    opener = TOKENIZER_TYPES.get(spec.tokenizer_type)
     if opener is None:
         names = list(TOKENIZER_TYPES)
-        lowered = {name.lower(): name for name in names}
-        near = get_close_matches(spec.kind.lower(), lowered, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(lowered[n] for n in near)}?" if near else None
+        names_by_lower_case = {name.lower(): name for name in names}
+        similar_names = get_close_matches(
+            spec.tokenizer_type.lower(), names_by_lower_case, n=3, cutoff=0.5
+        )
+        hint = (
+            f"did you mean {', '.join(names_by_lower_case[n] for n in similar_names)}?"
+            if similar_names
+            else None
+        )
         raise DataError(
-            f"tokenizer_type {spec.kind!r} is unknown; known: {', '.join(names)}", hint=hint
+            f"tokenizer_type {spec.tokenizer_type!r} is unknown; known: {', '.join(names)}",
+            hint=hint,
         )
     return opener(spec)
 
@@ -110,21 +130,23 @@ def build_tokenizer(args: Any) -> Tokenizer:
         DataError: see :func:`open_tokenizer`; also if the tokenizer's vocabulary is larger than the
             model's ``vocab_size``.
     """
-    kind = getattr(args, "tokenizer_type", None)
-    if not kind:
+    tokenizer_type = getattr(args, "tokenizer_type", None)
+    if not tokenizer_type:
         if not getattr(args, "mock_data", False):
             raise DataError(
                 f"tokenizer_type is not set; known: {', '.join(TOKENIZER_TYPES)}",
                 hint="use HuggingFaceTokenizer with tokenizer_path for a directory with "
                 "tokenizer.json",
             )
-        kind = "NullTokenizer"
+        tokenizer_type = "NullTokenizer"
     vocab_size = getattr(args, "vocab_size", None)
-    files = (getattr(args, name, None) for name in ("merge_file", "special_tokens_file"))
-    spec = TokenizerSpec(kind, getattr(args, "tokenizer_path", None), vocab_size, *files)
+    extra_files = (getattr(args, name, None) for name in ("merge_file", "special_tokens_file"))
+    spec = TokenizerSpec(
+        tokenizer_type, getattr(args, "tokenizer_path", None), vocab_size, *extra_files
+    )
     tokenizer = open_tokenizer(spec)
     # The end-of-document id of the null tokenizer is vocab_size by definition.
-    if kind != "NullTokenizer" and vocab_size and tokenizer.vocab_size > vocab_size:
+    if tokenizer_type != "NullTokenizer" and vocab_size and tokenizer.vocab_size > vocab_size:
         location = f" ({spec.path})" if spec.path else ""
         raise DataError(
             f"the tokenizer's vocabulary{location} has {tokenizer.vocab_size} entries, more than "

@@ -1,31 +1,67 @@
 """Hugging Face tokenizers from a local directory.
 
-``tokenizer.json``, or ``vocab.json`` and ``merges.txt``, are read by the ``tokenizers`` library in
-milliseconds. Other directories (with only ``tokenizer.model``, or a tokenizer implemented in
-transformers) need ``transformers``, whose import delays the start of every rank by seconds. Nothing
-is ever downloaded.
+A directory means what ``transformers.AutoTokenizer`` makes of it. That depends on more than
+``tokenizer.json``: on the tokenizer class, on the model type in ``config.json``, and on tokens that
+only ``tokenizer_config.json`` or ``added_tokens.json`` lists. So transformers opens the directory,
+except where ``tokenizer.json`` alone provably defines the same tokenizer: reading it takes
+milliseconds, and importing transformers delays the start of every rank. Nothing is ever downloaded,
+and no code of a directory is run.
+
+Truncation and padding that ``tokenizer.json`` stores are never applied.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flagscale.errors import DataError
+from flagscale.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    SPECIAL_TOKEN_NAMES,
+    iter_declared_tokens,
+    read_chat_templates,
+    read_settings,
+    token_text,
+)
 from flagscale.train.data.tokenizers.base import Tokenizer, hash_files
 
-_END_CANDIDATES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>", "[SEP]")
-_AQUILAS_END = "</s>"
-_BEGIN_CANDIDATES = ("<|begin_of_text|>", "<s>")
-_FRAME_TOKENS: Mapping[str, tuple[str, ...]] = {
+_END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eod>", "<|im_end|>", "[SEP]")
+_AQUILA_END_TOKEN = "</s>"
+_GPT2_END_TOKEN = "<|endoftext|>"
+_BEGIN_TOKENS = ("<|begin_of_text|>", "<s>")
+_BERT_TOKENS: Mapping[str, tuple[str, ...]] = {
     "mask_token": ("[MASK]", "<mask>"),
     "cls_token": ("[CLS]",),
     "sep_token": ("[SEP]",),
 }
-"""Special tokens of models like BERT, with their usual names."""
+"""Special tokens of models like BERT, and their usual texts."""
+
+_GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Values of ``tokenizer_class`` for which transformers takes ``tokenizer.json`` as it is. Other
+classes build normalizer and pre-tokenizer by themselves."""
+_NEUTRAL_SETTINGS = frozenset(
+    (
+        *SPECIAL_TOKEN_NAMES,
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "backend",
+        "chat_template",
+        "clean_up_tokenization_spaces",
+        "extra_special_tokens",
+        "is_local",
+        "model_input_names",
+        "model_max_length",
+        "padding_side",
+        "tokenizer_class",
+        "truncation_side",
+    )
+)
+"""Keys of ``tokenizer_config.json`` that change no token id, or that are compared with
+``tokenizer.json``."""
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def open_directory(path: Path) -> Tokenizer:
@@ -43,16 +79,17 @@ def open_directory(path: Path) -> Tokenizer:
             "tokenizer_config.json; nothing is downloaded by name",
         )
     if (path / "tokenizer.json").is_file():
-        return FastTokenizer(path, [path / "tokenizer.json"])
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        return FastTokenizer(path, [path / "vocab.json", path / "merges.txt"])
+        return _open_tokenizer_json(path)
+    has_gpt2_files = (path / "vocab.json").is_file() and (path / "merges.txt").is_file()
+    if has_gpt2_files and not _has_settings(path):
+        return _open_gpt2_files(path)
     if not _list_model_files(path):
         names = ", ".join(sorted(item.name for item in path.iterdir())[:8]) or "nothing"
         raise DataError(
             f"{path}: holds no tokenizer: expected tokenizer.json and tokenizer_config.json, "
             f"found {names}"
         )
-    return TransformersTokenizer(path)
+    return _open_with_transformers(path, "there is no tokenizer.json")
 
 
 def open_files(vocabulary: Path, merges: Path, special_tokens: Path | None = None) -> Tokenizer:
@@ -71,30 +108,86 @@ def open_files(vocabulary: Path, merges: Path, special_tokens: Path | None = Non
     for path in files:
         if not path.is_file():
             raise DataError(f"{path}: no such file")
-    return FastTokenizer(vocabulary.parent, files)
+    if special_tokens is None:
+        settings = read_settings(vocabulary.parent)
+    else:
+        settings = {"eos_token": _AQUILA_END_TOKEN}
+    return FastTokenizer(
+        _load_backend(files), vocabulary.parent, _texts_of(settings), files=hash_files(files)
+    )
+
+
+def _open_tokenizer_json(directory: Path) -> Tokenizer:
+    file = directory / "tokenizer.json"
+    backend = _load_backend([file])
+    settings = read_settings(directory)
+    reason = _why_not_self_contained(directory, backend, settings)
+    if reason is not None:
+        return _open_with_transformers(directory, reason)
+    special_tokens = _texts_of(settings)
+    if backend.padding is not None:
+        special_tokens.setdefault("pad_token", backend.padding["pad_token"])
+    return FastTokenizer(
+        backend,
+        directory,
+        special_tokens,
+        chat_templates=read_chat_templates(directory, settings.get("chat_template")),
+        files=hash_files([file]),
+    )
+
+
+def _open_gpt2_files(directory: Path) -> Tokenizer:
+    files = [directory / "vocab.json", directory / "merges.txt"]
+    backend = _load_backend(files)
+    if backend.token_to_id(_GPT2_END_TOKEN) is not None:
+        backend.add_special_tokens([_GPT2_END_TOKEN])
+    return FastTokenizer(backend, directory, {}, files=hash_files(files))
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer that the ``tokenizers`` library can read."""
+    """A tokenizer with a backend of the ``tokenizers`` library."""
 
-    def __init__(self, directory: Path, files: list[Path]) -> None:
-        settings = read_settings(directory) if len(files) < 3 else {"eos_token": _AQUILAS_END}
-        self._tokenizer = _load_backend(files)
-        super().__init__(files=hash_files(files))
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    def __init__(
+        self,
+        backend: Any,
+        directory: Path,
+        special_tokens: Mapping[str, str],
+        *,
+        chat_templates: Mapping[str, str] | None = None,
+        **identity: str,
+    ) -> None:
+        """
+        Args:
+            backend: a ``tokenizers.Tokenizer``; its truncation and padding are switched off.
+            directory: where it comes from, for messages.
+            special_tokens: texts of the special tokens by name, such as ``eos_token``.
+            chat_templates: Jinja templates by name.
+            identity: what distinguishes this tokenizer in cache keys.
+
+        Raises:
+            DataError: no token ends a document.
+        """
+        super().__init__(**identity)
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_templates = dict(chat_templates or {})
+        vocabulary = backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._bos = _find_special_id(vocabulary, settings, "bos_token", _BEGIN_CANDIDATES)
-        self._frame_ids = {
-            key: _find_special_id(vocabulary, settings, key, usual, needed=False)
-            for key, usual in _FRAME_TOKENS.items()
+        self._bos = _find_special_id(vocabulary, special_tokens, "bos_token", _BEGIN_TOKENS)
+        self._bert_ids = {
+            name: _find_special_id(vocabulary, special_tokens, name, usual_texts, required=False)
+            for name, usual_texts in _BERT_TOKENS.items()
         }
-        end = _find_special_id(vocabulary, settings, "eos_token", _END_CANDIDATES)
-        if end is None:
+        eod = _find_special_id(vocabulary, special_tokens, "eos_token", _END_TOKENS)
+        eod = self._bert_ids["sep_token"] if eod is None else eod
+        if eod is None:
             raise DataError(
                 f"{directory}: no end-of-document token: tokenizer_config.json names no eos_token "
-                f"of the vocabulary, and none of {', '.join(_END_CANDIDATES)} is in it"
+                f"of the vocabulary, and none of {', '.join(_END_TOKENS)} is in it"
             )
-        self._eod = end
+        self._eod = eod
 
     @property
     def vocab_size(self) -> int:
@@ -110,65 +203,64 @@ class FastTokenizer(Tokenizer):
 
     @property
     def mask(self) -> int | None:
-        return self._frame_ids["mask_token"]
+        return self._bert_ids["mask_token"]
 
     @property
     def cls(self) -> int | None:
-        return self._frame_ids["cls_token"]
+        return self._bert_ids["cls_token"]
 
     @property
     def sep(self) -> int | None:
-        return self._frame_ids["sep_token"]
+        return self._bert_ids["sep_token"]
+
+    def find_id(self, token: str) -> int | None:
+        token_id = self._backend.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [list(item.ids) for item in encoded]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(encoding.ids) for encoding in encodings]
 
     @property
     def special_ids(self) -> frozenset[int]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return frozenset(index for index, token in added.items() if token.special)
+        added_tokens = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added_tokens.items() if token.special)
 
     def tokenize_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(list(item.ids), [begin for begin, _ in item.offsets]) for item in encoded]
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (list(encoding.ids), [begin for begin, _ in encoding.offsets]) for encoding in encodings
+        ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
-class TransformersTokenizer(Tokenizer):
-    """A tokenizer that only ``transformers`` can read."""
+class PythonTokenizer(Tokenizer):
+    """A tokenizer that transformers implements in Python, without the ``tokenizers`` library."""
 
-    def __init__(self, directory: Path) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # never look a name up on the hub
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise DataError(
-                f"{directory}: has no tokenizer.json, and transformers, which can read other "
-                f"formats, is not installed ({error})"
-            ) from None
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # transformers raises whatever its backends do
-            names = ", ".join(sorted(item.name for item in directory.iterdir())) or "nothing"
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise DataError(
-                f"{directory}: holds no tokenizer that can be read: {reason}",
-                hint=f"expected tokenizer.json (and tokenizer_config.json); found {names}",
-            ) from error
-        super().__init__(files=hash_files(_list_model_files(directory)))
-        self._eod = (
-            self._get_special_id("eos_token")
-            if self._get_special_id("eos_token") is not None
-            else self.sep
-        )
-        if self._eod is None:
+    def __init__(self, tokenizer: Any, directory: Path, **identity: str) -> None:
+        """
+        Args:
+            tokenizer: a tokenizer of transformers.
+            directory: where it comes from, for messages.
+            identity: what distinguishes this tokenizer in cache keys.
+
+        Raises:
+            DataError: no token ends a document.
+        """
+        super().__init__(**identity)
+        self._tokenizer = tokenizer
+        self.special_tokens = _special_tokens_of(tokenizer)
+        self.chat_templates = _chat_templates_of(tokenizer)
+        end_ids = (self._get_special_id("eos_token"), self._get_special_id("sep_token"))
+        eod = next((token_id for token_id in end_ids if token_id is not None), None)
+        if eod is None:
             raise DataError(f"{directory}: the tokenizer names no eos_token and no sep_token")
+        self._eod = eod
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +268,6 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def eod(self) -> int:
-        assert self._eod is not None
         return self._eod
 
     @property
@@ -203,25 +294,132 @@ class TransformersTokenizer(Tokenizer):
     def special_ids(self) -> frozenset[int]:
         return frozenset(map(int, self._tokenizer.all_special_ids))
 
+    def find_id(self, token: str) -> int | None:
+        token_id = self._tokenizer.get_vocab().get(token)
+        return None if token_id is None else int(token_id)
+
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def tokenize_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        if not self._tokenizer.is_fast:
-            return super().tokenize_with_offsets(texts)
-        encodings = self._tokenizer(
-            list(texts), add_special_tokens=False, return_offsets_mapping=True
-        )
-        return [
-            (list(ids), [begin for begin, _ in places])
-            for ids, places in zip(encodings["input_ids"], encodings["offset_mapping"], strict=True)
-        ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
+def _open_with_transformers(directory: Path, reason: str) -> Tokenizer:
+    """Open a directory with ``AutoTokenizer``.
+
+    Args:
+        directory: the tokenizer's directory.
+        reason: why ``tokenizer.json`` alone does not define the tokenizer.
+
+    Raises:
+        DataError: transformers is not installed, or cannot read the directory.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # never look up a name on the hub
+    try:
+        import transformers
+    except ImportError as error:
+        raise DataError(
+            f"{directory}: {reason}, so only transformers can tell its token ids, and it is not "
+            f"installed ({error})",
+            hint="pip install transformers",
+        ) from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises whatever its backends do
+        names = ", ".join(sorted(item.name for item in directory.iterdir())) or "nothing"
+        lines = str(error).strip().splitlines()
+        raise DataError(
+            f"{directory}: holds no tokenizer that can be read: {lines[0] if lines else error!r}",
+            hint=f"expected tokenizer.json (and tokenizer_config.json); found {names}",
+        ) from error
+    vocabulary_files = set(tokenizer.vocab_files_names.values()) - {"tokenizer_config.json"}
+    if not any((directory / name).is_file() for name in vocabulary_files):
+        # transformers makes an empty tokenizer of settings alone.
+        raise DataError(
+            f"{directory}: holds no tokenizer: expected {' or '.join(sorted(vocabulary_files))}"
+        )
+    identity = {
+        "files": hash_files(_list_model_files(directory)),
+        # Token ids of some classes have changed between versions.
+        "transformers": transformers.__version__,
+    }
+    if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
+        return PythonTokenizer(tokenizer, directory, **identity)
+    return FastTokenizer(
+        tokenizer.backend_tokenizer,
+        directory,
+        _special_tokens_of(tokenizer),
+        chat_templates=_chat_templates_of(tokenizer),
+        **identity,
+    )
+
+
+def _special_tokens_of(tokenizer: Any) -> dict[str, str]:
+    """Return the named special tokens of a transformers tokenizer, as templates get them."""
+    return {
+        name: str(text)
+        for name, text in tokenizer.special_tokens_map.items()
+        if isinstance(text, str)
+    }
+
+
+def _chat_templates_of(tokenizer: Any) -> dict[str, str]:
+    templates = tokenizer.chat_template
+    if templates is None:
+        return {}
+    return dict(templates) if isinstance(templates, dict) else {DEFAULT_TEMPLATE: templates}
+
+
+def _why_not_self_contained(
+    directory: Path, backend: Any, settings: Mapping[str, Any]
+) -> str | None:
+    """Return why transformers may make something else of a directory than ``tokenizer.json`` says.
+
+    Args:
+        directory: the tokenizer's directory.
+        backend: ``tokenizer.json``, as a ``tokenizers.Tokenizer``.
+        settings: result of :func:`read_settings`.
+    """
+    tokenizer_class = settings.get("tokenizer_class")
+    if tokenizer_class not in _GENERIC_CLASSES:
+        return f"its tokenizer_class {tokenizer_class} has rules of its own"
+    if (directory / "config.json").is_file():
+        return "its token ids may depend on the model type in config.json"
+    unknown_settings = sorted(settings.keys() - _NEUTRAL_SETTINGS)
+    if unknown_settings:
+        return f"tokenizer_config.json sets {unknown_settings[0]}"
+    if "add_prefix_space=True" in str(backend.pre_tokenizer):
+        return "its pre-tokenizer adds a space in front"
+    return next(_iter_token_differences(directory, backend, settings), None)
+
+
+def _iter_token_differences(
+    directory: Path, backend: Any, settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield how other files of a directory declare tokens otherwise than ``tokenizer.json``."""
+    added_tokens = {
+        token.content: (index, token) for index, token in backend.get_added_tokens_decoder().items()
+    }
+    for token, index in iter_declared_tokens(directory, settings):
+        text = token_text(token)
+        if text not in added_tokens:
+            yield f"its files name the token {text!r}, which tokenizer.json does not add"
+            continue
+        known_index, known_token = added_tokens[text]
+        flags = {"special": True} if isinstance(token, str) else token
+        if index not in (None, known_index) or any(
+            flags[name] != getattr(known_token, name) for name in _TOKEN_FLAGS if name in flags
+        ):
+            yield f"its files describe the token {text!r} otherwise than tokenizer.json"
+
+
 def _load_backend(files: list[Path]) -> Any:
+    """Load a tokenizer of the ``tokenizers`` library from ``tokenizer.json``, or from GPT-2's
+    files.
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -239,42 +437,39 @@ def _load_backend(files: list[Path]) -> Any:
         raise DataError(f"{names}: not a tokenizer that can be read: {error}") from None
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
-    """Read a tokenizer's settings, such as special tokens and chat template, from its JSON files.
+def _has_settings(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in ("tokenizer_config.json", "config.json"))
 
-    Raises:
-        DataError: a file is not a JSON object.
-    """
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}") from None
-        if not isinstance(settings, dict):
-            raise DataError(f"{path}: expected a JSON object, found {type(settings).__name__}")
-        merged.update({key: value for key, value in settings.items() if value is not None})
-    return merged
+
+def _texts_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the named special tokens in settings."""
+    texts = ((name, token_text(settings.get(name))) for name in SPECIAL_TOKEN_NAMES)
+    return {name: text for name, text in texts if text is not None}
 
 
 def _find_special_id(
-    vocabulary: dict[str, int],
-    settings: dict[str, Any],
-    key: str,
+    vocabulary: Mapping[str, int],
+    special_tokens: Mapping[str, str],
+    name: str,
     candidates: tuple[str, ...],
     *,
-    needed: bool = True,
+    required: bool = True,
 ) -> int | None:
-    named = settings.get(key)
-    text = named.get("content") if isinstance(named, dict) else named
-    if isinstance(text, str):
-        if text not in vocabulary and needed:
-            raise DataError(f"tokenizer_config.json: {key} {text!r} is not in the vocabulary")
-        return vocabulary.get(text)
-    return next((vocabulary[item] for item in candidates if item in vocabulary), None)
+    """Return the id of a special token, or None.
+
+    Args:
+        vocabulary: token ids by text.
+        special_tokens: texts of the special tokens by name.
+        name: the special token.
+        candidates: texts to look for if ``special_tokens`` lacks it.
+        required: raise DataError if the vocabulary lacks the named token.
+    """
+    text = special_tokens.get(name)
+    if text is None:
+        return next((vocabulary[item] for item in candidates if item in vocabulary), None)
+    if text not in vocabulary and required:
+        raise DataError(f"tokenizer_config.json: {name} {text!r} is not in the vocabulary")
+    return vocabulary.get(text)
 
 
 def _list_model_files(directory: Path) -> list[Path]:

@@ -9,23 +9,23 @@ from flagscale.train.data.tokenizers.base import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is token ids already: ``"17 4 9"``.
+    """Tokenizer of text that consists of token ids, such as ``"17 4 9"``.
 
     As in Megatron-LM, ``vocab_size`` counts the ids before the one that ends a document, so the
-    tokenizer's own vocabulary is one larger.
+    attribute ``vocab_size`` is one larger than the argument.
     """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size=str(vocab_size))
-        self._ids = vocab_size
+        self._id_count = vocab_size
 
     @property
     def vocab_size(self) -> int:
-        return self._ids + 1
+        return self._id_count + 1
 
     @property
     def eod(self) -> int:
-        return self._ids
+        return self._id_count
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -33,9 +33,9 @@ class NullTokenizer(Tokenizer):
         except ValueError as error:
             raise DataError(f"NullTokenizer takes token ids separated by spaces: {error}") from None
         for value in ids:
-            if not 0 <= value < self._ids:
+            if not 0 <= value < self._id_count:
                 raise DataError(
-                    f"NullTokenizer: token id {value} is outside [0, {self._ids}), "
+                    f"NullTokenizer: token id {value} is outside [0, {self._id_count}), "
                     "which vocab_size sets"
                 )
         return ids
@@ -45,7 +45,7 @@ class NullTokenizer(Tokenizer):
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """One token a UTF-8 byte (0-255); 256 ends a document."""
+    """Tokenizer with one token per UTF-8 byte (0-255); token 256 ends a document."""
 
     _EOD = 256
 

@@ -10,7 +10,7 @@ from flagscale.train.data.tokenizers.base import Tokenizer, hash_files
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model file. Its ``</s>`` ends a document."""
+    """Tokenizer of a SentencePiece model file. The piece ``</s>`` ends a document."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor

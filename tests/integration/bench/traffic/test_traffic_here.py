@@ -1,4 +1,4 @@
-"""Traffic on this machine: processes that end by themselves, and namespaces as hosts."""
+"""Tests of traffic on this machine: workers that end by themselves, and namespaces as hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from bed.namespaces import fresh_network
-from bed.plugin import need_bed
+from bed.plugin import require_bed
 from bed.users import User
 
 from flagscale.bench.traffic.messages import WorkerSettings
@@ -36,66 +36,71 @@ pytestmark = [pytest.mark.integration]
 
 PATTERN = Pattern(1e8, 1e7, 16384.0)
 LOOPBACK = tuple(TrafficHost(name, name, via="local") for name in ("127.0.0.1", "127.0.0.2"))
-LONG = 60.0
+TIMEOUT_SECONDS = 60.0
 ROOT = Path(__file__).resolve().parents[4]
 
 
 @contextmanager
-def process(settings: WorkerSettings) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the traffic, which has said that it is ready."""
-    task = WorkerTask.of("flagscale.bench.traffic.worker:run", settings)
-    made = subprocess.Popen(
+def start_worker(settings: WorkerSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a worker of the traffic and wait until it has reported its endpoint."""
+    task = WorkerTask.create("flagscale.bench.traffic.worker:run", settings)
+    worker_process = subprocess.Popen(
         task.command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     try:
-        assert made.stdin is not None
-        assert made.stdout is not None
-        made.stdin.write(task.to_stdin())
-        made.stdin.close()
-        assert json.loads(made.stdout.readline())["endpoint"]["pid"] == made.pid
-        yield made
+        assert worker_process.stdin is not None
+        assert worker_process.stdout is not None
+        worker_process.stdin.write(task.to_stdin())
+        worker_process.stdin.close()
+        assert json.loads(worker_process.stdout.readline())["endpoint"]["pid"] == worker_process.pid
+        yield worker_process
     finally:
-        made.kill()
-        made.wait()
-        if made.stdout is not None:
-            made.stdout.close()
+        worker_process.kill()
+        worker_process.wait()
+        if worker_process.stdout is not None:
+            worker_process.stdout.close()
 
 
 @pytest.mark.parametrize(
     ("seconds", "lease"),
-    [pytest.param(0.3, LONG, id="its-time"), pytest.param(LONG, 0.3, id="no-word")],
+    [
+        pytest.param(0.3, TIMEOUT_SECONDS, id="deadline"),
+        pytest.param(TIMEOUT_SECONDS, 0.3, id="lease"),
+    ],
 )
 def test_worker_ends_by_deadline_or_lease(seconds: float, lease: float) -> None:
-    with process(WorkerSettings("flows", 0, "00" * 32, seconds, lease)) as made:
-        assert made.wait(20) == 0
+    with start_worker(WorkerSettings("flows", 0, "00" * 32, seconds, lease)) as worker_process:
+        assert worker_process.wait(20) == 0
 
 
 def test_worker_ends_when_its_stdout_is_closed() -> None:
-    with process(WorkerSettings("probe", 0, "00" * 32, LONG, LONG)) as made:
-        assert made.stdout is not None
-        made.stdout.close()
-        assert made.wait(20) == 0
+    with start_worker(
+        WorkerSettings("probe", 0, "00" * 32, TIMEOUT_SECONDS, TIMEOUT_SECONDS)
+    ) as worker_process:
+        assert worker_process.stdout is not None
+        worker_process.stdout.close()
+        assert worker_process.wait(20) == 0
 
 
 def test_pattern_changes_and_pauses_take_effect() -> None:
-    played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
-    with play(played, seconds=LONG, paused=True) as traffic:
+    environment = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
+    with play(environment, seconds=TIMEOUT_SECONDS, paused=True) as traffic:
         assert traffic.probe(30).samples == 30
         assert traffic.rates()[0].sent == 0
-        # At first a burst comes every hour, and then all the time.
+        # The first pattern sends a burst about every two hours, the second one all the time.
         traffic.change(Pattern(1e8, 1e3, 1 << 20))
         traffic.resume()
         traffic.change(PATTERN)
-        _until(lambda: traffic.rates()[0].received > 1 << 19)
+        wait_until(lambda: traffic.rates()[0].received > 1 << 19)
         with pytest.raises(ConfigError, match="less than the path's rate"):
             traffic.change(Pattern(1e8, 1e9, 16384.0))
 
 
 def test_session_reports_its_deadline() -> None:
-    played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
-    with play(played, seconds=1.5) as traffic, pytest.raises(UnreachableError) as caught:
+    environment = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
+    with play(environment, seconds=1.5) as traffic, pytest.raises(UnreachableError) as caught:
         while True:
             traffic.check()
             time.sleep(0.05)
@@ -103,47 +108,47 @@ def test_session_reports_its_deadline() -> None:
 
 
 def test_occupied_port_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN)
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
+        environment = Environment(LOOPBACK, (Flow(0, 1),), PATTERN)
         with pytest.raises(UnreachableError, match=f"port {port} cannot be had"):
-            play(played, seconds=LONG, port=port)
+            play(environment, seconds=TIMEOUT_SECONDS, port=port)
 
 
 @contextmanager
-def namespaces() -> Iterator[None]:
-    """Two, called left and right, with a cable between them."""
-    need_bed()
+def two_namespaces() -> Iterator[None]:
+    """Create two network namespaces, called left and right, joined by a veth pair."""
+    require_bed()
     lines = ["link add eth0 netns left type veth peer name eth0 netns right"]
     with fresh_network():
-        # What `ip netns` keeps there is to go with the test.
+        # `ip netns` keeps its files in /run; the tmpfs disappears with the test.
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
         for name in ("left", "right"):
             subprocess.run(["ip", "netns", "add", name], check=True)
         subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
         for number, name in enumerate(("left", "right"), start=1):
-            inside = f"link set lo up\naddr add 10.76.0.{number}/24 dev eth0\nlink set eth0 up\n"
+            commands = f"link set lo up\naddr add 10.76.0.{number}/24 dev eth0\nlink set eth0 up\n"
             batch = ["ip", "-n", name, "-batch", "-"]
-            subprocess.run(batch, input=inside, text=True, check=True)
+            subprocess.run(batch, input=commands, text=True, check=True)
         yield
 
 
-def test_namespaces_are_hosts() -> None:
-    with namespaces():
-        sites = (
+def test_traffic_runs_between_namespaces() -> None:
+    with two_namespaces():
+        hosts = (
             TrafficHost("left", "10.76.0.1", via="netns"),
             TrafficHost("right", "10.76.0.2", via="netns"),
         )
-        played = Environment(sites, (Flow(0, 1), Flow(1, 0)), PATTERN)
-        with play(played, seconds=LONG) as traffic:
-            _until(lambda: all(rate.received > 1 << 18 for rate in traffic.rates()))
-        told = User().do(_entered)
+        environment = Environment(hosts, (Flow(0, 1), Flow(1, 0)), PATTERN)
+        with play(environment, seconds=TIMEOUT_SECONDS) as traffic:
+            wait_until(lambda: all(rate.received > 1 << 18 for rate in traffic.rates()))
+        error = User().call(enter_namespace)
         hint = "entering one takes root's rights"
-        assert told["message"].startswith("left: its network cannot be entered: ")
-        assert told["hint"] == hint
+        assert error["message"].startswith("left: its network cannot be entered: ")
+        assert error["hint"] == hint
 
 
-def _entered() -> dict[str, Any]:
+def enter_namespace() -> dict[str, Any]:
     try:
         NetnsConnectionFactory({}).open(Endpoint("left", "netns"))
     except HostError as error:
@@ -158,15 +163,15 @@ def test_missing_namespace_is_reported() -> None:
     assert caught.value.hint == "ip netns add no-such, as root"
 
 
-def _until(condition: Any) -> None:
-    deadline = time.monotonic() + LONG
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_live_table_on_a_terminal() -> None:
-    """Rates by flow and the probe's percentiles, and the table of the end."""
+    """Test that it shows rates and probe percentiles, followed by the final table."""
     words = "bench traffic --hosts 127.0.0.1 127.0.0.2 --rate 100mbit --seconds 2.5"
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
@@ -179,12 +184,12 @@ def test_live_table_on_a_terminal() -> None:
     )
     os.close(terminal)
     shown = b""
-    # A terminal whose other end has closed says so by an error.
+    # Reading fails when the other end of the terminal is closed.
     with suppress(OSError):
         while more := os.read(master, 1 << 16):
             shown += more
     os.close(master)
-    assert process.wait(LONG) == 0
+    assert process.wait(TIMEOUT_SECONDS) == 0
     text = shown.decode()
     live = "127.0.0.1 → 127.0.0.2 .*bit/s .*ring of 256 KiB: p50 .* ms, p99"
     assert re.search(live, text, re.DOTALL), text

@@ -1,4 +1,4 @@
-"""Traffic between real hosts: who gets it, how much, and that nothing is left of it."""
+"""Tests of traffic between hosts: its targets, its load, and that no process remains."""
 
 from __future__ import annotations
 
@@ -36,59 +36,67 @@ RATE = 100e6
 pytestmark = [pytest.mark.integration]
 
 
-def environment(bed: Bed, flows: tuple[Flow, ...], transport: str = "tcp") -> Environment:
-    sites = tuple(TrafficHost(host.name, host.address) for host in bed.hosts)
+def make_environment(bed: Bed, flows: tuple[Flow, ...], transport: str = "tcp") -> Environment:
+    hosts = tuple(TrafficHost(host.name, host.address) for host in bed.hosts)
     kind = "udp" if transport == "udp" else "tcp"
-    return Environment(sites, flows, Pattern(RATE, 0.1 * RATE, 16384.0, kind), Probe("ring", 4096))
+    return Environment(hosts, flows, Pattern(RATE, 0.1 * RATE, 16384.0, kind), Probe("ring", 4096))
 
 
-def came(host: Host) -> int:
-    """Bytes that came to a host by its cable: what its other end, on the switch, has sent."""
+def count_received_bytes(host: Host) -> int:
+    """Return the bytes that a host has received, as counted at the switch."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     counts = {name.strip(): rest.split() for name, _, rest in (x.partition(":") for x in lines)}
     return int(counts[host.veth][8])
 
 
-def processes(bed: Bed) -> list[tuple[str, ...]]:
-    return [one.argv for host in bed.hosts for one in host.find("flagscale.bench.traffic")]
+def find_workers(bed: Bed) -> list[tuple[str, ...]]:
+    return [worker.argv for host in bed.hosts for worker in host.find("flagscale.bench.traffic")]
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], description: str, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
+            raise TimeoutError(f"not within {seconds:g} s: {description}")
         time.sleep(0.05)
 
 
-def flowing(traffic: Traffic, least: int) -> None:
-    until(lambda: all(rate.received >= least for rate in traffic.rates()), "bytes of every flow")
+def wait_for_flows(traffic: Traffic, min_bytes: int) -> None:
+    wait_until(
+        lambda: all(rate.received >= min_bytes for rate in traffic.rates()), "bytes from every flow"
+    )
 
 
 @pytest.mark.bed(hosts=3)
 @pytest.mark.parametrize("transport", ["tcp", "udp"])
 def test_flows_reach_their_targets_at_the_requested_load(bed: Bed, transport: str) -> None:
-    played = environment(bed, (Flow(0, 1),), transport)
-    with play(played, seconds=60, ssh_config=bed.ssh_config, paused=True) as traffic:
-        seen = traffic.probe(40)
-        assert (seen.samples, seen.ratio >= 1) == (40, True)
-        before = [came(host) for host in bed.hosts]
-        begin = time.monotonic()
+    environment = make_environment(bed, (Flow(0, 1),), transport)
+    with play(environment, seconds=60, ssh_config=bed.ssh_config, paused=True) as traffic:
+        delay = traffic.probe(40)
+        assert (delay.samples, delay.ratio >= 1) == (40, True)
+        before = [count_received_bytes(host) for host in bed.hosts]
+        start = time.monotonic()
         traffic.resume()
-        flowing(traffic, 1 << 20)
+        wait_for_flows(traffic, 1 << 20)
         traffic.pause()
-        span = time.monotonic() - begin
-        got = [came(host) - old for host, old in zip(bed.hosts, before, strict=True)]
-        # Nothing but what SSH says and the acknowledgements of the flow.
-        assert got[2] < 60_000
-        assert got[0] < 200_000
-        assert got[1] >= 1 << 20
-        # The load, one largest burst, headers, and what is told by SSH.
-        assert got[1] < 1.15 * (0.1 * RATE / 8 * (span + 1.0) + 20 * 16384) + 60_000
-        # The two ends tell at their own times; a busy machine has no room for some datagrams.
-        least = 0.9 if transport == "tcp" else 0.5
-        until(lambda: least * _sent(traffic) <= _received(traffic) <= _sent(traffic), "the same")
-    assert processes(bed) == []
+        seconds = time.monotonic() - start
+        received = [
+            count_received_bytes(host) - earlier
+            for host, earlier in zip(bed.hosts, before, strict=True)
+        ]
+        # Other hosts receive only SSH messages and the flow's acknowledgements.
+        assert received[2] < 60_000
+        assert received[0] < 200_000
+        assert received[1] >= 1 << 20
+        # The load, one largest burst, headers, and SSH messages.
+        assert received[1] < 1.15 * (0.1 * RATE / 8 * (seconds + 1.0) + 20 * 16384) + 60_000
+        # The ends report at different times, and a busy machine may drop datagrams.
+        min_received_share = 0.9 if transport == "tcp" else 0.5
+        wait_until(
+            lambda: min_received_share * _sent(traffic) <= _received(traffic) <= _sent(traffic),
+            "equal byte counts",
+        )
+    assert find_workers(bed) == []
 
 
 def _sent(traffic: Traffic) -> int:
@@ -101,41 +109,52 @@ def _received(traffic: Traffic) -> int:
 
 @pytest.mark.bed(hosts=3)
 def test_unauthenticated_address_receives_only_the_hello(bed: Bed) -> None:
-    listening = """\
+    server_program = """\
 import socket, sys
 server = socket.create_server(("", 7001))
 print("ready", flush=True)
-found = server.accept()[0]
-found.settimeout(20)
-found.sendall(bytes(16))  # some answer, by another key
-got = 0
-while more := found.recv(65536):
-    got += len(more)
-print(got, flush=True)
+connection = server.accept()[0]
+connection.settimeout(20)
+connection.sendall(bytes(16))  # not authenticated by the key of the traffic
+received = 0
+while block := connection.recv(65536):
+    received += len(block)
+print(received, flush=True)
 """
-    enter = ["nsenter", "-t", str(bed[2].pid), "-a", "--", sys.executable, "-c", listening]
-    stranger = subprocess.Popen(enter, stdout=subprocess.PIPE, text=True)
+    server_command = [
+        "nsenter",
+        "-t",
+        str(bed[2].pid),
+        "-a",
+        "--",
+        sys.executable,
+        "-c",
+        server_program,
+    ]
+    server = subprocess.Popen(server_command, stdout=subprocess.PIPE, text=True)
     try:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "ready\n"
-        played = environment(bed, (Flow(0, 1),))
-        astray = replace(played.hosts[1], flow_addr=bed[2].address)
-        played = replace(played, hosts=(played.hosts[0], astray, played.hosts[2]))
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        environment = make_environment(bed, (Flow(0, 1),))
+        wrong_target = replace(environment.hosts[1], flow_addr=bed[2].address)
+        environment = replace(
+            environment, hosts=(environment.hosts[0], wrong_target, environment.hosts[2])
+        )
         with pytest.raises(UnreachableError) as caught:
-            play(played, seconds=60, ssh_config=bed.ssh_config, port=7001)
-        where = f"h00: {bed[2].address} port 7001 does not answer the hello"
-        assert f"{where}; nothing else was sent there" in caught.value.message
-        assert stranger.stdout.readline() == f"{handshake.HELLO_SIZE}\n"
+            play(environment, seconds=60, ssh_config=bed.ssh_config, port=7001)
+        problem = f"h00: {bed[2].address} port 7001 does not answer the hello"
+        assert f"{problem}; nothing else was sent there" in caught.value.message
+        assert server.stdout.readline() == f"{handshake.HELLO_SIZE}\n"
     finally:
-        stranger.kill()
-        stranger.wait()
-    assert processes(bed) == []
+        server.kill()
+        server.wait()
+    assert find_workers(bed) == []
 
 
 @contextmanager
-def command(bed: Bed, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """`flagscale bench traffic` as a process of its own."""
-    line = [sys.executable, "-m", "flagscale.cli", "bench", "traffic", *map(str, words)]
+def bench_traffic(bed: Bed, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start ``flagscale bench traffic`` and kill it at the end."""
+    line = [sys.executable, "-m", "flagscale.cli", "bench", "traffic", *map(str, arguments)]
     process = subprocess.Popen(
         line,
         stdout=subprocess.PIPE,
@@ -153,55 +172,61 @@ def command(bed: Bed, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.bed(hosts=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_the_command(bed: Bed, number: signal.Signals) -> None:
-    line = ["--hosts", *bed.names, "--rate", "100mbit", "--seconds", "600", "--probe", "none"]
-    with command(bed, *line) as process:
-        quiet = came(bed[1])
-        until(lambda: came(bed[1]) - quiet > 1 << 20, "traffic")
+    arguments = ["--hosts", *bed.names, "--rate", "100mbit", "--seconds", "600", "--probe", "none"]
+    with bench_traffic(bed, *arguments) as process:
+        before = count_received_bytes(bed[1])
+        wait_until(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
         os.kill(process.pid, number)
         process.wait(30)
-        until(lambda: processes(bed) == [], "nothing left", 10)
+        wait_until(lambda: find_workers(bed) == [], "no process remains", 10)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-    assert [list(host.path("/tmp").glob("*flagscale*")) for host in bed.hosts] == [[], []]
+    assert [list(host.local_path("/tmp").glob("*flagscale*")) for host in bed.hosts] == [[], []]
 
 
 @pytest.mark.bed(hosts=2)
 def test_lost_host_ends_the_command_with_an_error(bed: Bed) -> None:
-    with command(bed, "--hosts", *bed.names, "--rate", "1gbit", "--probe", "none") as process:
-        quiet = came(bed[1])
-        until(lambda: came(bed[1]) - quiet > 1 << 20, "traffic")
-        # Beside each is the shell that SSH has started it with.
-        lost = [
-            one for one in bed[1].find("flagscale.bench.traffic") if one.argv[0] == sys.executable
+    with bench_traffic(bed, "--hosts", *bed.names, "--rate", "1gbit", "--probe", "none") as process:
+        before = count_received_bytes(bed[1])
+        wait_until(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
+        # SSH starts each worker with a shell, which is not a worker itself.
+        workers = [
+            process_info
+            for process_info in bed[1].find("flagscale.bench.traffic")
+            if process_info.argv[0] == sys.executable
         ]
-        os.kill(lost[0].pid, signal.SIGKILL)
-        _, said = process.communicate(timeout=30)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        _, error_output = process.communicate(timeout=30)
         assert process.returncode == UnreachableError.exit_code
-        assert said.startswith("error: h0")
-        until(lambda: processes(bed) == [], "nothing left", 10)
+        assert error_output.startswith("error: h0")
+        wait_until(lambda: find_workers(bed) == [], "no process remains", 10)
 
 
 @pytest.mark.bed(hosts=2)
 def test_short_calibration_and_replay(bed: Bed, tmp_path: Path) -> None:
-    """How far it comes in so short a time is not asked; that it tells is."""
+    """Test that a calibration is reported, whether or not it succeeds in so short a time."""
     for host in bed.hosts:
-        host.bottleneck("100mbit", "256kb")
-    kept, result = tmp_path / "tail.json", tmp_path / "result.json"
-    line = ["--hosts", *bed.names, "--rate", "100mbit", "--tail", "3", "--within", "4"]
-    line += ["--seconds", "0.5", "--probe", "ring:64K", "--probe-samples", "50"]
-    with command(bed, *line, "--environment", kept, "--json", result) as process:
-        out, said = process.communicate(timeout=60)
-    found = json.loads(result.read_text(encoding="utf-8"))
-    reached = found["calibration"]["reached"]
-    assert process.returncode == (0 if reached else 1), said
-    assert reached or said.startswith("error: --tail 3: ")
-    assert (found["complete"], found["calibration"]["target"]) == (True, 3.0)
+        host.limit_switch_rate("100mbit", "256kb")
+    environment_file, record_file = tmp_path / "tail.json", tmp_path / "result.json"
+    arguments = ["--hosts", *bed.names, "--rate", "100mbit", "--tail", "3", "--within", "4"]
+    arguments += ["--seconds", "0.5", "--probe", "ring:64K", "--probe-samples", "50"]
+    with bench_traffic(
+        bed, *arguments, "--environment", environment_file, "--json", record_file
+    ) as process:
+        out, error_output = process.communicate(timeout=60)
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    reached = record["calibration"]["reached"]
+    assert process.returncode == (0 if reached else 1), error_output
+    assert reached or error_output.startswith("error: --tail 3: ")
+    assert (record["complete"], record["calibration"]["target"]) == (True, 3.0)
     assert "without traffic" in out
-    played = read_environment(kept)
-    assert [site.name for site in played.hosts] == bed.names
-    assert [host for host, _ in played.congestion] == bed.names
-    assert played.flows == flows_between(2, "pairs")
-    assert played.found is not None
-    assert played.found.low <= played.found.ratio <= played.found.high
-    with command(bed, "--replay", kept, "--seconds", "0.5", "--probe", "none") as process:
-        _, said = process.communicate(timeout=60)
-        assert (process.returncode, said) == (0, "")
+    environment = read_environment(environment_file)
+    assert [traffic_host.name for traffic_host in environment.hosts] == bed.names
+    assert [host for host, _ in environment.congestion] == bed.names
+    assert environment.flows == flows_between(2, "pairs")
+    assert environment.found is not None
+    assert environment.found.low <= environment.found.ratio <= environment.found.high
+    with bench_traffic(
+        bed, "--replay", environment_file, "--seconds", "0.5", "--probe", "none"
+    ) as process:
+        _, error_output = process.communicate(timeout=60)
+        assert (process.returncode, error_output) == (0, "")

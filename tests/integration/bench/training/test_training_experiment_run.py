@@ -1,4 +1,4 @@
-"""An experiment's own YAML under two arms by turns: real launches, which go on where they were."""
+"""Test of an experiment from YAML that trains under two arms in turn and resumes each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
-LINE = (sys.executable, "-m", "flagscale.cli", "bench", "training")
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "training")
 YAML = """
 experiment:
   exp_name: tiny
@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch, pyte
 
 def test_experiment_trains_under_every_arm(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(YAML)
-    words = "--config-name train --arms ring,tree --steps 6 --block 3 --settle 1"
-    done = subprocess.run(
-        [*LINE, *words.split(), "--json", "all.json", "--report", "page.html"],
+    arguments = "--config-name train --arms ring,tree --steps 6 --block 3 --settle 1"
+    completed = subprocess.run(
+        [*COMMAND, *arguments.split(), "--json", "all.json", "--report", "page.html"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
         capture_output=True,
@@ -41,20 +41,21 @@ def test_experiment_trains_under_every_arm(tmp_path: Path) -> None:
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     (session,) = json.loads((tmp_path / "all.json").read_text())["sessions"]
     assert (session["model"]["title"], session["ranks"]) == ("tiny", 2)
     for arm in session["arms"]:
-        # Two turns of three steps, the first of which does not count; the second goes on.
+        # There are two turns of three steps, and the first step of each settles.
+        # The second turn continues the first one.
         assert arm["steps"]["step"] == [2, 3, 5, 6]
         assert arm["steps"]["round"] == [1, 1, 2, 2]
         assert arm["settling"]["step"] == [1, 4]
         assert all(arm["steps"]["seconds"])
-    one, other = (arm["steps"]["loss"] for arm in session["arms"])
-    assert one == pytest.approx(other, rel=1e-4)
-    assert one[-1] < one[0]
-    assert "tiny, none: losses of tree and ring agree" in done.stdout
-    kept = next(line for line in done.stdout.splitlines() if "runs are kept in" in line)
-    directory = Path(kept.rsplit(" ", 1)[1], "none", "ring")
+    ring_losses, tree_losses = (arm["steps"]["loss"] for arm in session["arms"])
+    assert ring_losses == pytest.approx(tree_losses, rel=1e-4)
+    assert ring_losses[-1] < ring_losses[0]
+    assert "tiny, none: losses of tree and ring agree" in completed.stdout
+    kept_line = next(line for line in completed.stdout.splitlines() if "runs are kept in" in line)
+    directory = Path(kept_line.rsplit(" ", 1)[1], "none", "ring")
     assert sorted(path.name for path in (directory / "checkpoints").glob("iter_*"))
     assert "tiny" in (tmp_path / "page.html").read_text()

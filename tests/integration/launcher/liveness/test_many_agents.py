@@ -24,23 +24,23 @@ COUNT = 1000
 SILENCE = 10.0
 
 
-def told(agents: list[SimulatedAgent], kind: type[Order]) -> Callable[[], bool]:
+def all_received(agents: list[SimulatedAgent], kind: type[Order]) -> Callable[[], bool]:
     return lambda: all(agent.last_order(kind) is not None for agent in agents)
 
 
-def read(run_dir: Path, name: str) -> dict[str, Any]:
+def read_record(run_dir: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((run_dir / name).read_text()))
 
 
 @pytest.fixture
 def few_files() -> Iterator[None]:
     """Limit the open files of this process and its children to a common default."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= before[1] < 2 * COUNT:
-        pytest.skip(f"no process here may open more than {before[1]} files (ulimit -Hn)")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    limits_before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits_before[1] < 2 * COUNT:
+        pytest.skip(f"no process here may open more than {limits_before[1]} files (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits_before[1]))
     yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits_before)
 
 
 @pytest.mark.usefixtures("few_files")
@@ -54,16 +54,16 @@ def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
         # All come at once, and all are admitted and known.
         assert agents.run_until(agents.all_admitted)
         expected = {str(n): "running" for n in range(1, COUNT + 1)} | {"0": "starting"}
-        assert agents.run_until(lambda: read(run_dir, LIVENESS_FILE)["hosts"] == expected)
+        assert agents.run_until(lambda: read_record(run_dir, LIVENESS_FILE)["hosts"] == expected)
 
         # The failure of one agent reaches all, and all restart once every attempt has ended.
         failure = agents.agents[COUNT // 2].report_failure()
-        assert agents.run_until(told(agents.agents, EndAttempt))
+        assert agents.run_until(all_received(agents.agents, EndAttempt))
         assert {agent.last_order(EndAttempt) for agent in agents.agents} == {EndAttempt(0, failure)}
         for agent in agents.agents:
             agent.end_attempt(1)
-        assert agents.run_until(told(agents.agents, StartAttempt))
-        assert read(run_dir, LIVENESS_FILE)["restarts"][0]["failure"] == to_plain(failure)
+        assert agents.run_until(all_received(agents.agents, StartAttempt))
+        assert read_record(run_dir, LIVENESS_FILE)["restarts"][0]["failure"] == to_plain(failure)
 
         # One agent stops sending with its connection open, and is reported to all others.
         silent, remaining = agents.agents[-1], agents.agents[:-1]
@@ -71,17 +71,17 @@ def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
         for agent in agents.agents:
             agent.start_attempt(1)
             agent.orders.clear()
-        assert agents.run_until(told(remaining, EndAttempt))
-        (lost,) = {agent.last_order(EndAttempt) for agent in remaining}
-        assert isinstance(lost, EndAttempt)
-        assert lost.failure is not None
-        assert (lost.attempt, lost.failure.host) == (1, f"h{COUNT}")
+        assert agents.run_until(all_received(remaining, EndAttempt))
+        (last_order,) = {agent.last_order(EndAttempt) for agent in remaining}
+        assert isinstance(last_order, EndAttempt)
+        assert last_order.failure is not None
+        assert (last_order.attempt, last_order.failure.host) == (1, f"h{COUNT}")
         for agent in remaining:
             agent.end_attempt(1)
-        assert agents.run_until(told(remaining, FinishJob))
+        assert agents.run_until(all_received(remaining, FinishJob))
         agents.close()
         assert process.wait(60) == 1
-        record = read(run_dir, EXIT_FILE)
+        record = read_record(run_dir, EXIT_FILE)
         assert record["failure"]["host"] == f"h{COUNT}"
         assert "no word from its agent for 10 s" in record["failure"]["reason"]
 

@@ -1,4 +1,4 @@
-"""The file of an environment: what is kept comes back, and what is wrong is named."""
+"""Tests of environment files: round trip, default values, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from flagscale.bench.traffic.spec import (
 )
 from flagscale.errors import ConfigError
 
-SITES = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2", via="netns"))
+HOSTS = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2", via="netns"))
 PATTERN = Pattern(1e9, 6e7, 65536.0)
-ENVIRONMENT = Environment(SITES, flows_between(2, "pairs"), PATTERN)
+ENVIRONMENT = Environment(HOSTS, flows_between(2, "pairs"), PATTERN)
 
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
-founds = st.builds(ProbeResult, st.integers(1, 10**6), *[st.floats(1e-6, 1e3)] * 5)
+probe_results = st.builds(ProbeResult, st.integers(1, 10**6), *[st.floats(1e-6, 1e3)] * 5)
 rates = st.floats(1e5, 1e11)
 
 
 @st.composite
 def environments(draw: st.DrawFn) -> Environment:
     names = draw(st.lists(texts, min_size=2, max_size=5, unique=True))
-    sites = tuple(
+    hosts = tuple(
         TrafficHost(name, draw(texts), draw(st.none() | texts), user=draw(st.none() | texts))
         for name in names
     )
     rate = draw(rates)
     pattern = Pattern(
         rate=rate,
-        load=rate * draw(st.floats(0.01, 0.99 / len(sites))),
+        load=rate * draw(st.floats(0.01, 0.99 / len(hosts))),
         burst=draw(st.floats(SMALLEST_BURST, LARGEST_BURST)),
         transport=draw(st.sampled_from(("tcp", "udp"))),
         bursts=draw(st.sampled_from(DISTRIBUTIONS)),
@@ -57,15 +57,15 @@ def environments(draw: st.DrawFn) -> Environment:
         seed=draw(st.integers(-(1 << 60), 1 << 60)),
     )
     return Environment(
-        sites,
-        flows_between(len(sites), draw(st.sampled_from(FLOW_LAYOUTS))),
+        hosts,
+        flows_between(len(hosts), draw(st.sampled_from(FLOW_LAYOUTS))),
         pattern,
         Probe(draw(st.sampled_from(PROBE_KINDS)), draw(st.integers(64, 1 << 30))),
         target=draw(st.none() | st.floats(1.01, 50)),
         tolerance=draw(st.floats(0, 5)),
-        found=draw(st.none() | founds),
-        idle=draw(st.none() | founds),
-        congestion=tuple((site.name, draw(texts)) for site in sites),
+        found=draw(st.none() | probe_results),
+        idle=draw(st.none() | probe_results),
+        congestion=tuple((host.name, draw(texts)) for host in hosts),
         date=draw(texts),
     )
 
@@ -86,11 +86,15 @@ def test_fields_with_defaults_are_optional(tmp_path: Path) -> None:
         "pattern": {"rate": 1e9, "load": 6e7, "burst": 65536},
     }
     path.write_text(json.dumps(record), encoding="utf-8")
-    found = read_environment(path)
-    assert (found.flows, found.pattern, found.probe) == ((Flow(0, 1),), PATTERN, Probe())
+    environment = read_environment(path)
+    assert (environment.flows, environment.pattern, environment.probe) == (
+        (Flow(0, 1),),
+        PATTERN,
+        Probe(),
+    )
 
 
-def _changed(key: str, value: Any) -> Any:
+def _set_field(key: str, value: Any) -> Any:
     def change(record: dict[str, Any]) -> None:
         *path, last = key.split(".")
         for word in path:
@@ -101,7 +105,7 @@ def _changed(key: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("flagscale_traffic", 2, "flagscale_traffic: found 2, expected 1"),
         ("pattern.load", 2e9, "load: 2 Gbit/s a flow on a path of 1 Gbit/s"),
@@ -123,19 +127,19 @@ def _changed(key: str, value: Any) -> Any:
         ("probe.kind", "star", "probe: "),
     ],
 )
-def test_invalid_field_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
+def test_invalid_field_is_named(tmp_path: Path, key: str, value: Any, message: str) -> None:
     path = tmp_path / "wrong.json"
     write_environment(ENVIRONMENT, path)
     record = json.loads(path.read_text(encoding="utf-8"))
-    _changed(key, value)(record)
+    _set_field(key, value)(record)
     path.write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         read_environment(path)
-    assert f"{path}: {said}" in caught.value.message
+    assert f"{path}: {message}" in error_info.value.message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         pytest.param("{", "is no JSON", id="cut-off"),
         pytest.param("[" * 100_000, "is no JSON", id="deep"),
@@ -144,10 +148,10 @@ def test_invalid_field_is_named(tmp_path: Path, key: str, value: Any, said: str)
         pytest.param("\xff", "is no JSON", id="binary"),
     ],
 )
-def test_invalid_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "none.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_environment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_environment(tmp_path / "absent.json")
@@ -164,14 +168,14 @@ def test_invalid_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     ],
 )
 def test_flow_layouts(count: int, between: FlowLayout, expected: str) -> None:
-    found = [f"{flow.source}{flow.target}" for flow in flows_between(count, between)]
-    assert " ".join(found) == expected
+    flow_texts = [f"{flow.source}{flow.target}" for flow in flows_between(count, between)]
+    assert " ".join(flow_texts) == expected
 
 
 def test_flows_on_another_network_keep_the_probe() -> None:
     moved = ENVIRONMENT.on_network({"a": "10.9.0.1", "b": "10.9.0.2"})
-    assert [site.flow_addr for site in moved.hosts] == ["10.9.0.1", "10.9.0.2"]
-    assert [site.addr for site in moved.hosts] == ["10.0.0.1", "10.0.0.2"]
+    assert [host.flow_addr for host in moved.hosts] == ["10.9.0.1", "10.9.0.2"]
+    assert [host.addr for host in moved.hosts] == ["10.0.0.1", "10.0.0.2"]
 
 
 @pytest.mark.parametrize(("target", "tolerance"), [(1.5, 0.1), (3.0, 0.2)])

@@ -1,4 +1,4 @@
-"""The loop on a modelled path, and how well a ratio is known."""
+"""Tests of the control loop for the burst size, and of the intervals of tail ratios."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ WINDOWS = 14
     st.integers(0, 1000),
 )
 def test_steering_converges_to_the_target(
-    target: float, power: float, knee: float, start: int, seed: int
+    target: float, power: float, log_scale: float, initial_burst: int, seed: int
 ) -> None:
-    """On a path whose ratio grows with the bursts, felt by windows as noisy as real ones."""
-    source = random.Random(seed)
+    """The ratio of the path grows as a power of the burst size, and is measured with 4 % noise."""
+    generator = random.Random(seed)
 
     def ratio(burst: float) -> float:
-        return 1.1 + 2 ** (power * (math.log2(burst) - knee))
+        return 1.1 + 2 ** (power * (math.log2(burst) - log_scale))
 
-    least, most = ratio(SMALLEST_BURST), ratio(LARGEST_BURST)
-    assume(least + 0.05 < target < most)
-    steering = Steering(target, start)
+    min_ratio, max_ratio = ratio(SMALLEST_BURST), ratio(LARGEST_BURST)
+    assume(min_ratio + 0.05 < target < max_ratio)
+    steering = Steering(target, initial_burst)
     for _ in range(WINDOWS):
         steering.record_window(
-            steering.burst, ratio(steering.burst) * math.exp(source.gauss(0, 0.04)), 200
+            steering.burst, ratio(steering.burst) * math.exp(generator.gauss(0, 0.04)), 200
         )
     assert ratio(steering.burst) == pytest.approx(target, rel=0.13)
 
@@ -51,11 +51,11 @@ def test_steering_converges_to_the_target(
 def test_unreachable_target_is_detected(target: float, limit: int) -> None:
     steering = Steering(target, 1 << 16)
     for window in range(40):
-        if steering.stuck:
+        if steering.is_stuck:
             break
         steering.record_window(steering.burst, 1.5, 200)
         assert window < 30
-    assert steering.stuck
+    assert steering.is_stuck
     assert steering.burst == pytest.approx(limit)
 
 
@@ -64,34 +64,36 @@ def test_outlier_window_moves_the_burst_by_a_bounded_factor() -> None:
     assert steering.record_window(steering.burst, 40.0, 200) >= (1 << 16) / 4.01
 
 
-def _path(generator: np.random.Generator, count: int) -> np.ndarray:
-    """Times of operations of which some meet a burst, which lasts for several of them."""
-    state = np.convolve(generator.random(count + 4) < 0.02, np.ones(5), "valid")[:count]
-    return np.exp(0.05 * generator.standard_normal(count)) * (1 + 0.35 * np.minimum(state, 2))
+def _sample_times(generator: np.random.Generator, count: int) -> np.ndarray:
+    """Return times of operations, of which some are hit by a burst that lasts for five of them."""
+    active_bursts = np.convolve(generator.random(count + 4) < 0.02, np.ones(5), "valid")[:count]
+    return np.exp(0.05 * generator.standard_normal(count)) * (
+        1 + 0.35 * np.minimum(active_bursts, 2)
+    )
 
 
 def test_interval_has_its_nominal_coverage() -> None:
-    """Nearly: a bootstrap of a 99th percentile promises a little too much."""
-    median, p99 = np.percentile(_path(np.random.default_rng(0), 400_000), (50, 99))
-    truth, held, rounds = p99 / median, 0, 80
+    """The bootstrap interval of a 99th percentile is slightly too narrow, hence 85 % for 95 %."""
+    median, p99 = np.percentile(_sample_times(np.random.default_rng(0), 400_000), (50, 99))
+    true_ratio, covered, rounds = p99 / median, 0, 80
     for seed in range(rounds):
         low, high = tail_ratio_interval(
-            _path(np.random.default_rng(seed + 1), 1500), seed, resamples=200
+            _sample_times(np.random.default_rng(seed + 1), 1500), seed, resamples=200
         )
-        held += low <= truth <= high
-    assert held >= 0.85 * rounds
+        covered += low <= true_ratio <= high
+    assert covered >= 0.85 * rounds
 
 
 def test_summary_is_deterministic_and_wider_for_few_samples() -> None:
-    times = list(_path(np.random.default_rng(1), 2000))
-    seen = summarize(times)
-    assert seen == summarize(times)
-    assert (seen.samples, seen.ratio) == (2000, pytest.approx(seen.p99 / seen.median))
-    assert seen.low <= seen.ratio <= seen.high
-    assert summarize(times[:200]).half_width > seen.half_width
+    times = list(_sample_times(np.random.default_rng(1), 2000))
+    result = summarize(times)
+    assert result == summarize(times)
+    assert (result.samples, result.ratio) == (2000, pytest.approx(result.p99 / result.median))
+    assert result.low <= result.ratio <= result.high
+    assert summarize(times[:200]).half_width > result.half_width
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
 def test_few_samples_give_a_value(count: int) -> None:
-    seen = summarize([0.01] * count)
-    assert (seen.ratio, seen.low, seen.high) == (1.0, 1.0, 1.0)
+    result = summarize([0.01] * count)
+    assert (result.ratio, result.low, result.high) == (1.0, 1.0, 1.0)

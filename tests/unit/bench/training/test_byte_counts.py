@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom."""
+"""Tests of the counts of bytes between ranks, and of the algorithms in NCCL's log."""
 
 from __future__ import annotations
 
@@ -17,36 +17,40 @@ from flagscale.bench.training.byte_counts import (
 )
 
 
-def test_the_kernel_counts_what_a_connection_carries() -> None:
+def test_kernel_counts_the_bytes_of_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-        with client, other:
-            key, back = (
-                f"127.0.0.1 {one.getsockname()[1]}>127.0.0.1 {one.getpeername()[1]}"
-                for one in (client, other)
+        peer, _ = server.accept()
+        with client, peer:
+            forward, backward = (
+                f"127.0.0.1 {sock.getsockname()[1]}>127.0.0.1 {sock.getpeername()[1]}"
+                for sock in (client, peer)
             )
             before = connection_bytes()
             client.sendall(b"x" * 10_000)
             received = 0
             while received < 10_000:
-                received += len(other.recv(1 << 16))
-            other.sendall(b"y")
+                received += len(peer.recv(1 << 16))
+            peer.sendall(b"y")
             client.recv(1)
-            found = count_growth(before, connection_bytes())
-    assert found[key] == 10_000
-    assert found[back] == 1
+            growth = count_growth(before, connection_bytes())
+    assert growth[forward] == 10_000
+    assert growth[backward] == 1
 
 
-def test_connections_of_ranks_are_joined_by_their_ends() -> None:
-    ends = ["10.0.0.1 11", "10.0.0.1 12", "10.0.0.2 21", "10.0.0.3 31"]
+def test_connections_of_ranks_are_matched_by_their_endpoints() -> None:
+    endpoints = ["10.0.0.1 11", "10.0.0.1 12", "10.0.0.2 21", "10.0.0.3 31"]
     store = "10.0.0.9 1"
-    of_each = [
-        {f"{ends[0]}>{ends[2]}": 100, f"{ends[1]}>{ends[3]}": 7, f"10.0.0.1 13>{store}": 5000},
-        {f"{ends[2]}>{ends[0]}": 40},
-        {f"{ends[3]}>{ends[1]}": 9},
+    connections_by_rank = [
+        {
+            f"{endpoints[0]}>{endpoints[2]}": 100,
+            f"{endpoints[1]}>{endpoints[3]}": 7,
+            f"10.0.0.1 13>{store}": 5000,
+        },
+        {f"{endpoints[2]}>{endpoints[0]}": 40},
+        {f"{endpoints[3]}>{endpoints[1]}": 9},
     ]
-    assert matrix_from_connections(of_each) == ((0, 100, 7), (40, 0, 0), (9, 0, 0))
+    assert matrix_from_connections(connections_by_rank) == ((0, 100, 7), (40, 0, 0), (9, 0, 0))
     assert matrix_from_connections([{}, {}]) == ((0, 0), (0, 0))
 
 
@@ -59,14 +63,14 @@ def test_counts_by_rank_are_added_by_transport() -> None:
     assert add_matrices(messages, datagrams) == ((0, 109), (1, 0))
 
 
-@pytest.mark.parametrize(("sent", "told"), [(2000, True), (99, False), (0, False)])
-def test_small_control_traffic_is_no_evidence(sent: int, told: bool) -> None:
-    """Such as notices over the reliable way, beside sums that go another one."""
-    assert covers_gradients(((0, sent), (0, 0)), 1000) is told
+@pytest.mark.parametrize(("sent", "expected"), [(2000, True), (99, False), (0, False)])
+def test_small_control_traffic_is_no_evidence(sent: int, expected: bool) -> None:
+    """With 1000 bytes of gradients, a total below 100 bytes can only be other communication."""
+    assert covers_gradients(((0, sent), (0, 0)), 1000) is expected
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "counts"),
     [
         pytest.param(
             "h:1:2 [0] NCCL INFO AllReduce: 4194304 Bytes -> Algo RING proto SIMPLE channel{0..7}",
@@ -82,5 +86,5 @@ def test_small_control_traffic_is_no_evidence(sent: int, told: bool) -> None:
         pytest.param("NCCL INFO NCCL_ALGO set by environment to Tree", {}, id="no choice"),
     ],
 )
-def test_nccl_log_names_algorithms(line: str, found: dict[str, int]) -> None:
-    assert count_nccl_algorithms([line, "something else"]) == found
+def test_nccl_log_names_algorithms(line: str, counts: dict[str, int]) -> None:
+    assert count_nccl_algorithms([line, "something else"]) == counts

@@ -1,4 +1,4 @@
-"""An experiment's YAML in place of models: what a turn changes of it, and what is refused."""
+"""Tests of arms that train an experiment's YAML: overrides of a turn, and refused experiments."""
 
 from __future__ import annotations
 
@@ -28,47 +28,47 @@ train:
           max_position_embeddings: 16, micro_batch_size: 1, global_batch_size: 4, train_iters: 40}
   data: {mock_data: true, vocab_size: 100}
 """
-FSCCL = "--steps 20 --block 10 --arms ring --override +train.system.distributed_backend=fsccl"
+FSCCL_LINE = "--steps 20 --block 10 --arms ring --override +train.system.distributed_backend=fsccl"
 ARM = Arm("ring", "fsccl", (("FSCCL_ALGO", "ring"), ("NCCL_ALGO", "allreduce:ring")))
 
 
 @pytest.fixture
-def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentSource:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentSource:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it's.yaml").write_text(YAML)
     return ExperimentSource(tmp_path / "it's.yaml", ("train.model.seed=7",))
 
 
-def test_turn_overrides_keys_where_the_yaml_has_them(chosen: ExperimentSource) -> None:
-    turns = ExperimentTrainer(chosen, TrainingOptions(steps=20, block=10))
-    own = f"{turns.directory}/3-apart/ring"
-    first = turns.overrides_of(ARM, "3 apart", Block(0, 0, 1, 0, 10))
+def test_turn_overrides_keys_where_the_yaml_has_them(source: ExperimentSource) -> None:
+    trainer = ExperimentTrainer(source, TrainingOptions(steps=20, block=10))
+    arm_directory = f"{trainer.directory}/3-apart/ring"
+    first = trainer.turn_overrides(ARM, "3 apart", Block(0, 0, 1, 0, 10))
     assert first == [
         "train.model.seed=7",
-        f"experiment.exp_dir='{own}'",
+        f"experiment.exp_dir='{arm_directory}'",
         "++train.system.distributed_backend='fsccl'",
         "++train.system.exit_interval=10",
         "++train.system.save_interval=20",
-        f"++train.system.checkpoint.save='{own}/checkpoints'",
+        f"++train.system.checkpoint.save='{arm_directory}/checkpoints'",
         "++train.system.keep_last=1",
         "++train.system.logging.log-interval=1",
         "++train.model.eval_iters=0",
         "++experiment.envs.FSCCL_ALGO='ring'",
         "++experiment.envs.NCCL_ALGO='allreduce:ring'",
     ]
-    second = turns.overrides_of(ARM, "3 apart", Block(3, 0, 2, 10, 10))
+    second = trainer.turn_overrides(ARM, "3 apart", Block(3, 0, 2, 10, 10))
     assert [word for word in second if word not in first] == [
-        f"++train.system.load='{own}/checkpoints'",
+        f"++train.system.load='{arm_directory}/checkpoints'",
         "++train.system.finetune=false",
     ]
 
 
 @pytest.mark.parametrize("turn", [Block(0, 0, 1, 0, 10), Block(3, 0, 2, 10, 10)], ids=str)
-def test_turn_overrides_are_a_valid_configuration(chosen: ExperimentSource, turn: Block) -> None:
+def test_turn_overrides_are_a_valid_configuration(source: ExperimentSource, turn: Block) -> None:
     from flagscale import api
 
-    turns = ExperimentTrainer(chosen, TrainingOptions(steps=20, block=10))
-    plan = api.plan(chosen.config, turns.overrides_of(ARM, "none", turn))
+    trainer = ExperimentTrainer(source, TrainingOptions(steps=20, block=10))
+    plan = api.plan(source.config, trainer.turn_overrides(ARM, "none", turn))
     words = plan.hosts[0].program
     assert words[words.index("--exit-interval") + 1] == "10"
     assert words[words.index("--train-iters") + 1] == "40"
@@ -76,7 +76,7 @@ def test_turn_overrides_are_a_valid_configuration(chosen: ExperimentSource, turn
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--models gpt2", "--models: the YAML says what is trained"),
         ("-r 2 --hosts a b", "-r, --hosts: the YAML says"),
@@ -85,14 +85,14 @@ def test_turn_overrides_are_a_valid_configuration(chosen: ExperimentSource, turn
         ("--steps 20 --block 5", "--settle 5: turns of 5 steps"),
         (
             "--steps 20 --block 10 --arms optireduce",
-            "use_distributed_optimizer: true with arm optireduce: it sums",
+            "use_distributed_optimizer: cannot be combined with arm optireduce",
         ),
         (
-            f"{FSCCL} +train.system.comm.algo=tree",
+            f"{FSCCL_LINE} +train.system.comm.algo=tree",
             "comm.algo of the YAML would win",
         ),
         (
-            f"{FSCCL} +train.system.comm.tail=exact",
+            f"{FSCCL_LINE} +train.system.comm.tail=exact",
             "comm.tail of the YAML would win",
         ),
         (
@@ -102,34 +102,42 @@ def test_turn_overrides_are_a_valid_configuration(chosen: ExperimentSource, turn
         ("--override train.model.lr=x", "train.model.lr"),
         (
             "--override experiment.task.type=command +experiment.task.command=[ls]",
-            "ls is run",
+            "it runs ls, which reports no steps",
         ),
     ],
 )
 def test_experiments_that_cannot_be_compared_are_refused(
-    chosen: ExperimentSource, words: str, told: str
+    source: ExperimentSource, words: str, message: str
 ) -> None:
-    line = ["--config-path", str(chosen.config.parent), "--config-name", chosen.config.name]
-    with pytest.raises(ConfigError, match=told):
+    line = ["--config-path", str(source.config.parent), "--config-name", source.config.name]
+    with pytest.raises(ConfigError, match=message):
         TrainingCommand().run_line([*line, *words.split()], "training")
 
 
 def test_documented_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its last override gradients would be summed exactly under every arm."""
+    """Its last override permits bounded reductions, which the experiment's optimizer does not."""
     monkeypatch.chdir(PROJECT)
-    manual = (PROJECT / "docs" / "guides" / "tail-latency.md").read_text().replace("\\\n", " ")
+    guide = (PROJECT / "docs" / "guides" / "tail-latency.md").read_text().replace("\\\n", " ")
     (line,) = [
-        one for one in manual.splitlines() if one.startswith("flagscale bench training --co")
+        text_line
+        for text_line in guide.splitlines()
+        if text_line.startswith("flagscale bench training --co")
     ]
     words = shlex.split(line)
-    path, name = (words[words.index(f"--config-{what}") + 1] for what in ("path", "name"))
-    given = tuple(words[words.index("--override") + 1 :])
-    (bounded,) = [arm for arm in words[words.index("--arms") + 1].split(",") if arm == "optireduce"]
-    arms = [resolve_arm(bounded, accelerated=False, one_host=True, custom={})]
+    path, name = (words[words.index(f"--config-{suffix}") + 1] for suffix in ("path", "name"))
+    overrides = tuple(words[words.index("--override") + 1 :])
+    (bounded_arm,) = [
+        arm for arm in words[words.index("--arms") + 1].split(",") if arm == "optireduce"
+    ]
+    arms = [resolve_arm(bounded_arm, accelerated=False, one_host=True, custom={})]
     training = TrainingOptions(steps=90, block=30)
-    ExperimentTrainer(ExperimentSource(Path(path, name), given), training).check_arms(arms)
-    with pytest.raises(ConfigError, match="use_distributed_optimizer: true with arm optireduce"):
-        ExperimentTrainer(ExperimentSource(Path(path, name), given[:-1]), training).check_arms(arms)
+    ExperimentTrainer(ExperimentSource(Path(path, name), overrides), training).check_arms(arms)
+    with pytest.raises(
+        ConfigError, match="use_distributed_optimizer: cannot be combined with arm opti"
+    ):
+        ExperimentTrainer(ExperimentSource(Path(path, name), overrides[:-1]), training).check_arms(
+            arms
+        )
 
 
 def test_overrides_require_an_experiment() -> None:

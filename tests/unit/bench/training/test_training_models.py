@@ -1,4 +1,4 @@
-"""The models: each learns, from data that are the same whenever they are asked for."""
+"""Tests of the benchmark's models: each learns, and weights and data depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_a_model_learns_and_uses_all_of_its_parameters(family: str) -> None:
     model = build_model(ModelChoice(family, "tiny"), seed=1, batch=4, sequence=24)
     first, *_, last = _train(model, [0] * 6)
     assert last < first
-    # What has no gradient would stop DistributedDataParallel.
+    # DistributedDataParallel does not support parameters without a gradient.
     assert all(p.grad is not None for p in model.module.parameters())
 
 
-def test_weights_and_data_are_the_seeds() -> None:
-    one, same, other = (
+def test_weights_and_data_are_determined_by_the_seed() -> None:
+    model, same_seed, other_seed = (
         build_model(ModelChoice("gpt2", "tiny"), seed=seed, batch=2, sequence=16)
         for seed in (1, 1, 2)
     )
-    assert _train(one, [0, 1]) == _train(same, [0, 1]) != _train(other, [0, 1])
-    batches = [one.batch(1, step, rank)["input_ids"] for step, rank in ((0, 0), (0, 1), (1, 0))]
+    assert _train(model, [0, 1]) == _train(same_seed, [0, 1]) != _train(other_seed, [0, 1])
+    batches = [model.batch(1, step, rank)["input_ids"] for step, rank in ((0, 0), (0, 1), (1, 0))]
     assert len({tuple(ids.flatten().tolist()) for ids in batches}) == 3
 
 
@@ -59,23 +59,23 @@ def test_large_models_have_published_sizes(family: str, millions: int) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "bart", "gpt2", "llama"])
 def test_longest_sequence_trains(family: str) -> None:
-    """Positions of RoBERTa begin behind the id of the padding."""
-    longest = ModelChoice(family, "tiny").max_sequence
-    model = build_model(ModelChoice(family, "tiny"), seed=0, batch=1, sequence=longest)
+    """RoBERTa's position ids begin after the padding token's, so it needs more positions."""
+    length = ModelChoice(family, "tiny").max_sequence
+    model = build_model(ModelChoice(family, "tiny"), seed=0, batch=1, sequence=length)
     batch = model.batch(0, 0, 0)
-    assert batch["input_ids"].shape == (1, longest)
+    assert batch["input_ids"].shape == (1, length)
     assert torch.isfinite(model.module(**batch))
 
 
-DRAWS = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
+GENERATORS = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
 
 
 @settings(max_examples=30)
-@given(length=st.integers(16, 128), draw=DRAWS)
-def test_labels_locate_the_question_in_the_passage(length: int, draw: Any) -> None:
-    found = text.draw_spans(text.build_corpus(500), 3, length, draw)
+@given(length=st.integers(16, 128), generator=GENERATORS)
+def test_labels_locate_the_question_in_the_passage(length: int, generator: Any) -> None:
+    batch = text.draw_spans(text.build_corpus(500), 3, length, generator)
     ids, starts, ends = (
-        found[name].tolist() for name in ("input_ids", "start_positions", "end_positions")
+        batch[name].tolist() for name in ("input_ids", "start_positions", "end_positions")
     )
     for row, start, end in zip(ids, starts, ends, strict=True):
         assert len(row) == length
@@ -84,12 +84,12 @@ def test_labels_locate_the_question_in_the_passage(length: int, draw: Any) -> No
 
 
 @settings(max_examples=30)
-@given(length=st.integers(16, 128), draw=DRAWS)
-def test_classified_passages_end_in_one_eos(length: int, draw: Any) -> None:
-    found = text.draw_classes(text.build_corpus(500), 3, length, draw)
-    assert (found["input_ids"] == text.EOS).sum(dim=1).tolist() == [1, 1, 1]
-    assert found["input_ids"].max() < 500
-    assert 0 <= int(found["labels"].min()) <= int(found["labels"].max()) < text.CLASSES
+@given(length=st.integers(16, 128), generator=GENERATORS)
+def test_classified_passages_end_in_one_eos(length: int, generator: Any) -> None:
+    batch = text.draw_classes(text.build_corpus(500), 3, length, generator)
+    assert (batch["input_ids"] == text.EOS).sum(dim=1).tolist() == [1, 1, 1]
+    assert batch["input_ids"].max() < 500
+    assert 0 <= int(batch["labels"].min()) <= int(batch["labels"].max()) < text.CLASSES
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The command line: arms, models, settings; what is refused, in a sentence."""
+"""Tests of the command line of `flagscale bench training`: arms, models, and invalid options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flagscale.bench.training.models.names import ModelChoice, parse_models
 from flagscale.bench.training.settings import read_settings
 from flagscale.errors import ConfigError
 
-pytestmark = pytest.mark.torch  # arms are asked for backends
+pytestmark = pytest.mark.torch  # the backends of arms need torch
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "alone", "told"),
+    ("name", "accelerated", "one_host", "description"),
     [
         ("ring", False, True, "fsccl FSCCL_ALGO=ring FSCCL_SHM=0"),
         ("tree", False, False, "fsccl FSCCL_ALGO=tree"),
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.torch  # arms are asked for backends
     ],
 )
 def test_arm_resolves_to_backend_and_environment(
-    name: str, gpu: bool, alone: bool, told: str
+    name: str, accelerated: bool, one_host: bool, description: str
 ) -> None:
     custom = parse_custom_arms(["wide=fsccl,FSCCL_TCP_CONNECTIONS=4"])
-    arm = resolve_arm(name, accelerated=gpu, one_host=alone, custom=custom)
-    assert arm.description == told
+    arm = resolve_arm(name, accelerated=accelerated, one_host=one_host, custom=custom)
+    assert arm.description == description
     assert arm.exact is (name != "optireduce")
 
 
@@ -47,7 +47,7 @@ def test_gpu_arms_set_and_log_the_nccl_algorithm(name: str, algorithm: str) -> N
 
 
 def test_ineffective_arm_is_refused() -> None:
-    """A build that does not know a variable would train the same twice, without a word."""
+    """A build that ignores a variable would train two arms with the same algorithm."""
     reason = unsupported_reason(Arm("ring", "gloo", (("FSCCL_ALGO", "ring"),)), "cpu")
     assert reason is not None
     assert "arm ring: gloo here knows no FSCCL_ALGO=ring" in reason
@@ -70,7 +70,7 @@ def test_host_memory_variables_are_refused_on_gpus(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "size", "found"),
+    ("word", "size", "models"),
     [
         ("gpt2", "tiny", [ModelChoice("gpt2", "tiny")]),
         ("GPT2:large", "tiny", [ModelChoice("gpt2", "large")]),
@@ -78,8 +78,8 @@ def test_host_memory_variables_are_refused_on_gpus(name: str) -> None:
         ("vgg", "base", [ModelChoice("vgg19", "base")]),
     ],
 )
-def test_models_by_name(word: str, size: str, found: list[ModelChoice]) -> None:
-    assert list(parse_models(word, size)) == found  # type: ignore[arg-type]
+def test_models_by_name(word: str, size: str, models: list[ModelChoice]) -> None:
+    assert list(parse_models(word, size)) == models  # type: ignore[arg-type]
 
 
 def test_model_titles() -> None:
@@ -87,7 +87,8 @@ def test_model_titles() -> None:
     assert [c.title for c in parse_models("all", "large")] == [*large, "Llama-3.2-1B"]
 
 
-REFUSED = {
+# Arguments and the expected error message.
+INVALID_LINES = {
     "one rank": ("-r 1 --arms gloo", "one rank has nobody to sum gradients with"),
     "no ranks": ("--arms gloo", "the number of ranks is missing"),
     "model": ("-r 2 --arms gloo --models bret", "'bret' is no model; did you mean 'bert'?"),
@@ -123,19 +124,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", INVALID_LINES)
 def test_invalid_options_are_refused(
     name: str,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    line, told = REFUSED[name]
+    line, message = INVALID_LINES[name]
     monkeypatch.chdir(tmp_path)
     code = TrainingCommand().main(line.split(" "))
     out, err = capfd.readouterr()
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
 
 
@@ -148,5 +149,5 @@ def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_without_files_there_is_no_traffic() -> None:
-    (only,) = read_settings([], [])
-    assert (only.label, only.environment) == ("none", None)
+    (setting,) = read_settings([], [])
+    assert (setting.label, setting.environment) == ("none", None)

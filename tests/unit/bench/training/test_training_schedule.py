@@ -1,4 +1,4 @@
-"""The turns of arms."""
+"""Tests of the order in which arms train their turns."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ def test_every_arm_trains_every_step_once_in_order(
     turns = schedule_blocks(arms, steps=steps, block=block, warmup=warmup, seed=seed)
     assert [turn.number for turn in turns] == list(range(len(turns)))
     for arm in range(arms):
-        own = [turn for turn in turns if turn.arm == arm]
-        trained = [turn.first + i for turn in own for i in range(turn.count)]
-        assert trained == list(range(warmup + steps))
-    # A step lies in the same round under every arm, and each arm has one turn a round.
-    for _, some in groupby(turns, key=attrgetter("round")):
-        turn = list(some)
-        assert sorted(one.arm for one in turn) == list(range(arms))
-        assert len({(one.first, one.count) for one in turn}) == 1
-    warm = [turn.count for turn in turns if turn.round == 0]
-    assert warm == [warmup] * arms * bool(warmup)
+        arm_turns = [turn for turn in turns if turn.arm == arm]
+        trained_steps = [turn.first + i for turn in arm_turns for i in range(turn.count)]
+        assert trained_steps == list(range(warmup + steps))
+    # Each arm has one turn per round, in which all arms train the same steps.
+    for _, round_turns in groupby(turns, key=attrgetter("round")):
+        turn = list(round_turns)
+        assert sorted(arm_turn.arm for arm_turn in turn) == list(range(arms))
+        assert len({(arm_turn.first, arm_turn.count) for arm_turn in turn}) == 1
+    warmup_counts = [turn.count for turn in turns if turn.round == 0]
+    assert warmup_counts == [warmup] * arms * bool(warmup)
 
 
 def test_orders_are_drawn_by_the_seed() -> None:
-    one, same, other = (schedule_blocks(4, steps=40, block=4, warmup=2, seed=s) for s in (1, 1, 2))
-    assert one == same != other
-    assert len({tuple(t.arm for t in one if t.round == r) for r in range(11)}) > 3
+    schedule, same_seed, other_seed = (
+        schedule_blocks(4, steps=40, block=4, warmup=2, seed=s) for s in (1, 1, 2)
+    )
+    assert schedule == same_seed != other_seed
+    assert len({tuple(t.arm for t in schedule if t.round == r) for r in range(11)}) > 3
 
 
 def test_last_round_has_the_remaining_steps() -> None:

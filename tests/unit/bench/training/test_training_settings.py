@@ -1,4 +1,4 @@
-"""The network's settings out of environments that were kept."""
+"""Tests of network settings from environment files of `flagscale bench traffic`."""
 
 from __future__ import annotations
 
@@ -18,50 +18,58 @@ from flagscale.bench.training.results import SessionResult, TailRatio, TrainingS
 from flagscale.bench.training.settings import read_settings
 from flagscale.errors import ConfigError
 
-pytestmark = pytest.mark.torch  # numpy comes with it
+pytestmark = pytest.mark.torch  # needs numpy, which is installed with torch
 
 
-def _keep(path: Path, target: float | None, found: ProbeResult | None = None) -> Path:
-    sites = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2"))
+def _write_environment(path: Path, target: float | None, result: ProbeResult | None = None) -> Path:
+    hosts = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2"))
     flows = flows_between(2, "all")
     environment.write_environment(
-        Environment(sites, flows, Pattern(1e9, 1e8, 65536), target=target, found=found), path
+        Environment(hosts, flows, Pattern(1e9, 1e8, 65536), target=target, found=result), path
     )
     return path
 
 
 def test_no_traffic_comes_first_and_the_control_last(tmp_path: Path) -> None:
-    found = ProbeResult(800, 0.01, 0.0152, 1.52, 1.44, 1.6)
-    low, loud = _keep(tmp_path / "low.json", 1.5, found), _keep(tmp_path / "loud.json", None)
-    quiet, first, second, control = read_settings([low, loud], ["b=192.168.0.2", "a=192.168.0.1"])
-    labels = [one.label for one in (quiet, first, second, control)]
+    result = ProbeResult(800, 0.01, 0.0152, 1.52, 1.44, 1.6)
+    low, high = (
+        _write_environment(tmp_path / "low.json", 1.5, result),
+        _write_environment(tmp_path / "loud.json", None),
+    )
+    without_traffic, first, second, control = read_settings(
+        [low, high], ["b=192.168.0.2", "a=192.168.0.1"]
+    )
+    labels = [setting.label for setting in (without_traffic, first, second, control)]
     assert labels == ["none", "1.5", "loud", "loud apart"]
     assert first.description == "traffic 1.5 (p99/p50 1.52 [1.44, 1.60], 800 samples)"
     assert second.description == "traffic loud (not calibrated)"
     session = SessionResult(TrainingSubject("x", "X"), "", 2, "cpu", (), ())
-    probed = TailRatio(1.5, 1.4, 1.6)
-    judged = [s.add_tail_ratios(session, probed, probed) for s in (quiet, first, second, control)]
-    # On the control's network the probe is to feel nothing.
-    assert [(one.target, one.tolerance) for one in judged] == [
+    tail_ratio = TailRatio(1.5, 1.4, 1.6)
+    sessions = [
+        s.add_tail_ratios(session, tail_ratio, tail_ratio)
+        for s in (without_traffic, first, second, control)
+    ]
+    # Traffic on the control's network must not affect the probe, so the control has no target.
+    assert [(setting.target, setting.tolerance) for setting in sessions] == [
         *((None, 0), (1.5, 0.1), (None, 0), (None, 0))
     ]
-    assert {one.before for one in judged} == {probed}
+    assert {setting.before for setting in sessions} == {tail_ratio}
     assert control.environment is not None
-    sites = control.environment.hosts
-    # Flows go over the other network, and the probe stays where the ranks are.
-    assert [(s.addr, s.flow_addr) for s in sites] == [
+    hosts = control.environment.hosts
+    # Flows use the other network, and the probe that of the ranks.
+    assert [(s.addr, s.flow_addr) for s in hosts] == [
         ("10.0.0.1", "192.168.0.1"),
         ("10.0.0.2", "192.168.0.2"),
     ]
 
 
 def test_environments_with_equal_targets_are_labelled_by_file(tmp_path: Path) -> None:
-    paths = [_keep(tmp_path / name, 3) for name in ("shallow.json", "deep.json")]
-    assert [one.label for one in read_settings(paths, [])] == ["none", "shallow", "deep"]
+    paths = [_write_environment(tmp_path / name, 3) for name in ("shallow.json", "deep.json")]
+    assert [setting.label for setting in read_settings(paths, [])] == ["none", "shallow", "deep"]
 
 
 @pytest.mark.parametrize(
-    ("names", "apart", "told"),
+    ("names", "apart", "message"),
     [
         (["x.json"], ["a"], "--apart 'a'; expected HOST=ADDRESS"),
         (["x.json"], ["a="], "--apart 'a='; expected HOST=ADDRESS"),
@@ -72,8 +80,8 @@ def test_environments_with_equal_targets_are_labelled_by_file(tmp_path: Path) ->
     ],
 )
 def test_invalid_options_are_refused(
-    names: list[str], apart: list[str], told: str, tmp_path: Path
+    names: list[str], apart: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        read_settings([_keep(tmp_path / name, None) for name in names], apart)
-    assert told in str(error.value)
+        read_settings([_write_environment(tmp_path / name, None) for name in names], apart)
+    assert message in str(error.value)

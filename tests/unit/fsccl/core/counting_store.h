@@ -1,4 +1,5 @@
-// A store for ranks that are threads of one process. It counts its operations.
+// Store for tests whose ranks are threads of one process. It counts its operations and can lose a
+// value.
 #pragma once
 
 #include <map>
@@ -16,9 +17,9 @@ class StoreContents {
   std::mutex mutex;
   std::map<std::string, std::string> values;
   std::string lost_key;  // the first value that is set for this key is dropped
-  size_t sets = 0, adds = 0, gets = 0, exists_calls = 0;
-  size_t bytes = 0;         // of keys and values that were set, added to and read
-  size_t exists_bytes = 0;  // of keys passed to has()
+  size_t sets = 0, adds = 0, gets = 0, has_calls = 0;  // numbers of operations
+  size_t bytes = 0;          // of keys and values of set(), add() and get()
+  size_t has_key_bytes = 0;  // of keys passed to has()
 };
 
 // One rank's access to the shared contents.
@@ -46,10 +47,10 @@ class CountingStore : public Store {
   }
   bool has(const std::vector<std::string>& keys) override {
     const std::lock_guard<std::mutex> hold(contents_.mutex);
-    ++contents_.exists_calls;
+    ++contents_.has_calls;
     bool all = true;
     for (const auto& k : keys) {
-      contents_.exists_bytes += k.size();
+      contents_.has_key_bytes += k.size();
       all = all && contents_.values.count(k) > 0;
     }
     return all;

@@ -1,9 +1,9 @@
 // Fuzz test of the transport and of the parsers of store values. Built with sanitizers by
 // test_fsccl_core.py. Usage:
 //   fuzz_test <first seed> <seeds>
-// In every round a peer sends a valid or nearly valid hello, and then anything: frames of every
-// kind with sensible and absurd numbers, correctly signed or not, bodies, garbage, the end of its
-// connection. All requests must have finished once the transport has been closed. Mutated store
+// For every seed, a peer sends a valid or nearly valid hello, and then random data: frames of every
+// kind with valid and invalid numbers, correctly signed or not, bodies, arbitrary bytes, the end of
+// its connection. All requests must have finished once the transport has been closed. Mutated store
 // values must be parsed or refused with an Error.
 #include <random>
 
@@ -19,6 +19,7 @@ T choose(Random& random, std::initializer_list<T> list) {
   return *(list.begin() + random() % list.size());
 }
 
+// Returns a random number near the limits of the protocol.
 uint64_t random_number_of_interest(Random& random) {
   const uint64_t small = random() % 9;
   return choose<uint64_t>(
@@ -39,7 +40,7 @@ Frame random_frame(Random& random) {
   if (random() % 2 == 0) {
     f.fingerprint.op = static_cast<OpCode>(random() % 300);
     f.fingerprint.dtype = static_cast<DType>(random() % 300);
-    f.fingerprint.red = static_cast<RedOp>(random() % 300);
+    f.fingerprint.red_op = static_cast<RedOp>(random() % 300);
     f.fingerprint.sequence = random_number_of_interest(random);
     f.fingerprint.bytes = random_number_of_interest(random);
   }
@@ -66,8 +67,8 @@ bool send_random_frame(const Fd& fd, Random& random, RawPeer& peer) {
          (send_bytes(fd, body.data(), body.size()) && send_bytes(fd, &seal, sizeof seal));
 }
 
-// Sends messages in stripes that are nearly valid: announced twice, or with stripes beyond their
-// ends.
+// Sends striped messages that are nearly valid: announced twice, or with stripes beyond the end of
+// the message.
 bool send_stripes(const Fd& fd, Random& random, RawPeer& peer) {
   const uint64_t number = random() % 4;
   const uint64_t total = choose<uint64_t>(random, {1, 64, 4096, 4096, 300000});
@@ -76,7 +77,7 @@ bool send_stripes(const Fd& fd, Random& random, RawPeer& peer) {
   f.tag = choose<uint64_t>(random, {kTag, kUserTag, kUserTag, kUserTag + 1});
   f.message = number;
   f.total = total;
-  f.flags = random() % 4 == 0 ? kNeedsClear : 0;
+  f.flags = random() % 4 == 0 ? kNeedsClearToSend : 0;
   for (uint64_t announcements = random() % 4 == 0 ? 2 : 1; announcements > 0; --announcements) {
     f.mac = peer.sign(fd, f);
     if (!send_bytes(fd, &f, sizeof f)) return false;
@@ -108,8 +109,8 @@ void run_random_peer(Random& random) {
                                    peer.transport->send(1, kUserTag, all_of(out))};
   std::vector<Fd> connections;
   for (uint64_t i = 0; i <= random() % 3; ++i) {
-    const bool odd = random() % 6 == 0;
-    const uint64_t index = odd ? random_number_of_interest(random) : i;
+    const bool has_invalid_index = random() % 6 == 0;
+    const uint64_t index = has_invalid_index ? random_number_of_interest(random) : i;
     connections.push_back(peer.connect(peer.token, RawPeer::kKey, index));
     const timeval timeout{0, 20000};  // the transport stops reading once it has buffered enough
     setsockopt(connections.back().get(), SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);

@@ -1,6 +1,8 @@
-// Explores every interleaving of ranks that share memory, within a bound. Usage:
+// Explores every interleaving of ranks that share memory, up to a number of preemptions: a test of
+// the step protocol (shm_steps.h) and of channels (channels.h). Usage:
 //   interleavings_test <steps, roots, wrap or rings> <ranks> <rounds> <preemptions>
-// Prints "ok N" with the number of interleavings.
+// runs a program on each rank (run_steps, run_roots, run_ring below; "wrap" is run_steps with
+// counters that wrap around) and prints "ok N" with the number of interleavings.
 //
 // The sources of the protocol are compiled with a Word class, every access of which is a point at
 // which another rank may run. Ranks are fibers of one thread. The test runs all schedules, one
@@ -87,8 +89,8 @@ class InterleavingExplorer {
 
   using Program = std::function<void(int rank)>;
 
-  // `make_program` creates the world of the ranks anew and returns what each rank runs. Returns the
-  // number of schedules.
+  // Explores all schedules of `ranks` ranks and returns their number. `make_program` initialises
+  // the shared memory for one schedule and returns the program that each rank runs.
   size_t explore(int ranks, const std::function<Program()>& make_program) {
     fibers_ = std::vector<Fiber>(static_cast<size_t>(ranks));
     size_t schedules = 0;
@@ -101,17 +103,17 @@ class InterleavingExplorer {
 
   // Called by the running fiber: another one may run here.
   void yield_to_scheduler() {
-    if (current_ < 0) return;  // the world is being created
-    Fiber& me = fibers_[static_cast<size_t>(current_)];
-    swapcontext(&me.context, &main_);
+    if (current_ < 0) return;  // make_program() is running
+    Fiber& running_rank = fibers_[static_cast<size_t>(current_)];
+    swapcontext(&running_rank.context, &main_);
   }
   // The running fiber sleeps until `word` is woken.
   void sleep_on(const Word& word, uint32_t expected) {
     yield_to_scheduler();
     if (word.now() != expected) return;
-    Fiber& me = fibers_[static_cast<size_t>(current_)];
-    me.sleeps_on = &word;
-    swapcontext(&me.context, &main_);
+    Fiber& running_rank = fibers_[static_cast<size_t>(current_)];
+    running_rank.sleeps_on = &word;
+    swapcontext(&running_rank.context, &main_);
   }
   void wake_sleepers(const Word& word) {
     yield_to_scheduler();
@@ -147,7 +149,7 @@ class InterleavingExplorer {
     current_ = -1;
     program_ = make_program();
     for (Fiber& fiber : fibers_) reset_fiber(&fiber);
-    at_ = 0;
+    next_choice_ = 0;
     preemptions_left_ = max_preemptions_;
     int running = -1;
     for (;;) {
@@ -156,14 +158,14 @@ class InterleavingExplorer {
       const int next = runnable[choose(runnable.size())];
       if (running >= 0 && next != running && is_runnable(running)) --preemptions_left_;
       running = current_ = next;
-      active = this;
+      running_explorer = this;
       swapcontext(&main_, &fibers_[static_cast<size_t>(next)].context);
     }
     current_ = -1;
     for (size_t r = 0; r < fibers_.size(); ++r) {
       if (!fibers_[r].has_ended) fail_test("rank " + std::to_string(r) + " sleeps forever");
     }
-    program_ = nullptr;  // together with the world
+    program_ = nullptr;  // destroys the shared state that make_program() has created
   }
   bool is_runnable(int rank) const {
     const Fiber& fiber = fibers_[static_cast<size_t>(rank)];
@@ -181,9 +183,9 @@ class InterleavingExplorer {
   }
   size_t choose(size_t count) {
     if (count == 1) return 0;
-    if (at_ == choices_.size()) choices_.push_back({0, count});
-    if (choices_[at_].count != count) fail_test("a schedule is not reproducible");
-    return choices_[at_++].selected;
+    if (next_choice_ == choices_.size()) choices_.push_back({0, count});
+    if (choices_[next_choice_].count != count) fail_test("a schedule is not reproducible");
+    return choices_[next_choice_++].selected;
   }
   bool select_next_schedule() {
     while (!choices_.empty() && choices_.back().selected + 1 == choices_.back().count) {
@@ -194,41 +196,41 @@ class InterleavingExplorer {
     return true;
   }
   static void enter() {
-    InterleavingExplorer& p = *active;
-    const int me = p.current_;
+    InterleavingExplorer& p = *running_explorer;
+    const int running_rank = p.current_;
     try {
-      p.program_(me);
+      p.program_(running_rank);
     } catch (const Error& e) {
       fail_test(e.what());
     }
-    p.fibers_[static_cast<size_t>(me)].has_ended = true;
+    p.fibers_[static_cast<size_t>(running_rank)].has_ended = true;
   }
 
-  static InterleavingExplorer* active;
+  static InterleavingExplorer* running_explorer;
   const int max_preemptions_;
   int preemptions_left_ = 0, current_ = -1;
   ucontext_t main_{};
   std::vector<Fiber> fibers_;
   std::vector<Choice> choices_;
-  size_t at_ = 0;
+  size_t next_choice_ = 0;
   Program program_;
 };
 
-InterleavingExplorer* InterleavingExplorer::active = nullptr;
+InterleavingExplorer* InterleavingExplorer::running_explorer = nullptr;
 InterleavingExplorer* explorer = nullptr;
 
-constexpr size_t kSlot = 64;
+constexpr size_t kSlotBytes = 64;
 
-// Content of a slot. Other ranks may run between its halves, both while it is written and while it
-// is read.
+// Writes a slot: the value in both halves. Other ranks may run between the halves, both while a
+// slot is written and while it is read, so that torn reads are detected.
 void write(std::byte* at, uint32_t value) {
   std::memcpy(at, &value, sizeof value);
   explorer->yield_to_scheduler();
-  std::memcpy(at + kSlot / 2, &value, sizeof value);
+  std::memcpy(at + kSlotBytes / 2, &value, sizeof value);
 }
 
 void read(const std::byte* at, uint32_t expected, const char* description) {
-  for (const size_t half : {size_t{0}, kSlot / 2}) {
+  for (const size_t half : {size_t{0}, kSlotBytes / 2}) {
     uint32_t value = 0;
     std::memcpy(&value, at + half, sizeof value);
     if (value != expected) {
@@ -243,12 +245,12 @@ uint32_t slot_value(int rank, int round) {
   return static_cast<uint32_t>(1000 * (rank + 1) + round);
 }
 
-// Ranks that share zeroed memory, like that of a new segment.
+// The ShmSteps of all ranks, which share zeroed memory, like that of a new segment.
 struct SharedWorld {
   SharedWorld(const Segment& memory, int ranks, uint32_t first_step) {
     std::memset(memory.data(), 0, memory.bytes());
     ShmConfig config;
-    config.slot_bytes = kSlot;
+    config.slot_bytes = kSlotBytes;
     config.process_id = 1;
     config.first_step = first_step;
     for (int r = 0; r < ranks; ++r) {
@@ -269,7 +271,7 @@ CollectiveFingerprint fingerprint_of(int round) {
 
 Deadline test_deadline() { return Deadline::after(Deadline::Ms(600000)); }
 
-// All ranks read the slots of all ranks.
+// Program "steps" of a rank: in every step, all ranks read the slots of all ranks.
 void run_steps(ShmSteps& shm, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     shm.begin(fingerprint_of(round), test_deadline());
@@ -283,7 +285,8 @@ void run_steps(ShmSteps& shm, int rounds) {
   }
 }
 
-// All other ranks read the slot of a root, which reads none and changes every round.
+// Program "roots" of a rank: in every step, all other ranks read the slot of a root, which reads
+// none. The root changes every round.
 void run_roots(ShmSteps& shm, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const int root = round % shm.size();
@@ -295,7 +298,8 @@ void run_roots(ShmSteps& shm, int rounds) {
   }
 }
 
-// Every rank sends to the next one while there is room, and receives from the previous one.
+// Program "rings" of a rank: it sends to the next rank while a slot is free, and receives from the
+// previous one.
 void run_ring(ShmSteps& shm, Channels& channels, int rounds) {
   const int next = (shm.rank() + 1) % shm.size();
   const int previous = (shm.rank() + shm.size() - 1) % shm.size();
@@ -303,12 +307,12 @@ void run_ring(ShmSteps& shm, Channels& channels, int rounds) {
   for (int sent = 0, received = 0; sent < rounds || received < rounds;) {
     const uint32_t doorbell_seen = channels.doorbell();
     bool progressed = false;
-    if (sent < rounds && !channels.send_full(0, next)) {
+    if (sent < rounds && !channels.is_send_full(0, next)) {
       write(channels.send_slot(0), slot_value(shm.rank(), sent++));
       channels.post(0, next);
       progressed = true;
     }
-    if (received < rounds && !channels.recv_empty(0, previous)) {
+    if (received < rounds && !channels.is_recv_empty(0, previous)) {
       read(channels.recv_slot(0, previous), slot_value(previous, received++), "a send");
       channels.release(0, previous);
       progressed = true;
@@ -336,7 +340,7 @@ int main(int argc, char** argv) {
   InterleavingExplorer explorer_object(std::atoi(argv[4]));
   explorer = &explorer_object;
   const uint32_t first_step = program == "wrap" ? 0xFFFFFFFE : 0;
-  const size_t bytes = ShmSteps::segment_bytes(ranks, kSlot);
+  const size_t bytes = ShmSteps::segment_bytes(ranks, kSlotBytes);
   const Segment memory = Segment::create(bytes, bytes, "");
   std::shared_ptr<Segment> ring_segment;  // one segment for all schedules
   const size_t schedules = explorer_object.explore(ranks, [&]() -> InterleavingExplorer::Program {
@@ -355,7 +359,7 @@ int main(int argc, char** argv) {
     if (ring_segment) std::memset(ring_segment->data(), 0, ring_segment->bytes());
     for (const auto& shm : world->shm) {
       channels->push_back(std::make_unique<Channels>(*shm, 1, make));
-      channels->back()->reserve_slots(kSlot);
+      channels->back()->reserve_slots(kSlotBytes);
     }
     return [=](int rank) {
       const auto r = static_cast<size_t>(rank);

@@ -1,6 +1,7 @@
-// Buffers of more than 4 GiB in little memory. Two ranks are threads; their buffers map the same
-// pages repeatedly, except for the last pages, around 4 GiB, which are private. The period of the
-// repetition does not divide 4 GiB, so that an offset truncated to 32 bits reads other bytes.
+// Tests of collectives on buffers of more than 4 GiB, with little memory. Two ranks are threads;
+// their buffers map the same pages repeatedly, except for the last pages, around 4 GiB, which are
+// private. The period of the repetition does not divide 4 GiB, so that an offset truncated to 32
+// bits leads to other bytes.
 // Usage: large_test <ranks per node: 2 or 1,1> <pipeline_k>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,8 +1,8 @@
-// A Transport other than those of the product, in one file: mailboxes in the memory of a process
-// whose threads are the ranks. A thread delivers one message after the other, chosen at random from
-// all messages in flight; only messages of one sender with one tag stay in order. A message is read
-// from the memory of its send when it is delivered, so that reusing that memory before the send has
-// finished is detected.
+// Transport for tests, which shows that the core depends only on the interface: the ranks are
+// threads, and a message is delivered to a mailbox in the memory of the process. A thread delivers
+// one message after the other, chosen at random from all messages in flight; only messages of one
+// sender with one tag stay in order. A message is read from the memory of its send when it is
+// delivered, so that tests detect code that reuses that memory before the send has finished.
 #pragma once
 
 #include <algorithm>
@@ -82,7 +82,7 @@ class Mailbox final : public Transport {
   std::list<Receive> receives_;
   std::vector<Traffic> sent_;
   std::atomic<uint64_t> progress_{0};
-  std::unique_ptr<Error> failed_;
+  std::unique_ptr<Error> abort_error_;
   bool closed_ = false;
 };
 
@@ -107,7 +107,7 @@ class MailboxNetwork final : public Device, public std::enable_shared_from_this<
 
  private:
   friend class Mailbox;
-  using Route = std::tuple<size_t, int, uint64_t>;  // receiving mailbox, sender, tag
+  using Stream = std::tuple<size_t, int, uint64_t>;  // receiving mailbox, sender, tag
 
   void run_thread() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -125,12 +125,12 @@ class MailboxNetwork final : public Device, public std::enable_shared_from_this<
     }
   }
   void deliver_random_message() {
-    auto route = in_flight_.begin();
-    std::advance(route, static_cast<long>(random_() % in_flight_.size()));
-    Mailbox* const mailbox = mailboxes_[std::get<0>(route->first)];
-    Mailbox::Message message = std::move(route->second.front());
-    route->second.pop_front();
-    if (route->second.empty()) in_flight_.erase(route);
+    auto stream = in_flight_.begin();
+    std::advance(stream, static_cast<long>(random_() % in_flight_.size()));
+    Mailbox* const mailbox = mailboxes_[std::get<0>(stream->first)];
+    Mailbox::Message message = std::move(stream->second.front());
+    stream->second.pop_front();
+    if (stream->second.empty()) in_flight_.erase(stream);
     message.body.resize(message.request->memory.bytes());
     message.request->memory.copy_to(message.body.data(), {0, message.body.size()});
     message.request->succeed();
@@ -154,9 +154,9 @@ class MailboxNetwork final : public Device, public std::enable_shared_from_this<
   std::condition_variable changed_, idle_;
   std::mt19937 random_;
   std::vector<Mailbox*> mailboxes_;
-  std::map<Route, std::deque<Mailbox::Message>> in_flight_;
+  std::map<Stream, std::deque<Mailbox::Message>> in_flight_;
   std::vector<std::function<void()>> tasks_;
-  bool stop_ = false, busy_ = false;
+  bool stop_ = false, busy_ = false;  // busy: a task is running
   std::thread thread_;
 };
 
@@ -174,8 +174,8 @@ inline RequestPtr Mailbox::send(int peer, uint64_t tag, BufferList memory,
   auto request = std::make_shared<Request>();
   request->memory = std::move(memory);
   const NetworkLock lock(network_->mutex_);
-  if (failed_) {
-    request->fail(*failed_);
+  if (abort_error_) {
+    request->fail(*abort_error_);
     return request;
   }
   sent_[static_cast<size_t>(peer)].messages += 1;
@@ -195,8 +195,8 @@ inline RequestPtr Mailbox::recv(int peer, uint64_t tag, BufferList memory,
   request->peer = peer;
   request->memory = std::move(memory);
   const NetworkLock lock(network_->mutex_);
-  if (failed_) {
-    request->fail(*failed_);
+  if (abort_error_) {
+    request->fail(*abort_error_);
     return request;
   }
   const Receive receive{peer, request};
@@ -244,7 +244,7 @@ inline void Mailbox::notify(const RequestPtr& request, std::function<void()> cal
 
 inline void Mailbox::raise_transport_error() {
   const NetworkLock lock(network_->mutex_);
-  if (failed_) throw Error(*failed_);
+  if (abort_error_) throw Error(*abort_error_);
 }
 
 inline RequestPtr Mailbox::query_awaited_rank(int rank) {
@@ -260,7 +260,7 @@ inline RequestPtr Mailbox::query_awaited_rank(int rank) {
 }
 
 inline void Mailbox::fail_all(const Error& error) {
-  failed_ = std::make_unique<Error>(error);
+  abort_error_ = std::make_unique<Error>(error);
   for (const Receive& receive : receives_) receive.request->fail(error);
   receives_.clear();
   drop_unsent(error);
@@ -268,25 +268,25 @@ inline void Mailbox::fail_all(const Error& error) {
 
 // Fails this rank's sends that have not been delivered: their memory belongs to the caller again.
 inline void Mailbox::drop_unsent(const Error& error) {
-  for (auto route = network_->in_flight_.begin(); route != network_->in_flight_.end();) {
+  for (auto stream = network_->in_flight_.begin(); stream != network_->in_flight_.end();) {
     const bool to_peer =
-        std::count(mailboxes_.begin(), mailboxes_.end(), std::get<0>(route->first)) > 0;
-    if (!to_peer || std::get<1>(route->first) != peers_.rank) {
-      ++route;
+        std::count(mailboxes_.begin(), mailboxes_.end(), std::get<0>(stream->first)) > 0;
+    if (!to_peer || std::get<1>(stream->first) != peers_.rank) {
+      ++stream;
       continue;
     }
-    for (const Message& message : route->second) message.request->fail(error);
-    route = network_->in_flight_.erase(route);
+    for (const Message& message : stream->second) message.request->fail(error);
+    stream = network_->in_flight_.erase(stream);
   }
 }
 
 inline void Mailbox::abort(const Error& error) {
   const NetworkLock lock(network_->mutex_);
-  if (failed_) return;
+  if (abort_error_) return;
   fail_all(error);
   for (const size_t number : mailboxes_) {
     Mailbox* const mailbox = network_->mailboxes_[number];
-    if (mailbox == nullptr || mailbox->failed_) continue;
+    if (mailbox == nullptr || mailbox->abort_error_) continue;
     mailbox->fail_all(error);
     network_->run_task([mailbox, error] { mailbox->abort_handler_(error); });
   }
@@ -297,7 +297,7 @@ inline std::vector<Transport::Traffic> Mailbox::sent_traffic() {
   return sent_;
 }
 
-// Once it returns, no handler of this rank is called any more.
+// Leaves the network. Once it returns, no handler of this rank is called any more.
 inline void Mailbox::close() {
   std::unique_lock<std::mutex> lock(network_->mutex_);
   if (std::exchange(closed_, true)) return;

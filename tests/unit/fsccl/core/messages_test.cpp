@@ -1,6 +1,6 @@
-// Messages between two and three ranks that are threads: large bodies in both directions at once
-// through tiny socket buffers, many messages at once, and how ranks fail and leave. Built with a
-// sanitizer by test_fsccl_core.py. Usage: messages_test <seed>
+// Tests of TcpTransport between two or more ranks that are threads: large bodies in both directions
+// at once through small socket buffers, many messages at once, ranks that fail and ranks that
+// leave. Built with a sanitizer by test_fsccl_core.py. Usage: messages_test <seed>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -48,8 +48,8 @@ namespace {
 
 using namespace fsccl;
 
-// Every rank sends to every other at once, more than the sockets take. Several threads post
-// receives before or after the messages arrive.
+// Every rank sends to every other at once, more than the socket buffers hold. One thread per peer
+// posts receives before or after the messages arrive.
 void exchange_many_messages(int ranks, int buffer_bytes, int connections, unsigned seed) {
   auto transports = connect_transports(ranks, buffer_bytes, connections);
   run_on_each_rank(transports, [&](Transport& m, int me) {
@@ -146,7 +146,8 @@ void any_source_receive_fails_when_all_peers_left() {
   ranks[0]->close();
 }
 
-// Also if a rank connects to one that has left already.
+// A rank that connects to a rank that has already left gets kBye: a receive from any source
+// continues.
 void connecting_to_a_rank_that_left_is_no_failure() {
   auto ranks = connect_transports(3, 0, 1);
   ranks[1]->close();
@@ -170,13 +171,13 @@ void long_abort_reasons_are_truncated() {
   for (auto& r : ranks) r->close();
 }
 
-// Many peers send small messages to a rank that receives none.
+// Many peers send messages to a rank that receives none until no more arrive.
 void total_buffered_bytes_are_limited() {
   constexpr int kRanks = 6;
   constexpr size_t kMessages = 30, kSize = 100000;
   TcpOptions options;
   options.buffer_bytes = 128 << 10;
-  options.total_buffered_bytes = 1 << 20;
+  options.max_total_buffered_bytes = 1 << 20;
   const auto devices = make_devices(kRanks, options);
   std::atomic<int> sent{0};
   auto transports = connect_transports(devices);
@@ -189,7 +190,7 @@ void total_buffered_bytes_are_limited() {
         previous = buffered;
         std::this_thread::sleep_for(std::chrono::milliseconds(300));
       } while (buffered != previous || previous == 0);
-      expect(previous <= options.total_buffered_bytes + (kRanks - 1) * 2 * kSize,
+      expect(previous <= options.max_total_buffered_bytes + (kRanks - 1) * 2 * kSize,
              "more is buffered than allowed");
       expect(sent < kRanks - 1, "everything is buffered");
       for (int peer = kRanks - 1; peer > 0; --peer) {
@@ -271,13 +272,15 @@ void send_fails_only_after_its_copy_ends() {
   run_on_each_rank(ranks, [](Transport& m, int) { m.close(); });
 }
 
-// A receive from a given rank, and one from any source.
-void receives_match_in_posting_order(bool anyone) {
+// A receive from one rank and a receive from any source with the same tag; `any_source_first`: the
+// latter is posted first.
+void receives_match_in_posting_order(bool any_source_first) {
   auto ranks = connect_transports(2, 0, 1);
   Bytes first(1000), second(1000);
   const int any = Transport::kAnySource;
-  const RequestPtr receives[] = {ranks[0]->recv(anyone ? any : 1, kUserTag, all_of(first)),
-                                 ranks[0]->recv(anyone ? 1 : any, kUserTag, all_of(second))};
+  const RequestPtr receives[] = {
+      ranks[0]->recv(any_source_first ? any : 1, kUserTag, all_of(first)),
+      ranks[0]->recv(any_source_first ? 1 : any, kUserTag, all_of(second))};
   const Bytes out[] = {pattern(1000, 1), pattern(1000, 2)};
   for (const Bytes& b : out)
     ranks[1]->wait(ranks[1]->send(0, kUserTag, all_of(b)), test_deadline(), {});
@@ -298,7 +301,8 @@ int main(int argc, char** argv) {
   for (int k = 0; k < 20; ++k) RUN_CASE(messages_of_a_rank_that_left_are_received(1 + k % 2));
   RUN_CASE(receiver_may_leave_before_send_completes());
   RUN_CASE(send_fails_only_after_its_copy_ends());
-  for (const bool anyone : {true, false}) RUN_CASE(receives_match_in_posting_order(anyone));
+  for (const bool any_source_first : {true, false})
+    RUN_CASE(receives_match_in_posting_order(any_source_first));
   RUN_CASE(any_source_receive_fails_when_all_peers_left());
   for (int k = 0; k < 10; ++k) RUN_CASE(connecting_to_a_rank_that_left_is_no_failure());
   RUN_CASE(long_abort_reasons_are_truncated());

@@ -1,4 +1,5 @@
-// Calls of ranks that do not match: every rank must get an error that explains the mismatch.
+// Collectives that the ranks call with arguments that do not match, or in which a rank fails early:
+// every rank must get an error that explains the reason.
 #pragma once
 
 #include <cstdio>
@@ -14,13 +15,14 @@
 
 namespace fsccl {
 
-// A mismatched call, and the messages of which every rank must get one.
+// A mismatched call, and the error messages of which every rank must get one.
 struct MismatchedCall {
-  std::vector<const char*> messages;  // one of them
-  std::function<void(Group&, const Deadline&)> call;
+  std::vector<const char*> messages;
+  std::function<void(Group&, const Deadline&)> call;  // run on each rank
 };
 
-// Rank 0 passes different sizes for sending to itself and receiving from itself.
+// Calls an operation in which rank 0 sends `sent` bytes to itself but expects `expected` bytes from
+// itself.
 inline void exchange_mismatched_with_self(Group& group, size_t sent, size_t expected, OpCode op,
                                           const Deadline& d) {
   const auto n = static_cast<size_t>(group.size());
@@ -36,7 +38,8 @@ inline void exchange_mismatched_with_self(Group& group, size_t sent, size_t expe
   if (op == OpCode::kScatter) group.scatter(is_rank0 ? send : BufferLists(), recv[0], 0, d);
 }
 
-// Every rank passes other sizes of the parts than the others; the totals are equal.
+// Calls reduce_scatter or all_gather with sizes of the parts that differ between ranks; their
+// totals are equal. With `all_to_one`, each rank gives all bytes to its own part.
 inline void pass_mismatched_lists(Group& group, bool all_to_one, bool reduces, const Deadline& d) {
   const auto n = static_cast<size_t>(group.size()), me = static_cast<size_t>(group.rank());
   std::vector<size_t> sizes(n, all_to_one ? 0 : 8);
@@ -115,7 +118,8 @@ void run_on_all_ranks(const Settings& settings, int n, const std::function<void(
   for (auto& t : ranks) t.join();
 }
 
-// A rank whose own part of a call matches completes it, and gets the error from the next call.
+// Calls a barrier before and after each mismatched call: a rank whose own arguments match may
+// complete the call, and gets the error from the next one.
 inline void expect_mismatch_errors(const Settings& settings, int n) {
   for (const MismatchedCall& mismatch : mismatched_calls(n)) {
     const auto between_barriers = [&mismatch](Group& group, const Deadline& d) {
@@ -129,8 +133,8 @@ inline void expect_mismatch_errors(const Settings& settings, int n) {
   }
 }
 
-// A rank fails after it has exchanged identities and before its first collective, as a device
-// engine may, while the other ranks are in theirs or about to start it.
+// The last rank fails after it has exchanged identities and before its first collective, as a
+// device engine may, while the other ranks are in their first collective or about to start it.
 inline void fail_before_first_collective(const Settings& settings, int n) {
   const auto call = [n](Group& group, const Deadline& d) {
     group.identities(d);
@@ -142,8 +146,8 @@ inline void fail_before_first_collective(const Settings& settings, int n) {
   });
 }
 
-// Any exception between the exchange of identities and the first step, on the rank that creates the
-// segment.
+// The rank that creates the segment gets an exception between the exchange of identities and the
+// first step.
 inline void fail_to_publish_segment(const Settings& settings, int n) {
   if (settings.node_sizes[0] < 2) return;  // the only rank of its node does not publish the segment
   const auto call = [](Group& group, const Deadline& d) { group.barrier(d); };

@@ -1,5 +1,6 @@
-// Ranks as threads: every collective against a reference, over sizes and numbers of ranks per node.
-// Built with a sanitizer by test_fsccl_core.py. Usage:
+// Tests of all collectives of Group, with ranks that are threads: results are compared with a
+// reference, for many sizes and numbers of ranks per node; then errors. Built with a sanitizer by
+// test_fsccl_core.py. Usage:
 //   ranks_test <ranks per node, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
 //   ranks_test <ranks per node> <seed> <rounds> <algorithm>, or, over the mailbox transport,
 //   ranks_test <ranks per node> <seed> <rounds> <algorithm>@mailboxes
@@ -37,12 +38,12 @@ int64_t value(int rank, size_t i, int round) {
 // Runs every collective on one rank and compares the results with a reference.
 class RankTest {
  public:
-  RankTest(Group& group, int n) : g_(group), r_(group.rank()), n_(n) {}
+  RankTest(Group& group, int n) : group_(group), rank_(group.rank()), size_(n) {}
 
   void run_round(size_t count, int round) {
     count_ = count;
     round_ = round;
-    root_ = round % n_;
+    root_ = round % size_;
     all_reduce();
     reduce();
     reduce_scatter();
@@ -51,8 +52,8 @@ class RankTest {
     gather_scatter();
     all_to_all();
     exchange_with_neighbours();
-    g_.barrier(deadline());
-    g_.monitored_barrier(deadline());
+    group_.barrier(deadline());
+    group_.monitored_barrier(deadline());
   }
 
  private:
@@ -64,12 +65,12 @@ class RankTest {
   }
   int32_t sum(size_t i) const {
     int64_t s = 0;
-    for (int p = 0; p < n_; ++p) s += value(p, i, round_);
+    for (int p = 0; p < size_; ++p) s += value(p, i, round_);
     return static_cast<int32_t>(s);
   }
   void expect(const char* op, size_t i, int32_t actual, int64_t expected) const {
     if (actual != expected) {
-      fail_test(op, r_, i, static_cast<double>(actual), static_cast<double>(expected));
+      fail_test(op, rank_, i, static_cast<double>(actual), static_cast<double>(expected));
     }
   }
   static BufferLists split(std::vector<int32_t>& v, const std::vector<size_t>& counts) {
@@ -81,10 +82,10 @@ class RankTest {
     }
     return out;
   }
-  // Uneven on purpose: rank p has `count_ + p` elements.
+  // Returns element counts that differ between ranks: `count_ + p` for rank p.
   std::vector<size_t> uneven_counts() const {
     std::vector<size_t> c;
-    for (int p = 0; p < n_; ++p) c.push_back(count_ == 0 ? 0 : count_ + static_cast<size_t>(p));
+    for (int p = 0; p < size_; ++p) c.push_back(count_ == 0 ? 0 : count_ + static_cast<size_t>(p));
     return c;
   }
   static size_t total(const std::vector<size_t>& c) {
@@ -94,68 +95,69 @@ class RankTest {
   }
 
   void all_reduce() {
-    auto v = input_of(count_, r_);
-    g_.all_reduce(v.data(), v.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, deadline());
+    auto v = input_of(count_, rank_);
+    group_.all_reduce(v.data(), v.data(), count_, {DType::kI32, RedOp::kSum, 1, size_}, deadline());
     for (size_t i = 0; i < count_; ++i) expect("all_reduce", i, v[i], sum(i));
   }
   void reduce() {
-    auto v = input_of(count_, r_);
+    auto v = input_of(count_, rank_);
     std::vector<int32_t> out(count_, -1);
-    g_.reduce(v.data(), out.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, root_, deadline());
-    for (size_t i = 0; i < count_; ++i) expect("reduce", i, out[i], r_ == root_ ? sum(i) : -1);
+    group_.reduce(v.data(), out.data(), count_, {DType::kI32, RedOp::kSum, 1, size_}, root_,
+                  deadline());
+    for (size_t i = 0; i < count_; ++i) expect("reduce", i, out[i], rank_ == root_ ? sum(i) : -1);
   }
   void reduce_scatter() {
     const auto counts = uneven_counts();
-    auto v = input_of(total(counts), r_);
-    const auto me = static_cast<size_t>(r_);
+    auto v = input_of(total(counts), rank_);
+    const auto me = static_cast<size_t>(rank_);
     std::vector<int32_t> out(counts[me], -1);
-    g_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4),
-                      {DType::kI32, RedOp::kSum, 1, n_}, deadline());
+    group_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4),
+                          {DType::kI32, RedOp::kSum, 1, size_}, deadline());
     size_t base = 0;
     for (size_t p = 0; p < me; ++p) base += counts[p];
     for (size_t i = 0; i < out.size(); ++i) expect("reduce_scatter", i, out[i], sum(base + i));
   }
   void all_gather() {
     const auto counts = uneven_counts();
-    auto v = input_of(counts[static_cast<size_t>(r_)], r_);
+    auto v = input_of(counts[static_cast<size_t>(rank_)], rank_);
     std::vector<int32_t> out(total(counts), -1);
-    g_.all_gather(BufferList(v.data(), v.size() * 4), split(out, counts), deadline());
+    group_.all_gather(BufferList(v.data(), v.size() * 4), split(out, counts), deadline());
     size_t at = 0;
-    for (int p = 0; p < n_; ++p) {
+    for (int p = 0; p < size_; ++p) {
       for (size_t i = 0; i < counts[static_cast<size_t>(p)]; ++i, ++at) {
         expect("all_gather", at, out[at], value(p, i, round_));
       }
     }
   }
   void broadcast() {
-    auto v = input_of(count_, r_);
-    g_.broadcast(BufferList(v.data(), count_ * 4), root_, deadline());
+    auto v = input_of(count_, rank_);
+    group_.broadcast(BufferList(v.data(), count_ * 4), root_, deadline());
     for (size_t i = 0; i < count_; ++i) expect("broadcast", i, v[i], value(root_, i, round_));
   }
   void gather_scatter() {
     const auto counts = uneven_counts();
-    auto v = input_of(counts[static_cast<size_t>(r_)], r_);
-    std::vector<int32_t> gathered(r_ == root_ ? total(counts) : 0, -1);
-    const auto parts = r_ == root_ ? split(gathered, counts) : BufferLists();
-    g_.gather(BufferList(v.data(), v.size() * 4), parts, root_, deadline());
+    auto v = input_of(counts[static_cast<size_t>(rank_)], rank_);
+    std::vector<int32_t> gathered(rank_ == root_ ? total(counts) : 0, -1);
+    const auto parts = rank_ == root_ ? split(gathered, counts) : BufferLists();
+    group_.gather(BufferList(v.data(), v.size() * 4), parts, root_, deadline());
     std::vector<int32_t> back(v.size(), -1);
-    g_.scatter(parts, BufferList(back.data(), back.size() * 4), root_, deadline());
+    group_.scatter(parts, BufferList(back.data(), back.size() * 4), root_, deadline());
     for (size_t i = 0; i < v.size(); ++i) expect("gather+scatter", i, back[i], v[i]);
   }
   void all_to_all() {  // rank r sends count + r * p elements to rank p
     std::vector<size_t> out_counts, in_counts;
-    for (int p = 0; p < n_; ++p) {
-      const size_t skew = static_cast<size_t>(r_) * static_cast<size_t>(p);
+    for (int p = 0; p < size_; ++p) {
+      const size_t skew = static_cast<size_t>(rank_) * static_cast<size_t>(p);
       out_counts.push_back(count_ == 0 && p == root_ ? 0 : count_ + skew);
-      in_counts.push_back(count_ == 0 && r_ == root_ ? 0 : count_ + skew);
+      in_counts.push_back(count_ == 0 && rank_ == root_ ? 0 : count_ + skew);
     }
-    auto v = input_of(total(out_counts), r_);
+    auto v = input_of(total(out_counts), rank_);
     std::vector<int32_t> out(total(in_counts), -1);
-    g_.all_to_all(split(v, out_counts), split(out, in_counts), deadline());
+    group_.all_to_all(split(v, out_counts), split(out, in_counts), deadline());
     size_t at = 0;
-    for (int p = 0; p < n_; ++p) {
+    for (int p = 0; p < size_; ++p) {
       size_t base = 0;
-      for (int q = 0; q < r_; ++q) {
+      for (int q = 0; q < rank_; ++q) {
         base += count_ == 0 && q == root_ ? 0 : count_ + static_cast<size_t>(p * q);
       }
       for (size_t i = 0; i < in_counts[static_cast<size_t>(p)]; ++i, ++at) {
@@ -163,22 +165,23 @@ class RankTest {
       }
     }
   }
-  // Two tags that are received in the opposite order of sending, and one receive from any source.
+  // Receives messages with two tags in the opposite order of sending, and one message from any
+  // source.
   void exchange_with_neighbours() {
-    if (n_ == 1) return;
-    const int to = (r_ + 1) % n_, from = (r_ + n_ - 1) % n_;
-    auto v = input_of(count_, r_);
+    if (size_ == 1) return;
+    const int to = (rank_ + 1) % size_, from = (rank_ + size_ - 1) % size_;
+    auto v = input_of(count_, rank_);
     std::vector<int32_t> a(count_, -1), b(count_, -1), c(1, -1);
-    auto own_rank = std::vector<int32_t>{r_};
+    auto own_rank = std::vector<int32_t>{rank_};
     std::vector<RequestPtr> requests;
     const auto bytes = count_ * 4;
-    requests.push_back(g_.send(to, 1, BufferList(v.data(), bytes), deadline()));
-    requests.push_back(g_.send(to, 2, BufferList(v.data(), bytes), deadline()));
-    requests.push_back(g_.send(to, 3, BufferList(own_rank.data(), 4), deadline()));
-    requests.push_back(g_.recv(from, 2, BufferList(b.data(), bytes), deadline()));
-    requests.push_back(g_.recv(from, 1, BufferList(a.data(), bytes), deadline()));
-    requests.push_back(g_.recv(Group::kAnySource, 3, BufferList(c.data(), 4), deadline()));
-    for (const auto& r : requests) g_.wait(OpCode::kRecv, r, deadline());
+    requests.push_back(group_.send(to, 1, BufferList(v.data(), bytes), deadline()));
+    requests.push_back(group_.send(to, 2, BufferList(v.data(), bytes), deadline()));
+    requests.push_back(group_.send(to, 3, BufferList(own_rank.data(), 4), deadline()));
+    requests.push_back(group_.recv(from, 2, BufferList(b.data(), bytes), deadline()));
+    requests.push_back(group_.recv(from, 1, BufferList(a.data(), bytes), deadline()));
+    requests.push_back(group_.recv(Group::kAnySource, 3, BufferList(c.data(), 4), deadline()));
+    for (const auto& r : requests) group_.wait(OpCode::kRecv, r, deadline());
     expect("recv from anyone", 0, c[0], from);
     expect("source", 0, requests.back()->peer, from);
     for (size_t i = 0; i < count_; ++i) {
@@ -187,14 +190,14 @@ class RankTest {
     }
   }
 
-  Group& g_;
-  int r_, n_;
+  Group& group_;
+  int rank_, size_;
   size_t count_ = 0;
   int round_ = 0, root_ = 0;
 };
 
-// One rank aborts in the middle of operations. All ranks that wait, on any node, and all later
-// calls get the reason.
+// One rank aborts while all ranks call operations. The current and all later calls on all ranks get
+// the error message of the abort.
 void abort_during_operations(Group& group) {
   static std::atomic<int> ranks_ready{0};  // a rank may still be in the previous operation
   ++ranks_ready;
@@ -269,7 +272,8 @@ void run_rank(StoreContents& contents, int rank, int n, const Settings& settings
   group.shutdown();
 }
 
-// All ranks wait for the last one and name it, before it has joined and afterwards.
+// All other ranks wait for the last one. awaited_rank_name() returns it, before it has joined the
+// group and afterwards.
 void late_rank_is_named(const Settings& settings, int n) {
   StoreContents contents;
   std::vector<std::unique_ptr<Group>> groups;
@@ -300,7 +304,7 @@ void late_rank_is_named(const Settings& settings, int n) {
   for (auto& t : ranks) t.join();
 }
 
-// A peer of another version, whose identity may have any format after the first line.
+// A peer runs another protocol version; its identity may have any format after the first line.
 void other_version_is_refused(const Settings& settings) {
   StoreContents contents;
   contents.values["rank/1"] = "99\nwho knows";

@@ -1,5 +1,6 @@
-// Messages with a peer made of raw sockets, which can send anything, stop anywhere, and be
-// unauthenticated. Built with a sanitizer by test_fsccl_core.py. Usage: raw_peer_test
+// Tests of TcpTransport with a peer made of raw sockets (RawPeer in transports.h), which can send
+// any frames, stop at any byte, and be unauthenticated. Built with a sanitizer by
+// test_fsccl_core.py. Usage: raw_peer_test
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -16,8 +17,8 @@ namespace {
 
 using namespace fsccl;
 
-// A rank that aborts right after it has connected still sends its hello, or the peer would not
-// believe the abort.
+// A rank that aborts right after it has connected still sends its hello, without which the peer
+// would ignore the abort.
 void abort_right_after_connecting() {
   RawPeer peer;
   Bytes in(10);
@@ -58,7 +59,8 @@ void every_callback_of_a_request_runs() {
   peer.transport->close();
 }
 
-// The rest of the body is sent, so that the frames that follow can be parsed, but it is not sealed.
+// After an abort, the rest of a body is sent, so that the peer can parse the frames that follow,
+// but its seal says that it is incomplete.
 void abort_while_sending() {
   RawPeer peer;
   auto out = std::make_unique<Bytes>(RawPeer::kBody);
@@ -77,6 +79,7 @@ void abort_while_sending() {
   peer.transport->close();
 }
 
+// After an abort, the rest of a body is received without accessing the memory of the request.
 void abort_while_receiving() {
   RawPeer peer;
   auto in = std::make_unique<Bytes>(RawPeer::kBody);
@@ -101,6 +104,7 @@ void abort_while_receiving() {
   peer.transport->close();
 }
 
+// The connections end in the middle of a body: closed, or with a TCP reset.
 void peer_ends_during_transfers(bool with_reset) {
   RawPeer peer;
   Bytes out(RawPeer::kBody), in(RawPeer::kBody);
@@ -127,7 +131,7 @@ void peer_ends_during_transfers(bool with_reset) {
   peer.transport->close();
 }
 
-// A message that was not sent completely is none, although all its bytes have arrived.
+// A body with the seal kBroken is not a message, although all its bytes have arrived.
 void broken_body_is_discarded() {
   RawPeer peer;
   Bytes in(1000);
@@ -174,11 +178,13 @@ void unauthenticated_peers_are_refused() {
   RawPeer::write_all(replaying, &peer.last_hello, sizeof peer.last_hello);
   expect(is_closed_by_peer(replaying), "a replayed hello is answered");
   const Frame nonsense;
-  RawPeer::write_all(authenticated, &nonsense, 10);  // authenticated, and nothing comes of it
+  // A part of a header without the rest, on an authenticated connection, has no effect.
+  RawPeer::write_all(authenticated, &nonsense, 10);
   peer.transport->close();
 }
 
-// Frames that are not signed, or not at their position, are rejected.
+// Frames with a wrong authentication code are rejected; `repeated`: a frame with the code of an
+// earlier one.
 void forged_frame_closes_the_connection(bool repeated) {
   RawPeer peer;
   Bytes in(10), body(10, 2);
@@ -234,8 +240,9 @@ void silent_connection_does_not_hide_a_lost_peer() {
   peer.transport->close();
 }
 
-// A message of a collective while a message of another one is awaited: detected at once, whichever
-// comes first.
+// A message of a collective arrives while a message of another collective is awaited. The error is
+// detected immediately, whether the receive is posted before the message arrives or after it, and
+// whether the collective of the message is an earlier or a later one.
 void another_collective_is_detected(bool receive_first, bool later) {
   RawPeer peer;
   peer.transport->listen();
@@ -261,10 +268,10 @@ void another_collective_is_detected(bool receive_first, bool later) {
       f.message = 1;
       RawPeer::write_frame(fd, f, Bytes(in.size()), Seal::kWhole);
     }
-    Frame question;  // answered after everything before it has been handled
-    question.kind = FrameKind::kAsk;
-    RawPeer::write_header(fd, question);
-    expect(RawPeer::read_struct<Frame>(fd).kind == FrameKind::kAnswer, "no answer");
+    Frame query;  // the reply is sent after all frames before it have been handled
+    query.kind = FrameKind::kWaitQuery;
+    RawPeer::write_header(fd, query);
+    expect(RawPeer::read_struct<Frame>(fd).kind == FrameKind::kWaitReply, "no reply");
     request = post_receive();
   }
   const Error e = expect_failure(*peer.transport, request, &in);
@@ -274,7 +281,7 @@ void another_collective_is_detected(bool receive_first, bool later) {
   peer.transport->close();
 }
 
-// The same for a message with the awaited tag.
+// A message with the awaited tag has another fingerprint.
 void another_fingerprint_is_detected() {
   RawPeer peer;
   Bytes in(1000);
@@ -293,7 +300,8 @@ void another_fingerprint_is_detected() {
   peer.transport->close();
 }
 
-// Frames that are correctly signed but invalid close the connection, and fail what waits for more.
+// Frames that are correctly signed but invalid close the connection, which fails pending receives.
+// The frame is sent `times` times.
 void invalid_frames_close_the_connection(Frame f, int times) {
   RawPeer peer;
   Bytes in(10);
@@ -326,7 +334,7 @@ void sleeping_waiter_is_woken() {
   peer.transport->close();
 }
 
-// A receive from any source also waits for this peer.
+// A receive from any source fails when the only peer is lost.
 void lost_peer_fails_any_source_receive() {
   RawPeer peer;
   Bytes in(10);
@@ -339,7 +347,7 @@ void lost_peer_fails_any_source_receive() {
   peer.transport->close();
 }
 
-// Detected before the rest of the message has arrived, and without receiving it.
+// A wrong size is detected when the header of the message has arrived, without its body.
 void wrong_size_is_detected_at_once() {
   RawPeer peer;
   Bytes in(4);
@@ -353,7 +361,7 @@ void wrong_size_is_detected_at_once() {
   peer.transport->close();
 }
 
-// A rank that receives nothing stalls its sender once it has buffered enough.
+// A rank that receives no message stalls its sender once it has buffered max_buffered_bytes.
 void buffered_bytes_of_a_peer_are_limited() {
   RawPeer peer;
   peer.transport->listen();
@@ -394,10 +402,12 @@ int main() {
   for (const bool repeated : {false, true}) RUN_CASE(forged_frame_closes_the_connection(repeated));
   RUN_CASE(many_silent_connections_block_nobody());
   RUN_CASE(silent_connection_does_not_hide_a_lost_peer());
-  for (const bool before : {true, false}) {
-    for (const bool later : {true, false}) RUN_CASE(another_collective_is_detected(before, later));
+  for (const bool receive_first : {true, false}) {
+    for (const bool later : {true, false})
+      RUN_CASE(another_collective_is_detected(receive_first, later));
   }
   RUN_CASE(another_fingerprint_is_detected());
+  // A message that is announced twice, and one that is larger than any message may be.
   Frame announced, endless = RawPeer::message();
   announced.kind = FrameKind::kAnnounce;
   announced.tag = kTag;

@@ -1,6 +1,7 @@
-// Checks of all_reduce: every type with every operation, against a single reduction of the inputs
-// of all ranks, with numbers that no order of summation rounds; and numbers that are rounded, for
-// which all ranks must get the same bits.
+// Checks of all_reduce. check_all_types(): every type with every operation, compared with a single
+// reduction of the inputs of all ranks, for numbers that are exact in every order of summation.
+// check_identical_results(): numbers whose sums are rounded, for which all ranks must get the same
+// bits.
 #pragma once
 
 #include <cmath>
@@ -36,7 +37,8 @@ inline void store_number(std::byte* at, DType type, int value) {
   }
 }
 
-// Ones and twos, whose products are exact as well; averages are integers.
+// Returns inputs of ones and twos, whose products are exact as well; for AVG, inputs whose averages
+// are integers.
 inline std::vector<std::byte> exact_inputs(int rank, int ranks, const Reduction& r, size_t count) {
   std::vector<std::byte> out(count * r.width());
   for (size_t i = 0; i < count; ++i) {
@@ -98,7 +100,7 @@ inline void check_identical_results(Group& g, size_t count) {
   for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
     const Reduction r{type, RedOp::kAvg, 1, g.size()};
     std::mt19937 random(static_cast<unsigned>(g.rank()));
-    std::vector<std::byte> v(count * r.width()), first;
+    std::vector<std::byte> v(count * r.width()), rank0_result;
     for (size_t i = 0; i < count; ++i) {
       const float f = std::ldexp(static_cast<float>(random()), -static_cast<int>(random() % 40));
       const uint16_t half = type == DType::kBF16 ? float_to_bf16(f) : float_to_f16(f / 65536);
@@ -106,9 +108,9 @@ inline void check_identical_results(Group& g, size_t count) {
       std::memcpy(v.data() + i * r.width(), from, r.width());
     }
     g.all_reduce(v.data(), v.data(), count, r, d);
-    first = v;
-    g.broadcast(BufferList(first.data(), first.size()), 0, d);
-    check_equal(g, r, v, first);
+    rank0_result = v;
+    g.broadcast(BufferList(rank0_result.data(), rank0_result.size()), 0, d);
+    check_equal(g, r, v, rank0_result);
   }
 }
 

@@ -1,16 +1,26 @@
-// Cost of many ranks, which are threads: store operations, sockets and threads. Built by
-// test_fsccl_core.py. Usage:
+// Measures the cost of many ranks, which are threads: store operations, sockets, threads, messages.
+// Built by test_fsccl_core.py. Usage:
+//
 //   scale_test meet <ranks> [<a key whose first value gets lost>]
-// prints "sets adds gets bytes" of the store, without the calls of has(), whose number grows with
-// the time that ranks wait. A lost value simulates a rank that ends before it sets the key.
-//   scale_test barrier <ranks> [<limit on the descriptors of the process>]
-// with ranks that share no memory, prints "sockets threads", or the error of a rank that has no
-// descriptor left.
+//
+// runs a rendezvous and prints "sets adds gets bytes" of the store. Calls of has() are not counted,
+// because their number grows with the time that ranks wait. A lost value simulates a rank that ends
+// before it sets the key.
+//
+//   scale_test barrier <ranks> [<maximum number of descriptors of the process>]
+//
+// runs a barrier of ranks that share no memory and prints "sockets threads", or the error of a rank
+// if there are not enough descriptors.
+//
 //   scale_test first <ranks>
-// with ranks that share no memory and start together, until the end of their first barrier: prints
-// "sets adds gets bytes sockets threads seconds".
+//
+// starts ranks that share no memory together, and prints "sets adds gets bytes sockets threads
+// seconds" at the end of their first barrier.
+//
 //   scale_test traffic <all_reduce, reduce, broadcast or barrier> <ranks> <bytes> [<algorithm>]
-// with ranks that share no memory, prints "from to messages bytes", one line per pair.
+//
+// runs an operation of ranks that share no memory and prints "from to messages bytes", one line per
+// pair of ranks.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -28,7 +38,7 @@ using namespace fsccl;
 
 namespace fs = std::filesystem;
 
-constexpr const char* kHostPlaceholder = "roll/<host>";
+constexpr const char* kHostKeyPlaceholder = "roll/<host>";
 
 Deadline test_deadline() { return Deadline::after(Deadline::Ms(60000)); }
 
@@ -66,8 +76,8 @@ void run_on_all_ranks(StoreContents& contents, int n, const Settings& settings, 
   for (std::thread& t : ranks) t.join();
 }
 
-// Rank 0 runs before the others, and all of them after everybody has started, so that the time that
-// ranks wait does not matter.
+// Rank 0 first exchanges identities when all ranks have started, and the others after it, so that
+// the cost does not depend on how long ranks wait.
 void rendezvous_cost(StoreContents& contents, int n, const Settings& settings) {
   std::atomic<int> started{0}, rank0_done{0};
   run_on_all_ranks(contents, n, settings, [&](Group& group, auto&) {
@@ -76,19 +86,20 @@ void rendezvous_cost(StoreContents& contents, int n, const Settings& settings) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     const auto& identities = group.identities(test_deadline());
-    bool is_right = static_cast<int>(identities.size()) == n;
+    bool is_complete = static_cast<int>(identities.size()) == n;
     for (const Identity& identity : identities)
-      is_right = is_right && identity.pid == getpid() && !identity.address.empty();
+      is_complete = is_complete && identity.pid == getpid() && !identity.address.empty();
     ++rank0_done;
-    if (is_right && group.nodes_text() == std::to_string(n) + " ranks") return;
-    std::fprintf(stderr, "rank %d has met others\n", group.rank());
+    if (is_complete && group.nodes_text() == std::to_string(n) + " ranks") return;
+    std::fprintf(stderr, "rank %d has unexpected identities or nodes\n", group.rank());
     std::_Exit(1);
   });
+  // Polls pass single keys of at most 200 bytes; each rank checks all keys at most a few times.
   const bool is_cheap =
-      contents.exists_bytes <= contents.exists_calls * 200 + static_cast<size_t>(n) * 2000;
+      contents.has_key_bytes <= contents.has_calls * 200 + static_cast<size_t>(n) * 2000;
   if (!is_cheap || !contents.lost_key.empty()) {
-    std::fprintf(stderr, "%zu looks for %zu bytes of keys, %s is not lost\n", contents.exists_calls,
-                 contents.exists_bytes, contents.lost_key.c_str());
+    std::fprintf(stderr, "has() was called %zu times, with %zu bytes of keys; lost key: '%s'\n",
+                 contents.has_calls, contents.has_key_bytes, contents.lost_key.c_str());
     std::_Exit(1);
   }
   std::printf("%zu %zu %zu %zu\n", contents.sets, contents.adds, contents.gets, contents.bytes);
@@ -162,8 +173,9 @@ int main(int argc, char** argv) {
   Settings settings;
   settings.tcp.interface = "lo";
   if (mode == "meet") {
-    contents.lost_key =
-        option == kHostPlaceholder ? "roll/" + Identity::of_this_process(settings).domain : option;
+    contents.lost_key = option == kHostKeyPlaceholder
+                            ? "roll/" + Identity::of_this_process(settings).domain
+                            : option;
     rendezvous_cost(contents, n, settings);
   } else if (mode == "first") {
     first_barrier_cost(contents, n, settings);

@@ -1,4 +1,5 @@
-// Connected transports, and a peer made of raw sockets.
+// Helpers of the transport tests: transports that are connected to each other, and a peer that
+// speaks the wire protocol over raw sockets.
 #pragma once
 
 #include <fcntl.h>
@@ -23,6 +24,7 @@ namespace {
 
 using namespace fsccl;
 
+// Tags of messages of a collective, and of messages of the user.
 constexpr uint64_t kTag = Transport::kCollectiveTag | 7, kUserTag = 9;
 
 [[noreturn]] void fail_test(const std::string& message) {
@@ -36,8 +38,7 @@ void expect(bool condition, const std::string& message) {
 
 Deadline test_deadline() { return Deadline::after(Deadline::Ms(60000)); }
 
-// Transports that are connected to each other over TCP, as between hosts, each with a device of its
-// own.
+// Returns transports that are connected to each other over TCP, as between hosts, one per device.
 inline std::vector<std::unique_ptr<Transport>> connect_transports(
     const std::vector<std::shared_ptr<TcpDevice>>& devices) {
   const int ranks = static_cast<int>(devices.size());
@@ -70,6 +71,7 @@ inline std::vector<std::unique_ptr<Transport>> connect_transports(int ranks, int
 
 using Bytes = std::vector<unsigned char>;
 
+// Returns n bytes that differ by position and seed, so that misplaced data is detected.
 Bytes pattern(size_t n, unsigned seed) {
   Bytes out(n);
   for (size_t i = 0; i < n; ++i) out[i] = static_cast<unsigned char>(i * 31 + i / 257 + seed);
@@ -87,10 +89,12 @@ inline void run_on_each_rank(std::vector<std::unique_ptr<Transport>>& ranks,
   for (auto& t : threads) t.join();
 }
 
-// Rank 1 of two as raw sockets, so that it can send anything, or stop in the middle of a body. The
-// socket buffers hold a small part of a body: anything beyond them was copied by the transport.
+// Peer of a transport, which is rank 0 of 2. The peer is rank 1 and consists of raw sockets, so
+// that it can send any frames, or stop in the middle of a body. The socket buffers are much smaller
+// than a body, so the transport sends or receives a body with many system calls.
 class RawPeer {
  public:
+  // Bytes of a body, and of the part of it that is transferred before something happens.
   static constexpr size_t kBody = 12 << 20, kPartialBody = 8 << 20;
 
   explicit RawPeer(std::chrono::milliseconds user_timeout = std::chrono::seconds(1)) {
@@ -99,7 +103,7 @@ class RawPeer {
     options_.connections = 1;
     options_.user_timeout = user_timeout;
     options_.hello_timeout = std::chrono::milliseconds(500);
-    options_.buffered_bytes = 1 << 20;
+    options_.max_buffered_bytes = 1 << 20;
     transport = std::make_shared<TcpDevice>(options_)->open();
     Listener listener = std::move(listen_tcp(options_)[0]);
     listener_ = std::move(listener.fd);
@@ -109,14 +113,14 @@ class RawPeer {
     peers.same_host = {false, false};
     peers.key = kKey;
     const std::vector<std::string> address_fields = split(transport->address(), ' ');
-    if (!read_number(address_fields[0], &token) || address_fields.size() != 3)
+    if (!parse_decimal(address_fields[0], &token) || address_fields.size() != 3)
       fail_test("no address");
     address_ = address_fields[2];
     transport->set_peers(peers);
     transport->listen();
   }
-  // Accepts the connection on which the transport sends. connect() opens the one on which it
-  // receives.
+  // Accepts the connection on which the transport sends. connect() opens the connection on which
+  // the transport receives.
   Fd accept() {
     pollfd p{listener_.get(), POLLIN, 0};
     while (poll(&p, 1, -1) < 1) {
@@ -134,7 +138,8 @@ class RawPeer {
     make_blocking(fd);
     return fd;
   }
-  // `key` is that of the group. The hello is stored in `last_hello`.
+  // Opens a connection and sends a hello, which it stores in `last_hello`. `to` is the token of the
+  // transport, `key` the key of the group.
   Fd connect() { return connect(token, kKey); }
   Fd connect(uint64_t to, const Key& key, uint64_t index = 0, uint64_t rank = 1) {
     Fd fd = connect_without_hello();
@@ -164,7 +169,7 @@ class RawPeer {
       n -= static_cast<size_t>(count);
     }
   }
-  // Returns the code of the next frame on this connection.
+  // Returns the authentication code of the next frame on this connection.
   static uint64_t sign(const Fd& fd, const Frame& header) {
     ConnectionKey& connection_key = connection_keys().at(fd.get());
     const uint64_t mac = mac_of(connection_key.key, header, connection_key.next_number);
@@ -210,15 +215,15 @@ class RawPeer {
     static std::map<int, ConnectionKey> keys;
     return keys;
   }
-  static void make_blocking(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }  // it may block
+  static void make_blocking(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }
 
   TcpOptions options_;
   Fd listener_;
   std::string address_;
 };
 
-// Waits for a request that must fail, and returns its error. Its memory belongs to the caller
-// again.
+// Waits for a request that must fail, and returns its error. Overwrites its memory, which the
+// transport must not access any more.
 inline Error expect_failure(Transport& m, const RequestPtr& request, Bytes* memory) {
   try {
     m.wait(request, test_deadline(), nullptr);

@@ -29,8 +29,7 @@ using namespace fsccl;
 
 namespace {
 
-// Computes the float16 of a float arithmetically: the nearest of all 63488 finite ones, ties to
-// even.
+// Returns the float16 that is nearest to a float, ties to even, calculated from its exponent.
 uint16_t nearest_f16(float f) {
   if (std::isnan(f)) return 0x7E00;
   const double a = std::fabs(static_cast<double>(f));
@@ -59,7 +58,7 @@ void test_conversions() {
     if (std::isnan(f)) continue;
     EXPECT(float_to_f16(f) == nearest_f16(f));
   }
-  // Ties go to even; the largest float rounds to infinity.
+  // bfloat16: ties go to even; the largest float rounds to infinity.
   EXPECT(float_to_bf16(bits_to_float(0x3F808000)) == 0x3F80);
   EXPECT(float_to_bf16(bits_to_float(0x3F818000)) == 0x3F82);
   EXPECT(float_to_bf16(std::numeric_limits<float>::max()) == 0x7F80);
@@ -98,16 +97,16 @@ void test_buffer_lists() {
   p.add(buffer_of(memory + 60, 5));  // adjacent to the previous one
   p.add(buffer_of(memory, 0));
   p.add(buffer_of(memory + 10, 20));
-  EXPECT(p.bytes() == 35 && p.list().size() == 2);
+  EXPECT(p.bytes() == 35 && p.buffers().size() == 2);
   p.copy_to(copy, {3, 30});
   for (int i = 0; i < 27; ++i) EXPECT(copy[i] == (i < 12 ? 53 + i : 10 + i - 12));
   EXPECT(p.contiguous({0, 15}) == reinterpret_cast<std::byte*>(memory + 50));
   EXPECT(p.contiguous({14, 16}) == nullptr);
-  EXPECT(p.slice({14, 16}).list().size() == 2);
+  EXPECT(p.slice({14, 16}).buffers().size() == 2);
   EXPECT(p.contiguous({5, 5}) == nullptr && BufferList().slice({0, 0}).bytes() == 0);
 }
 
-// Beyond 4 GiB, in address space that is reserved and never touched.
+// Buffer lists of more than 4 GiB, in address space that is reserved but not accessed.
 void test_large_buffer_lists() {
   const size_t gib = size_t{1} << 30, reserved_bytes = 6 * gib;
   void* base_address =
@@ -117,7 +116,7 @@ void test_large_buffer_lists() {
   BufferList p;
   p.add({base, 5 * gib});
   p.add({base + 5 * gib + 64, 1000});
-  EXPECT(p.bytes() == 5 * gib + 1000 && p.list().size() == 2);
+  EXPECT(p.bytes() == 5 * gib + 1000 && p.buffers().size() == 2);
   EXPECT(p.contiguous({4 * gib + 1, 4 * gib + 9}) == base + 4 * gib + 1);
   EXPECT(p.contiguous({5 * gib + 7, 5 * gib + 9}) == base + 5 * gib + 64 + 7);
   size_t visited = 0;
@@ -129,7 +128,8 @@ void test_large_buffer_lists() {
   munmap(base_address, reserved_bytes);
 }
 
-// Pages are allocated when they are reserved, and no others, which is what places them in memory.
+// Exactly the reserved pages are allocated, so that the rank that reserves them determines their
+// NUMA node.
 void test_segments() {
   const size_t page = Segment::round_to_pages(1), bytes = 64 * page;
   Segment segment = Segment::create(bytes, 3 * page, "");
@@ -157,9 +157,9 @@ void test_reductions() {
   EXPECT(out[0] == 0 && out[2] == 0);
   const float x[] = {1, NAN, 2}, y[] = {NAN, 1, 3};
   const void* floats[] = {x, y};
-  float least[3];
-  reduce({DType::kF32, RedOp::kMin, 1, 2}, least, floats, 2, 3);
-  EXPECT(std::isnan(least[0]) && std::isnan(least[1]) && least[2] == 2);
+  float minimum[3];
+  reduce({DType::kF32, RedOp::kMin, 1, 2}, minimum, floats, 2, 3);
+  EXPECT(std::isnan(minimum[0]) && std::isnan(minimum[1]) && minimum[2] == 2);
   const uint8_t t[] = {2, 0, 1}, u[] = {0, 0, 4};  // booleans with bytes other than 0 and 1
   const void* flags[] = {t, u};
   uint8_t any[3];
@@ -191,7 +191,7 @@ class ScheduleSimulation {
       for (size_t p = 0; p < n; ++p) moved |= step(p);
     }
     for (size_t p = 0; p < n; ++p) {
-      EXPECT(step_[p] == ranks_[p].steps() && sent_[p].size() == received_[ranks_[p].next()]);
+      EXPECT(step_[p] == ranks_[p].step_count() && sent_[p].size() == received_[ranks_[p].next()]);
     }
   }
   const std::vector<unsigned>& stored(size_t rank, size_t block) const {
@@ -203,7 +203,7 @@ class ScheduleSimulation {
   using Blocks = std::vector<Set>;
 
   bool step(size_t p) {
-    if (step_[p] == ranks_[p].steps()) return false;
+    if (step_[p] == ranks_[p].step_count()) return false;
     const PipelineStep s = ranks_[p].step(step_[p]);
     const size_t previous = ranks_[p].previous(), next = ranks_[p].next();
     if (s.receives && sent_[previous].size() == received_[p]) return false;
@@ -230,7 +230,7 @@ class ScheduleSimulation {
 
 void test_schedules() {
   for (size_t n = 2; n <= 9; ++n) {
-    const unsigned everyone = (1u << n) - 1;
+    const unsigned all_ranks = (1u << n) - 1;
     for (const size_t stride : ring_strides(n, 2 * n, false)) {
       const ScheduleSimulation gather(PipelineKind::kAllGather, n, stride, 3);
       const ScheduleSimulation scatter(PipelineKind::kReduceScatter, n, stride, 3);
@@ -238,8 +238,8 @@ void test_schedules() {
       for (size_t p = 0; p < n; ++p) {
         for (size_t b = 0; b < n; ++b) {
           EXPECT(gather.stored(p, b) == std::vector<unsigned>(3, b == p ? 0 : 1u << b));
-          EXPECT(scatter.stored(p, b) == std::vector<unsigned>(3, b == p ? everyone : 0));
-          EXPECT(reduce.stored(p, b) == std::vector<unsigned>(3, everyone));
+          EXPECT(scatter.stored(p, b) == std::vector<unsigned>(3, b == p ? all_ranks : 0));
+          EXPECT(reduce.stored(p, b) == std::vector<unsigned>(3, all_ranks));
         }
       }
     }
@@ -249,13 +249,13 @@ void test_schedules() {
   EXPECT((ring_strides(2, 3, false) == std::vector<size_t>{1, 1, 1}));
   // The sends of all rings cover a block exactly once, also beyond 4 GiB.
   for (const size_t bytes : {size_t{0}, size_t{4}, size_t{1000}, (size_t{5} << 30) + 4}) {
-    const size_t send = bytes > 5000 ? size_t{96} << 20 : 128, k = 3;
-    const size_t windows = windows_for(bytes, k, send, kCacheLine);
+    const size_t send_bytes = bytes > 5000 ? size_t{96} << 20 : 128, k = 3;
+    const size_t windows = window_count(bytes, k, send_bytes, kCacheLine);
     size_t position = 0;
     for (size_t c = 0; c < k; ++c) {
       for (size_t w = 0; w < windows; ++w) {
-        const Interval i = interval_of_send(bytes, k, c, w, send, kCacheLine);
-        EXPECT(i.empty() || (i.lo == position && i.size() <= send));
+        const Interval i = interval_of_send(bytes, k, c, w, send_bytes, kCacheLine);
+        EXPECT(i.empty() || (i.lo == position && i.size() <= send_bytes));
         position += i.size();
       }
     }
@@ -263,7 +263,8 @@ void test_schedules() {
   }
 }
 
-// Reference vectors of the authors of SipHash, whose messages are 0, 1, 2, ... of every length.
+// SipHash-2-4 has test vectors by its authors: the key is 00 01 ... 0f, the messages are 00, 00 01,
+// 00 01 02, ...
 void test_macs() {
   constexpr Key kReferenceKey{0x0706050403020100, 0x0f0e0d0c0b0a0908};
   unsigned char message[64];
@@ -274,15 +275,16 @@ void test_macs() {
   EXPECT(mac_of(kReferenceKey, message, 15) == 0xa129ca6149be45e5);
   const Key key = random_key();
   Key parsed;
-  EXPECT(read_key(text_of(key), &parsed) && parsed.lo == key.lo && parsed.hi == key.hi);
+  EXPECT(parse_key(text_of(key), &parsed) && parsed.lo == key.lo && parsed.hi == key.hi);
   for (const char* invalid :
        {"", "0123", "0123456789abcdef0123456789abcdeg", "-123456789abcdef0123456789abcdef",
         "0123456789abcdef0123456789abcdef0"}) {
-    EXPECT(!read_key(invalid, &parsed));
+    EXPECT(!parse_key(invalid, &parsed));
   }
 }
 
-// Identities of any content survive encoding, as if each were encoded alone.
+// Peer tables are decoded to the identities that were encoded, whatever the identities contain.
+// Truncated tables are refused.
 void test_peer_tables() {
   const Identity identity = Identity::of_this_process(Settings());
   std::vector<std::string> identities{identity.encode(), identity.encode(), "99\nwho knows\n",

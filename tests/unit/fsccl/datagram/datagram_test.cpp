@@ -1,5 +1,5 @@
 // Tests of the bounded all_reduce over a simulated network. Usage, by test_fsccl_datagram.py:
-//   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <doubled> <delay ms> <burst>
+//   datagram_test storm <seed> <ranks> <bytes> <dtype> <op> <lost> <duplicated> <delay ms> <burst>
 //   datagram_test random-storms <seed> <number>
 //   datagram_test forged-packets|clock-jumps|no-datagrams|one-way-loss|dead-rank|late-rank <seed>
 //   datagram_test unbiased-scaling|error-feedback <seed>
@@ -23,17 +23,19 @@ void run_storm(SimulatedNetwork& network, size_t bytes, DType dtype, RedOp op) {
     expect(network.now() - start_time <= time_bound(b), "exceeds its time bound");
     check_identical_results(network, b);
     check_values(network, b);
-    const NetworkConditions& w = network.conditions();
-    if (w.lost == 0) {
+    const NetworkConditions& conditions = network.conditions();
+    if (conditions.lost == 0) {
       expect(std::memcmp(network[0].result(), b.exact.data(), bytes) == 0,
              "inexact although nothing was lost");
-      expect(network[0].outcome().lost_share() == 0 || w.delay_ms > 1,
+      expect(network[0].outcome().lost_share() == 0 || conditions.delay_ms > 1,
              "losses reported although nothing is lost");
     }
-    if (w.lost <= 0.02) expect(network[0].outcome().excluded_share() <= 0.02, "excludes too much");
+    if (conditions.lost <= 0.02)
+      expect(network[0].outcome().excluded_share() <= 0.02, "excludes too much");
   }
 }
 
+// An attacker sends two forged packets per real packet. All are dropped and counted.
 void run_with_forged_packets(unsigned seed) {
   NetworkConditions conditions;
   conditions.forged = 2;
@@ -53,9 +55,10 @@ void run_with_forged_packets(unsigned seed) {
   expect(counters.malformed == 0, "a forged packet passed verification");
 }
 
+// Clocks of ranks jump forward and backward by up to an hour.
 void run_with_clock_jumps(unsigned seed) {
   NetworkConditions conditions;
-  conditions.jumps = 0.02;
+  conditions.clock_jumps = 0.02;
   conditions.lost = 0.01;
   SimulatedNetwork network(3, kPayload, seed, conditions);
   for (int k = 0; k < 6; ++k) {
@@ -69,7 +72,8 @@ void run_with_clock_jumps(unsigned seed) {
   }
 }
 
-// No datagram arrives, or none of one rank. The ranks agree on that over the reliable transport.
+// No datagram arrives; or, with `one_way`, none from rank 2. The ranks agree on the outcome over
+// the reliable transport.
 void run_without_datagrams(unsigned seed, bool one_way) {
   SimulatedNetwork network(4, kPayload, seed, {});
   network.conditions().cut = [=](int from, int) { return !one_way || from == 2; };
@@ -81,7 +85,7 @@ void run_without_datagrams(unsigned seed, bool one_way) {
     expect(network.now() - start_time <= time_bound(b), "exceeds its time bound");
     check_identical_results(network, b);
     const double share = network[0].outcome().excluded_share();
-    // No other rank has the sums of rank 2, which has all others.
+    // The other ranks lack the sums of rank 2: a quarter of the pieces.
     expect(one_way ? share > 0.2 && share < 0.3 : share == 1,
            "excludes other pieces than the lost ones");
   }
@@ -93,7 +97,7 @@ void run_without_datagrams(unsigned seed, bool one_way) {
   expect(std::memcmp(network[0].result(), b.exact.data(), b.job.bytes) == 0, "inexact afterwards");
 }
 
-// A rank that starts late buffers the data that others lead with. If all packets are merely late,
+// A rank that starts late buffers the early data of the others. If packets are only delayed,
 // nothing is lost.
 void run_with_late_rank(unsigned seed) {
   SimulatedNetwork network(4, kPayload, seed, {});
@@ -112,8 +116,8 @@ void run_with_late_rank(unsigned seed) {
     const Time start_time = network.now();
     start_rank(last_rank);
     expect(network.run_until_done(ms(5000)), "does not complete");
-    // Half of the reduce phase for the parts, of which two of three had been sent, and half for the
-    // sums.
+    // Sending all parts and all sums takes half of reduce_time each. Two of three parts have been
+    // sent early.
     expect(network.now() - start_time < b.job.reduce_time * 9 / 10, "data is sent again");
     check_identical_results(network, b);
     expect(std::memcmp(network[0].result(), b.exact.data(), b.job.bytes) == 0, "inexact result");
@@ -129,8 +133,8 @@ void run_with_late_rank(unsigned seed) {
   expect(std::memcmp(slow_network[0].result(), b.exact.data(), b.job.bytes) == 0, "inexact result");
 }
 
-// A rank dies at a random moment. All ranks that finish have the same outcome; those that cannot
-// wait for the dead one.
+// A rank dies at a random moment. All ranks that finish have the same outcome; the others wait for
+// the dead rank.
 void run_with_dead_rank(unsigned seed) {
   NetworkConditions conditions;
   conditions.lost = 0.05;
@@ -163,14 +167,15 @@ void run_with_dead_rank(unsigned seed) {
     expect(network[r].awaited_rank() == 3, "waits for a rank other than the dead one");
 }
 
-// Parts are lost and not repaired: the mean over many operations is the sum.
+// Parts are lost and not sent again, so that pieces are scaled: the mean over many operations is
+// the exact sum.
 void check_scaling_is_unbiased(unsigned seed) {
   NetworkConditions conditions;
   conditions.lost = 0.2;
   conditions.parts_only = true;
   ProtocolLimits limits;
-  limits.repairs = 0;
-  double of_ones = 0, squares = 0, count = 0;
+  limits.max_requests = 0;
+  double total = 0, squares = 0, count = 0;
   for (unsigned k = 0; k < 16; ++k) {
     SimulatedNetwork network(4, kPayload, seed * 1000 + k, conditions, limits);
     ReductionCase b = make_case(network, 40000, DType::kF32, RedOp::kSum, 10);
@@ -184,28 +189,28 @@ void check_scaling_is_unbiased(unsigned seed) {
     const BucketLayout& layout = network[0].layout();
     expect(network[0].outcome().excluded.count() == 0, "sums are lost as well");
     for (size_t p = 0; p < layout.pieces(); ++p) {
-      const double x = load_element(DType::kF32, network[0].result() + layout.span(p).lo, 0);
-      of_ones += x, squares += x * x, ++count;
+      const double x =
+          load_element(DType::kF32, network[0].result() + layout.piece_interval(p).lo, 0);
+      total += x, squares += x * x, ++count;
     }
   }
   // The own parts of owners are never lost. Over all shards that evens out, because each rank owns
   // equally much.
-  const double mean = of_ones / count, deviation = std::sqrt(squares / count - mean * mean);
+  const double mean = total / count, deviation = std::sqrt(squares / count - mean * mean);
   expect(deviation > 0.5, "nothing was scaled");
   expect(std::abs(mean - 6) < 4 * deviation / std::sqrt(count), "biased: " + std::to_string(mean));
 }
 
-// Sums are lost and not repaired. What an operation excludes is added to the next one: over all
-// operations, the results add up to the true sum, except for the last residual. Without error
-// feedback, they lack what was excluded. Averaged over seeds, because the affected pieces are
-// random.
+// Sums are lost and not sent again, so that pieces are excluded. With error feedback, the results
+// of all operations and the last residual add up to the exact sum; without it, they lack the
+// excluded pieces. The means are over several simulations, because the excluded pieces are random.
 void check_error_feedback(unsigned seed) {
-  constexpr int kRanks = 4, kOperations = 12, kWorlds = 3;
+  constexpr int kRanks = 4, kOperations = 12, kSimulations = 3;
   constexpr double kLost = 0.1, kSum = 10;  // of 1 + 2 + 3 + 4
   ProtocolLimits limits;
-  limits.repairs = 0;
+  limits.max_requests = 0;
   double mean_with = 0, mean_without = 0, pieces = 0;
-  for (unsigned k = 0; k < kWorlds; ++k) {
+  for (unsigned k = 0; k < kSimulations; ++k) {
     NetworkConditions conditions;
     conditions.lost = kLost;
     SimulatedNetwork network(kRanks, kPayload, seed * 1000 + k, conditions, limits);
@@ -229,19 +234,21 @@ void check_error_feedback(unsigned seed) {
       with_feedback.resize(layout.pieces()), without_feedback.resize(layout.pieces());
       for (size_t p = 0; p < layout.pieces(); ++p) {
         with_feedback[p] +=
-            load_element(DType::kF32, network[0].result() + layout.span(p).lo, 0) / kOperations;
+            load_element(DType::kF32, network[0].result() + layout.piece_interval(p).lo, 0) /
+            kOperations;
         without_feedback[p] += excluded.test(p) ? 0 : kSum / kOperations;
       }
       for (size_t r = 0; r < kRanks; ++r)
         residuals[r].store(bucket_key, b.in[r].data(), layout, excluded);
     }
     for (size_t p = 0; p < with_feedback.size(); ++p) {
-      // The last residual is the only contribution that has not been returned.
+      // The last residual has not been added to any result yet.
       double residual = 0;
       for (size_t r = 0; r < kRanks; ++r) {
         Bytes zeros(b.job.bytes);
         residuals[r].add(bucket_key, zeros.data());
-        residual += load_element(DType::kF32, zeros.data() + network[0].layout().span(p).lo, 0);
+        residual +=
+            load_element(DType::kF32, zeros.data() + network[0].layout().piece_interval(p).lo, 0);
       }
       mean_with += with_feedback[p] + residual / kOperations, mean_without += without_feedback[p],
           ++pieces;
@@ -255,15 +262,15 @@ void check_error_feedback(unsigned seed) {
 
 // A storm with random conditions.
 void run_random_storm(std::mt19937& random) {
-  const auto draw = [&](double most) { return std::uniform_real_distribution<>(0, most)(random); };
+  const auto draw = [&](double max) { return std::uniform_real_distribution<>(0, max)(random); };
   const auto one_in = [&](unsigned n) { return random() % n == 0; };
   NetworkConditions conditions;
   conditions.lost = one_in(4) ? draw(1) : one_in(3) ? 0 : draw(0.2);
-  conditions.doubled = one_in(2) ? 0 : draw(0.6);
+  conditions.duplicated = one_in(2) ? 0 : draw(0.6);
   conditions.delay_ms = one_in(2) ? draw(1) : draw(30);
   conditions.burst = one_in(2) ? 1 : 1 + draw(40);
   conditions.forged = one_in(4) ? draw(1) : 0;
-  conditions.jumps = one_in(8) ? draw(0.02) : 0;
+  conditions.clock_jumps = one_in(8) ? draw(0.02) : 0;
   const int ranks = 2 + static_cast<int>(random() % (one_in(6) ? 16 : 6));
   const DType dtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
   const DType dtype = dtypes[random() % 4];
@@ -282,7 +289,8 @@ void run_random_storm(std::mt19937& random) {
                                     std::to_string(conditions.lost);
     expect(network.run_until_done(ms(20000)), description + " does not end");
     const Time max_delay = ms(4 * conditions.delay_ms);
-    expect(network.now() - start_time <= (conditions.jumps > 0 ? 2 : 1) * time_bound(b) + max_delay,
+    expect(network.now() - start_time <=
+               (conditions.clock_jumps > 0 ? 2 : 1) * time_bound(b) + max_delay,
            description + " exceeds its time bound");
     check_identical_results(network, b);
     check_values(network, b);
@@ -306,7 +314,7 @@ int main(int argc, char** argv) {
   if (test == "storm") {
     NetworkConditions conditions;
     conditions.lost = std::stod(arguments.at(6));
-    conditions.doubled = std::stod(arguments.at(7));
+    conditions.duplicated = std::stod(arguments.at(7));
     conditions.delay_ms = std::stod(arguments.at(8));
     conditions.burst = std::stod(arguments.at(9));
     SimulatedNetwork network(std::stoi(arguments.at(2)), kPayload, seed, conditions);

@@ -1,8 +1,10 @@
-// Tests of runs of several senders that collide in the queue of a receiver's port, and of learning
-// the run length from losses. Usage, by test_fsccl_datagram.py and tools/comm/incast.py:
+// Tests of the run length (run_length.h), which is adapted to losses: runs of several senders may
+// collide in the queue of a receiver's switch port (incast). Usage, by test_fsccl_datagram.py and
+// tools/comm/incast.py:
 //   incast_test runs|queue <seed>
 //   incast_test play <seed> <ranks> <Mbit/s> <KB of queue> <KiB> <operations> <halvings, or
 //   learned>
+// "play" runs a simulation and prints "lost excluded elapsed_ms halvings" per operation.
 #include <array>
 #include <numeric>
 
@@ -17,17 +19,18 @@ using namespace fsccl::datagram;
 
 constexpr size_t kPayload = 1456;  // of a packet in an Ethernet frame
 // Milliseconds from the start of the first rank to that of the last one, at most.
-constexpr double kMaxStartSkew = 5;
-constexpr int kLearnedRunLength = -1;
+constexpr double kMaxStartSkewMs = 5;
+constexpr int kAdaptiveRunLength = -1;
 
-// Number of operations with each run length, if lost(halvings) is the lost share.
+// Number of operations with each run length, by its halvings. lost(halvings) returns the share of
+// packets that an operation with this run length loses.
 using Usage = std::array<int, RunLengthController::kMaxHalvings + 1>;
 template <class F>
-Usage count_usage(RunLengthController* test_run_length, int operations, F&& lost) {
+Usage count_usage(RunLengthController* controller, int operations, F&& lost) {
   Usage usage{};
   for (int i = 0; i < operations; ++i) {
-    ++usage[static_cast<size_t>(test_run_length->halvings())];
-    test_run_length->update(lost(test_run_length->halvings()));
+    ++usage[static_cast<size_t>(controller->halvings())];
+    controller->update(lost(controller->halvings()));
   }
   return usage;
 }
@@ -45,8 +48,8 @@ void test_run_length(unsigned seed) {
 
   // Shorter runs collide less in the queue.
   const auto incast = [&](int halvings) {
-    const double applies_to[] = {0.03, 0.01, 1e-5, 1e-7};
-    return by_chance(applies_to[halvings]);
+    const double mean_losses[] = {0.03, 0.01, 1e-5, 1e-7};
+    return by_chance(mean_losses[halvings]);
   };
   RunLengthController incast_controller;
   count_usage(&incast_controller, 20, incast);
@@ -72,16 +75,17 @@ void test_run_length(unsigned seed) {
   expect(usage[0] > 1500, "runs are short although that does not help");
 }
 
-// The outcome of an operation with this lost share.
+// Returns the outcome of an operation on 4 MiB that loses this share of its packets at this rate,
+// in bytes per second.
 Outcome make_outcome(double lost, double rate) {
-  Outcome make_outcome;
-  make_outcome.excluded = Bitmap(10);
+  Outcome outcome;
+  outcome.excluded = Bitmap(10);
   RankReport report;
   report.expected = 1000;
   report.lost = static_cast<uint32_t>(1000 * lost);
   report.elapsed_us = static_cast<uint32_t>(1e6 * (1.5 * (4 << 20) / rate + 2e-3));
-  make_outcome.reports.assign(4, report);
-  return make_outcome;
+  outcome.reports.assign(4, report);
+  return outcome;
 }
 
 // Operations that probe a higher rate do not shorten runs, because the rate causes their losses.
@@ -119,13 +123,15 @@ double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// Simulates operations of ranks with links of one rate, which is also their sending rate.
-SimulationResult simulate(unsigned seed, int ranks, double rate, double queue, size_t bytes,
+// Simulates operations of ranks whose links have `rate` bytes per second, which is also their
+// sending rate, and ports with `queue` bytes of queue. `halvings`: a fixed run length, or
+// kAdaptiveRunLength.
+SimulationResult simulate(unsigned seed, int ranks, double rate, double queue_bytes, size_t bytes,
                           int operations, int halvings) {
   NetworkConditions conditions;
   conditions.delay_ms = 0.02;
   conditions.rate = rate;
-  conditions.queue = queue;
+  conditions.queue_bytes = queue_bytes;
   SimulatedNetwork network(ranks, kPayload, seed, conditions);
   RateController controller(ranks, 1, rate);
   const Bytes in(bytes);
@@ -137,10 +143,11 @@ SimulationResult simulate(unsigned seed, int ranks, double rate, double queue, s
     job.reduction.dtype = DType::kF32;
     job.reduction.op = RedOp::kSum;
     controller.plan_job(bytes, &job);
-    if (halvings != kLearnedRunLength) job.run_halvings = halvings;
+    if (halvings != kAdaptiveRunLength) job.run_halvings = halvings;
     std::vector<double> start_times;
     for (int r = 0; r < ranks; ++r) {
-      start_times.push_back(kMaxStartSkew * static_cast<double>(network.random()() % 1000) / 1000);
+      start_times.push_back(kMaxStartSkewMs * static_cast<double>(network.random()() % 1000) /
+                            1000);
     }
     std::vector<int> order(start_times.size());
     std::iota(order.begin(), order.end(), 0);
@@ -164,8 +171,9 @@ SimulationResult simulate(unsigned seed, int ranks, double rate, double queue, s
   return result;
 }
 
-// The queue of a port holds slightly less than two full runs of 15 senders; or more than those of
-// three senders.
+// 16 ranks, and a queue that holds slightly less than two full runs of all 15 senders: full runs
+// collide, shorter ones hardly. Four ranks, and a queue that holds more than the full runs of all
+// three senders: nothing is lost.
 void test_shallow_queue(unsigned seed) {
   constexpr double kRate = 125e6, kShallow = 64e3, kDeep = 128e3;
   constexpr size_t kBytes = 768 << 10;
@@ -174,15 +182,16 @@ void test_shallow_queue(unsigned seed) {
   };
   const SimulationResult full_runs = simulate_with(0),
                          shortest_runs = simulate_with(RunLengthController::kMaxHalvings),
-                         learned_runs = simulate_with(kLearnedRunLength);
+                         adaptive_runs = simulate_with(kAdaptiveRunLength);
   const double full_loss = mean(full_runs.lost), shortest_loss = mean(shortest_runs.lost),
-               learned_loss = mean(learned_runs.lost);
-  const std::string figures = std::to_string(full_loss) + ", " + std::to_string(shortest_loss) +
-                              ", " + std::to_string(learned_loss);
-  expect(full_loss > 0.01, "full runs do not collide: " + figures);
-  expect(shortest_loss < full_loss / 10, "shortest runs collide as well: " + figures);
-  expect(learned_loss < full_loss / 2, "the run length is not learned: " + figures);
-  const SimulationResult four_ranks = simulate(seed, 4, kRate, kDeep, kBytes, 8, kLearnedRunLength);
+               adaptive_loss = mean(adaptive_runs.lost);
+  const std::string loss_shares = std::to_string(full_loss) + ", " + std::to_string(shortest_loss) +
+                                  ", " + std::to_string(adaptive_loss);
+  expect(full_loss > 0.01, "full runs do not collide: " + loss_shares);
+  expect(shortest_loss < full_loss / 10, "shortest runs collide as well: " + loss_shares);
+  expect(adaptive_loss < full_loss / 2, "the run length is not learned: " + loss_shares);
+  const SimulationResult four_ranks =
+      simulate(seed, 4, kRate, kDeep, kBytes, 8, kAdaptiveRunLength);
   expect(mean(four_ranks.lost) == 0 && four_ranks.halvings == std::vector<int>(8, 0),
          "losses with four ranks");
 }
@@ -195,7 +204,7 @@ int main(int argc, char** argv) {
   const auto seed = static_cast<unsigned>(std::stoul(arguments.at(1)));
   if (mode == "play") {
     const int halvings =
-        arguments.at(7) == "learned" ? kLearnedRunLength : std::stoi(arguments.at(7));
+        arguments.at(7) == "learned" ? kAdaptiveRunLength : std::stoi(arguments.at(7));
     const SimulationResult result =
         simulate(seed, std::stoi(arguments.at(2)), 125e3 * std::stod(arguments.at(3)),
                  1e3 * std::stod(arguments.at(4)), 1024 * std::stoul(arguments.at(5)),

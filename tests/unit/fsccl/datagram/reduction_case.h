@@ -1,5 +1,5 @@
-// Buckets that the ranks of a simulated network reduce, and the properties of the outcome that must
-// hold under all network conditions.
+// Test cases for the bounded all_reduce over a simulated network: inputs with the exact result, and
+// checks of the outcome that must hold under all network conditions.
 #pragma once
 
 #include "core/half.h"
@@ -8,12 +8,12 @@
 
 namespace fsccl::datagram {
 
-constexpr size_t kPayload = 256;
+constexpr size_t kPayload = 256;  // bytes per packet: small, so that small inputs have many pieces
 
 // Inputs of all ranks, the exact result, and the parameters of the operation.
 struct ReductionCase {
   std::vector<Bytes> in;  // of every rank
-  Bytes exact;            // by core/reduce
+  Bytes exact;            // result of reduce() (core/reduce.h)
   AllReduceJob job;
 };
 
@@ -89,8 +89,8 @@ inline void check_identical_results(SimulatedNetwork& network, const ReductionCa
 }
 
 // Checks that each piece is exact, excluded (zero) or scaled, and that owners have reported all
-// scaled ones. An element of a scaled piece is the mean of the received parts times the number of
-// ranks.
+// scaled pieces. An element of a scaled piece is the mean of the received parts times the number of
+// ranks, so the mean must be within the range of the inputs.
 inline void check_values(SimulatedNetwork& network, const ReductionCase& b) {
   const BucketLayout& layout = network[0].layout();
   const Outcome& outcome = network[0].outcome();
@@ -99,7 +99,7 @@ inline void check_values(SimulatedNetwork& network, const ReductionCase& b) {
   const double rounding = t == DType::kF32 ? 1e-6 : t == DType::kF64 ? 1e-14 : 1e-2;
   size_t scaled = 0, reported_scaled = 0;
   for (size_t p = 0; p < layout.pieces(); ++p) {
-    const Interval span = layout.span(p);
+    const Interval span = layout.piece_interval(p);
     const std::byte* const actual = network[0].result() + span.lo;
     const std::byte* const expected = b.exact.data() + span.lo;
     if (outcome.excluded.test(p)) {
@@ -125,10 +125,10 @@ inline void check_values(SimulatedNetwork& network, const ReductionCase& b) {
 }
 
 // Upper bound of the duration of an operation whose ranks start together: its phases, and
-// ProtocolLimits::patience before each message that may need the reliable transport, and before the
-// first packet.
+// ProtocolLimits::fallback_delay before each message that may need the reliable transport, and
+// before the first packet.
 inline Time time_bound(const ReductionCase& b) {
-  return b.job.total_time + 3 * ProtocolLimits().patience + ms(60);
+  return b.job.total_time + 3 * ProtocolLimits().fallback_delay + ms(60);
 }
 
 }  // namespace fsccl::datagram

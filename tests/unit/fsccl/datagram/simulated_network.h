@@ -1,5 +1,6 @@
-// Ranks that reduce over a simulated network. It loses, duplicates, delays and forges packets
-// according to its conditions and a seed, in simulated time.
+// Simulated network for tests of the bounded all_reduce. It connects the sessions of all ranks, and
+// loses, duplicates, delays and forges packets according to its conditions and a seed, in simulated
+// time.
 #pragma once
 
 #include <algorithm>
@@ -19,26 +20,27 @@ namespace fsccl::datagram {
 
 using Bytes = std::vector<std::byte>;
 
-inline void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::fprintf(stderr, "failed: %s\n", what.c_str());
+inline void expect(bool condition, const std::string& message) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", message.c_str());
   std::exit(1);
 }
 
 inline Time ms(double n) { return Time(static_cast<int64_t>(n * 1e6)); }
 
-// Conditions of a simulated network. Shares are probabilities per packet.
+// Conditions of a simulated network. `lost` and `duplicated` are probabilities per packet.
 struct NetworkConditions {
-  double lost = 0;  // share of packets
-  double doubled = 0;
+  double lost = 0;
+  double duplicated = 0;
   double delay_ms = 0.2;    // maximum, uniformly distributed from a tenth of it
   double burst = 1;         // packets lost together, on average
   double forged = 0;        // forged packets per packet sent
-  double jumps = 0;         // jumps of the receiver's clock, per packet received
+  double clock_jumps = 0;   // jumps of the receiver's clock, per packet received
   bool parts_only = false;  // lose packets of kind kPart only
   double rate = 0;          // bytes per second of a rank's link, in each direction; 0: unlimited
-  double queue = 128e3;     // bytes queued before the receiver's link; packets beyond are dropped
-  // Datagrams between these ranks are lost.
+  double queue_bytes =
+      128e3;  // bytes queued before the receiver's link; packets beyond are dropped
+  // Returns whether all datagrams between two ranks are lost, or a rank is dead.
   std::function<bool(int from, int to)> cut = [](int, int) { return false; };
   std::function<bool(int rank)> dead = [](int) { return false; };
 };
@@ -72,7 +74,8 @@ class SimulatedNetwork {
     (*this)[rank].start(job, local(rank));
     next_step_[static_cast<size_t>(rank)] = now_;
   }
-  // Runs until all live ranks are done, at most `limit`. Returns whether they are.
+  // Runs until all live ranks are done, at most `limit` of simulated time. Returns whether they
+  // are.
   bool run_until_done(Time limit, const std::function<void()>& after_event = [] {}) {
     const Time end = now_ + limit;
     while (now_ < end) {
@@ -89,7 +92,7 @@ class SimulatedNetwork {
  private:
   // Network of one rank.
   struct SimulatedEndpoint final : Network {
-    SimulatedEndpoint(SimulatedNetwork& w, int r) : network(w), rank(r) {}
+    SimulatedEndpoint(SimulatedNetwork& n, int r) : network(n), rank(r) {}
     std::byte* reserve(size_t max_bytes) override {
       packet_buffer.resize(std::max(packet_buffer.size(), max_bytes));
       return packet_buffer.data();
@@ -141,13 +144,13 @@ class SimulatedNetwork {
     WireHeader h;
     std::memcpy(&h, packet.data(), sizeof h);
     const bool may_be_lost = !conditions_.parts_only || h.kind == PacketKind::kPart;
-    int& remaining = loss_bursts_[{from, to}];
-    if (remaining == 0 && by_chance(conditions_.lost / conditions_.burst)) {
-      remaining = 1 + static_cast<int>(std::exponential_distribution<>(1)(random_) *
-                                       (conditions_.burst - 1));
+    int& burst_packets_left = loss_bursts_[{from, to}];
+    if (burst_packets_left == 0 && by_chance(conditions_.lost / conditions_.burst)) {
+      burst_packets_left = 1 + static_cast<int>(std::exponential_distribution<>(1)(random_) *
+                                                (conditions_.burst - 1));
     }
-    if (remaining > 0 && may_be_lost) return static_cast<void>(--remaining);
-    const int copies = by_chance(conditions_.doubled) ? 2 : 1;
+    if (burst_packets_left > 0 && may_be_lost) return static_cast<void>(--burst_packets_left);
+    const int copies = by_chance(conditions_.duplicated) ? 2 : 1;
     for (int i = 0; i < copies; ++i) {
       if (conditions_.rate > 0) {
         transmit(from, to, packet);
@@ -162,13 +165,13 @@ class SimulatedNetwork {
   // Sends a packet through the link of the sender, then through that of the receiver, which other
   // senders share.
   void transmit(int from, int to, const Bytes& packet) {
-    const Time after_event = transmission_time(static_cast<double>(packet.size()));
+    const Time transmission_duration = transmission_time(static_cast<double>(packet.size()));
     Time& out = out_free_[static_cast<size_t>(from)];
-    out = std::max(out, now_) + after_event;
-    schedule(out - now_, [this, from, to, after_event, packet] {
+    out = std::max(out, now_) + transmission_duration;
+    schedule(out - now_, [this, from, to, transmission_duration, packet] {
       Time& in = in_free_[static_cast<size_t>(to)];
-      if (in + after_event - now_ > transmission_time(conditions_.queue)) return;
-      in = std::max(in, now_) + after_event;
+      if (in + transmission_duration - now_ > transmission_time(conditions_.queue_bytes)) return;
+      in = std::max(in, now_) + transmission_duration;
       schedule(in - now_, [this, from, to, packet] { deliver(from, to, packet); });
     });
   }
@@ -178,15 +181,15 @@ class SimulatedNetwork {
     schedule(ms(delay), [this, from, to, packet] {
       const auto t = static_cast<size_t>(to);
       if (conditions_.dead(to)) return;
-      if (by_chance(conditions_.jumps)) {
+      if (by_chance(conditions_.clock_jumps)) {
         clock_offsets_[t] += ms((static_cast<double>(random_() % 2000) - 1000) * 3600);
       }
       (*this)[to].on_packet(from, packet.data(), packet.size(), local(to));
       if (next_step_[t] > now_ + ms(0.05)) next_step_[t] = now_ + ms(0.05);
     });
   }
-  // Sends a packet of an attacker who has recorded all packets so far and can use any address: a
-  // recorded packet to any rank, unchanged or modified, or noise.
+  // Sends a packet of an attacker who has recorded earlier packets and can use any sender address:
+  // a recorded packet, unchanged or modified, or random bytes.
   void send_forged(int to) {
     Bytes packet(random_() % (payload_ + 100));
     int from = static_cast<int>(random_() % static_cast<unsigned>(ranks()));
@@ -226,7 +229,7 @@ class SimulatedNetwork {
   std::priority_queue<Event> events_;
   std::vector<std::unique_ptr<SimulatedEndpoint>> endpoints_;
   std::vector<std::unique_ptr<Session>> sessions_;
-  // When the link of a rank is free.
+  // By rank: offset of its clock, time of its next step, and times at which its link is free.
   std::vector<Time> clock_offsets_, next_step_, out_free_, in_free_;
   std::map<std::pair<int, int>, int> loss_bursts_;
   std::vector<std::pair<int, Bytes>> recorded_packets_;

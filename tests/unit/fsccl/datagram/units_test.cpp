@@ -1,4 +1,5 @@
-// Unit tests of the parts of the bounded all_reduce. Usage, by test_fsccl_datagram.py:
+// Unit tests of parts of the bounded all_reduce: packets, error feedback, rate controller, UDP
+// socket. Usage, by test_fsccl_datagram.py:
 //   units_test packets|error-feedback|rate-controller|socket <seed>
 #include <limits>
 #include <random>
@@ -13,7 +14,8 @@ namespace {
 using namespace fsccl;
 using namespace fsccl::datagram;
 
-// Every bit of a packet matters, and so does the address of its sender.
+// A packet is rejected if any bit of it is changed, if it is truncated, or if it comes from another
+// address, rail or operation.
 void test_packets(unsigned seed, size_t length) {
   const Key key{seed, 5};
   const Rail sender = Rail::derive(key, 1, 2, 4), receiver = Rail::derive(key, 1, 0, 4);
@@ -30,10 +32,12 @@ void test_packets(unsigned seed, size_t length) {
   };
   expect(read(2, packet.size()).has_value() && counters.total() == 0, "a valid packet is rejected");
   expect(!read(1, packet.size()) && counters.foreign == 1, "packet from another address accepted");
-  for (const uint64_t now : {uint64_t{7 + 128}, uint64_t{7 + 129}, uint64_t{7 + 256}}) {
+  // The packet is of operation 7. Its low byte identifies it up to a distance of 128 operations.
+  for (const uint64_t current_operation :
+       {uint64_t{7 + 128}, uint64_t{7 + 129}, uint64_t{7 + 256}}) {
     const auto packet_read =
-        verify_packet(receiver, 2, packet.data(), packet.size(), now, &counters);
-    expect(packet_read.has_value() == (now == 7 + 128) &&
+        verify_packet(receiver, 2, packet.data(), packet.size(), current_operation, &counters);
+    expect(packet_read.has_value() == (current_operation == 7 + 128) &&
                (!packet_read || packet_read->operation == 7),
            "packet of an old operation accepted");
   }
@@ -67,7 +71,8 @@ void test_packets(unsigned seed, size_t length) {
 
 void store_float(Bytes* to, size_t i, float x) { std::memcpy(to->data() + 4 * i, &x, 4); }
 
-// What is excluded is added to the next gradient of the same bucket, once, and to no other.
+// The excluded pieces of a gradient are added once to the next gradient of the same bucket, and to
+// no other bucket.
 void test_error_feedback() {
   const BucketLayout layout{1000, 256, 2};
   Bitmap excluded(layout.pieces());
@@ -95,8 +100,9 @@ void test_error_feedback() {
   expect(!residuals.has(bucket), "residual added twice");
 }
 
-// Simulates an operation on a path of this capacity, with some loss, exclusions, and overruns on
-// one host.
+// Passes the outcome of an operation of 4 ranks to the controller: on a path of this capacity in
+// bytes per second, with these shares of lost packets and excluded pieces, and overruns on one
+// host.
 void simulate_operation(RateController* controller, double capacity, double lost = 0,
                         double excluded = 0, uint64_t overruns = 0) {
   constexpr size_t kBytes = 4 << 20;
@@ -113,14 +119,16 @@ void simulate_operation(RateController* controller, double capacity, double lost
   controller->record_outcome(kBytes, outcome);
 }
 
-RateController make_learned(double capacity, double slowdown) {
+// Returns a controller that has measured the first operations on a path of this capacity, which
+// took `slowdown` times as long as necessary.
+RateController make_calibrated_controller(double capacity, double slowdown) {
   RateController controller(4, 1, 0);
   for (size_t i = 0; i < RateController::kExactOperations; ++i) {
-    expect(controller.use_exact(4 << 20), "not exact although nothing is measured");
+    expect(controller.should_use_exact(4 << 20), "not exact although nothing is measured");
     controller.record_exact(
         4 << 20, Time(static_cast<int64_t>(1e9 * slowdown * 1.5 * (4 << 20) / capacity)));
   }
-  expect(!controller.use_exact(4 << 20), "exact although the rate is measured");
+  expect(!controller.should_use_exact(4 << 20), "exact although the rate is measured");
   return controller;
 }
 
@@ -131,9 +139,9 @@ void test_rate_controller() {
     const double share = controller.rate() / capacity;
     expect(share > 0.95 && share < 1.5, std::string(when) + ": " + std::to_string(share));
   };
-  // Whatever the exact operations measured.
+  // The rate converges to the capacity also if the first operations were slow.
   for (const double slowdown : {1.0, 5.0}) {
-    RateController controller = make_learned(kCapacity, slowdown);
+    RateController controller = make_calibrated_controller(kCapacity, slowdown);
     for (int i = 0; i < 40; ++i) simulate_operation(&controller, kCapacity);
     expect_rate_near(controller, kCapacity, "path");
     // Occasional competing traffic.
@@ -146,8 +154,9 @@ void test_rate_controller() {
     for (int i = 0; i < 40; ++i) simulate_operation(&controller, kCapacity, 0.5);
     expect(controller.rate() < 0.5 * kCapacity, "the rate does not fall although half is lost");
   }
-  // A host that can take less than the path carries, and loses little by it.
-  RateController slow_host = make_learned(2 * kCapacity, 1);
+  // A host that can receive at a lower rate than the path, above which it has overruns and few
+  // losses.
+  RateController slow_host = make_calibrated_controller(2 * kCapacity, 1);
   double total = 0;
   for (int i = 0; i < 600; ++i) {
     const bool above_capacity = slow_host.rate() > kCapacity;
@@ -158,8 +167,8 @@ void test_rate_controller() {
   expect(total > 0.8 && total < 1.15, "rate with an overloaded host: " + std::to_string(total));
   for (int i = 0; i < 300; ++i) simulate_operation(&slow_host, 2 * kCapacity);
   expect_rate_near(slow_host, 2 * kCapacity, "a host that has recovered");
-  // The deadline follows the excluded share, and is no longer than needed.
-  RateController controller = make_learned(kCapacity, 1);
+  // The deadline becomes longer after exclusions, and shorter without.
+  RateController controller = make_calibrated_controller(kCapacity, 1);
   AllReduceJob before, more_excluded, none_excluded;
   controller.plan_job(4 << 20, &before);
   for (int i = 0; i < 20; ++i) simulate_operation(&controller, kCapacity, 0.01, 0.1);
@@ -207,7 +216,7 @@ void test_socket(unsigned seed) {
     for (int r : {1, 2})
       expect(received[r] == sent[r], "rank " + std::to_string(r) + " received other packets");
   }
-  expect(sender.refused() == 0, "packets refused");
+  expect(sender.refused_packets() == 0, "packets refused");
 }
 
 }  // namespace

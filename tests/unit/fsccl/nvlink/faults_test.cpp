@@ -1,5 +1,5 @@
-// Tests of the engine with ranks that differ or do not come: ranks are threads, each with an engine
-// of its own over memory that all share.
+// Tests of the NVLink engine with ranks that differ or do not come, on a CPU in place of GPUs:
+// ranks are threads of one process, each with its own engine.
 #include "host_device.h"
 
 using namespace fsccl;
@@ -9,9 +9,9 @@ namespace {
 
 void different_versions_are_rejected() {
   TextExchange peers(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
+  std::vector<DeviceLog> logs(2);
+  run_ranks(2, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small_slot_options());
     Communicator c(engine, rank, 2, 0);
     const auto infos = peers.exchange(rank, c.peer_info());
     EXPECT(error_of([&] { c.connect({infos[0], "x"}); }).find("rank 1 runs another version") !=
@@ -19,22 +19,25 @@ void different_versions_are_rejected() {
     EXPECT(error_of([&] { c.run({}); }).find("before connect") != std::string::npos);
     peers.exchange(rank, "");
   });
-  EXPECT(error_of([] { TuningTable::parse("all_reduce ordinary 1 direct 0 0\n"); })
-             .find("found 'all_reduce ordinary 1 direct 0 0'") != std::string::npos);
-  EXPECT(error_of([] { TuningTable::parse("all_reduce ordinary 9 staged 0 0\nall_reduce ordinary 9 "
-                                    "staged 0 0\n"); })
-             .find("ascend") != std::string::npos);
+  EXPECT(error_of([] {
+           TuningTable::parse("all_reduce ordinary 1 direct 0 0\n");
+         }).find("found 'all_reduce ordinary 1 direct 0 0'") != std::string::npos);
+  EXPECT(error_of([] {
+           TuningTable::parse(
+               "all_reduce ordinary 9 staged 0 0\nall_reduce ordinary 9 "
+               "staged 0 0\n");
+         }).find("ascend") != std::string::npos);
   const std::string defaults = TuningTable::default_table(8).text();
   EXPECT(TuningTable::parse(defaults).text() == defaults);
 }
 
 void processes_on_one_gpu_are_rejected() {
   TextExchange peers(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
+  std::vector<DeviceLog> logs(2);
+  run_ranks(2, [&](int rank) {
     auto device = std::make_unique<HostDevice>(&logs[rank]);
-    device->foreign = true;
-    Engine engine(std::move(device), small());
+    device->memory_is_foreign = true;
+    Engine engine(std::move(device), small_slot_options());
     Communicator c(engine, rank, 2, 0);
     const auto infos = peers.exchange(rank, c.peer_info());
     EXPECT(error_of([&] { c.connect(infos); }).find("on the same GPU") != std::string::npos);
@@ -44,11 +47,11 @@ void processes_on_one_gpu_are_rejected() {
 
 void gpus_without_nvlink_are_rejected() {
   TextExchange peers(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
+  std::vector<DeviceLog> logs(2);
+  run_ranks(2, [&](int rank) {
     auto device = std::make_unique<HostDevice>(&logs[rank]);
-    device->unlinked = rank == 0;
-    Engine engine(std::move(device), small());
+    device->has_no_links = rank == 0;
+    Engine engine(std::move(device), small_slot_options());
     Communicator c(engine, rank, 2, 0);
     const auto infos = peers.exchange(rank, c.peer_info());
     const std::string error = error_of([&] { c.connect(infos); });
@@ -60,10 +63,10 @@ void gpus_without_nvlink_are_rejected() {
 
 void absent_rank_is_named() {
   TextExchange peers(3);
-  std::vector<Log> logs(3);
-  each_rank(3, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-    const auto c = join(engine, peers, rank, 3, 50'000'000);
+  std::vector<DeviceLog> logs(3);
+  run_ranks(3, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small_slot_options());
+    const auto c = connect_communicator(engine, peers, rank, 3, 50'000'000);
     std::vector<float> memory(8);
     EXPECT(!c->failure());
     if (rank != 1) {
@@ -79,24 +82,25 @@ void absent_rank_is_named() {
   });
 }
 
-// A rank that has given up lacks the data that it would have to pass on. A rank that comes later
-// fails, too, or gets correct data without it, also when a graph replays the first rank's kernels.
+// A rank that has given up lacks data that it would have to send on. A rank that comes later fails,
+// too, or gets correct data that does not depend on the first rank's waits, also when a graph
+// replays the first rank's kernels.
 void late_rank_gets_no_wrong_data() {
   struct Variant {
     Algorithm algorithm;
     size_t count;
   };
-  for (const Variant variant : {Variant{Algorithm::kFlagged, 300}, Variant{Algorithm::kLines, 3000},
-                        Variant{Algorithm::kTwoShot, 300},
-                        Variant{Algorithm::kStaged, 3000}, Variant{Algorithm::kStaged, 40000},
-                        Variant{Algorithm::kDirect, 4096}}) {
+  for (const Variant variant :
+       {Variant{Algorithm::kFlagged, 300}, Variant{Algorithm::kLines, 3000},
+        Variant{Algorithm::kTwoShot, 300}, Variant{Algorithm::kStaged, 3000},
+        Variant{Algorithm::kStaged, 40000}, Variant{Algorithm::kDirect, 4096}}) {
     constexpr int kRanks = 3;
     TextExchange peers(kRanks);
-    std::vector<Log> logs(kRanks);
+    std::vector<DeviceLog> logs(kRanks);
     std::vector<std::vector<Vec>> pools(kRanks, std::vector<Vec>(1 << 14));
-    each_rank(kRanks, [&](int rank) {
-      Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-      const auto c = join(engine, peers, rank, kRanks);
+    run_ranks(kRanks, [&](int rank) {
+      Engine engine(std::make_unique<HostDevice>(&logs[rank]), small_slot_options());
+      const auto c = connect_communicator(engine, peers, rank, kRanks);
       auto* const at = reinterpret_cast<char*>(pools[rank].data());
       const u64 bytes = pools[rank].size() * sizeof(Vec);
       c->connect_memory(at, bytes, peers.exchange(rank, c->memory_handle(at, bytes)));
@@ -131,10 +135,10 @@ void late_rank_gets_no_wrong_data() {
 
 void long_wait_is_reported() {
   TextExchange peers(2);
-  std::vector<Log> logs(2);
-  each_rank(2, [&](int rank) {
-    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-    const auto c = join(engine, peers, rank, 2);
+  std::vector<DeviceLog> logs(2);
+  run_ranks(2, [&](int rank) {
+    Engine engine(std::make_unique<HostDevice>(&logs[rank]), small_slot_options());
+    const auto c = connect_communicator(engine, peers, rank, 2);
     c->set_rank_names({"Ann", "Ben"});
     std::vector<float> memory(8);
     EXPECT(all_reduce(*c, rank, 2, memory, 8));

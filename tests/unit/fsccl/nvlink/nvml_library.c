@@ -3,19 +3,19 @@
 #include <ctype.h>
 #include <string.h>
 
-static char known[2][64];
-static int found;
+static char device_names[2][64];
+static int handle_count;
 
 int nvmlInit_v2(void) { return 0; }
 
 int nvmlDeviceGetHandleByUUID(const char* name, void** handle) {
   if (strncmp(name, "GPU-3", 5) == 0) return 6;  // NVML_ERROR_NOT_FOUND
-  *handle = strcpy(known[found++ % 2], name);
+  *handle = strcpy(device_names[handle_count++ % 2], name);
   return 0;
 }
 
-int nvmlDeviceGetP2PStatus(void* one, void* other, int which, int* status) {
-  if (which != 2) return 2;  // NVML_ERROR_INVALID_ARGUMENT
-  *status = ((char*)one)[4] == ((char*)other)[4] ? 0 : 4;
+int nvmlDeviceGetP2PStatus(void* first_gpu, void* second_gpu, int capability, int* status) {
+  if (capability != 2) return 2;  // NVML_ERROR_INVALID_ARGUMENT
+  *status = ((char*)first_gpu)[4] == ((char*)second_gpu)[4] ? 0 : 4;
   return 0;
 }

@@ -30,54 +30,54 @@ SHELLS = [shell for shell in ("sh", "bash", "zsh", "fish", "tcsh") if shutil.whi
 @pytest.mark.parametrize("shell", SHELLS)
 def test_login_shells_preserve_arguments(shell: str) -> None:
     argv = ["printf", r"%s\0", "", "a'b\"c", "$HOME `id`", "*", "é"]
-    if shell != "tcsh":  # which has no way to quote a newline
+    if shell != "tcsh":  # tcsh cannot quote a newline
         argv.append("x\ny")
-    done = subprocess.run([shell, "-c", command_line(argv)], capture_output=True, check=True)
-    assert done.stdout == MARKER + b"".join(word.encode() + b"\0" for word in argv[2:])
-    assert done.stderr == MARKER
+    result = subprocess.run([shell, "-c", command_line(argv)], capture_output=True, check=True)
+    assert result.stdout == MARKER + b"".join(argument.encode() + b"\0" for argument in argv[2:])
+    assert result.stderr == MARKER
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(words, min_size=1, max_size=5))
 def test_any_arguments_are_preserved(arguments: list[str]) -> None:
     line = command_line(["printf", r"%s\0", *arguments])
-    done = subprocess.run(["sh", "-c", line], capture_output=True, check=True)
-    assert done.stdout == MARKER + b"".join(word.encode() + b"\0" for word in arguments)
+    result = subprocess.run(["sh", "-c", line], capture_output=True, check=True)
+    assert result.stdout == MARKER + b"".join(argument.encode() + b"\0" for argument in arguments)
 
 
 @settings(max_examples=25, deadline=None)
 @given(words)
 def test_any_value_in_a_script_is_preserved(value: str) -> None:
     script = "cat <<'the end of it'\n" + value.replace("\r", "") + "\nthe end of it"
-    done = subprocess.run(
+    result = subprocess.run(
         ["sh", "-c", LOGIN_SHELL_LINE],
         input=encode_script("t", script),
         capture_output=True,
         check=True,
     )
-    assert done.stdout == MARKER + value.replace("\r", "").encode() + b"\n\2t 0\3"
-    assert done.stderr == MARKER + b"\2t\3"
+    assert result.stdout == MARKER + value.replace("\r", "").encode() + b"\n\2t 0\3"
+    assert result.stderr == MARKER + b"\2t\3"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_one_script_after_another_in_shells_of_their_own(shell: str) -> None:
     scripts = [("a", "x=1; umask 077; exit 3"), ("b", 'echo "$x$(umask)"; cat'), ("c", "")]
-    given = b"".join(encode_script(*one) for one in scripts)
-    done = subprocess.run(
-        [shell, "-c", LOGIN_SHELL_LINE], input=given, capture_output=True, check=True
+    input_data = b"".join(encode_script(*script_and_token) for script_and_token in scripts)
+    result = subprocess.run(
+        [shell, "-c", LOGIN_SHELL_LINE], input=input_data, capture_output=True, check=True
     )
-    ends = done.stdout.removeprefix(MARKER)
+    ends = result.stdout.removeprefix(MARKER)
     assert ends == b"\2a 3\3" + f"{_umask():04o}\n".encode() + b"\2b 0\3\2c 0\3"
-    assert done.stderr == MARKER + b"\2a\3\2b\3\2c\3"
+    assert result.stderr == MARKER + b"\2a\3\2b\3\2c\3"
 
 
 def _umask() -> int:
-    now = os.umask(0o022)
-    os.umask(now)
-    return now
+    current_umask = os.umask(0o022)
+    os.umask(current_umask)
+    return current_umask
 
 
-def test_limits() -> None:
+def test_unsendable_commands_are_rejected() -> None:
     room = MAX_LINE_BYTES - len(command_line(["echo", "x"]))
     assert len(command_line(["echo", "x" * (room + 1)])) == MAX_LINE_BYTES
     for argv, message in (([], "name"), (["a\0"], "NUL"), (["echo", "x" * (room + 2)], "too long")):
@@ -90,9 +90,15 @@ def test_limits() -> None:
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(1, 7))
 def test_output_before_the_marker_is_dropped(noise: bytes, output: bytes, step: int) -> None:
     noise = noise.replace(b"\x02", b"")
-    stream, after = noise + MARKER + output, MarkerFilter()
-    got = b"".join(after.feed(stream[i : i + step]) for i in range(0, len(stream), step))
-    assert (got, bytes(after.before), after.marker_seen) == (output, noise, True)
+    stream, marker_filter = noise + MARKER + output, MarkerFilter()
+    filtered = b"".join(
+        marker_filter.feed(stream[i : i + step]) for i in range(0, len(stream), step)
+    )
+    assert (filtered, bytes(marker_filter.preamble), marker_filter.marker_seen) == (
+        output,
+        noise,
+        True,
+    )
 
 
 def test_proxy_command_tokens() -> None:

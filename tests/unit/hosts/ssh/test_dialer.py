@@ -22,11 +22,11 @@ class _Interrupted(socket.socket):
 
 
 def test_second_close_closes_what_an_interrupt_left_open() -> None:
-    opened = [_Interrupted() for _ in range(3)]
+    connections = [_Interrupted() for _ in range(3)]
     dialer = Dialer()
-    dialer._open.update(opened)
-    for _ in opened:
+    dialer._open.update(connections)
+    for _ in connections:
         with pytest.raises(KeyboardInterrupt):
             dialer.close()
     dialer.close()
-    assert [sock.fileno() for sock in opened] == [-1, -1, -1]
+    assert [sock.fileno() for sock in connections] == [-1, -1, -1]

@@ -21,7 +21,7 @@ BEHIND = SshTarget("inner", "inner", "me", via=SshTarget("gate", "gate", "me"))
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("error", "error_class", "expected_text"),
     [
         (socket.gaierror(-2, "Name not known"), errors.NameResolutionError, "does not resolve"),
         (
@@ -42,15 +42,17 @@ BEHIND = SshTarget("inner", "inner", "me", via=SshTarget("gate", "gate", "me"))
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_connect_errors(error: OSError, kind: type[Exception], words: str) -> None:
-    found = faults.connect_error(TARGET, error, 5)
-    assert type(found) is kind
-    assert words in str(found)
-    assert str(found).startswith("node-1: ")
+def test_connect_errors_are_classified(
+    error: OSError, error_class: type[Exception], expected_text: str
+) -> None:
+    host_error = faults.connect_error(TARGET, error, 5)
+    assert type(host_error) is error_class
+    assert expected_text in str(host_error)
+    assert str(host_error).startswith("node-1: ")
 
 
 @pytest.mark.parametrize(
-    ("error", "elapsed", "kind", "words"),
+    ("error", "elapsed", "error_class", "expected_text"),
     [
         (None, 10, errors.GreetingTimeoutError, "says nothing within 10 s"),
         (
@@ -83,12 +85,12 @@ def test_connect_errors(error: OSError, kind: type[Exception], words: str) -> No
         (SSHException("what"), 0.1, errors.HandshakeError, "inner through gate: what"),
     ],
 )
-def test_handshake_errors(
-    error: Exception | None, elapsed: float, kind: type[Exception], words: str
+def test_handshake_errors_are_classified(
+    error: Exception | None, elapsed: float, error_class: type[Exception], expected_text: str
 ) -> None:
-    found = faults.handshake_error(BEHIND, error, elapsed, 10)
-    assert type(found) is kind
-    assert words in str(found)
+    host_error = faults.handshake_error(BEHIND, error, elapsed, 10)
+    assert type(host_error) is error_class
+    assert expected_text in str(host_error)
 
 
 def test_a_host_behind_another_gets_the_line_and_not_a_scan() -> None:
@@ -114,7 +116,10 @@ def test_hints_are_quoted_for_the_shell() -> None:
 
 
 def all_error_classes(kind: type[errors.HostError]) -> list[type[errors.HostError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in all_error_classes(child))]
+    return [
+        kind,
+        *(subclass for child in kind.__subclasses__() for subclass in all_error_classes(child)),
+    ]
 
 
 def test_every_error_has_its_own_summary() -> None:

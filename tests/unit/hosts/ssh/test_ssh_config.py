@@ -27,8 +27,8 @@ def config(home: Path, text: str) -> SshConfig:
 
 def route(target: SshTarget) -> list[str]:
     """Return the names of the hosts on the route, first one first."""
-    here = [f"{target.user}@{target.address}:{target.port}"]
-    return here if target.via is None else route(target.via) + here
+    hops = [f"{target.user}@{target.address}:{target.port}"]
+    return hops if target.via is None else route(target.via) + hops
 
 
 def test_without_a_configuration_a_name_is_its_own_address(home: Path) -> None:
@@ -44,7 +44,7 @@ def test_without_a_configuration_a_name_is_its_own_address(home: Path) -> None:
 
 def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
-    loaded = config(
+    ssh_config = config(
         home,
         "# clusters\n"
         "Host gpu? !gpu9\n"
@@ -61,7 +61,7 @@ def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "Match host gpu*.cluster.example\n"
         "  User trainer\n",
     )
-    target = loaded.target("gpu1")
+    target = ssh_config.target("gpu1")
     assert target.address == "gpu1.cluster.example"
     assert (target.user, target.port, target.connect_timeout) == ("trainer", 2200, 7)
     assert target.identity_files == (home / ".ssh/with space", home / ".ssh/second")
@@ -70,13 +70,13 @@ def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert target.remember_new_keys
     assert target.identities_only
     assert target.agent_socket == "/run/agent"
-    other = loaded.target("gpu9")
-    assert (other.address, other.known_as) == ("gpu9", "gpu9")
+    other_target = ssh_config.target("gpu9")
+    assert (other_target.address, other_target.known_as) == ("gpu9", "gpu9")
 
 
 def test_arguments_take_precedence(home: Path) -> None:
-    loaded = config(home, "Host *\n  User a\n  Port 1\n  ProxyJump gate\n  IdentityFile ~/x\n")
-    target = loaded.target("n", user="b", port=2, proxy="none")
+    ssh_config = config(home, "Host *\n  User a\n  Port 1\n  ProxyJump gate\n  IdentityFile ~/x\n")
+    target = ssh_config.target("n", user="b", port=2, proxy="none")
     assert (target.user, target.port, target.via) == ("b", 2, None)
     assert target.identity_files == (home / "x",)
     assert target.known_as == "[n]:2"
@@ -107,8 +107,8 @@ def test_arguments_take_precedence(home: Path) -> None:
     ],
 )
 def test_proxy_jump(home: Path, text: str, name: str, expected: list[str]) -> None:
-    loaded = config(home, f"{text}\nHost *\n User u\n")
-    assert route(loaded.target(name)) == expected
+    ssh_config = config(home, f"{text}\nHost *\n User u\n")
+    assert route(ssh_config.target(name)) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_proxy_jump(home: Path, text: str, name: str, expected: list[str]) -> No
         ('exec "test %h = n"', 3),
         ('exec "test %h = m"', 22),
         ("host other exec true", 22),
-        ("host n exec cat", 3),  # its stdin is empty, and not ours
+        ("host n exec cat", 3),  # its stdin is empty, not this process's
         ("originalhost n user nobody-at-all", 22),
         ("all", 3),
     ],
 )
-def test_match(home: Path, match: str, port: int) -> None:
+def test_match_block_applies_to_matching_hosts(home: Path, match: str, port: int) -> None:
     assert config(home, f"Match {match}\n  Port 3\n").target("n").port == port
 
 
@@ -133,8 +133,8 @@ def test_include_keeps_the_block_it_stands_in(home: Path) -> None:
     (home / ".ssh" / "conf.d").mkdir()
     (home / ".ssh" / "conf.d" / "one").write_text("Host one\n  Port 1\n")
     (home / ".ssh" / "conf.d" / "two").write_text("Host two\n  Port 2\n")
-    loaded = config(home, "Host here\n  User me\n  Include conf.d/* ~/.ssh/none\n  Port 3\n")
-    ports = {name: loaded.target(name).port for name in ("one", "two", "here", "other")}
+    ssh_config = config(home, "Host here\n  User me\n  Include conf.d/* ~/.ssh/none\n  Port 3\n")
+    ports = {name: ssh_config.target(name).port for name in ("one", "two", "here", "other")}
     assert ports == {"one": 1, "two": 2, "here": 3, "other": 22}
 
 

@@ -61,13 +61,15 @@ class Job:
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
         job_policy = Policy(**{**defaults, **policy})
-        self.brain = Coordinator(job_policy, self.names, self.now, Path("out"), places=places)
+        self.brain = Coordinator(
+            job_policy, self.names, self.now, Path("out"), mesh_positions=places
+        )
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
         self.moves = 0
         self.orders: list[tuple[int | None, Order]] = []
-        self.told: list[str] = []
+        self.notified_events: list[str] = []
         self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
 
     def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
@@ -93,24 +95,24 @@ class Job:
     def collect(self) -> None:
         self.orders += [o for o in self.brain.orders if not isinstance(o[1], KeepAlive)]
         self.brain.orders.clear()
-        self.told += [notice.event for notice in self.brain.notices]
+        self.notified_events += [notice.event for notice in self.brain.notices]
         self.brain.notices.clear()
 
-    def fail(
+    def send_failure(
         self, host: int, rank: int, severity: Severity = Severity.FAILED, after: float = 0.0
     ) -> None:
         failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
         report = FailureReport(failure, self.clock[host] + self.now + after, severity)
         self.send(RankFailed, host, report)
 
-    def end(self, host: int, code: int = 1, **fields: Any) -> None:
+    def send_end(self, host: int, code: int = 1, **fields: Any) -> None:
         self.send(AttemptEnded, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
 
-    def kinds(self) -> list[type[Order]]:
+    def order_types(self) -> list[type[Order]]:
         return [type(order) for _, order in self.orders]
 
     @property
-    def first(self) -> tuple[str, int | None]:
+    def first_failure_place(self) -> tuple[str, int | None]:
         assert self.brain.failure is not None
         return self.brain.failure.host, self.brain.failure.rank
 
@@ -118,12 +120,12 @@ class Job:
 def test_a_job_that_ends_well() -> None:
     job = Job()
     job.run(20)
-    job.end(0, 0)
+    job.send_end(0, 0)
     job.run(20)
-    assert job.kinds() == []
-    job.end(1, 0)
+    assert job.order_types() == []
+    job.send_end(1, 0)
     job.run(1)
-    assert (job.kinds(), job.told, job.brain.phase) == (
+    assert (job.order_types(), job.notified_events, job.brain.phase) == (
         [FinishJob],
         ["finished"],
         JobPhase.OVER,
@@ -133,7 +135,7 @@ def test_a_job_that_ends_well() -> None:
 def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
     job = Job(3)
     job.run(5)
-    job.fail(1, 4)
+    job.send_failure(1, 4)
     job.collect()
     ((host, order),) = job.orders
     assert host is None
@@ -141,13 +143,13 @@ def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
     assert order.failure is not None
     assert order.failure.rank == 4
     for host in (1, 0):
-        job.end(host)
+        job.send_end(host)
         job.run(5)
-    assert job.kinds() == [EndAttempt]
-    job.end(2)
+    assert job.order_types() == [EndAttempt]
+    job.send_end(2)
     job.run(1)
-    assert job.kinds() == [EndAttempt, FinishJob]
-    assert (job.first, job.told) == (("h1", 4), ["failed"])
+    assert job.order_types() == [EndAttempt, FinishJob]
+    assert (job.first_failure_place, job.notified_events) == (("h1", 4), ["failed"])
 
 
 @pytest.mark.parametrize(
@@ -177,21 +179,21 @@ def test_first_failure_across_hosts_with_different_clocks(
     """The hosts' clocks differ by weeks."""
     job = Job()
     job.run(10)
-    for host, rank, severity, after in reports:
-        job.fail(host, rank, severity, after)
+    for host, rank, severity, delay_seconds in reports:
+        job.send_failure(host, rank, severity, delay_seconds)
     for host in (0, 1):
-        job.end(host)
+        job.send_end(host)
     job.run(1)
-    assert job.first[0] == f"h{expected}"
+    assert job.first_failure_place[0] == f"h{expected}"
 
 
 def test_later_report_of_the_same_rank_replaces_the_earlier() -> None:
     job = Job()
     job.run(5)
-    job.fail(1, 1)
+    job.send_failure(1, 1)
     failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
-    job.end(1, report=FailureReport(failure, job.clock[1] + job.now, Severity.FAILED))
-    job.end(0)
+    job.send_end(1, report=FailureReport(failure, job.clock[1] + job.now, Severity.FAILED))
+    job.send_end(0)
     job.run(1)
     assert job.brain.failure == failure
 
@@ -201,17 +203,17 @@ def test_lost_host_is_the_failure_unless_there_is_a_cause() -> None:
     job.run(5)
     job.silent.add(1)
     job.run(9)
-    job.fail(0, 0, Severity.CONSEQUENCE)
-    job.end(0)
+    job.send_failure(0, 0, Severity.CONSEQUENCE)
+    job.send_end(0)
     job.run(5)
-    assert job.first == ("h1", None)
+    assert job.first_failure_place == ("h1", None)
     assert "no word" in str(job.brain.failure)
     assert job.brain.phase is JobPhase.OVER
     # It reconnects too late, and is ordered to finish.
     job.send(Hello, 1, POSITION)
     job.collect()
     assert job.orders[-1][0] == 1
-    assert job.kinds()[-1] == FinishJob
+    assert job.order_types()[-1] == FinishJob
 
 
 def test_place_of_a_lost_host_is_reported() -> None:
@@ -249,9 +251,9 @@ def test_absent_host_after_ranks_have_joined() -> None:
     job = Job()
     job.silent.add(1)
     job.run(10)
-    assert job.kinds() == []
+    assert job.order_types() == []
     job.run(3)
-    assert job.first == ("h1", None)
+    assert job.first_failure_place == ("h1", None)
 
 
 def test_host_that_never_connects() -> None:
@@ -259,7 +261,7 @@ def test_host_that_never_connects() -> None:
     job.silent.add(1)
     job.fields[0] = {"joined": 0}
     job.run(99)
-    assert job.kinds() == []
+    assert job.order_types() == []
     job.run(3)
     assert "did not report within 100 s" in str(job.brain.failure)
 
@@ -268,17 +270,17 @@ def test_restarts_are_counted_delayed_and_notified() -> None:
     job = Job(max_restarts=2)
     for attempt in range(2):
         job.run(5)
-        job.fail(1, 1)
+        job.send_failure(1, 1)
         for host in (0, 1):
-            job.end(host)
+            job.send_end(host)
         job.run(8)
         assert job.orders[-1] == (None, StartAttempt(attempt + 1))
         assert job.brain.failure is None
     job.run(5)
-    job.end(0, 7)
-    job.end(1, 7)
+    job.send_end(0, 7)
+    job.send_end(1, 7)
     job.run(1)
-    assert job.kinds() == [
+    assert job.order_types() == [
         EndAttempt,
         StartAttempt,
         EndAttempt,
@@ -286,16 +288,16 @@ def test_restarts_are_counted_delayed_and_notified() -> None:
         EndAttempt,
         FinishJob,
     ]
-    assert job.told == ["restarted", "restarted", "failed"]
+    assert job.notified_events == ["restarted", "restarted", "failed"]
     assert job.brain.summary()["attempt"] == 3
 
 
 def test_messages_of_an_earlier_attempt_are_ignored() -> None:
     job = Job(max_restarts=1)
     job.run(5)
-    job.fail(1, 1)
+    job.send_failure(1, 1)
     for host in (0, 1):
-        job.end(host)
+        job.send_end(host)
     job.run(5)
     job.send(AttemptEnded, 1, replace(POSITION, ended=1), attempt=0)
     job.run(5)
@@ -318,10 +320,10 @@ def test_attempts_that_never_join_are_not_restarted_forever(joins: list[int], st
             job.fields[host] = {"joined": joined}
         job.run(3)
         for host in (0, 1):
-            job.end(host, joined=joined)
+            job.send_end(host, joined=joined)
             job.fields[host] = {"joined": 0}
         job.run(70)
-    assert job.kinds().count(StartAttempt) == starts
+    assert job.order_types().count(StartAttempt) == starts
 
 
 def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
@@ -329,17 +331,17 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     job.run(5)
     job.send(StopSignalled, 1, 15, None)
     for host in (0, 1):
-        job.end(host, 143)
+        job.send_end(host, 143)
     job.run(5)
-    assert job.kinds() == [StopJob, FinishJob]
-    assert job.told == ["stopped"]
+    assert job.order_types() == [StopJob, FinishJob]
+    assert job.notified_events == ["stopped"]
     job = Job(max_restarts=5)
     job.silent.add(1)
     job.send(Hello, 1, replace(POSITION, joined=0))
     job.run(12)
-    job.end(0)
+    job.send_end(0)
     job.run(2)
-    assert job.kinds() == [EndAttempt, FinishJob]
+    assert job.order_types() == [EndAttempt, FinishJob]
 
 
 def test_stop_without_a_request_is_a_final_failure() -> None:
@@ -348,27 +350,27 @@ def test_stop_without_a_request_is_a_final_failure() -> None:
     cause = Failure("h1", None, None, "lost its script", "", Path("/o"))
     job.send(StopSignalled, 1, 15, cause)
     for host in (0, 1):
-        job.end(host, 143)
+        job.send_end(host, 143)
     job.run(5)
-    assert (job.kinds(), job.told) == ([StopJob, FinishJob], ["failed"])
-    assert job.first == ("h1", None)
+    assert (job.order_types(), job.notified_events) == ([StopJob, FinishJob], ["failed"])
+    assert job.first_failure_place == ("h1", None)
     assert [order for _, order in job.orders] == [StopJob(15, cause), FinishJob(cause)]
 
 
 def test_on_failure_leave_keeps_the_other_hosts_running() -> None:
     job = Job(on_failure="leave")
     job.run(5)
-    job.fail(1, 1)
-    job.end(1)
+    job.send_failure(1, 1)
+    job.send_end(1)
     job.run(30)
-    assert job.kinds() == []
-    assert job.first == ("h1", 1)
-    job.end(0, 0)
+    assert job.order_types() == []
+    assert job.first_failure_place == ("h1", 1)
+    job.send_end(0, 0)
     job.run(1)
-    assert (job.kinds(), job.told) == ([FinishJob], ["failed"])
+    assert (job.order_types(), job.notified_events) == ([FinishJob], ["failed"])
 
 
-def at(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
+def rank_progress(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
     defaults = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
     return (RankProgress(host, rank, log=Path("log"), **{**defaults, **fields}),)
 
@@ -378,18 +380,18 @@ def test_stall_requests_stacks_and_reports_the_straggler() -> None:
     job.run(5)
     job.moving = False
     job.run(49)
-    assert job.kinds() == []
+    assert job.order_types() == []
     job.run(2)
-    assert job.kinds() == [DumpStacks]
-    job.send(RankStacks, 0, at("h0", 0))
-    job.send(RankStacks, 1, at("h1", 1, step=6, stack="where"))
+    assert job.order_types() == [DumpStacks]
+    job.send(RankStacks, 0, rank_progress("h0", 0))
+    job.send(RankStacks, 1, rank_progress("h1", 1, step=6, stack="where"))
     job.run(1)
-    assert job.kinds() == [DumpStacks, EndAttempt]
-    assert job.first == ("h1", 1)
+    assert job.order_types() == [DumpStacks, EndAttempt]
+    assert job.first_failure_place == ("h1", 1)
     assert job.brain.failure is not None
     assert "behind in training at step 6" in job.brain.failure.reason
     assert job.brain.failure.traceback == "where"
-    assert job.told == ["stalled"]
+    assert job.notified_events == ["stalled"]
 
 
 def test_stall_without_replies_from_hosts() -> None:
@@ -397,8 +399,8 @@ def test_stall_without_replies_from_hosts() -> None:
     job.run(5)
     job.moving = False
     job.run(60)
-    assert job.kinds() == [DumpStacks, EndAttempt]
-    assert job.first == ("h0", None)
+    assert job.order_types() == [DumpStacks, EndAttempt]
+    assert job.first_failure_place == ("h0", None)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +417,7 @@ def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:
     job.run(5)
     job.moving = False
     job.run(1000)
-    assert job.kinds() == []
+    assert job.order_types() == []
 
 
 def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
@@ -424,15 +426,15 @@ def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
     job.run(5)
     job.moving = False
     job.run(1820)
-    assert DumpStacks in job.kinds()
+    assert DumpStacks in job.order_types()
 
 
 def test_a_restart_whose_ranks_do_not_join() -> None:
     job = Job(max_restarts=3)
     job.run(5)
-    job.fail(0, 0)
+    job.send_failure(0, 0)
     for host in (0, 1):
-        job.end(host)
+        job.send_end(host)
     job.fields[1] = {"joined": 0}
     job.run(50)
     job.moving = False
@@ -445,12 +447,12 @@ def test_stop_is_notified_once_all_hosts_have_ended(last: int) -> None:
     job = Job()
     job.run(5)
     job.send(StopSignalled, 0, 15, None)
-    job.end(1 - last, 0)
+    job.send_end(1 - last, 0)
     job.run(5)
-    assert job.told == []
-    job.end(last, 0)
+    assert job.notified_events == []
+    job.send_end(last, 0)
     job.run(1)
-    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+    assert (job.notified_events, job.brain.phase) == (["stopped"], JobPhase.OVER)
 
 
 def test_stop_is_notified_when_host_0_ends_first() -> None:
@@ -460,10 +462,10 @@ def test_stop_is_notified_when_host_0_ends_first() -> None:
     job.brain.abandon_stop(job.now)
     assert job.brain.phase is JobPhase.RUNNING
     job.send(StopSignalled, 0, 15, None)
-    job.end(0, 0)
+    job.send_end(0, 0)
     job.brain.abandon_stop(job.now)
     job.collect()
-    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+    assert (job.notified_events, job.brain.phase) == (["stopped"], JobPhase.OVER)
 
 
 FAILURES = st.builds(
@@ -488,7 +490,9 @@ POSITIONS = st.builds(
     report=st.none() | REPORTS,
 )
 HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
-RANKS = st.builds(at, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9))
+RANKS = st.builds(
+    rank_progress, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9)
+)
 MESSAGES = st.one_of(
     *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Heartbeat, AttemptEnded)),
     st.builds(RankFailed, *HEAD, REPORTS),
@@ -502,7 +506,7 @@ MESSAGES = st.one_of(
     st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
     st.integers(0, 2),
 )
-def test_odd_messages_do_no_harm_and_every_change_is_news(
+def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
     messages: list[tuple[int, HostMessage, float]], max_restarts: int
 ) -> None:
     job = Job(max_restarts=max_restarts)
@@ -512,5 +516,5 @@ def test_odd_messages_do_no_harm_and_every_change_is_news(
         job.now += seconds
         job.brain.tick(job.now)
         summary = json.loads(json.dumps(job.brain.summary()))
-        assert job.brain.news or summary == previous
-        previous, job.brain.news = summary, False
+        assert job.brain.summary_changed or summary == previous
+        previous, job.brain.summary_changed = summary, False

@@ -89,11 +89,11 @@ VALUES = st.recursive(
 )
 
 
-def _value_paths(record: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _value_paths(record: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Yield the path to every value of a record."""
     items = record.items() if isinstance(record, dict) else ()
     items = enumerate(record) if isinstance(record, list) else items
-    return [way, *(spot for key, value in items for spot in _value_paths(value, (*way, key)))]
+    return [path, *(spot for key, value in items for spot in _value_paths(value, (*path, key)))]
 
 
 @given(st.sampled_from([*FROM_HOST, *ORDERS]), st.data())
@@ -101,14 +101,14 @@ def test_altered_message_is_valid_or_ignored(
     message: HostMessage | Order, data: st.DataObject
 ) -> None:
     record = json.loads(encode(message))
-    way = data.draw(st.sampled_from(_value_paths(record)[1:]))
+    path = data.draw(st.sampled_from(_value_paths(record)[1:]))
     inner = record
-    for key in way[:-1]:
+    for key in path[:-1]:
         inner = inner[key]
     if isinstance(inner, dict) and data.draw(st.booleans()):
-        del inner[way[-1]]
+        del inner[path[-1]]
     else:
-        inner[way[-1]] = data.draw(VALUES)
+        inner[path[-1]] = data.draw(VALUES)
     payload = json.dumps(record).encode()
     for decoded in (decode(HostMessage, payload), decode(Order, payload)):
         # A decoded message is valid and printable, and can be forwarded.

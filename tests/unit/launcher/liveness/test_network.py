@@ -23,7 +23,7 @@ from flagscale.launcher.liveness.messages import (
     StopSignalled,
 )
 from flagscale.launcher.liveness.network import (
-    ADMISSION_SECONDS,
+    AUTHENTICATION_SECONDS,
     MAX_UNAUTHENTICATED,
     Client,
     Server,
@@ -50,23 +50,23 @@ class Link:
         self.clients.append(Client(SECRET, address, self.selector))
         return self.clients[-1]
 
-    def turn(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         ready = self.selector.select(0.02)
         self.heard += self.server.poll(ready, now)
         for client in self.clients if self.reading else ():
             self.orders += client.poll(ready, now)
 
-    def until(self, condition: Callable[[], object]) -> None:
+    def poll_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline
-            self.turn(time.monotonic())
+            self.poll(time.monotonic())
 
 
 @pytest.fixture
 def link() -> Iterator[Link]:
     network = Link(3)
-    network.turn(0.0)
+    network.poll(0.0)
     yield network
     for client in network.clients:
         client.close()
@@ -75,59 +75,59 @@ def link() -> Iterator[Link]:
     network.selector.close()
 
 
-def stopping(host: int, number: int = 15) -> StopSignalled:
+def make_stop(host: int, number: int = 15) -> StopSignalled:
     return StopSignalled(host, 0, 0.0, number, None)
 
 
 def test_messages_go_both_ways_to_one_or_to_all(link: Link) -> None:
     for host in (1, 2):
         client = link.connect()
-        link.until(lambda client=client: client.fresh)
-        client.send(stopping(host))
-    link.until(lambda: len(link.heard) == 2)
-    assert sorted(link.heard) == [(1, stopping(1)), (2, stopping(2))]
+        link.poll_until(lambda client=client: client.is_new_connection)
+        client.send(make_stop(host))
+    link.poll_until(lambda: len(link.heard) == 2)
+    assert sorted(link.heard) == [(1, make_stop(1)), (2, make_stop(2))]
     link.server.send(2, StartAttempt(5))
     link.server.send(0, StartAttempt(6))
     link.server.send(None, KeepAlive())
-    link.until(lambda: len(link.orders) == 3)
+    link.poll_until(lambda: len(link.orders) == 3)
     assert sorted(link.orders, key=str) == [KeepAlive(), KeepAlive(), StartAttempt(5)]
 
 
 def test_pending_data_is_sent_when_the_socket_is_writable(link: Link) -> None:
     """The sender does not wait for an agent that does not read."""
     client = link.connect()
-    link.until(lambda: client.fresh)
-    client.send(stopping(1))
-    link.until(lambda: link.heard)
+    link.poll_until(lambda: client.is_new_connection)
+    client.send(make_stop(1))
+    link.poll_until(lambda: link.heard)
     order = FinishJob(Failure("h", 1, 1, "r", "x" * 1_000_000, Path("log")))
     link.reading = False
     for _ in range(20):
         link.server.send(1, order)
-    link.turn(time.monotonic())
+    link.poll(time.monotonic())
     link.reading = True
-    link.until(lambda: len(link.orders) == 20)
+    link.poll_until(lambda: len(link.orders) == 20)
     assert link.orders == [order] * 20
 
 
 def test_reconnected_host_replaces_its_old_connection(link: Link) -> None:
     first = link.connect()
-    link.until(lambda: first.fresh)
-    first.send(stopping(1))
-    link.until(lambda: link.heard)
+    link.poll_until(lambda: first.is_new_connection)
+    first.send(make_stop(1))
+    link.poll_until(lambda: link.heard)
     second = link.connect()
-    link.until(lambda: second.fresh)
+    link.poll_until(lambda: second.is_new_connection)
     # The number that a connection has begun with counts.
-    second.send(stopping(1))
-    second.send(stopping(2))
-    link.until(lambda: len(link.heard) == 3)
+    second.send(make_stop(1))
+    second.send(make_stop(2))
+    link.poll_until(lambda: len(link.heard) == 3)
     assert [host for host, _ in link.heard] == [1, 1, 1]
     link.clients.remove(first)
     first.close()
     link.server.send(1, StartAttempt(1))
-    link.until(lambda: link.orders)
+    link.poll_until(lambda: link.orders)
     assert link.server.has_connections()
     second.close()
-    link.until(lambda: not link.server.has_connections())
+    link.poll_until(lambda: not link.server.has_connections())
 
 
 def test_oldest_of_too_many_unauthenticated_peers_is_disconnected(link: Link) -> None:
@@ -136,8 +136,8 @@ def test_oldest_of_too_many_unauthenticated_peers_is_disconnected(link: Link) ->
     peers = []
     for _ in range(count + 1):
         peers.append(socket.create_connection(("127.0.0.1", link.server.port)))
-        link.turn(0.0)
-    link.turn(0.0)
+        link.poll(0.0)
+    link.poll(0.0)
     disconnected = []
     for peer in peers:
         peer.setblocking(False)
@@ -148,7 +148,7 @@ def test_oldest_of_too_many_unauthenticated_peers_is_disconnected(link: Link) ->
             disconnected.append(False)
     assert disconnected == [True] + [False] * count
     # The other connections are closed after the admission timeout.
-    link.turn(time.monotonic() + ADMISSION_SECONDS + 1)
+    link.poll(time.monotonic() + AUTHENTICATION_SECONDS + 1)
     assert peers[-1].recv(1) == b""
     for peer in peers:
         peer.close()
@@ -182,6 +182,6 @@ def test_a_server_without_descriptors_does_not_spin_and_recovers() -> None:
 
 
 def test_sufficient_file_limit_is_unchanged() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits_before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert raise_file_limit(10) is None
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits_before

@@ -16,7 +16,7 @@ import pytest
 
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.job import Notice
-from flagscale.launcher.liveness.options import COMMAND, WEBHOOK
+from flagscale.launcher.liveness.options import NOTIFY_COMMAND_VARIABLE, NOTIFY_WEBHOOK_VARIABLE
 from flagscale.launcher.notify import Notifier, build_payload
 from flagscale.module_command import python_arguments
 
@@ -69,8 +69,8 @@ def test_notified_events() -> None:
     )
     fields = {"event": "failed", "attempt": 2, "rank": 3, "exit_code": -9, "log": "/x/stderr.log"}
     assert {key: payload[key] for key in fields} == fields
-    plain = build_payload(Notice("finished", 0), run="r-1", name="tiny", attempts=1)
-    assert plain["text"] == "tiny: run r-1 finished"
+    finished_payload = build_payload(Notice("finished", 0), run="r-1", name="tiny", attempts=1)
+    assert finished_payload["text"] == "tiny: run r-1 finished"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_notified_events() -> None:
 def test_finished_includes_every_kind_of_end(
     events: set[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(COMMAND, f"cat > {tmp_path}/$$")
+    monkeypatch.setenv(NOTIFY_COMMAND_VARIABLE, f"cat > {tmp_path}/$$")
     notifier = Notifier(events, "r-1", "tiny", 1)
     for event in ("failed", "stalled", "restarted", "finished", "stopped"):
         notifier.notify(Notice(event, 0))
@@ -96,14 +96,14 @@ def test_finished_includes_every_kind_of_end(
 
 
 def test_a_command_and_a_webhook(chat: str, tmp_path: Path) -> None:
-    place = tmp_path / "a 'b' $c"
+    directory = tmp_path / "a 'b' $c"
     result = send(
-        **{COMMAND: 'cat > "$PLACE"', WEBHOOK: f"{chat}/200/t0ken"},
-        PLACE=str(place),
+        **{NOTIFY_COMMAND_VARIABLE: 'cat > "$PLACE"', NOTIFY_WEBHOOK_VARIABLE: f"{chat}/200/t0ken"},
+        PLACE=str(directory),
     )
     assert (result.returncode, result.stderr) == (0, "")
     expected = {"event": "failed", "text": 'it\'s "over" $HOME'}
-    assert json.loads(place.read_text()) == expected
+    assert json.loads(directory.read_text()) == expected
     assert Chat.got == [("application/json", expected)]
 
 
@@ -121,7 +121,9 @@ def test_a_command_and_a_webhook(chat: str, tmp_path: Path) -> None:
 def test_a_webhook_that_fails_is_a_line_without_its_address(
     chat: str, address: str, message: str
 ) -> None:
-    result = send(**{WEBHOOK: chat + address if address.startswith("/") else address})
+    result = send(
+        **{NOTIFY_WEBHOOK_VARIABLE: chat + address if address.startswith("/") else address}
+    )
     assert result.returncode == 1
     assert message in result.stderr
     assert "t0ken" not in result.stderr
@@ -129,7 +131,7 @@ def test_a_webhook_that_fails_is_a_line_without_its_address(
 
 
 def test_processes_started_by_a_command_end_with_it(tmp_path: Path) -> None:
-    result = send(**{COMMAND: f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"})
+    result = send(**{NOTIFY_COMMAND_VARIABLE: f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"})
     assert "exit code 3" in result.stderr
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()

@@ -72,7 +72,7 @@ def test_names_are_those_of_all_hosts_in_their_order() -> None:
 )
 def test_places_of_consecutive_hosts_are_compressed(places: list[str]) -> None:
     options = replace(FIRST, places=tuple(compress_places(places)))
-    assert options.places_by_host == places
+    assert options.positions_by_host == places
     assert len(options.places) == sum(1 for _ in groupby(places))
 
 
@@ -111,9 +111,9 @@ def test_error_messages_of_invalid_options(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         AgentOptions.from_json(text)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_error:
         parse_command_line(["--options", text, "--", "prog"], "r")
-    assert ended.value.code == 2
+    assert exit_error.value.code == 2
     assert "error: --options: " in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ def connect_channels(
     server_secret: bytes = SECRET, client_secret: bytes = SECRET
 ) -> tuple[Channel, Channel]:
     """Return two channels after the handshake."""
-    server, client = Channel(server_secret, server=True), Channel(client_secret, server=False)
+    server, client = Channel(server_secret, is_server=True), Channel(client_secret, is_server=False)
     for _ in range(3):
         server.receive(client.take_outgoing())
         client.receive(server.take_outgoing())
@@ -36,35 +36,35 @@ def test_messages_arrive_however_they_are_cut(messages: list[bytes], cut: int) -
     for message in messages:
         client.send(message)
     data = client.take_outgoing()
-    got = []
+    received = []
     for start in range(0, len(data), cut):
-        got += server.receive(data[start : start + cut])
-    assert got == messages
+        received += server.receive(data[start : start + cut])
+    assert received == messages
 
 
 def test_messages_before_the_handshake_are_sent_after_it() -> None:
-    server, client = Channel(SECRET, server=True), Channel(SECRET, server=False)
+    server, client = Channel(SECRET, is_server=True), Channel(SECRET, is_server=False)
     client.send(b"hello")
     server.send(b"beat")
-    heard: list[Any] = []
+    received: list[Any] = []
     for _ in range(3):
-        heard += server.receive(client.take_outgoing())
-        heard += client.receive(server.take_outgoing())
-    assert heard == [b"beat", b"hello"]
+        received += server.receive(client.take_outgoing())
+        received += client.receive(server.take_outgoing())
+    assert received == [b"beat", b"hello"]
 
 
 def test_server_rejects_a_wrong_secret_before_proving_its_own() -> None:
-    server, client = Channel(SECRET, server=True), Channel(b"other", server=False)
+    server, client = Channel(SECRET, is_server=True), Channel(b"other", is_server=False)
     server.receive(client.take_outgoing())
     client.receive(server.take_outgoing())
     with pytest.raises(ProtocolError, match="secret"):
         server.receive(client.take_outgoing())
-    assert not server.ready
+    assert not server.is_authenticated
     assert server.take_outgoing() == b""
 
 
 def test_a_false_server_is_refused_by_the_client() -> None:
-    client = Channel(SECRET, server=False)
+    client = Channel(SECRET, is_server=False)
     client.receive(MAGIC + os.urandom(NONCE_BYTES))
     proof = client.take_outgoing()[-MAC_BYTES:]
     with pytest.raises(ProtocolError, match="secret"):
@@ -76,14 +76,14 @@ def test_arbitrary_bytes_never_authenticate(data: bytes) -> None:
     """Any bytes are rejected or incomplete; none are decoded as a message, and at most one reply is
     sent.
     """
-    server = Channel(SECRET, server=True)
+    server = Channel(SECRET, is_server=True)
     outgoing = server.take_outgoing()
     try:
         assert server.receive(data) == []
         assert server.receive(MAGIC + data + bytes(100)) == []
     except ProtocolError:
         pass
-    assert not server.ready
+    assert not server.is_authenticated
     assert len(outgoing) == len(MAGIC) + NONCE_BYTES
     assert server.take_outgoing() == b""
 

@@ -13,7 +13,7 @@ IN_COLLECTIVE = 'File "/v/torch/distributed/distributed_c10d.py", line 2810 in a
 IN_LOADER = 'File "/v/torch/utils/data/dataloader.py", line 1200 in _try_get_data'
 
 
-def at(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
+def rank_progress(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
     defaults = {"doing": "in training", "stopped": False, "answered": True, "stack": IN_COLLECTIVE}
     return RankProgress("h", rank, step, log=Path("log"), **{**defaults, **fields})
 
@@ -22,13 +22,29 @@ def at(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
     ("ranks", "expected"),
     [
         pytest.param([], None, id="nobody"),
-        pytest.param([at(0), at(1, 4, stopped=False), at(2)], 1, id="lowest-step"),
-        pytest.param([at(0), at(1, stopped=True, answered=False)], 1, id="stopped"),
-        pytest.param([at(0), at(1, answered=False, stack="")], 1, id="silent"),
-        pytest.param([at(0), at(1, stack=IN_LOADER)], 1, id="waits-for-no-peer"),
-        pytest.param([at(0), at(1, stack='File "x", line 3 in barrier')], 0, id="all-wait"),
-        pytest.param([at(0, None), at(1, None, stopped=True)], 1, id="steps-not-known"),
-        pytest.param([at(0, None), at(1, 3)], 1, id="one-step-known"),
+        pytest.param(
+            [rank_progress(0), rank_progress(1, 4, stopped=False), rank_progress(2)],
+            1,
+            id="lowest-step",
+        ),
+        pytest.param(
+            [rank_progress(0), rank_progress(1, stopped=True, answered=False)], 1, id="stopped"
+        ),
+        pytest.param(
+            [rank_progress(0), rank_progress(1, answered=False, stack="")], 1, id="silent"
+        ),
+        pytest.param(
+            [rank_progress(0), rank_progress(1, stack=IN_LOADER)], 1, id="waits-for-no-peer"
+        ),
+        pytest.param(
+            [rank_progress(0), rank_progress(1, stack='File "x", line 3 in barrier')],
+            0,
+            id="all-wait",
+        ),
+        pytest.param(
+            [rank_progress(0, None), rank_progress(1, None, stopped=True)], 1, id="steps-not-known"
+        ),
+        pytest.param([rank_progress(0, None), rank_progress(1, 3)], 1, id="one-step-known"),
     ],
 )
 def test_the_rank_behind(ranks: list[RankProgress], expected: int | None) -> None:
@@ -37,12 +53,14 @@ def test_the_rank_behind(ranks: list[RankProgress], expected: int | None) -> Non
 
 
 def test_the_report_names_rank_step_and_stack() -> None:
-    report = stalled_report([at(0), at(1, 4, stopped=True)], 61.2, "h", Path("out"))
+    report = stalled_report(
+        [rank_progress(0), rank_progress(1, 4, stopped=True)], 61.2, "h", Path("out")
+    )
     assert report.severity is Severity.KILLED
     assert report.failure.headline() == (
         "h: rank 1 stalled: no rank has made progress for 61 s, and this one is behind in training "
         "at step 4; its process is stopped (SIGSTOP)"
     )
     assert report.failure.traceback == IN_COLLECTIVE
-    alone = stalled_report([], 5, "h", Path("out"))
-    assert (alone.failure.rank, alone.failure.host) == (None, "h")
+    report_without_ranks = stalled_report([], 5, "h", Path("out"))
+    assert (report_without_ranks.failure.rank, report_without_ranks.failure.host) == (None, "h")

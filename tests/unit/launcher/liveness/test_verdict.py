@@ -18,7 +18,7 @@ from flagscale.launcher.state import HostState, RunState
 from flagscale.status import Event
 
 
-def verdict(host: str, rank: int | None, code: int | None = None) -> dict[str, Any]:
+def lost_record(host: str, rank: int | None, code: int | None = None) -> dict[str, Any]:
     return to_plain(Failure(host, rank, code, "was lost", "", Path("log")))
 
 
@@ -35,48 +35,48 @@ def state(tmp_path: Path) -> RunState:
     )
 
 
-def leave(state: RunState, host: int, name: str = EXIT_FILE, **record: Any) -> None:
+def write_exit_record(state: RunState, host: int, name: str = EXIT_FILE, **record: Any) -> None:
     fields = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
     (state.hosts[host].run_dir / name).write_text(json.dumps(fields), encoding="utf-8")
 
 
-def first(state: RunState, *events: Event) -> tuple[str, int | None, int | None, str]:
+def first_failure(state: RunState, *events: Event) -> tuple[str, int | None, int | None, str]:
     failure = find_first_failure(state, {event.rank: [event] for event in events})
     assert failure is not None
     return failure.host, failure.rank, failure.exit_code, failure.reason
 
 
 def test_failure_of_host_0_takes_precedence(state: RunState) -> None:
-    leave(state, 0, failure=verdict("h1", 1, 3))
-    leave(state, 1, failure=verdict("h0", None))
-    assert first(state)[:3] == ("h1", 1, 3)
+    write_exit_record(state, 0, failure=lost_record("h1", 1, 3))
+    write_exit_record(state, 1, failure=lost_record("h0", None))
+    assert first_failure(state)[:3] == ("h1", 1, 3)
 
 
 def test_failure_of_another_host_without_a_record_of_host_0(state: RunState) -> None:
-    leave(state, 1, failure=verdict("h0", None))
-    assert first(state)[:2] == ("h0", None)
+    write_exit_record(state, 1, failure=lost_record("h0", None))
+    assert first_failure(state)[:2] == ("h0", None)
 
 
 def test_failure_from_the_summary_while_the_job_runs(state: RunState) -> None:
-    shortened = {**verdict("h1", 1), "reason": "failed: E: m"}
-    leave(state, 0, LIVENESS_FILE, attempt=2, attempts=3, failure=shortened)
-    assert first(state)[:2] == ("h1", 1)
+    shortened = {**lost_record("h1", 1), "reason": "failed: E: m"}
+    write_exit_record(state, 0, LIVENESS_FILE, attempt=2, attempts=3, failure=shortened)
+    assert first_failure(state)[:2] == ("h1", 1)
     assert read_job_record(state.hosts)["attempt"] == 2
     failed = Event(1, 5.0, "failed", {"kind": "E", "message": "m\nall of it"})
-    assert first(state, failed)[3] == "failed: E: m\nall of it"
+    assert first_failure(state, failed)[3] == "failed: E: m\nall of it"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_agent_explains_a_loss(state: RunState, victim: int) -> None:
     survivor = 1 - victim
-    leave(state, survivor, failure=verdict(f"h{victim}", None))
-    leave(state, victim, code=137, phase="agent")
-    host, rank, code, reason = first(state)
+    write_exit_record(state, survivor, failure=lost_record(f"h{victim}", None))
+    write_exit_record(state, victim, code=137, phase="agent")
+    host, rank, code, reason = first_failure(state)
     assert (host, rank, code) == (f"h{victim}", None, 137)
     assert "lost its agent" in reason
 
 
 @pytest.mark.parametrize("record", [{}, {"failure": 3}, {"failure": {"host": "x"}}])
 def test_without_a_verdict_the_files_have_to_do(state: RunState, record: dict[str, Any]) -> None:
-    leave(state, 0, code=2, **record)
-    assert "exit code 2" in first(state)[3]
+    write_exit_record(state, 0, code=2, **record)
+    assert "exit code 2" in first_failure(state)[3]

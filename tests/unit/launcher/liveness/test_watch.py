@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.launch_lab import until
+from support.launch_lab import wait_for
 
 from flagscale.hosts import kernel, processes
 from flagscale.launcher.layout import HostFiles, latest_status_directory, status_directory
@@ -24,14 +24,14 @@ from flagscale.status import BUSY_ACTIVITIES, RUN_ID_VARIABLE, TRAINING, StatusW
 def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
     watch.refresh()
-    assert (watch.progress_count, watch.joined, watch.step_of(3)) == (0, set(), None)
+    assert (watch.progress_count, watch.joined_ranks, watch.step_of(3)) == (0, set(), None)
     rank.write("started", rank=3)
     rank.write("warning", message="odd")
     watch.refresh()
     assert watch.progress_count == 0
     rank.write("joined")
     watch.refresh()
-    assert (watch.progress_count, watch.joined) == (1, {3})
+    assert (watch.progress_count, watch.joined_ranks) == (1, {3})
     for step, moves in ((1, 2), (1, 2), (2, 3)):
         rank.write_progress(step)
         watch.refresh()
@@ -40,16 +40,16 @@ def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -
             step,
             TRAINING,
         )
-    assert not watch.busy
+    assert not watch.is_busy
     rank.write_progress(2, BUSY_ACTIVITIES[1])
     watch.refresh()
-    assert watch.busy
+    assert watch.is_busy
     rank.write("failed", kind="E", message="m")
     watch.refresh()
-    assert watch.failed
+    assert watch.has_failure
 
 
-def test_a_program_that_writes_events_alone_moves_by_its_progress(tmp_path: Path) -> None:
+def test_progress_events_count_as_movement_without_a_place_file(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
     rank.write("progress", step=7)
     watch.refresh()
@@ -77,12 +77,12 @@ def test_only_processes_with_a_handler_get_the_stack_signal(tmp_path: Path) -> N
         with log.open("wb") as file:
             ranks[rank] = subprocess.Popen([sys.executable, "-c", program], stderr=file)
     try:
-        until(lambda: all(kernel.catches_signal(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
+        wait_for(lambda: all(kernel.catches_signal(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
         os.kill(ranks[2].pid, signal.SIGSTOP)
-        until(lambda: kernel.is_stopped(ranks[2].pid))
+        wait_for(lambda: kernel.is_stopped(ranks[2].pid))
         identity = {r: processes.identify_process(p.pid) for r, p in ranks.items()}
         call = StackDump(view, RankWatch(tmp_path), {r: p for r, p in identity.items() if p})
-        until(lambda: call.is_complete(time.monotonic()))
+        wait_for(lambda: call.is_complete(time.monotonic()))
         first, second, third = call.rank_progress()
         assert "in wait_for_it" in first.stack
         assert (first.answered, second.answered, third.answered) == (True, True, False)
@@ -101,26 +101,26 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
     handler = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); time.sleep(600)"
     rank = subprocess.Popen([sys.executable, "-c", handler])
     try:
-        until(lambda: kernel.catches_signal(rank.pid, signal.SIGUSR2))
+        wait_for(lambda: kernel.catches_signal(rank.pid, signal.SIGUSR2))
         process = processes.identify_process(rank.pid)
         assert process is not None
         view = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
         call = StackDump(view, RankWatch(tmp_path), {0: process})
-        looks = []
+        completion_flags = []
         with log.open("a") as file:
-            # By turns: a part is written, and someone looks twice.
+            # Alternately: a part is written, and completion is queried twice.
             for number, part in enumerate(
                 ("Current thread 0x1 (", "most recent call", " first):\n")
             ):
                 file.write(part)
                 file.flush()
-                looks += [
+                completion_flags += [
                     call.is_complete(10.0 * number + 1),
                     call.is_complete(10.0 * number + 1.2),
                 ]
-        assert looks == [False] * 6
+        assert completion_flags == [False] * 6
         assert call.is_complete(30.0)
-        assert call.answers() == {0: "Current thread 0x1 (most recent call first):"}
+        assert call.read_stacks() == {0: "Current thread 0x1 (most recent call first):"}
     finally:
         rank.kill()
         rank.wait()
@@ -137,12 +137,12 @@ def test_secret_is_moved_from_the_environment_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert secret.take_secret(tmp_path) is None
-    monkeypatch.setenv(secret.VARIABLE, "a" * 64)
+    monkeypatch.setenv(secret.SECRET_VARIABLE, "a" * 64)
     assert secret.take_secret(tmp_path) == b"a" * 64
-    assert secret.VARIABLE not in os.environ
+    assert secret.SECRET_VARIABLE not in os.environ
     assert secret.take_secret(tmp_path) == b"a" * 64
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv(secret.VARIABLE, "short")
+    monkeypatch.setenv(secret.SECRET_VARIABLE, "short")
     assert secret.take_secret(tmp_path / "other") is None
 
 
@@ -161,15 +161,15 @@ def test_rank_that_ends_by_itself_gets_no_signal(tmp_path: Path) -> None:
     attempt = Attempt("t-dying", 5)
     command = [sys.executable, "-c", starter, program, f"{tmp_path}/"]
     attempt.start(command, {**os.environ, RUN_ID_VARIABLE: "t-dying"})
-    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
-    attempt.end(failed=True, dying={0})
+    wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    attempt.end(failed=True, self_ending_ranks={0})
 
-    def over() -> bool:
+    def is_over() -> bool:
         with suppress(ChildProcessError):
             attempt.on_child_exit(*os.waitpid(-1, os.WNOHANG))
-        attempt.step(time.monotonic())
+        attempt.tick(time.monotonic())
         return attempt.stage is Stage.OVER
 
-    until(over)
+    wait_for(is_over)
     assert (tmp_path / "codes").read_text() == "7 -15\n"
-    assert attempt.code == 0
+    assert attempt.exit_code == 0

@@ -8,7 +8,7 @@ import pytest
 from support.arguments import train_arguments
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
-from flagscale.launcher.planning.backends import check_backend
+from flagscale.launcher.planning.support import check_backend
 
 
 def _experiment(name: str, *, external: bool = False) -> Experiment:
@@ -21,18 +21,18 @@ def _experiment(name: str, *, external: bool = False) -> Experiment:
         cmds=Commands(),
         train=train_arguments(
             system={"distributed_backend": name},
-            places={"train.system.distributed_backend": "/x.yaml:7"},
+            locations={"train.system.distributed_backend": "/x.yaml:7"},
         ),
         config_file=Path("/x.yaml"),
     )
 
 
 @pytest.mark.parametrize("name", ["auto", "nccl", "gloo", "fsccl", "cpu:gloo,cuda:nccl"])
-def test_known(name: str) -> None:
+def test_known_backend_is_accepted(name: str) -> None:
     assert check_backend(_experiment(name)) == []
 
 
-def test_unknown() -> None:
+def test_unknown_backend_is_rejected() -> None:
     (problem,) = check_backend(_experiment("ncll"))
     assert problem.key == "train.system.distributed_backend"
     assert problem.where == "/x.yaml:7"

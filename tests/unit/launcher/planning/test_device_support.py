@@ -13,14 +13,14 @@ from flagscale.launcher.runners.base import runner_for_experiment
 REPOSITORY = Path(__file__).resolve().parents[4]
 
 
-def _planned(tmp_path: Path, kinds: list[str], *overrides: str) -> None:
+def _plan(tmp_path: Path, kinds: list[str], *overrides: str) -> None:
     hostfile = tmp_path / "hosts"
     lines = (f"n{index} slots=1 {kind}\n" for index, kind in enumerate(kinds))
     hostfile.write_text("".join(lines))
     nodes = f"experiment.runner.nnodes={len(kinds)}"
-    words = ["action=dryrun", f"experiment.runner.hostfile={hostfile}", nodes]
-    words += ["train.system.precision.bf16=true", *overrides]
-    experiment = load(REPOSITORY / "examples" / "llama3" / "conf", "train", words).experiment
+    arguments = ["action=dryrun", f"experiment.runner.hostfile={hostfile}", nodes]
+    arguments += ["train.system.precision.bf16=true", *overrides]
+    experiment = load(REPOSITORY / "examples" / "llama3" / "conf", "train", arguments).experiment
     runner_for_experiment(experiment).plan(experiment)
 
 
@@ -29,10 +29,10 @@ def test_no_eight_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(REPOSITORY)
     kinds = ["type=H100", f"type={kind}"]
     with pytest.raises(ConfigError) as failed:
-        _planned(tmp_path, kinds, "+train.system.precision.fp8=hybrid")
+        _plan(tmp_path, kinds, "+train.system.precision.fp8=hybrid")
     (problem,) = failed.value.problems
     assert problem.key == "train.system.precision.fp8"
-    assert f"hybrid, but n1 has type={kind}, which has no matrix products" in problem.message
+    assert f"hybrid, but n1 has type={kind}, which has no FP8 matrix" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_unrecognized_types_are_left_to_the_ranks(
     kinds: list[str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    _planned(tmp_path, kinds, *overrides)
+    _plan(tmp_path, kinds, *overrides)

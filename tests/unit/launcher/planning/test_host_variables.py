@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.interpolation import reference, split_references
+from flagscale.config.interpolation import host_reference, split_references
 from flagscale.config.schema import Environments, Experiment, Runner
 from flagscale.errors import ConfigError
 from flagscale.files import format_json
@@ -24,7 +24,7 @@ from flagscale.launcher.planning.script import render
 from flagscale.launcher.show.plan import format_plan
 
 MakePlan = Callable[..., LaunchPlan]
-PATH = reference("PATH")
+PATH = host_reference("PATH")
 
 REFUSED = {
     "dollar": ({"PATH": "/x:$PATH"}, "PATH: .*write \\${host:PATH}"),
@@ -32,10 +32,10 @@ REFUSED = {
     "beside-a-reference": ({"PATH": f"{PATH}:$PATH"}, "PATH: .*write \\${host:PATH}"),
     "half-a-secret": ({"MY_TOKEN": f"abc{PATH}"}, "MY_TOKEN: looks like a secret, which no script"),
     "a-secrets-name": (
-        {"HF_TOKEN": "abc", "X": reference("HF_TOKEN")},
-        r"X: \${host:HF_TOKEN}: the host's own is replaced",
+        {"HF_TOKEN": "abc", "X": host_reference("HF_TOKEN")},
+        r"X: \${host:HF_TOKEN}: the host's own value is replaced",
     ),
-    "the-runs-secret": ({"X": reference("FLAGSCALE_RUN_SECRET")}, "X: .*is replaced"),
+    "the-runs-secret": ({"X": host_reference("FLAGSCALE_RUN_SECRET")}, "X: .*is replaced"),
     "a-nul": ({"X": "a\0b"}, "X: holds a NUL character"),
 }
 
@@ -52,7 +52,7 @@ def test_invalid_references_are_rejected(
 def test_a_refusal_has_its_place(make_plan: MakePlan) -> None:
     envs = Environments(by_host={"localhost": {"PATH": "/x:$PATH"}})
     key = "experiment.envs.node_specific.localhost.PATH"
-    with pytest.raises(ConfigError, match=rf"^t.yaml:7: {key}: \$PATH would stay"):
+    with pytest.raises(ConfigError, match=rf"^t.yaml:7: {key}: \$PATH is not expanded"):
         make_plan(envs=envs, sources={key: "t.yaml:7"})
 
 
@@ -62,12 +62,12 @@ def test_unexpanded_dollars_are_noted(make_experiment: Callable[..., Experiment]
         {"T": {"D": "${rank}"}},
         {"h": {"E": "x$Y", "F": "plain"}},
     )
-    (note,) = note_unexpanded_variables(make_experiment(envs=envs))
+    (note,) = note_unexpanded_variables(envs)
     assert note == (
         "experiment.envs.A, experiment.envs.device_type_specific.T.D, "
         "experiment.envs.node_specific.h.E: $NAME is not expanded; ${host:NAME} is the host's own"
     )
-    assert not list(note_unexpanded_variables(make_experiment(envs=Environments({"B": PATH}))))
+    assert not list(note_unexpanded_variables(Environments({"B": PATH})))
 
 
 def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None:
@@ -92,7 +92,7 @@ def test_a_hosts_own_devices_are_counted(
     make_plan: MakePlan, machine: Machine, environment: dict[str, str], ranks: int
 ) -> None:
     plan = make_plan(
-        envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
+        envs=Environments({"CUDA_VISIBLE_DEVICES": host_reference("MINE")}),
         runner=Runner(nproc_per_node="auto"),
         machine=replace(machine, devices={"cuda": 8}, environment=environment),
     )
@@ -101,7 +101,7 @@ def test_a_hosts_own_devices_are_counted(
 
 def test_secret_of_the_host_can_be_renamed(make_plan: MakePlan) -> None:
     """The YAML contains no secret, so the script can contain the reference."""
-    plan = make_plan(envs=Environments({"MY_TOKEN": reference("HF_TOKEN")}))
+    plan = make_plan(envs=Environments({"MY_TOKEN": host_reference("HF_TOKEN")}))
     assert 'export MY_TOKEN="$host_HF_TOKEN"' in render(plan, plan.hosts[0])
 
 
@@ -113,18 +113,20 @@ TEXTS = st.one_of(
 NAMES = st.sampled_from(
     ["PATH", "PYTHONPATH", "A", "B", "C_PATH", "host_A", "run_dir", "http_proxy"]
 )
-VALUES = st.lists(st.one_of(TEXTS, NAMES.map(reference)), max_size=6).map("".join)
+VALUES = st.lists(st.one_of(TEXTS, NAMES.map(host_reference)), max_size=6).map("".join)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     values=st.dictionaries(NAMES, VALUES, max_size=6),
     # Without a PATH, bash sets a default one.
-    there=st.dictionaries(NAMES, TEXTS).map(lambda python_path: {"PATH": "/bin", **python_path}),
+    host_environment=st.dictionaries(NAMES, TEXTS).map(
+        lambda python_path: {"PATH": "/bin", **python_path}
+    ),
 )
 def test_bash_expands_any_reference(
     values: dict[str, str],
-    there: dict[str, str],
+    host_environment: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The exports run in bash on a host with the variables ``there``. Each exported value equals
@@ -140,7 +142,7 @@ def test_bash_expands_any_reference(
     head = render(plan, host).partition("# Supervisor,")[0]
     result = subprocess.run(
         ["/bin/bash", "-c", f"{head}\nexec /usr/bin/env -0"],
-        env=there,
+        env=host_environment,
         capture_output=True,
         check=True,
         timeout=30,
@@ -148,13 +150,18 @@ def test_bash_expands_any_reference(
     decoded = dict(entry.split("=", 1) for entry in os.fsdecode(result.stdout).split("\0")[:-1])
     python_path = values.pop("PYTHONPATH", "")
     assert {k: decoded[k] for k in values} == {
-        k: fill_references(split_references(k, values[k]), there) for k in values
+        k: fill_references(split_references(k, values[k]), host_environment) for k in values
     }
     path = fill_references(
-        split_references("PYTHONPATH", f"/b:/p:{python_path}" if python_path else "/b:/p"), there
+        split_references("PYTHONPATH", f"/b:/p:{python_path}" if python_path else "/b:/p"),
+        host_environment,
     )
-    # The host's own stands last, unless its place was given.
-    last = "" if reference("PYTHONPATH") in python_path else there.get("PYTHONPATH", "")
+    # The host's PYTHONPATH comes last, unless the configuration places it.
+    last = (
+        ""
+        if host_reference("PYTHONPATH") in python_path
+        else host_environment.get("PYTHONPATH", "")
+    )
     assert decoded["PYTHONPATH"] == (f"{path}:{last}" if last else path)
 
 

@@ -19,7 +19,7 @@ UNTYPED = "127.0.0.1 slots=2\nnode2 slots=2\n"
 
 
 @pytest.fixture
-def on_hosts(
+def make_on_hosts(
     make_experiment: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Experiment]:
     monkeypatch.chdir(tmp_path)
@@ -69,17 +69,17 @@ def on_hosts(
     ],
 )
 def test_a_name_that_nothing_has_is_refused(
-    on_hosts: Callable[..., Experiment], hostfile: str, settings: dict[str, Any], message: str
+    make_on_hosts: Callable[..., Experiment], hostfile: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        HostRunner().plan(on_hosts(hostfile, **settings))
+        HostRunner().plan(make_on_hosts(hostfile, **settings))
     assert message in str(raised.value)
 
 
 def test_all_unknown_names_are_reported_with_their_places(
-    on_hosts: Callable[..., Experiment],
+    make_on_hosts: Callable[..., Experiment],
 ) -> None:
-    experiment = on_hosts(
+    experiment = make_on_hosts(
         TYPED,
         by_type={"C": HostOverride()},
         by_host={"x": HostOverride()},
@@ -90,8 +90,8 @@ def test_all_unknown_names_are_reported_with_their_places(
     assert [problem.where for problem in raised.value.problems] == ["t.yaml:3", "override"]
 
 
-def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment]) -> None:
-    experiment = on_hosts(
+def test_hosts_that_take_no_part_may_be_named(make_on_hosts: Callable[..., Experiment]) -> None:
+    experiment = make_on_hosts(
         TYPED, nnodes=1, by_type={"B800": HostOverride()}, by_host={"node2": HostOverride()}
     )
     assert [host.name for host in HostRunner().plan(experiment).hosts] == ["127.0.0.1"]
@@ -111,9 +111,9 @@ def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment
     ],
 )
 def test_note_for_more_hosts_than_available(
-    on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
+    make_on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
 ) -> None:
-    notes = HostRunner().plan(on_hosts(UNTYPED, nnodes)).notes
+    notes = HostRunner().plan(make_on_hosts(UNTYPED, nnodes)).notes
     assert [text for text in notes if "take part" in text] == ([note] if note else [])
 
 
@@ -127,9 +127,9 @@ def test_note_for_more_hosts_than_available(
     ],
 )
 def test_a_loopback_address_for_several_hosts_is_noted(
-    on_hosts: Callable[..., Experiment], hostfile: str, noted: bool
+    make_on_hosts: Callable[..., Experiment], hostfile: str, noted: bool
 ) -> None:
-    notes = HostRunner().plan(on_hosts(hostfile)).notes
+    notes = HostRunner().plan(make_on_hosts(hostfile)).notes
     assert any("localhost is a loopback address" in text for text in notes) is noted
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.arguments import arguments_of, as_written, train_arguments
+from support.arguments import arguments_of, train_arguments, values_by_yaml_name
 
 from flagscale.config.schema import PROJECT, Commands, Experiment, HostOverride, Runner
 from flagscale.hosts.hostfile import Host
@@ -36,12 +36,12 @@ MakeExperiment = Callable[..., Experiment]
 )
 def test_overlay(base: dict[str, Any], layers: list[dict[str, Any]], expected: Any) -> None:
     args = train_arguments(**base)
-    before = repr(args)
+    representation_before = repr(args)
     merged = args
     for number, layer in enumerate(layers):
         merged = merged.overlaid(arguments_of(layer, f"layer{number}."))
-    assert as_written(merged) == expected
-    assert repr(args) == before
+    assert values_by_yaml_name(merged) == expected
+    assert repr(args) == representation_before
 
 
 def test_node_wins_over_type_and_nothing_leaks(make_experiment: MakeExperiment) -> None:
@@ -64,14 +64,14 @@ def test_node_wins_over_type_and_nothing_leaks(make_experiment: MakeExperiment) 
         resolve_settings(experiment, host)
         for host in (Host("h0", 1, "A"), Host("h1", 1, "A"), Host("h2"))
     )
-    assert (first.build_dir, first.before_start, as_written(first.train)) == (
+    assert (first.build_dir, first.before_start, values_by_yaml_name(first.train)) == (
         Path("/a"),
         "common",
         {"size": 2, "more": 1},
     )
     assert (second.before_start, second.after_stop, second.python) == ("own", "after", "python3")
-    assert as_written(second.train) == {"size": 3, "more": 1}
-    assert (third.conda, third.origins, as_written(third.train)) == (None, (), {"size": 1})
+    assert values_by_yaml_name(second.train) == {"size": 3, "more": 1}
+    assert (third.conda, third.origins, values_by_yaml_name(third.train)) == (None, (), {"size": 1})
     assert ("node_specific.h1.cmds.before_start", "own") in second.origins
     assert ("device_type_specific.A.conda", "for a") in second.origins
 

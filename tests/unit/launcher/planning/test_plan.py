@@ -24,6 +24,7 @@ from flagscale.hosts.hostfile import Host
 from flagscale.launcher.liveness.options import Policy
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
+from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.planning.plan import plan
 
 MakePlan = Callable[..., LaunchPlan]
@@ -34,7 +35,11 @@ def values(host: HostPlan) -> dict[str, str]:
 
 
 def options(argv: tuple[str, ...]) -> dict[str, str]:
-    return {word: argv[at + 1] for at, word in enumerate(argv[:-1]) if word.startswith("--")}
+    return {
+        argument: argv[index + 1]
+        for index, argument in enumerate(argv[:-1])
+        if argument.startswith("--")
+    }
 
 
 @pytest.mark.parametrize(
@@ -151,14 +156,15 @@ def test_hosts_and_ranks_are_numbered_and_identical_hosts_share_objects(
         by_host={"c": override}, by_type={"T": HostOverride(build_dir=Path("/b"))}
     )
     hosts = [Host("a", 1), Host("b", 2), Host("c", 1), Host("d", 2, "T")]
-    a, b, c, d = assign_ranks(experiment, hosts, [machine] * 4)
+    settings = resolve_all_settings(experiment, hosts)
+    a, b, c, d = assign_ranks(experiment, hosts, [machine] * 4, settings)
     assert [(s.node_rank, s.first_rank, s.nproc) for s in (a, b, c, d)] == [
         (0, 0, 1),
         (1, 1, 2),
         (2, 3, 1),
         (3, 4, 2),
     ]
-    assert a.settings is b.settings
+    assert settings[0] is settings[1]
     assert a.machine is b.machine
     assert (a.machine.python, c.machine.python) == (machine.python, "/own/bin/python")
     assert (c.machine.project, d.machine.project) == (machine.project, Path("/b"))
@@ -180,8 +186,11 @@ def test_the_working_directory_of_another_host(
 ) -> None:
     runner = Runner(no_shared_fs=no_shared_fs, build_dir=build_dir)
     experiment, hosts = make_experiment(runner=runner), [Host("a", 1), Host("b", 1)]
-    every = assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=False))
-    launch_plan = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
+    machines = describe_machines(hosts, {}, is_local=False, shared_fs=not no_shared_fs)
+    assignments = assign_ranks(experiment, hosts, machines)
+    launch_plan = plan(
+        experiment, assignments, run_id="r", master_port=1, runner=RunnerHandle("ssh")
+    )
     assert [host.workdir for host in launch_plan.hosts] == [expected] * 2
 
 
@@ -190,15 +199,15 @@ def test_planning_is_deterministic(
 ) -> None:
     """The same assignments result in the same plan; without a secret no agent has peers."""
     experiment, hosts = make_experiment(), [Host("a", 1), Host("b", 1)]
-    every = assign_ranks(experiment, hosts, [machine] * 2)
+    assignments = assign_ranks(experiment, hosts, [machine] * 2)
     fields: dict[str, Any] = {
         "run_id": "r",
         "master_port": 1,
         "runner": RunnerHandle("x", {"y": 1}),
     }
-    assert plan(experiment, every, **fields) == plan(experiment, every, **fields)
-    assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, every, **fields).hosts[0])
-    launch_plan = plan(experiment, every, **fields, run_secret="s3cr3t").hosts
+    assert plan(experiment, assignments, **fields) == plan(experiment, assignments, **fields)
+    assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, assignments, **fields).hosts[0])
+    launch_plan = plan(experiment, assignments, **fields, run_secret="s3cr3t").hosts
     assert [values(host)["FLAGSCALE_RUN_SECRET"] for host in launch_plan] == ["s3cr3t"] * 2
 
 
@@ -222,8 +231,12 @@ def test_agents_get_the_runners_keys_by_name(make_plan: MakePlan) -> None:
     assert (second.hosts, second.master_name) == ((), "a1")
     assert [host.notify_on for host in (first, second, third)] == [("failed",), ("failed",), ()]
     assert (third.name, third.node_rank, third.first_rank, third.nproc) == ("a2", 2, 3, 1)
-    alone = make_plan(runner=runner).hosts[0].agent
-    assert (alone.liveness_port, alone.master_addr, alone.hosts) == (None, "", ())
+    single_agent = make_plan(runner=runner).hosts[0].agent
+    assert (single_agent.liveness_port, single_agent.master_addr, single_agent.hosts) == (
+        None,
+        "",
+        (),
+    )
 
 
 def test_agents_get_the_places_of_heterogeneous_hosts(make_plan: MakePlan) -> None:
@@ -239,8 +252,10 @@ def test_agents_get_the_places_of_heterogeneous_hosts(make_plan: MakePlan) -> No
     assert first.master_place == ""
     assert second.master_place == third.master_place == "stage 0 of 2, mesh 0 (tp2 dp2)"
     assert second.places == ()
-    alike = make_plan(hosts=hosts, task=Task()).hosts
-    assert [(host.agent.places, host.agent.master_place) for host in alike] == [((), "")] * 3
+    homogeneous_hosts = make_plan(hosts=hosts, task=Task()).hosts
+    assert [(host.agent.places, host.agent.master_place) for host in homogeneous_hosts] == [
+        ((), "")
+    ] * 3
 
 
 def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
@@ -259,7 +274,7 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
         *("--master_addr", "--master_port", "--log_dir", "--redirects", "--tee"),
         *("--max_restarts", "--monitor_interval", "--no_python"),
     }
-    assert {word for word in argv if word.startswith("-")} == allowed
+    assert {argument for argument in argv if argument.startswith("-")} == allowed
     assert argv[-3:] == ("--monitor_interval", "1", "--no_python")
 
 

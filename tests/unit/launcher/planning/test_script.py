@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.arguments import train_arguments
 
-from flagscale.config.interpolation import reference
+from flagscale.config.interpolation import host_reference
 from flagscale.config.schema import Commands, Environments, Notify, Runner, Task
 from flagscale.files import format_json
 from flagscale.hosts.hostfile import Host
@@ -44,7 +44,7 @@ CASES = {
         "runner": Runner(nproc_per_node=8, master_port=29500, max_restarts=1),
         "envs": Environments(
             {
-                "PATH": f"/opt/x/bin:{reference('PATH')}",
+                "PATH": f"/opt/x/bin:{host_reference('PATH')}",
                 "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
                 "WANDB_API_KEY": "s3cr3t",
             },
@@ -65,8 +65,8 @@ CASES = {
         "envs": Environments(
             {
                 **{"EVIL": HOSTILE, "EMPTY": "", "COMMA": "0,1", "TYPED": "${host:EVIL}"},
-                "AROUND": f"{HOSTILE}{reference('EVIL')}{HOSTILE}{reference('host_x')}",
-                "PYTHONPATH": f"/own:{reference('PYTHONPATH')}:/last",
+                "AROUND": f"{HOSTILE}{host_reference('EVIL')}{HOSTILE}{host_reference('host_x')}",
+                "PYTHONPATH": f"/own:{host_reference('PYTHONPATH')}:/last",
                 "host_x": "none of the script's",
             }
         ),
@@ -174,25 +174,25 @@ TEXTS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("
 
 
 @settings(max_examples=25, deadline=None)
-@given(value=TEXTS, word=TEXTS, command=TEXTS)
+@given(value=TEXTS, argument=TEXTS, command=TEXTS)
 def test_bash_reproduces_any_value(
-    value: str, word: str, command: str, tmp_path_factory: pytest.TempPathFactory
+    value: str, argument: str, command: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Runs the head of the script only, and prints the assigned values."""
-    plan = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
+    plan = _plan_of(value, argument, command, tmp_path_factory.getbasetemp())
     head = render(plan, plan.hosts[0]).partition(FRAME)[0]
     show = 'printf "%s\\0" "$VALUE" "${agent[5]}" "${program[@]}" "$before_start"\n'
     result = subprocess.run(
         ["bash", "-c", head + show], capture_output=True, check=True, timeout=30
     )
     decoded = result.stdout.decode().split("\0")[:-1]
-    before = command.rstrip("\n") + "\n" if command.strip() else ""
+    expected_command = command.rstrip("\n") + "\n" if command.strip() else ""
     assert AgentOptions.from_json(decoded.pop(1)) == plan.hosts[0].agent
-    assert decoded == [value, word, before]
+    assert decoded == [value, argument, expected_command]
 
 
 def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
-    here = Path("/x")
+    directory = Path("/x")
     agent = AgentOptions(
         max_restarts=0,
         on_failure="stop",
@@ -200,7 +200,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         start_timeout=1.0,
         hang_detection_timeout=1.0,
         run_name=value,
-        run_dir=here,
+        run_dir=directory,
         name="localhost",
         node_rank=0,
         first_rank=0,
@@ -221,16 +221,16 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         agent=agent,
         starter=("torchrun",),
         program=(word,),
-        run_dir=here,
-        script=here,
-        output=here,
-        pid_file=here,
+        run_dir=directory,
+        script=directory,
+        output=directory,
+        pid_file=directory,
         before_start=command,
     )
     return LaunchPlan(
         run_id="r",
         name=value,
-        exp_dir=here,
+        exp_dir=directory,
         log_dir=None,
         master_addr="127.0.0.1",
         master_port=1,
@@ -281,8 +281,8 @@ def test_every_variable_of_the_script_is_reserved(
 ) -> None:
     script = case[1]
     assigned = set(re.findall(r"(?m)^ *([a-z_]+)=", script))
-    read = re.findall(r"(?m)^ *(?:IFS= )?read -r(?: -d '')? ([a-z_ ]+?) *<", script)
-    assigned.update(name for names in read for name in names.split())
+    read_variables = re.findall(r"(?m)^ *(?:IFS= )?read -r(?: -d '')? ([a-z_ ]+?) *<", script)
+    assigned.update(name for names in read_variables for name in names.split())
     assert {"run_label", "before_start", "other_ticks", "agent_pid"} <= assigned
     script_names = {name for name in assigned if not name.startswith("host_")}
     assert [name for name in sorted(script_names) if not SCRIPT_VARIABLES.fullmatch(name)] == []

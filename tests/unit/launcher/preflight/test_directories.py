@@ -34,7 +34,7 @@ MakeExperiment = Callable[..., Experiment]
 
 
 @pytest.fixture
-def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
+def make_own_experiment(make_experiment: MakeExperiment) -> MakeExperiment:
     """Return an experiment of this project's own program with these arguments."""
 
     def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
@@ -48,15 +48,18 @@ def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
     return make
 
 
-def of(experiment: Experiment, *, first: bool = True) -> HostPaths:
+def paths_of(experiment: Experiment, *, is_first: bool = True) -> HostPaths:
     layout = Layout(experiment.exp_dir)
     return collect_host_paths(
-        experiment, layout, resolve_settings(experiment, Host("h0", 1)), first=first
+        experiment,
+        layout,
+        resolve_settings(experiment, Host("h0", 1)),
+        is_first=is_first,
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "first", "written"),
+    ("arguments", "is_first", "written"),
     [
         pytest.param({}, True, {}, id="below-the-experiment"),
         pytest.param(
@@ -79,9 +82,12 @@ def of(experiment: Experiment, *, first: bool = True) -> HostPaths:
     ],
 )
 def test_output_directories(
-    experiment: MakeExperiment, arguments: dict[str, Any], first: bool, written: dict[str, str]
+    make_own_experiment: MakeExperiment,
+    arguments: dict[str, Any],
+    is_first: bool,
+    written: dict[str, str],
 ) -> None:
-    assert of(experiment(**arguments), first=first).written == written
+    assert paths_of(make_own_experiment(**arguments), is_first=is_first).output_paths == written
 
 
 def test_directories_of_an_external_program_are_not_checked(
@@ -90,7 +96,7 @@ def test_directories_of_an_external_program_are_not_checked(
     external = make_experiment(
         train=train_arguments(system={"save": "/a", "load": "/b", "finetune": True})
     )
-    assert list(check_output_paths(of(external), {})) == []
+    assert list(check_output_paths(paths_of(external), {})) == []
 
 
 @pytest.mark.parametrize(
@@ -113,15 +119,15 @@ def test_unwritable_directories(
     name: str, state: PathState | None, ok: bool, expected: str
 ) -> None:
     states = {} if state is None else {"/mnt/x": state}
-    (check,) = check_output_paths(HostPaths(written={name: "/mnt/x"}), states)
+    (check,) = check_output_paths(HostPaths(output_paths={name: "/mnt/x"}), states)
     assert check.ok is ok
     assert expected in check.found
     assert ok or state is None or name in check.hint
 
 
-def test_this_machine_is_looked_at(experiment: MakeExperiment, tmp_path: Path) -> None:
+def test_this_machine_is_looked_at(make_own_experiment: MakeExperiment, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    configured = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
+    configured = make_own_experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
     with HostRunner().prepare(configured, checking=True) as ready:
         checks = {check.name: check for check in ready.checks}
     assert checks["exp_dir"].ok
@@ -130,27 +136,36 @@ def test_this_machine_is_looked_at(experiment: MakeExperiment, tmp_path: Path) -
 
 
 def test_every_host_is_looked_at(
-    experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
+    make_own_experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
 ) -> None:
     hosts = (Host("n1", 1), Host("n2", 1), Host("n3", 1))
-    configured = experiment(
+    configured = make_own_experiment(
         save="/mnt/x", load="/l", num_layers=1, hidden_size=8, num_attention_heads=1,
         seq_length=8, lr=0.1, train_iters=5,
     )  # fmt: skip
     fields = {"path": "/l/iter_0000004", "iteration": 4, "content": {}, "skipped": []}
     python = PythonEnvironment("3.11", "/python", module_replies={"load": fields})
-    fine = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
+    writable_states = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
     denied = {"/mnt/x": DENIED}
-    there = ("iter_0000003", "iter_0000004")
+    checkpoints = ("iter_0000003", "iter_0000004")
     replies = HostReplies(
         hosts,
         resolve_all_settings(configured, hosts),
-        needed=({},) * 3,
+        required_paths=({},) * 3,
         facts={
             0: HostFacts(
-                1, {}, "eth0", "b", 0.0, output_paths=fine, checkpoints=there, python=python
+                1,
+                {},
+                "eth0",
+                "b",
+                0.0,
+                output_paths=writable_states,
+                checkpoints=checkpoints,
+                python=python,
             ),
-            1: HostFacts(1, {}, "eth0", "b", 0.0, output_paths=fine, checkpoints=there),
+            1: HostFacts(
+                1, {}, "eth0", "b", 0.0, output_paths=writable_states, checkpoints=checkpoints
+            ),
             2: HostFacts(
                 1, {}, "eth0", "b", 0.0, output_paths=denied, checkpoints=("iter_0000003",)
             ),
@@ -169,4 +184,4 @@ def test_every_host_is_looked_at(
         ("load", "n3", False, False),
     ]
     assert rows[0].found == "/mnt/x: more than 2 GiB free"
-    assert rows[-1].found == "/l/iter_0000004 is not there"
+    assert rows[-1].found == "/l/iter_0000004 does not exist on this host"

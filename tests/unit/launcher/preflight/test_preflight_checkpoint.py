@@ -43,19 +43,21 @@ def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
     return make
 
 
-def of(experiment: Experiment) -> HostPaths:
+def paths_of(experiment: Experiment) -> HostPaths:
     settings = resolve_settings(experiment, Host("h0", 1))
-    return collect_host_paths(experiment, Layout(experiment.exp_dir), settings, first=True)
+    return collect_host_paths(experiment, Layout(experiment.exp_dir), settings, is_first=True)
 
 
-def facts(*checkpoints: int, told: dict[str, Any] | None = None, asked: bool = True) -> HostFacts:
+def make_facts(
+    *checkpoints: int, load_reply: dict[str, Any] | None = None, has_python: bool = True
+) -> HostFacts:
     names = tuple(f"iter_{number:07d}" for number in checkpoints)
-    answers = {} if told is None else {"load": told}
-    python = PythonEnvironment("3.11", "/python", module_replies=answers) if asked else None
+    replies = {} if load_reply is None else {"load": load_reply}
+    python = PythonEnvironment("3.11", "/python", module_replies=replies) if has_python else None
     return HostFacts(1, {}, "eth0", "b", 0.0, checkpoints=names, python=python)
 
 
-def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str, Any]:
+def complete_reply(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str, Any]:
     path = f"{load}/iter_{iteration:07d}"
     return {"path": path, "iteration": iteration, "content": content, "skipped": list(skipped)}
 
@@ -63,25 +65,31 @@ def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str,
 @pytest.mark.parametrize(
     ("arguments", "row"),
     [
-        pytest.param({}, (True, False, f"{OWN}/checkpoints holds no checkpoint; "), id="first-run"),
-        pytest.param({"load": "/l"}, (True, True, "/l holds no checkpoint; "), id="load"),
         pytest.param(
-            {"load": "/l", "save": "/l"}, (True, False, "/l holds no"), id="resumes-its-own"
+            {}, (True, False, f"{OWN}/checkpoints contains no checkpoint; "), id="first-run"
+        ),
+        pytest.param({"load": "/l"}, (True, True, "/l contains no checkpoint; "), id="load"),
+        pytest.param(
+            {"load": "/l", "save": "/l"}, (True, False, "/l contains no"), id="resumes-its-own"
         ),
         pytest.param(
             {"load": "/l", "finetune": True},
-            (False, True, "/l holds no checkpoint, and finetune asks for one"),
+            (False, True, "/l contains no checkpoint, but finetune requires a checkpoint"),
             id="finetune",
         ),
         pytest.param(
             {"load": None, "finetune": True},
-            (False, False, "no checkpoint is named, and finetune asks for one"),
+            (False, False, "load is not set, but finetune requires a checkpoint"),
             id="finetune-of-nothing",
         ),
         pytest.param({"load": None}, None, id="no-load"),
         pytest.param(
             {"load": "/l", "finetune": True, "pretrained_checkpoint": "/models/m"},
-            (True, True, "/l holds no checkpoint; training starts from step 0 with the weights of"),
+            (
+                True,
+                True,
+                "/l contains no checkpoint; training starts from step 0 with the weights of",
+            ),
             id="pretrained",
         ),
     ],
@@ -89,7 +97,7 @@ def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str,
 def test_no_checkpoint(
     experiment: MakeExperiment, arguments: dict[str, Any], row: tuple[bool, bool, str] | None
 ) -> None:
-    check = check_checkpoint(of(experiment(**arguments)), facts(), facts(), 1)
+    check = check_checkpoint(paths_of(experiment(**arguments)), make_facts(), make_facts(), 1)
     if row is None:
         assert check is None
         return
@@ -106,52 +114,60 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
 @pytest.mark.parametrize(
     ("arguments", "reply", "row"),
     [
-        pytest.param({}, whole("/l", 4), (True, False, "iteration 4 in /l"), id="whole"),
+        pytest.param({}, complete_reply("/l", 4), (True, False, "iteration 4 in /l"), id="whole"),
         pytest.param(
-            {}, whole("/l", 4, CUT), (True, True, f"iteration 4 in /l; passed over {CUT}"), id="cut"
+            {},
+            complete_reply("/l", 4, CUT),
+            (True, True, f"iteration 4 in /l; skipped {CUT}"),
+            id="cut",
         ),
         pytest.param(
             {},
-            whole("/l", 4, "a", "b", "c", "d", "e"),
-            (True, True, "in /l; passed over a; passed over b; passed over c; passed over 2 more"),
+            complete_reply("/l", 4, "a", "b", "c", "d", "e"),
+            (True, True, "in /l; skipped a; skipped b; skipped c; skipped 2 more"),
             id="many",
         ),
         pytest.param(
             {"finetune": True},
-            whole("/l", 4, schedule=LONGER),
-            (True, False, "iteration 4 in /l; finetune: the weights alone"),
+            complete_reply("/l", 4, schedule=LONGER),
+            (True, False, "iteration 4 in /l; weights only (finetune)"),
             id="finetune",
         ),
         pytest.param(
-            {}, whole("/l", 10), (True, True, "all 10 steps are done: nothing to train"), id="done"
+            {},
+            complete_reply("/l", 10),
+            (True, True, "all 10 steps are done: nothing to train"),
+            id="done",
         ),
         pytest.param(
             {},
-            whole("/l", 4, schedule=LONGER),
+            complete_reply("/l", 4, schedule=LONGER),
             (
                 False,
                 False,
                 "iter_0000004 in /l: the checkpoint's learning-rate schedule differs from the "
-                "arguments': total number of iterations (in samples): the checkpoint has 5, the "
+                "arguments: total number of iterations (in samples): the checkpoint has 5, the "
                 "arguments 10",
             ),
             id="longer",
         ),
         pytest.param(
             {"num_layers": 2, "hidden_size": 16},
-            whole("/l", 4, architecture={"num_layers": 1, "hidden_size": 8, "swiglu": None}),
+            complete_reply(
+                "/l", 4, architecture={"num_layers": 1, "hidden_size": 8, "swiglu": None}
+            ),
             (
                 False,
                 False,
-                "is of another model: num_layers: the checkpoint has 1, the model 2; hidden_size: "
-                "the checkpoint has 8, the model 16",
+                "is of another model: num_layers: the checkpoint has 1, the run 2; hidden_size: "
+                "the checkpoint has 8, the run 16",
             ),
             id="other-model",
         ),
         pytest.param(
             {},
-            whole("/elsewhere", 5),
-            (False, False, "/elsewhere/iter_0000005 is not there"),
+            complete_reply("/elsewhere", 5),
+            (False, False, "/elsewhere/iter_0000005 does not exist on this host"),
             id="not-shared",
         ),
         pytest.param(
@@ -169,10 +185,10 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
         pytest.param(
             {},
             {"problem": "No module named torch"},
-            (True, True, "/l holds checkpoints; which one is whole is not known: No module"),
+            (True, True, "/l contains checkpoints, but they could not be checked: No module"),
             id="no-answer",
         ),
-        pytest.param({}, None, (True, True, "its Python was not asked"), id="not-asked"),
+        pytest.param({}, None, (True, True, "its Python was not queried"), id="not-asked"),
     ],
 )
 def test_complete_checkpoint(
@@ -181,8 +197,8 @@ def test_complete_checkpoint(
     reply: dict[str, Any] | None,
     row: tuple[bool, bool, str],
 ) -> None:
-    host = facts(4, 10, told=reply)
-    check = check_checkpoint(of(experiment(load="/l", **arguments)), host, host, 1)
+    host = make_facts(4, 10, load_reply=reply)
+    check = check_checkpoint(paths_of(experiment(load="/l", **arguments)), host, host, 1)
     assert check is not None
     assert (check.ok, check.warning) == row[:2]
     assert row[2] in check.found
@@ -190,18 +206,18 @@ def test_complete_checkpoint(
 
 
 def test_rank_0_decides(experiment: MakeExperiment) -> None:
-    want = of(experiment(load="/l"))
-    master = facts(4, told=whole("/l", 4))
-    fine = check_checkpoint(want, facts(4, asked=False), master, 2)
-    assert fine is not None
-    assert fine.found.startswith("iteration 4 in /l")
-    missing = check_checkpoint(want, facts(3, 5), master, 2)
-    assert missing is not None
-    assert not missing.ok
-    none = check_checkpoint(want, facts(4), facts(), 2)
-    assert none is not None
-    assert none.found.startswith("/l holds no checkpoint")
-    assert check_checkpoint(want, facts(4), None, 2) is None
+    host_paths = paths_of(experiment(load="/l"))
+    master = make_facts(4, load_reply=complete_reply("/l", 4))
+    complete_check = check_checkpoint(host_paths, make_facts(4, has_python=False), master, 2)
+    assert complete_check is not None
+    assert complete_check.found.startswith("iteration 4 in /l")
+    missing_check = check_checkpoint(host_paths, make_facts(3, 5), master, 2)
+    assert missing_check is not None
+    assert not missing_check.ok
+    absent_check = check_checkpoint(host_paths, make_facts(4), make_facts(), 2)
+    assert absent_check is not None
+    assert absent_check.found.startswith("/l contains no checkpoint")
+    assert check_checkpoint(host_paths, make_facts(4), None, 2) is None
 
 
 @pytest.fixture
@@ -210,13 +226,15 @@ def check_here(experiment: MakeExperiment, tmp_path: Path) -> Callable[..., Chec
 
     def run(**given: Any) -> Check:
         with HostRunner().prepare(experiment(exp_dir=tmp_path, **given), checking=True) as ready:
-            (check,) = (one for one in ready.checks if one.name == "load")
+            (check,) = (
+                check_result for check_result in ready.checks if check_result.name == "load"
+            )
         return check
 
     return run
 
 
-def save(root: Path, iteration: int, **content: Any) -> Path:
+def save_checkpoint(root: Path, iteration: int, **content: Any) -> Path:
     store = CheckpointStore(root)
     (store.begin(iteration) / "a.distcp").write_bytes(b"x" * 100)
     return store.publish(iteration, content)
@@ -226,24 +244,26 @@ def test_this_machine_finds_the_complete_checkpoint(
     check_here: Callable[..., Check], tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
-    assert check_here().found.startswith(f"{root} holds no checkpoint")
-    older, newest = save(root, 4, distributed_optimizer=True), save(root, 5)
+    assert check_here().found.startswith(f"{root} contains no checkpoint")
+    older, newest = save_checkpoint(root, 4, distributed_optimizer=True), save_checkpoint(root, 5)
     assert check_here().found == f"iteration 5 in {root}"
     (newest / "a.distcp").write_bytes(b"x")
-    cut = check_here(use_distributed_optimizer=True)
-    assert (cut.ok, cut.warning) == (True, True)
-    assert cut.found == (
-        f"iteration 4 in {root}; passed over iter_0000005: a.distcp has 1 bytes, expected 100"
+    damaged_check = check_here(use_distributed_optimizer=True)
+    assert (damaged_check.ok, damaged_check.warning) == (True, True)
+    assert damaged_check.found == (
+        f"iteration 4 in {root}; skipped iter_0000005: a.distcp has 1 bytes, expected 100"
     )
     result = check_here()
     assert not result.ok
     assert "saved with use_distributed_optimizer: true, this run has false" in result.found
     assert result.hint.startswith("set use_distributed_optimizer: true")
     (older / "a.distcp").unlink()
-    none = check_here()
-    assert not none.ok
-    assert none.found.startswith(f"{root}: holds no whole checkpoint: iter_0000005: a.distcp has")
-    assert "remove the damaged directories" in none.hint
+    empty_check = check_here()
+    assert not empty_check.ok
+    assert empty_check.found.startswith(
+        f"{root}: holds no whole checkpoint: iter_0000005: a.distcp has"
+    )
+    assert "remove the damaged directories" in empty_check.hint
 
 
 def test_tracker_file_without_a_checkpoint_fails(

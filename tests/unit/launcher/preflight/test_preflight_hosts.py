@@ -36,14 +36,14 @@ FACTS = HostFacts(
 )
 
 
-def survey_of(experiment: Experiment, facts: dict[int, HostFacts], **more: Any) -> HostReplies:
+def make_replies(experiment: Experiment, facts: dict[int, HostFacts], **more: Any) -> HostReplies:
     needed = ({"/d/x.bin": "train.data.data_path"},) * len(HOSTS)
     settings = resolve_all_settings(experiment, HOSTS)
-    return HostReplies(HOSTS, settings, needed=needed, facts=facts, **more)
+    return HostReplies(HOSTS, settings, required_paths=needed, facts=facts, **more)
 
 
 @pytest.fixture
-def checks(
+def run_checks(
     make_plan: Callable[..., LaunchPlan], make_experiment: Callable[..., Experiment]
 ) -> Callable[..., list[Check]]:
     def run(changes: dict[int, HostFacts] | None = None, **errors: Any) -> list[Check]:
@@ -51,7 +51,9 @@ def checks(
         unreachable = errors.get("errors", {})
         facts = {rank: host_facts for rank, host_facts in facts.items() if rank not in unreachable}
         experiment = make_experiment()
-        replies = survey_of(experiment, facts, errors=unreachable, code=errors.get("code", ""))
+        replies = make_replies(
+            experiment, facts, errors=unreachable, code_digest=errors.get("code", "")
+        )
         plan = make_plan(hosts=HOSTS, runner=Runner(nproc_per_node=1))
         return check_hosts(experiment, plan, replies)
 
@@ -66,8 +68,8 @@ def place(**changes: Any) -> HostFacts:
     return replace(FACTS, exp_dir=replace(PLACE, **changes))
 
 
-def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
-    results = checks()
+def test_equal_hosts_are_one_row(run_checks: Callable[..., list[Check]]) -> None:
+    results = run_checks()
     assert all(check.ok for check in results)
     names = [check.name for check in results]
     assert len(names) == len(set(names))
@@ -93,7 +95,7 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
         ),
         pytest.param(replace(FACTS, has_project=False), "code", "no flagscale", id="no-code"),
         pytest.param(
-            replace(FACTS, missing=("/d/x.bin",)),
+            replace(FACTS, missing_paths=("/d/x.bin",)),
             "files",
             "train.data.data_path: /d/x.bin",
             id="no-data",
@@ -116,13 +118,15 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
             place(problem="not a directory"), "exp_dir", "/data is not a directory", id="file"
         ),
         pytest.param(replace(FACTS, clock_offset=-90.0), "clock", "90 s behind ours", id="clock"),
-        pytest.param(replace(FACTS, alive="2025-x"), "earlier run", "2025-x is alive", id="alive"),
+        pytest.param(
+            replace(FACTS, live_run_id="2025-x"), "earlier run", "2025-x is alive", id="alive"
+        ),
     ],
 )
-def test_the_odd_one_out_is_named(
-    checks: Callable[..., list[Check]], facts: HostFacts, name: str, message: str
+def test_deviating_host_is_named(
+    run_checks: Callable[..., list[Check]], facts: HostFacts, name: str, message: str
 ) -> None:
-    results = checks({7: facts})
+    results = run_checks({7: facts})
     (failed,) = [check for check in results if not check.ok and check.name == name]
     assert failed.hosts == "n08"
     assert message in failed.found
@@ -132,29 +136,33 @@ def test_the_odd_one_out_is_named(
 
 
 def test_names_of_one_machine_may_meet_at_its_loopback_address(
-    checks: Callable[..., list[Check]],
+    run_checks: Callable[..., list[Check]],
 ) -> None:
-    results = checks({rank: replace(FACTS, is_master_loopback=True) for rank in range(len(HOSTS))})
+    results = run_checks(
+        {rank: replace(FACTS, is_master_loopback=True) for rank in range(len(HOSTS))}
+    )
     assert compute_exit_code(results) == 0
 
 
-def test_code_is_compared_without_a_shared_file_system(checks: Callable[..., list[Check]]) -> None:
+def test_code_is_compared_without_a_shared_file_system(
+    run_checks: Callable[..., list[Check]],
+) -> None:
     same = {rank: python(code="d1") for rank in range(len(HOSTS))}
-    assert compute_exit_code(checks(same, code="d1")) == 0
-    results = checks({**same, 3: python(code="d2")}, code="d1")
+    assert compute_exit_code(run_checks(same, code="d1")) == 0
+    results = run_checks({**same, 3: python(code="d2")}, code="d1")
     assert [check.hosts for check in results if not check.ok] == ["n04"]
 
 
-def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Check]]) -> None:
+def test_unreachable_hosts_come_first_and_decide(run_checks: Callable[..., list[Check]]) -> None:
     errors = {
         4: NoRouteError("n05", "no route to 10.0.0.5"),
         5: NoRouteError("n06", "no route to 10.0.0.6"),
         9: ChangedHostKeyError("n10", "another key", hint="ssh-keygen -R n10"),
     }
-    results = checks({7: replace(FACTS, clock_offset=90.0)}, errors=errors)
+    results = run_checks({7: replace(FACTS, clock_offset=90.0)}, errors=errors)
     rows = [(check.hosts, check.ok) for check in results if check.name == "reachable"]
     assert rows[:2] == [("n[05-06]", False), ("n10", False)]
-    # Names are a column of their own.
+    # Names are in a separate column.
     assert results[0].found == "no route to host; for example: n05: no route to 10.0.0.5"
     assert results[1].found == "another key"
     assert compute_exit_code(results) == 3
@@ -195,9 +203,9 @@ def test_both_ports_are_reported_with_their_keys(
 ) -> None:
     configured = Runner(nproc_per_node=1, **runner)
     experiment = make_experiment(runner=configured)
-    replies = survey_of(experiment, {0: FACTS})
-    checks = check_hosts(experiment, make_plan(hosts=HOSTS, runner=configured), replies)
-    rows = [check for check in checks if check.name in ("master port", "liveness port")]
+    replies = make_replies(experiment, {0: FACTS})
+    results = check_hosts(experiment, make_plan(hosts=HOSTS, runner=configured), replies)
+    rows = [check for check in results if check.name in ("master port", "liveness port")]
     assert [check.found for check in rows] == expected
     assert {check.hosts for check in rows} == {"n01"}
 
@@ -220,7 +228,7 @@ def test_port_in_use_is_reported_with_its_key(
 ) -> None:
     facts = replace(FACTS, port=None, busy_port=busy, port_holder="process 7 (nc)")
     experiment = make_experiment(runner=Runner(nproc_per_node=1, **runner))
-    replies = survey_of(experiment, dict.fromkeys(range(len(HOSTS)), facts))
+    replies = make_replies(experiment, dict.fromkeys(range(len(HOSTS)), facts))
     with pytest.raises(ConfigError, match=advice) as raised:
         require_usable(experiment, replies)
     assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)

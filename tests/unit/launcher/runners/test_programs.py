@@ -80,10 +80,10 @@ def test_shellcheck_finds_nothing(
 ) -> None:
     path = tmp_path / f"{name}.sh"
     # Values are literal; functions are called by name, and variables are used by following parts.
-    spared = ["--exclude=SC2016,SC2317,SC2329,SC2034,SC2154", "--severity=warning"]
+    options = ["--exclude=SC2016,SC2317,SC2329,SC2034,SC2154", "--severity=warning"]
     path.write_text("#!/usr/bin/env bash\n" + programs(make_plan, state)[name], encoding="utf-8")
-    words = [shellcheck(), *spared, str(path)]
-    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    argv = [shellcheck(), *options, str(path)]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert result.stdout == ""
     assert result.returncode == 0
 
@@ -119,7 +119,7 @@ def probe_here(question: HostQuery, home: Path, **variables: str) -> ProgramOutp
     return parse_output(result.stdout)
 
 
-# Every program for hosts, wherever it lies.
+# All programs for hosts, in any package.
 FILES = sorted(Path(facts.__file__).parents[1].rglob("*.sh"))
 
 
@@ -141,7 +141,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert host_facts.cpus == len(os.sched_getaffinity(0))
     assert set(host_facts.devices) <= {"cuda"}
     assert host_facts.port is not None
-    assert host_facts.missing == ("/no such",)
+    assert host_facts.missing_paths == ("/no such",)
     assert host_facts.exp_dir is not None
     assert host_facts.exp_dir.existing == str(tmp_path)
     assert host_facts.exp_dir.problem == ""
@@ -152,7 +152,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert host_facts.python.version == platform.python_version()
     assert host_facts.python.packages["torch"] == metadata.version("torch")
     assert host_facts.python_error == ""
-    assert host_facts.alive == ""
+    assert host_facts.live_run_id == ""
 
 
 def test_ports_of_this_machine(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_directories_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "whole" / "iter_0000010").mkdir()
     (tmp_path / "none" / "iter_2").mkdir(parents=True)
     written = [str(tmp_path / name) for name in (HOSTILE, "file/x", "none/iter_2")]
-    whole = ("iter_0000002", "iter_0000010")
-    for load, holds in ((tmp_path / "whole", whole), (tmp_path / "none", ()), ("", ())):
+    checkpoints = ("iter_0000002", "iter_0000010")
+    for load, holds in ((tmp_path / "whole", checkpoints), (tmp_path / "none", ()), ("", ())):
         need = PreflightQuery(
             str(tmp_path),
             str(tmp_path),
@@ -222,7 +222,7 @@ def test_clock_skew_excludes_the_transfer_time(clock: str, expected: float) -> N
 
 
 def test_broken_python_is_reported(tmp_path: Path) -> None:
-    for python, setup, words in (
+    for python, setup, error_text in (
         ("/no/python", "", "No such file"),
         ("python3", "echo broken >&2; exit 3", "broken"),
         ("python3", "false", "cannot be activated"),
@@ -231,7 +231,7 @@ def test_broken_python_is_reported(tmp_path: Path) -> None:
             "", str(tmp_path), python, setup=setup, preflight=PreflightQuery("/", "/")
         )
         host_facts = facts.parse_facts(probe_here(question, tmp_path), question, 0, 0)
-        assert words in host_facts.python_error
+        assert error_text in host_facts.python_error
         assert host_facts.python is None
 
 
@@ -242,8 +242,8 @@ VALUES = st.text(st.characters(blacklist_characters="\0", blacklist_categories=(
 @given(values=st.dictionaries(KEYS, VALUES), raw=st.binary(), cut=st.integers(0, 40))
 def test_reported_values_are_parsed_unchanged(values: dict[str, str], raw: bytes, cut: int) -> None:
     output = b"".join(f"{name}={value}".encode() + b"\0" for name, value in values.items())
-    piece = f"file={len(raw)} 7 /a b\nc".encode() + b"\0" + raw
-    decoded = parse_output(piece + output)
+    file_record = f"file={len(raw)} 7 /a b\nc".encode() + b"\0" + raw
+    decoded = parse_output(file_record + output)
     assert decoded.values == values
     assert decoded.chunks == (FileChunk("/a b\nc", 7, raw),)
     # Any truncated output is parsed as a prefix of the whole.
@@ -254,22 +254,22 @@ def test_reported_values_are_parsed_unchanged(values: dict[str, str], raw: bytes
 def test_chunks_are_stored_at_their_offsets(make_plan: MakePlan, tmp_path: Path) -> None:
     host = make_state(make_plan(exp_dir=tmp_path)).hosts[0]
     status = host.run_dir / "status" / "rank_0.jsonl"
-    place = host.run_dir / "status" / "rank_0.place"
+    progress_path = host.run_dir / "status" / "rank_0.place"
     outside = tmp_path / "outside"
     probe_run.store_chunks(
         [
             FileChunk(str(status), 0, b"one\n"),
             FileChunk(str(status), 4, b"two\n"),
             FileChunk(str(status), 4, b"two\n"),
-            FileChunk(str(place), 0, b"a longer text"),
-            FileChunk(str(place), 0, b"short"),
+            FileChunk(str(progress_path), 0, b"a longer text"),
+            FileChunk(str(progress_path), 0, b"short"),
             FileChunk(str(outside), 0, b"x"),
             FileChunk(f"{host.run_dir}/../../../../outside", 0, b"x"),
         ],
         host,
     )
     assert status.read_bytes() == b"one\ntwo\n"
-    assert place.read_bytes() == b"short"
+    assert progress_path.read_bytes() == b"short"
     assert not outside.exists()
 
 
@@ -282,9 +282,9 @@ def test_manifests_distinguish_code(tmp_path: Path) -> None:
     (package / "__pycache__" / "a.py").write_text("no source")
     files = probe.build_manifest(str(tmp_path))
     assert list(files) == ["flagscale/inner/a.py"]
-    before = probe.digest_manifest(files)
+    digest_before = probe.digest_manifest(files)
     (package / "a.py").write_text("2")
-    assert probe.digest_manifest(probe.build_manifest(str(tmp_path))) != before
+    assert probe.digest_manifest(probe.build_manifest(str(tmp_path))) != digest_before
     assert probe.digest_manifest({}) == ""
     assert code.pack_archive(tmp_path, files) == code.pack_archive(tmp_path, files)
 

@@ -35,7 +35,7 @@ def test_hosts_are_reached_again_as_they_were(
     make_experiment: Callable[..., Experiment], hosts: list[Host], expected: list[Endpoint]
 ) -> None:
     experiment = make_experiment(runner=Runner(ssh_port=7, hostfile=Path("hosts")))
-    handle = endpoints.make_handle(experiment, hosts)
+    handle = endpoints.make_handle(experiment.runner, hosts)
     assert not endpoints.is_local(handle)
     reached = endpoints.open_hosts(handle, [host.name for host in hosts])
     assert list(reached.endpoints) == expected

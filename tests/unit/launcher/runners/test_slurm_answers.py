@@ -128,7 +128,7 @@ def test_unpredictable_start_time(days: int, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "waits", "over"),
+    ("state", "waits", "is_over"),
     [
         ("PENDING", True, False),
         ("REQUEUE_HOLD", True, False),
@@ -139,9 +139,9 @@ def test_unpredictable_start_time(days: int, expected: bool) -> None:
         ("", False, True),
     ],
 )
-def test_states(state: str, waits: bool, over: bool) -> None:
+def test_states(state: str, waits: bool, is_over: bool) -> None:
     job = SlurmJob(state)
-    assert (job.waits, job.over) == (waits, over)
+    assert (job.waits, job.over) == (waits, is_over)
 
 
 def test_variables_hidden_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +193,11 @@ def test_a_command_that_this_user_may_not_run(
 
 
 @pytest.mark.parametrize(
-    ("job", "most"),
+    ("job", "max_queries"),
     [(SlurmJob("PENDING"), 6), (SlurmJob("RUNNING"), 6), (SlurmJob("PENDING", "Priority"), 2)],
 )
 def test_query_interval_grows(
-    job: SlurmJob, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: SlurmJob, max_queries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pending jobs without a reason, running jobs without a recorded start, and any other job."""
     now = 0.0
@@ -215,5 +215,5 @@ def test_query_interval_grows(
     for second in range(600):
         now = float(second)
         assert not looker.status(state).over
-    assert sum(at < 60 for at in query_times) <= most
+    assert sum(at < 60 for at in query_times) <= max_queries
     assert sum(at >= 60 for at in query_times) <= 18

@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
+def make_job_plan(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
     case = CASES[name]
     runner = case["runner"]
     plan = defer_to_job(make_plan(**case), runner)
@@ -108,7 +108,7 @@ def planned(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
 @pytest.mark.parametrize("name", CASES)
 def test_golden(make_plan: MakePlan, name: str) -> None:
     """The command, the job-specific part of its script, and that of one host's script."""
-    plan, runner = planned(make_plan, name)
+    plan, runner = make_job_plan(make_plan, name)
     job = batch_job(plan, runner)
     head = job.script.partition("IFS= read")[0]
     host = render(plan, plan.hosts[1]).partition("# Identity of the run")[0]
@@ -128,7 +128,7 @@ def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path
     path = str(beside) if beside.exists() else shutil.which("shellcheck")
     if path is None:
         pytest.skip("shellcheck is not installed")
-    plan, runner = planned(make_plan, name)
+    plan, runner = make_job_plan(make_plan, name)
     script = batch_job(plan, runner).script
     node = script.partition("<<'END_NODE'\n")[2].partition("\nEND_NODE\n")[0]
     texts = {
@@ -144,7 +144,7 @@ def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path
 
 
 def test_values_come_back_out_of_bash(make_plan: MakePlan) -> None:
-    plan, runner = planned(make_plan, "slurm_hostile")
+    plan, runner = make_job_plan(make_plan, "slurm_hostile")
     head = batch_job(plan, runner).script.partition("IFS= read")[0]
     result = subprocess.run(
         ["bash", "-c", f'{head}\nprintf \'%s\\0\' "$job_dir" "${{srun[@]}}"'],
@@ -158,7 +158,7 @@ def test_values_come_back_out_of_bash(make_plan: MakePlan) -> None:
 
 
 def test_job_name_is_safe(make_plan: MakePlan) -> None:
-    plan, _ = planned(make_plan, "slurm_hostile")
+    plan, _ = make_job_plan(make_plan, "slurm_hostile")
     assert re.fullmatch(r"[A-Za-z0-9._\-]{1,90}", job_name(plan))
     assert job_name(replace(plan, name="ü" * 300)).endswith(f".{plan.run_id}")
 
@@ -167,7 +167,7 @@ def test_container_command_line(make_plan: MakePlan) -> None:
     """The command line is the one that the runtime receives after bash has parsed it."""
     environment = {}
     for name, array in (("slurm_pyxis", "srun"), ("slurm_apptainer", "inside")):
-        head = batch_job(*planned(make_plan, name)).script.partition("IFS= read")[0]
+        head = batch_job(*make_job_plan(make_plan, name)).script.partition("IFS= read")[0]
         script = f"{head}\nprintf '%s\\0' \"${{{array}[@]}}\""
         result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
         environment[name] = result.stdout.split("\0")[:-1]
@@ -270,7 +270,7 @@ def test_secrets_are_files_of_the_users_alone(make_plan: MakePlan, tmp_path: Pat
         make_plan(hosts=hosts, envs=Environments({"API_TOKEN": "a 'b' $c"})),
         runner=RunnerHandle("slurm"),
     )
-    files.write_job_files(plan, tmp_path / "job", named=True)
+    files.write_job_files(plan, tmp_path / "job", has_host_names=True)
     assert (tmp_path / "job" / "hosts").read_text() == "h0\nh1\n"
     path = tmp_path / "job" / "secrets.1"
     assert path.stat().st_mode & 0o777 == 0o600

@@ -32,15 +32,15 @@ def state(make_plan: MakePlan, tmp_path: Path) -> RunState:
 @pytest.fixture
 def start(state: RunState) -> Iterator[Start]:
     """Start a bash script, by default as a process of the run."""
-    with ExitStack() as ended:
+    with ExitStack() as exit_stack:
 
         def started(script: str, run_id: str = state.run_id) -> subprocess.Popen[bytes]:
             environment = {**os.environ, RUN_ID_VARIABLE: run_id}
-            words = ["bash", "-c", f"echo ready; {script}"]
-            process = ended.enter_context(
-                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE)
+            argv = ["bash", "-c", f"echo ready; {script}"]
+            process = exit_stack.enter_context(
+                subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE)
             )
-            ended.callback(process.kill)
+            exit_stack.callback(process.kill)
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             return process
@@ -66,36 +66,39 @@ def host_of(state: RunState, script: subprocess.Popen[bytes] | None = None) -> s
 
 
 def test_only_processes_with_the_run_id_are_ended(state: RunState, start: Start) -> None:
-    member, deaf = start("exec sleep 600"), start("trap '' TERM; while :; do sleep 0.1; done")
-    other_run = start("exec sleep 600", f"{state.run_id}0")
-    answer = run(host_of(state))
-    assert int(answer.get("found")) >= 2
-    assert str(member.pid) in answer.get("terminated").split()
-    assert str(deaf.pid) in answer.get("killed").split()
-    assert answer.get("left") == ""
-    assert (member.wait(), deaf.wait(), other_run.poll()) == (-15, -9, None)
-    again = run(host_of(state))
-    assert (again.get("found"), again.get("end")) == ("0", "yes")
+    run_process, ignoring_term = (
+        start("exec sleep 600"),
+        start("trap '' TERM; while :; do sleep 0.1; done"),
+    )
+    other_run_process = start("exec sleep 600", f"{state.run_id}0")
+    output = run(host_of(state))
+    assert int(output.get("found")) >= 2
+    assert str(run_process.pid) in output.get("terminated").split()
+    assert str(ignoring_term.pid) in output.get("killed").split()
+    assert output.get("left") == ""
+    assert (run_process.wait(), ignoring_term.wait(), other_run_process.poll()) == (-15, -9, None)
+    second_output = run(host_of(state))
+    assert (second_output.get("found"), second_output.get("end")) == ("0", "yes")
 
 
 def test_descendants_of_the_script_are_ended(state: RunState, start: Start) -> None:
     script = start("env -i sleep 600 & echo begun; wait")
     assert script.stdout is not None
     assert script.stdout.readline() == b"begun\n"
-    answer = run(host_of(state, script))
-    assert int(answer.get("found")) == 2
+    output = run(host_of(state, script))
+    assert int(output.get("found")) == 2
     assert script.wait() == -15
     assert script.stdout.read() == b""  # whoever could write to it has ended
 
 
 def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
-    stranger = start("exec sleep 600", "other")
-    identity = processes.identify_process(stranger.pid)
+    other_process = start("exec sleep 600", "other")
+    identity = processes.identify_process(other_process.pid)
     assert identity is not None
     later = replace(
         state.hosts[0],
         boot_id=processes.read_boot_id(),
-        pid=stranger.pid,
+        pid=other_process.pid,
         start_ticks=identity.start_ticks - 1,
     )
     assert run(stop.render_stop(state, later)).get("found") == "0"
@@ -106,9 +109,9 @@ def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
         f"started[{pid}]={ticks - 1}; send_signal KILL {pid} || report early spared\n"
         f"started[{pid}]={ticks}; send_signal KILL {pid} && report exact sent\n"
     )
-    answer = run(functions + tries + "print_results\n")
-    assert (answer.get("early"), answer.get("exact")) == ("spared", "sent")
-    assert stranger.wait() == -9
+    output = run(functions + tries + "print_results\n")
+    assert (output.get("early"), output.get("exact")) == ("spared", "sent")
+    assert other_process.wait() == -9
 
 
 def test_an_earlier_boots_pids_mean_nothing(state: RunState, start: Start) -> None:

@@ -45,7 +45,7 @@ def test_thousands_of_identical_hosts_take_the_space_of_one(
     plan = format_plan(make_plan(hosts=hosts(1), machine=machine, runner=runner))
     launch_plan = make_plan(hosts=hosts(4096), machine=machine, runner=runner)
     text = format_plan(launch_plan)
-    assert headings(text) == ["# 4096 hosts node[0001-4096]: 8 rank(s) each, one script but for"]
+    assert headings(text) == ["# 4096 hosts node[0001-4096]: 8 rank(s) each, one script except for"]
     assert scripts(text) == 1
     assert render(launch_plan, launch_plan.hosts[0]) in text
     assert len(text.splitlines()) < len(plan.splitlines()) + 60
@@ -136,7 +136,7 @@ def test_types_and_sizes_are_apart(make_plan: MakePlan) -> None:
     mixed = (Host("a1", 2, "A"), Host("a2", 2, "A"), Host("b1", 2, "B"), Host("b2", 1, "B"))
     plan = make_plan(hosts=mixed, runner=Runner())
     assert headings(format_plan(plan)) == [
-        "# 2 hosts a[1-2] (A): 2 rank(s) each, one script but for",
+        "# 2 hosts a[1-2] (A): 2 rank(s) each, one script except for",
         "# host 2 b1 (B): ranks 4-5",
         "# host 3 b2 (B): ranks 6-6",
     ]

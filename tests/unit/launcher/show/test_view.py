@@ -15,14 +15,14 @@ from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
 LOG = Path("/scratch/a user/outputs of a long name") / ("x" * 120) / "stderr.log"
 
 
-def _snapshot(*hosts: str) -> Snapshot:
+def _make_snapshot(*hosts: str) -> Snapshot:
     rows = tuple(HostRow(host, Phase.RUNNING, 8, 8) for host in hosts)
     snapshot = Snapshot("20260101-000000-abcdef", "llama", Phase.RUNNING, time.time(), 8, 8)
     snapshot = replace(snapshot, hosts=rows, step=12345, train_steps=100000, eta_seconds=3661.0)
     return replace(snapshot, loss=2.5, tokens_per_second=1234567.0)
 
 
-def _shown(snapshot: Snapshot, capsys: pytest.CaptureFixture[str]) -> str:
+def _print(snapshot: Snapshot, capsys: pytest.CaptureFixture[str]) -> str:
     view.print_run(snapshot)
     return capsys.readouterr().out
 
@@ -32,21 +32,21 @@ def test_hosts_keep_their_names(
     width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
-    assert "gpu-node-17" in _shown(_snapshot("gpu-node-17"), capsys)
+    assert "gpu-node-17" in _print(_make_snapshot("gpu-node-17"), capsys)
 
 
 def test_all_figures_fit_in_eighty_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = _shown(_snapshot("localhost"), capsys)
+    text = _print(_make_snapshot("localhost"), capsys)
     for figure in ("localhost", "12345/100000", "2.5000", "1,234,567", "1:01:01"):
         assert figure in text
 
 
 def test_empty_column_is_omitted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "memory" not in _shown(_snapshot("h"), capsys)
-    assert "memory" in _shown(replace(_snapshot("h"), memory_gib=3.0), capsys)
+    assert "memory" not in _print(_make_snapshot("h"), capsys)
+    assert "memory" in _print(replace(_make_snapshot("h"), memory_gib=3.0), capsys)
 
 
 def test_paths_stay_on_one_line(
@@ -54,4 +54,4 @@ def test_paths_stay_on_one_line(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     failure = Failure(host="h", rank=1, exit_code=1, reason="ValueError", traceback="", log=LOG)
-    assert str(LOG) in _shown(replace(_snapshot("h"), failure=failure), capsys)
+    assert str(LOG) in _print(replace(_make_snapshot("h"), failure=failure), capsys)

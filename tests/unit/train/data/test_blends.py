@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flagscale.errors import DataError
 from flagscale.train.data.blends import Blend, parse_blend, parse_split
 
-NAMES = st.text(
+DATASET_NAMES = st.text(
     alphabet=st.characters(codec="utf-8", exclude_categories=["Z", "C"]), min_size=1, max_size=12
 ).filter(lambda name: not name.endswith((".bin", ".idx")) and not _is_number(name))
 
@@ -39,24 +39,24 @@ def _is_number(text: str) -> bool:
         pytest.param(["/d/a.bin", "b.idx"], Blend(("/d/a", "b")), id="suffixes"),
     ],
 )
-def test_blends(values: list[str] | str, expected: Blend) -> None:
+def test_parse_blend(values: list[str] | str, expected: Blend) -> None:
     assert parse_blend(values) == expected
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        pytest.param([], "data_path: is empty", id="nothing"),
-        pytest.param(" ", "data_path: is empty", id="blank"),
-        pytest.param(["0.3", "a", "b"], "b has no weight", id="some-weights"),
-        pytest.param(["a", "0.3"], "0.3 at the end", id="weight-at-end"),
-        pytest.param(["1", "2", "a"], "two weights in a row before '2'", id="two-weights"),
-        pytest.param(["-1", "a"], "-1 is not a positive number", id="negative"),
-        pytest.param(["0", "a", "1", "b"], "weight 0 is not", id="zero"),
-        pytest.param(["nan", "a"], "nan is not a positive", id="nan"),
+        pytest.param([], "data_path: expected the prefix of a data set, found an em", id="nothing"),
+        pytest.param(" ", "data_path: expected the prefix of a data set, found an em", id="blank"),
+        pytest.param(["0.3", "a", "b"], "for none; b has none", id="some-weights"),
+        pytest.param(["a", "0.3"], "after the weight 0.3, found the end", id="weight-at-end"),
+        pytest.param(["1", "2", "a"], "after the weight 1, found '2'", id="two-weights"),
+        pytest.param(["-1", "a"], "expected a positive weight, found -1", id="negative"),
+        pytest.param(["0", "a", "1", "b"], "expected a positive weight, found 0", id="zero"),
+        pytest.param(["nan", "a"], "expected a positive weight, found nan", id="nan"),
     ],
 )
-def test_bad_blends(values: list[str], message: str) -> None:
+def test_invalid_blend_is_refused(values: list[str], message: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_blend(values)
     assert message in str(caught.value)
@@ -70,7 +70,7 @@ def test_a_data_set_may_be_named_by_a_number_or_with_spaces(tmp_path: Path) -> N
     assert parse_blend([numbered, spaced]) == Blend((numbered, spaced))
 
 
-@given(st.lists(st.tuples(st.floats(1e-3, 1e3), NAMES), min_size=2, max_size=6))
+@given(st.lists(st.tuples(st.floats(1e-3, 1e3), DATASET_NAMES), min_size=2, max_size=6))
 def test_weighted_blends_survive_being_written_as_one_string(
     items: list[tuple[float, str]],
 ) -> None:
@@ -90,17 +90,17 @@ def test_weighted_blends_survive_being_written_as_one_string(
         ("0,1,0", (0.0, 1.0, 0.0)),
     ],
 )
-def test_split(text: str, expected: tuple[float, float, float]) -> None:
+def test_split_is_parsed_into_fractions(text: str, expected: tuple[float, float, float]) -> None:
     assert parse_split(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["", "0,0,0", "1,2,3,4", "a,b", "-1,2", "nan", "inf,1"])
-def test_bad_split(text: str) -> None:
+def test_invalid_split_is_refused(text: str) -> None:
     with pytest.raises(DataError, match="expected up to three numbers"):
         parse_split(text)
 
 
-def test_a_blend_longer_than_any_file_name_is_one() -> None:
+def test_blend_longer_than_any_file_name_is_parsed() -> None:
     """The system raises an error for a file name of that length instead of reporting it as
     missing.
     """

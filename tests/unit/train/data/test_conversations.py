@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.chat_files import (
-    CHATML,
-    THINKING,
+    CHATML_TEMPLATE,
+    REASONING_TEMPLATE,
     make_conversation,
     write_conversations,
     write_lines,
@@ -70,14 +70,14 @@ FORMATS: dict[str, tuple[Any, list[dict[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("record", "messages"), FORMATS.values(), ids=FORMATS)
-def test_formats(record: Any, messages: Any, tmp_path: Path) -> None:
+def test_each_format_is_read(record: Any, messages: Any, tmp_path: Path) -> None:
     path = tmp_path / "it's $one.jsonl"
     path.write_text("\ufeff\n" + json.dumps(record) + "\n\n", encoding="utf-8")
     (parsed,) = records.read_conversations(path)
     assert (list(parsed.messages), parsed.line) == (messages, 2)
 
 
-BAD: dict[str, tuple[bytes, str]] = {
+INVALID_LINES: dict[str, tuple[bytes, str]] = {
     "no-json": (b"{", "not JSON"),
     "no-object": (b"[1]", "expected a JSON object a line, found list"),
     "no-utf-8": (b'{"messages": "\xff"}', "not UTF-8"),
@@ -88,23 +88,23 @@ BAD: dict[str, tuple[bytes, str]] = {
     "no-role": (b'{"messages": [{"content": "a"}]}', r"messages\[0\]: expected an object with a"),
     "no-answer": (
         b'{"messages": [{"role": "user", "content": "a"}]}',
-        "no answer of an assistant to learn; there speaks user",
+        "no message of an assistant to compute the loss on; the roles are user",
     ),
     "nothing-to-learn": (
         b'{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
-        "no answer of an assistant to learn",
+        "no message of an assistant to compute the loss on",
     ),
     "picture": (
         b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
         "only parts of text",
     ),
     "number": (b'{"messages": [{"role": "user", "content": 1}]}', "expected a text, found int"),
-    "stranger": (b'{"conversations": [{"from": "me", "value": "a"}]}', "'me' is nobody known"),
+    "stranger": (b'{"conversations": [{"from": "me", "value": "a"}]}', "unknown speaker 'me'"),
     "no-output": (b'{"instruction": "a"}', "output: expected a text, found nothing"),
 }
 
 
-@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("line", "message"), INVALID_LINES.values(), ids=INVALID_LINES)
 def test_an_invalid_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps({"messages": QUESTION_AND_ANSWER}).encode() + b"\n\n" + line)
@@ -121,20 +121,20 @@ def test_the_length_of_a_line_is_limited(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("chat") / "a tokenizer")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Tokenizer:
-    return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(directory)))
+def tokenizer(tokenizer_directory: Path) -> Tokenizer:
+    return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(tokenizer_directory)))
 
 
-def conversation(*messages: dict[str, Any]) -> Conversation:
+def make_conversation_of(*messages: dict[str, Any]) -> Conversation:
     return Conversation(Path("a.jsonl"), 1, messages)
 
 
-def decode_learned(tokens: Any, tokenizer: Tokenizer) -> list[str]:
+def decode_tokens_with_loss(tokens: Any, tokenizer: Tokenizer) -> list[str]:
     """Return the runs of tokens with a loss, as text.
 
     A token without a loss is stored as ``~id``.
@@ -147,7 +147,7 @@ def decode_learned(tokens: Any, tokenizer: Tokenizer) -> list[str]:
 
 
 def test_answers_up_to_the_end_of_their_turn_are_learned(
-    directory: Path, tokenizer: Tokenizer
+    tokenizer_directory: Path, tokenizer: Tokenizer
 ) -> None:
     more = [
         {"role": "user", "content": "x"},
@@ -155,24 +155,26 @@ def test_answers_up_to_the_end_of_their_turn_are_learned(
         {"role": "user", "content": "y"},
         {"role": "assistant", "content": "z"},
     ]
-    talked = conversation(*WITH_SYSTEM_MESSAGE, *more)
-    (sample,) = render_samples(talked, open_template(None, directory))
+    talk = make_conversation_of(*WITH_SYSTEM_MESSAGE, *more)
+    (sample,) = render_samples(talk, open_template(None, tokenizer, "here"))
     (tokens,) = encode_samples([sample], tokenizer)
     assert tokenizer.detokenize(decode_ids(tokens).tolist()) == sample.text
-    assert decode_learned(tokens, tokenizer) == ["so<|im_end|>", "z<|im_end|>"]
+    assert decode_tokens_with_loss(tokens, tokenizer) == ["so<|im_end|>", "z<|im_end|>"]
 
 
-def test_text_and_answers_are_those_of_transformers(directory: Path, tokenizer: Tokenizer) -> None:
+def test_text_and_answers_are_those_of_transformers(
+    tokenizer_directory: Path, tokenizer: Tokenizer
+) -> None:
     """transformers finds answers by marks in the template, which are not needed here."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(str(directory))
-    template = open_template(None, directory)
+    reference_tokenizer = transformers.AutoTokenizer.from_pretrained(str(tokenizer_directory))
+    template = open_template(None, tokenizer, "here")
     for seed in range(20):
         messages = make_conversation(1 + seed % 4, 9, seed)
-        expected = theirs.apply_chat_template(
+        expected = reference_tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
-        (sample,) = render_samples(conversation(*messages), template)
+        (sample,) = render_samples(make_conversation_of(*messages), template)
         (tokens,) = encode_samples([sample], tokenizer)
         assert decode_ids(tokens).tolist() == expected["input_ids"]
         assert (tokens >= 0).astype(int).tolist() == expected["assistant_masks"]
@@ -182,55 +184,68 @@ def test_answers_that_a_template_rewrites_become_separate_samples(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = tmp_path / "thinking.jinja"
-    path.write_text(THINKING)
-    template = open_template(str(path), tmp_path)
+    path.write_text(REASONING_TEMPLATE)
+    template = open_template(str(path), tokenizer, "here")
     first, second = render_samples(
-        conversation(*QUESTION_AND_ANSWER, *QUESTION_AND_ANSWER), template
+        make_conversation_of(*QUESTION_AND_ANSWER, *QUESTION_AND_ANSWER), template
     )
     assert first.text.count("<think>") == second.text.count("<think>") == 1
     runs = [
-        decode_learned(tokens, tokenizer) for tokens in encode_samples([first, second], tokenizer)
+        decode_tokens_with_loss(tokens, tokenizer)
+        for tokens in encode_samples([first, second], tokenizer)
     ]
     assert runs == [["<think>\n\n</think>\n\nso<|im_end|>"]] * 2
     assert second.text.startswith("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso")
 
 
-TEMPLATES = {
+UNUSABLE_TEMPLATES = {
     "not-jinja": ("{% for %}", "not a chat template"),
-    "refuses": ("{{ raise_exception('no system') }}", "refuses it: no system"),
+    "refuses": ("{{ raise_exception('no system') }}", "rejects the conversation: no system"),
     "does-not-continue": ("{{ messages | length }}", "as a continuation of its question"),
-    "reaches-out": ("{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}", "refuses it"),
+    "reaches-out": (
+        "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}",
+        "rejects the conversation",
+    ),
 }
 
 
-@pytest.mark.parametrize(("text", "message"), TEMPLATES.values(), ids=TEMPLATES)
-def test_an_unusable_template(
+@pytest.mark.parametrize(("text", "message"), UNUSABLE_TEMPLATES.values(), ids=UNUSABLE_TEMPLATES)
+def test_an_unusable_template_is_refused(
     text: str, message: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     template, lines = tmp_path / "one.jinja", write_conversations(tmp_path / "a.jsonl", 1)
     template.write_text(text)
     with pytest.raises(DataError, match=message):
-        source = ConversationFile(lines, "auto", tokenizer, open_template(str(template), tmp_path))
+        source = ConversationFile(
+            lines, "auto", tokenizer, open_template(str(template), tokenizer, "here")
+        )
         token_cache.build_cache(source, tmp_path / "cache", "key")
     assert not list(tmp_path.glob("cache/*"))
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_named_templates(name: str, tmp_path: Path) -> None:
+def test_named_templates_mark_answers(name: str, tokenizer: Tokenizer) -> None:
     (sample,) = render_samples(
-        conversation(*WITH_SYSTEM_MESSAGE, *QUESTION_AND_ANSWER), open_template(name, tmp_path)
+        make_conversation_of(*WITH_SYSTEM_MESSAGE, *QUESTION_AND_ANSWER),
+        open_template(name, tokenizer, "here"),
     )
-    (without_answer, with_answer) = (sample.text[begin:end] for begin, end in sample.answers)
+    (without_answer, with_answer) = (sample.text[begin:end] for begin, end in sample.answer_spans)
     assert without_answer == with_answer
     assert without_answer.startswith("so<|")
 
 
+def open_written_tokenizer(directory: Path, template: str | None) -> Tokenizer:
+    path = write_tokenizer(directory, template=template)
+    return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(path)))
+
+
 def test_a_tokenizer_without_a_template_gets_a_hint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template") as raised:
-        open_template(None, write_tokenizer(tmp_path, template=None))
+        open_template(None, open_written_tokenizer(tmp_path, None), str(tmp_path))
     assert "chat_template: to chatml or llama3" in str(raised.value.hint)
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    assert open_template(None, tmp_path).text == CHATML
+    (tmp_path / "chat_template.jinja").write_text(CHATML_TEMPLATE)
+    tokenizer = open_written_tokenizer(tmp_path, None)
+    assert open_template(None, tokenizer, "here").texts == {"default": CHATML_TEMPLATE}
 
 
 def arguments(tmp_path: Path, **changes: Any) -> Namespace:
@@ -254,9 +269,11 @@ def arguments(tmp_path: Path, **changes: Any) -> Namespace:
     return Namespace(**defaults)
 
 
-def test_a_file_is_tokenized_once(tmp_path: Path, directory: Path, tokenizer: Tokenizer) -> None:
+def test_a_file_is_tokenized_once(
+    tmp_path: Path, tokenizer_directory: Path, tokenizer: Tokenizer
+) -> None:
     path = write_conversations(tmp_path / "a.jsonl", 5)
-    args = arguments(tmp_path, data_path=[str(path)], tokenizer_path=str(directory))
+    args = arguments(tmp_path, data_path=[str(path)], tokenizer_path=str(tokenizer_directory))
     first, second = (conversation_sets.build_conversation_sets(args, tokenizer) for _ in range(2))
     assert "tokenized a.jsonl" in first.remarks[0]
     (cached,) = (tmp_path / "cache" / "conversations").iterdir()
@@ -271,36 +288,42 @@ def test_a_file_is_tokenized_once(tmp_path: Path, directory: Path, tokenizer: To
 
 
 def test_separate_files_and_splits_of_one_file(
-    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+    tmp_path: Path, tokenizer_directory: Path, tokenizer: Tokenizer
 ) -> None:
     one, two = (write_conversations(tmp_path / f"{name}.jsonl", 40) for name in ("one", "two"))
     separate = arguments(
         tmp_path,
         train_data_path=[str(one)],
         valid_data_path=[str(one), str(two)],
-        tokenizer_path=str(directory),
+        tokenizer_path=str(tokenizer_directory),
         multiple_validation_sets=True,
     )
     sets = conversation_sets.build_conversation_sets(separate, tokenizer)
     assert (list(sets.valid), sets.test) == (["one", "two"], None)
-    parts = arguments(tmp_path, data_path=[str(one)], split="8,1,1", tokenizer_path=str(directory))
+    parts = arguments(
+        tmp_path, data_path=[str(one)], split="8,1,1", tokenizer_path=str(tokenizer_directory)
+    )
     cut = conversation_sets.build_conversation_sets(parts, tokenizer)
     counts = [data.conversation_count for data in (cut.train, cut.valid[""], cut.test) if data]
     assert counts == [32, 4, 4]
 
 
-def samples(tmp_path: Path, lines: Path, directory: Path, tokenizer: Tokenizer) -> Any:
-    source = ConversationFile(lines, "auto", tokenizer, open_template(None, directory))
+def tokenize_file(
+    tmp_path: Path, lines: Path, tokenizer_directory: Path, tokenizer: Tokenizer
+) -> Any:
+    source = ConversationFile(lines, "auto", tokenizer, open_template(None, tokenizer, "here"))
     token_cache.build_cache(source, tmp_path / "cache", "key")
     return token_cache.open_samples(source, tmp_path / "cache", "key")
 
 
 def test_sequences_hold_whole_separate_conversations(
-    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+    tmp_path: Path, tokenizer_directory: Path, tokenizer: Tokenizer
 ) -> None:
-    stored = samples(tmp_path, write_conversations(tmp_path / "a.jsonl", 200), directory, tokenizer)
-    every = [(stored, np.arange(len(stored)))]
-    data = PackedConversations("train", every, SequenceSettings(256, True, "refuse", 1))
+    stored_samples = tokenize_file(
+        tmp_path, write_conversations(tmp_path / "a.jsonl", 200), tokenizer_directory, tokenizer
+    )
+    selected_samples = [(stored_samples, np.arange(len(stored_samples)))]
+    data = PackedConversations("train", selected_samples, SequenceSettings(256, True, "refuse", 1))
     assert data.token_utilization > 0.95
     texts = []
     for index in range(len(data)):
@@ -314,36 +337,40 @@ def test_sequences_hold_whole_separate_conversations(
             if mask[document].any():
                 flags = [False, *(mask[document] > 0).tolist()]
                 texts.append([i if flag else ~i for i, flag in zip(ids, flags, strict=True)])
-    assert sorted(texts) == sorted(stored[index].tolist() for index in range(len(stored)))
+    assert sorted(texts) == sorted(
+        stored_samples[index].tolist() for index in range(len(stored_samples))
+    )
 
 
 def test_long_conversations_are_truncated_dropped_or_refused(
-    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+    tmp_path: Path, tokenizer_directory: Path, tokenizer: Tokenizer
 ) -> None:
     long = {
         "messages": [QUESTION_AND_ANSWER[0], {"role": "assistant", "content": "so again " * 40}]
     }
     late = {"messages": [{"role": "user", "content": "why " * 200}, QUESTION_AND_ANSWER[1]]}
     lines = write_lines(tmp_path / "a.jsonl", [long, late, {"messages": QUESTION_AND_ANSWER}])
-    stored = samples(tmp_path, lines, directory, tokenizer)
-    every = [(stored, np.arange(3))]
-    cut = PackedConversations("train", every, SequenceSettings(64, True, "truncate", 1))
-    dropped = PackedConversations("train", every, SequenceSettings(64, True, "drop", 1))
-    assert (cut.conversation_count, cut.cut, cut.dropped) == (2, 1, 1)
-    assert (dropped.conversation_count, dropped.cut, dropped.dropped) == (1, 0, 2)
+    stored_samples = tokenize_file(tmp_path, lines, tokenizer_directory, tokenizer)
+    selected_samples = [(stored_samples, np.arange(3))]
+    cut = PackedConversations("train", selected_samples, SequenceSettings(64, True, "truncate", 1))
+    dropped = PackedConversations("train", selected_samples, SequenceSettings(64, True, "drop", 1))
+    assert (cut.conversation_count, cut.truncated_count, cut.dropped_count) == (2, 1, 1)
+    assert (dropped.conversation_count, dropped.truncated_count, dropped.dropped_count) == (1, 0, 2)
     with pytest.raises(DataError, match=r"2 conversations for train are longer.*in .*a\.jsonl"):
-        PackedConversations("train", every, SequenceSettings(64, True, "refuse", 1))
+        PackedConversations("train", selected_samples, SequenceSettings(64, True, "refuse", 1))
     with pytest.raises(DataError, match="no conversation is left for train"):
         PackedConversations(
-            "train", [(stored, np.array([1]))], SequenceSettings(64, True, "drop", 1)
+            "train", [(stored_samples, np.array([1]))], SequenceSettings(64, True, "drop", 1)
         )
 
 
 def test_without_packing_a_conversation_has_a_sequence(
-    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+    tmp_path: Path, tokenizer_directory: Path, tokenizer: Tokenizer
 ) -> None:
-    stored = samples(tmp_path, write_conversations(tmp_path / "a.jsonl", 9), directory, tokenizer)
+    stored_samples = tokenize_file(
+        tmp_path, write_conversations(tmp_path / "a.jsonl", 9), tokenizer_directory, tokenizer
+    )
     data = PackedConversations(
-        "train", [(stored, np.arange(9))], SequenceSettings(256, False, "drop", 1)
+        "train", [(stored_samples, np.arange(9))], SequenceSettings(256, False, "drop", 1)
     )
     assert len(data) == 9

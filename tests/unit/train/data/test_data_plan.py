@@ -17,7 +17,7 @@ from flagscale.train.data.tokenizers import TokenizerSpec, open_tokenizer
 TOKENIZER = open_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=99))
 
 
-def args(**defaults: Any) -> Namespace:
+def make_args(**defaults: Any) -> Namespace:
     values: dict[str, Any] = {
         "data_path": None,
         "train_data_path": None,
@@ -48,11 +48,11 @@ def args(**defaults: Any) -> Namespace:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> str:
-    return write(tmp_path / "data", documents=10)
+def prefix(tmp_path: Path) -> str:
+    return write_dataset(tmp_path / "data", documents=10)
 
 
-def write(prefix: Path, *, documents: int, dtype: Any = np.uint16, token: int = 5) -> str:
+def write_dataset(prefix: Path, *, documents: int, dtype: Any = np.uint16, token: int = 5) -> str:
     """Write documents of 20 equal tokens."""
     index = np.arange(documents, dtype=np.int64)
     code = {np.uint16: 8, np.int32: 4, np.float32: 7, np.uint8: 1}[dtype]
@@ -66,8 +66,8 @@ def write(prefix: Path, *, documents: int, dtype: Any = np.uint16, token: int = 
     return str(prefix)
 
 
-def samples(arguments: Namespace) -> list[int]:
-    return [split.samples for split in plan_data(arguments, TOKENIZER).splits]
+def planned_samples(arguments: Namespace) -> list[int]:
+    return [split.sample_count for split in plan_data(arguments, TOKENIZER).splits]
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,15 @@ def samples(arguments: Namespace) -> list[int]:
         pytest.param({"split": "1"}, [40, 0, 0], id="all-for-training"),
     ],
 )
-def test_samples(data: str, settings: dict[str, Any], expected: list[int]) -> None:
-    assert samples(args(data_path=[data], **settings)) == expected
+def test_samples_per_split(prefix: str, settings: dict[str, Any], expected: list[int]) -> None:
+    assert planned_samples(make_args(data_path=[prefix], **settings)) == expected
 
 
-def test_separate_data_for_each_split(data: str) -> None:
-    plan = plan_data(args(train_data_path=[data], valid_data_path=[data], eval_iters=1), TOKENIZER)
-    assert [split.samples for split in plan.splits] == [40, 12, 0]
+def test_separate_data_for_each_split(prefix: str) -> None:
+    plan = plan_data(
+        make_args(train_data_path=[prefix], valid_data_path=[prefix], eval_iters=1), TOKENIZER
+    )
+    assert [split.sample_count for split in plan.splits] == [40, 12, 0]
     assert [split.blend is not None for split in plan.splits] == [True, True, False]
     assert plan.blend is None
 
@@ -118,14 +120,14 @@ def test_separate_data_for_each_split(data: str) -> None:
     ],
 )
 def test_contradictory_arguments_are_refused(
-    data: str, settings: dict[str, Any], message: str
+    prefix: str, settings: dict[str, Any], message: str
 ) -> None:
-    named = {
-        key: [word.replace("D", data) for word in value] if isinstance(value, list) else value
+    settings_with_paths = {
+        key: [word.replace("D", prefix) for word in value] if isinstance(value, list) else value
         for key, value in settings.items()
     }
     with pytest.raises(DataError) as caught:
-        plan_data(args(**named), TOKENIZER)
+        plan_data(make_args(**settings_with_paths), TOKENIZER)
     assert message in str(caught.value)
 
 
@@ -138,31 +140,36 @@ def test_contradictory_arguments_are_refused(
             "holds token id 100, but the tokenizer has 100 entries",
             id="token-beyond",
         ),
+        pytest.param(np.int32, -1, "holds the token id -1", id="negative"),
         pytest.param(np.float32, 5, "holds float32 values", id="floats"),
     ],
 )
-def test_data_of_another_tokenizer(tmp_path: Path, dtype: Any, token: int, message: str) -> None:
-    prefix = write(tmp_path / "d", documents=3, dtype=dtype, token=token)
+def test_data_of_another_tokenizer_is_refused(
+    tmp_path: Path, dtype: Any, token: int, message: str
+) -> None:
+    prefix = write_dataset(tmp_path / "d", documents=3, dtype=dtype, token=token)
     with pytest.raises(DataError, match=message):
-        plan_data(args(data_path=[prefix]), TOKENIZER)
+        plan_data(make_args(data_path=[prefix]), TOKENIZER)
 
 
-def test_a_vocabulary_beyond_the_datas_type(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "d", documents=3)
+def test_a_vocabulary_too_large_for_the_dtype_is_refused(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path / "d", documents=3)
     large = open_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=128_000))
     with pytest.raises(DataError, match=r"uint16 \(below 65536\), but the tokenizer has 128001"):
-        plan_data(args(data_path=[prefix]), large)
+        plan_data(make_args(data_path=[prefix]), large)
 
 
-def test_the_cache_is_the_experiments_and_follows_the_data(data: str, tmp_path: Path) -> None:
-    configured = args(data_path=[data], save=str(tmp_path / "exp" / "checkpoints"))
-    first = plan_data(configured, TOKENIZER).cache
+def test_cache_directory_depends_on_the_experiment_and_the_data(
+    prefix: str, tmp_path: Path
+) -> None:
+    configured = make_args(data_path=[prefix], save=str(tmp_path / "exp" / "checkpoints"))
+    first = plan_data(configured, TOKENIZER).cache_directory
     assert first is not None
     assert first.parent == tmp_path / "exp" / "data_cache"
-    write(Path(data), documents=11)
-    assert plan_data(configured, TOKENIZER).cache != first
+    write_dataset(Path(prefix), documents=11)
+    assert plan_data(configured, TOKENIZER).cache_directory != first
     configured.data_cache_path = str(tmp_path / "here")
-    default = plan_data(configured, TOKENIZER).cache
+    default = plan_data(configured, TOKENIZER).cache_directory
     assert default is not None
     assert default.parent == tmp_path / "here"
-    assert plan_data(args(data_path=[data]), TOKENIZER).cache is None
+    assert plan_data(make_args(data_path=[prefix]), TOKENIZER).cache_directory is None

@@ -26,14 +26,14 @@ for each, (pair, _) in ():
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a file, a package and a namespace package, some of which can be imported."""
     monkeypatch.chdir(tmp_path)
-    for name in ("own.py", "pack/deep/web.py", "spread/part.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(MODULE)
-    for name in ("pack", "pack/deep"):
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported')")
+    for file_name in ("own.py", "pack/deep/web.py", "spread/part.py"):
+        (tmp_path / file_name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file_name).write_text(MODULE)
+    for file_name in ("pack", "pack/deep"):
+        (tmp_path / file_name / "__init__.py").write_text("raise SystemExit('imported')")
     (tmp_path / "wild.py").write_text("from pack import *\n")
     (tmp_path / "lazy.py").write_text("def __getattr__(name): ...\n")
     (tmp_path / "broken.py").write_text("x = 1\ndef batches(:\n")
@@ -42,20 +42,20 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "function_path",
     [
         *("own.py:batches", "own:batches", "own:Made", "own:borrowed", "own:renamed"),
         *("own:sometimes", "own:each", "own:pair", "pack.deep.web:batches", "spread.part:batches"),
         *("wild:anything", "lazy:anything", "math:sqrt", "os.path:join"),
     ],
 )
-@pytest.mark.usefixtures("files")
-def test_existing_functions(name: str) -> None:
-    assert set(check_function(name)) == {"found"}
+@pytest.mark.usefixtures("user_modules")
+def test_existing_functions_pass(function_path: str) -> None:
+    assert set(check_function(function_path)) == {"found"}
 
 
 @pytest.mark.parametrize(
-    ("name", "problem", "hint"),
+    ("function_path", "problem", "hint"),
     [
         pytest.param("none.py:batches", "no file none.py", "copy it there", id="file"),
         pytest.param("nones:batches", "there is no module nones", "PYTHONPATH", id="module"),
@@ -67,19 +67,19 @@ def test_existing_functions(name: str) -> None:
         pytest.param("broken.py:batches", "broken.py:2: ", "mend it", id="syntax"),
     ],
 )
-@pytest.mark.usefixtures("files")
-def test_missing_functions(name: str, problem: str, hint: str) -> None:
-    answer = check_function(name)
-    assert answer["problem"].startswith(problem)
-    assert hint in answer["hint"]
+@pytest.mark.usefixtures("user_modules")
+def test_missing_functions_are_reported(function_path: str, problem: str, hint: str) -> None:
+    result = check_function(function_path)
+    assert result["problem"].startswith(problem)
+    assert hint in result["hint"]
 
 
-def test_the_answer_is_one_line_without_torch(files: Path) -> None:
+def test_result_is_one_json_line_without_torch(user_modules: Path) -> None:
     code = (
         "import sys; from flagscale.train.data.check import main; "
         "code = main(['own.py:batches']); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=files, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=user_modules, check=True
     )
     assert json.loads(process.stdout) == {"found": "own.py"}

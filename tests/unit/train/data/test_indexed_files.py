@@ -13,12 +13,12 @@ from flagscale.errors import DataError
 from flagscale.train.data.indexed_dataset import (
     MAGIC,
     fingerprint_datasets,
-    prefix_of,
+    strip_dataset_suffix,
     validate_dataset,
 )
 
 
-def write(prefix: Path, documents: list[list[int]], code: int = 8) -> str:
+def write_dataset(prefix: Path, documents: list[list[int]], code: int = 8) -> str:
     """Write a dataset in the documented format, with one sequence per document."""
     dtype = {8: np.uint16, 4: np.int32, 7: np.float32}[code]
     lengths = np.array([len(d) for d in documents], np.int32)
@@ -35,20 +35,26 @@ def write(prefix: Path, documents: list[list[int]], code: int = 8) -> str:
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    return write(tmp_path / "corp us", [[1, 2, 3], [4], [500, 6]])
+    return write_dataset(tmp_path / "corp us", [[1, 2, 3], [4], [500, 6]])
 
 
-def test_a_complete_dataset(prefix: str) -> None:
+def test_a_complete_dataset_is_accepted(prefix: str) -> None:
     dataset = validate_dataset(prefix)
-    assert (dataset.sequences, dataset.documents, dataset.dtype) == (3, 3, np.dtype(np.uint16))
+    assert (dataset.sequence_count, dataset.document_count, dataset.dtype) == (
+        3,
+        3,
+        np.dtype(np.uint16),
+    )
     assert dataset.map_lengths().tolist() == [3, 1, 2]
-    assert dataset.find_largest_token() == 500
-    assert prefix_of(str(dataset.bin)) == prefix_of(str(dataset.idx)) == prefix
+    assert dataset.find_token_range()[1] == 500
+    assert (
+        strip_dataset_suffix(str(dataset.bin)) == strip_dataset_suffix(str(dataset.idx)) == prefix
+    )
 
 
-def test_an_empty_data_set(tmp_path: Path) -> None:
-    dataset = validate_dataset(write(tmp_path / "none", []))
-    assert (dataset.sequences, dataset.find_largest_token()) == (0, -1)
+def test_an_empty_dataset_is_accepted(tmp_path: Path) -> None:
+    dataset = validate_dataset(write_dataset(tmp_path / "none", []))
+    assert (dataset.sequence_count, dataset.find_token_range()) == (0, (0, -1))
 
 
 def truncate(suffix: str, size: int) -> Callable[[str], None]:
@@ -63,9 +69,9 @@ def truncate(suffix: str, size: int) -> Callable[[str], None]:
 def overwrite(offset: int, data: bytes) -> Callable[[str], None]:
     def damage(prefix: str) -> None:
         path = Path(prefix + ".idx")
-        whole = bytearray(path.read_bytes())
-        whole[offset : offset + len(data)] = data
-        path.write_bytes(whole)
+        content = bytearray(path.read_bytes())
+        content[offset : offset + len(data)] = data
+        path.write_bytes(content)
 
     return damage
 
@@ -95,6 +101,11 @@ def overwrite(offset: int, data: bytes) -> Callable[[str], None]:
         pytest.param(overwrite(9, b"\x02"), "index version 2, expected 1", id="version"),
         pytest.param(overwrite(17, b"\x63"), "unknown token type code 99", id="code"),
         pytest.param(overwrite(94, b"\x02"), "documents end at sequence 2, expected 3", id="ends"),
+        # Header of 34 bytes, 3 lengths of 4 bytes, 3 pointers of 8 bytes, 4 boundaries of 8 bytes.
+        pytest.param(overwrite(34, b"\x07"), "damaged: sequence 1 begins", id="length"),
+        pytest.param(overwrite(54, b"\0" * 8), "damaged: sequence 1 begins at byte 0", id="zero"),
+        pytest.param(overwrite(54, b"\xff" * 4), "damaged: sequence 1 begins", id="far"),
+        pytest.param(overwrite(78, b"\x09"), "boundaries are not in order", id="boundaries"),
         pytest.param(
             lambda p: Path(p + ".bin").unlink(),
             "corp us.bin: missing, although corp us.idx beside it exists",
@@ -103,7 +114,7 @@ def overwrite(offset: int, data: bytes) -> Callable[[str], None]:
         pytest.param(lambda p: Path(p + ".idx").unlink(), "corp us.idx: missing", id="no-idx"),
     ],
 )
-def test_damage(prefix: str, damage: Callable[[str], None], message: str) -> None:
+def test_damage_is_reported(prefix: str, damage: Callable[[str], None], message: str) -> None:
     damage(prefix)
     with pytest.raises(DataError) as caught:
         validate_dataset(prefix)
@@ -119,8 +130,8 @@ def test_a_missing_name_gets_a_suggestion(prefix: str) -> None:
 
 def test_fingerprint_changes_with_the_content_alone(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "other").mkdir()
-    same = write(tmp_path / "other" / "name", [[1, 2, 3], [4], [500, 6]])
-    shorter = write(tmp_path / "shorter", [[1, 2], [3, 4], [500, 6]])
+    same = write_dataset(tmp_path / "other" / "name", [[1, 2, 3], [4], [500, 6]])
+    shorter = write_dataset(tmp_path / "shorter", [[1, 2], [3, 4], [500, 6]])
     digests = [fingerprint_datasets([validate_dataset(item)]) for item in (prefix, same, shorter)]
     assert digests[0] == digests[1] != digests[2]
     assert fingerprint_datasets([]) != digests[0]

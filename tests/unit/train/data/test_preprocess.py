@@ -19,7 +19,7 @@ from flagscale.train.data.tokenizers import TokenizerSpec
 
 pytestmark = pytest.mark.torch  # writing takes megatron.core's builder
 
-BYTES = TokenizerSpec("ByteLevelTokenizer")
+BYTE_TOKENIZER = TokenizerSpec("ByteLevelTokenizer")
 TEXTS = ["alpha", "", "b\nc", "ünï \U0001f600", *(f"document {i} $x 'q'" for i in range(50))]
 
 
@@ -28,16 +28,16 @@ def job(tmp_path: Path) -> PreprocessJob:
     path = tmp_path / "in put.jsonl"
     lines = [json.dumps({"text": text, "title": f"t{i}"}) for i, text in enumerate(TEXTS)]
     path.write_text("\n".join(lines) + "\n")
-    return PreprocessJob((path,), str(tmp_path / "out" / "it's"), BYTES)
+    return PreprocessJob((path,), str(tmp_path / "out" / "it's"), BYTE_TOKENIZER)
 
 
-def tokens(prefix: str) -> list[list[int]]:
+def read_sequences(prefix: str) -> list[list[int]]:
     files = validate_dataset(prefix)
     flat = np.fromfile(files.bin, files.dtype)
     return [part.tolist() for part in np.split(flat, np.cumsum(files.map_lengths())[:-1])]
 
 
-def expected(texts: list[str], *, eod: bool = False) -> list[list[int]]:
+def encode_texts(texts: list[str], *, eod: bool = False) -> list[list[int]]:
     return [[*text.encode(), *([256] if eod else [])] for text in texts if text]
 
 
@@ -47,9 +47,9 @@ def test_documents_become_sequences(job: PreprocessJob) -> None:
         replace(job, append_eod=True), lambda result, total: reports.append((result, total))
     )
     prefix = job.output_prefix + "_text_document"
-    assert tokens(prefix) == expected(TEXTS, eod=True)
+    assert read_sequences(prefix) == encode_texts(TEXTS, eod=True)
     size = job.inputs[0].stat().st_size
-    count = sum(map(len, expected(TEXTS, eod=True)))
+    count = sum(map(len, encode_texts(TEXTS, eod=True)))
     assert summary == PreprocessSummary([prefix], len(TEXTS) - 1, 1, count, size)
     assert reports[-1] == (size, size)
 
@@ -58,28 +58,28 @@ def test_the_output_does_not_depend_on_workers_or_chunks(
     job: PreprocessJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preprocess(job)
-    first = tokens(job.output_prefix + "_text_document")
+    first = read_sequences(job.output_prefix + "_text_document")
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 64)
     preprocess(replace(job, workers=3, overwrite=True))
-    assert tokens(job.output_prefix + "_text_document") == first
+    assert read_sequences(job.output_prefix + "_text_document") == first
 
 
-def test_several_keys_and_inputs(job: PreprocessJob, tmp_path: Path) -> None:
+def test_each_key_is_written_to_its_own_dataset(job: PreprocessJob, tmp_path: Path) -> None:
     more = tmp_path / "more.jsonl"
     more.write_text('{"text": "last", "title": ""}')
     preprocess(replace(job, inputs=(*job.inputs, more), keys=("title", "text")))
     titles = [f"t{i}" for i in range(len(TEXTS))]
-    assert tokens(job.output_prefix + "_title_document") == expected(titles)
-    assert tokens(job.output_prefix + "_text_document") == expected([*TEXTS, "last"])
+    assert read_sequences(job.output_prefix + "_title_document") == encode_texts(titles)
+    assert read_sequences(job.output_prefix + "_text_document") == encode_texts([*TEXTS, "last"])
 
 
-def test_plain_text(job: PreprocessJob, tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
+def test_plain_text_is_read_by_file_or_by_line(job: PreprocessJob, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
     path.write_text("x = 1\ny = 2\n")
     preprocess(replace(job, inputs=(path,)))
-    assert tokens(job.output_prefix + "_text_document") == expected(["x = 1\ny = 2\n"])
-    preprocess(replace(job, inputs=(path,), format="lines", overwrite=True))
-    assert tokens(job.output_prefix + "_text_document") == expected(["x = 1", "y = 2"])
+    assert read_sequences(job.output_prefix + "_text_document") == encode_texts(["x = 1\ny = 2\n"])
+    preprocess(replace(job, inputs=(path,), file_format="lines", overwrite=True))
+    assert read_sequences(job.output_prefix + "_text_document") == encode_texts(["x = 1", "y = 2"])
 
 
 def list_files(job: PreprocessJob) -> list[str]:
@@ -96,7 +96,7 @@ def test_existing_output_is_kept(job: PreprocessJob) -> None:
     with pytest.raises(DataError, match=":2: no key 'text'"):
         preprocess(replace(job, overwrite=True))
     assert [(p, p.read_bytes()) for p, _ in before] == before
-    assert len(list_files(job)) == 2
+    assert len(list_files(job)) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,26 +115,26 @@ def test_bad_input_leaves_nothing(job: PreprocessJob, content: str, message: str
     assert list_files(job) == []
 
 
-def test_begin_needs_a_token(job: PreprocessJob) -> None:
+def test_prepend_bos_requires_a_begin_token(job: PreprocessJob) -> None:
     with pytest.raises(DataError, match="no token that begins a document"):
         preprocess(replace(job, prepend_bos=True))
 
 
-def test_keys_of_plain_text(job: PreprocessJob, tmp_path: Path) -> None:
+def test_json_keys_of_plain_text_are_refused(job: PreprocessJob, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x")
     with pytest.raises(DataError, match="json keys title need JSON lines"):
         preprocess(replace(job, inputs=(path,), keys=("title",)))
 
 
-def test_a_folder_that_cannot_be_made(job: PreprocessJob, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_refused(job: PreprocessJob, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be created"):
         preprocess(replace(job, output_prefix=str(tmp_path / "file" / "x")))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(job: PreprocessJob, tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_refused(job: PreprocessJob, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(DataError, match="not writable"):
         preprocess(replace(job, output_prefix=str(tmp_path / "locked" / "x")))
@@ -152,10 +152,10 @@ def test_a_full_disk_leaves_nothing(job: PreprocessJob) -> None:
     assert list_files(job) == []
 
 
-def test_int32_for_a_large_vocabulary(job: PreprocessJob, tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_stored_as_int32(job: PreprocessJob, tmp_path: Path) -> None:
     path = tmp_path / "ids.txt"
     path.write_text("70000 1 2")
     big = replace(job, inputs=(path,), tokenizer=TokenizerSpec("NullTokenizer", None, 80_000))
     preprocess(big)
-    assert tokens(job.output_prefix + "_text_document") == [[70000, 1, 2]]
+    assert read_sequences(job.output_prefix + "_text_document") == [[70000, 1, 2]]
     assert validate_dataset(job.output_prefix + "_text_document").dtype == np.int32

@@ -8,33 +8,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.train.data.samplers import MicroBatchSampler, Order, Shard
+from flagscale.train.data.samplers import MicroBatchSampler, SampleOrder, Shard
 
 
-def steps(
-    samples: int,
+def read_global_batches(
+    sample_count: int,
     layout: tuple[int, int],
-    global_batch: int,
-    count: int,
+    global_batch_size: int,
+    step_count: int,
     *,
     consumed: int = 0,
-    order: Order = "cyclic",
+    order: SampleOrder = "cyclic",
 ) -> list[list[int]]:
     """Return the global batch of each of ``count`` steps, assembled from all ranks."""
-    micro, size = layout
+    micro_batch_size, rank_count = layout
     ranks = [
         iter(
             MicroBatchSampler(
-                samples, Shard.even(rank, size, micro), consumed=consumed, order=order, seed=7
+                sample_count,
+                Shard.for_equal_ranks(rank, rank_count, micro_batch_size),
+                consumed=consumed,
+                order=order,
+                seed=7,
             )
         )
-        for rank in range(size)
+        for rank in range(rank_count)
     ]
-    per_step = global_batch // (micro * size)
+    rounds_per_step = global_batch_size // (micro_batch_size * rank_count)
     batches = []
-    for _ in range(count):
+    for _ in range(step_count):
         batch: list[int] = []
-        for _ in range(per_step):
+        for _ in range(rounds_per_step):
             for rank in ranks:
                 batch += next(rank)
         batches.append(batch)
@@ -45,56 +49,73 @@ LAYOUTS = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]))
 
 
 @given(
-    samples=st.integers(1, 200),
-    first=LAYOUTS,
-    second=LAYOUTS,
+    sample_count=st.integers(1, 200),
+    first_layout=LAYOUTS,
+    second_layout=LAYOUTS,
     factor=st.integers(1, 3),
-    before=st.integers(0, 6),
+    consumed_steps=st.integers(0, 6),
     order=st.sampled_from(["wrapped", "cyclic"]),
 )
 def test_global_batches_do_not_depend_on_layout_or_resume(
-    samples: int,
-    first: tuple[int, int],
-    second: tuple[int, int],
+    sample_count: int,
+    first_layout: tuple[int, int],
+    second_layout: tuple[int, int],
     factor: int,
-    before: int,
-    order: Order,
+    consumed_steps: int,
+    order: SampleOrder,
 ) -> None:
     global_batch = 48 * factor  # every layout above divides it
-    whole = steps(samples, first, global_batch, before + 3, order=order)
-    resumed = steps(samples, second, global_batch, 3, consumed=before * global_batch, order=order)
-    assert whole[before:] == resumed
+    uninterrupted = read_global_batches(
+        sample_count, first_layout, global_batch, consumed_steps + 3, order=order
+    )
+    resumed = read_global_batches(
+        sample_count,
+        second_layout,
+        global_batch,
+        3,
+        consumed=consumed_steps * global_batch,
+        order=order,
+    )
+    assert uninterrupted[consumed_steps:] == resumed
 
 
-@given(samples=st.integers(1, 60), consumed=st.integers(0, 80), layout=LAYOUTS)
+@given(sample_count=st.integers(1, 60), consumed=st.integers(0, 80), layout=LAYOUTS)
 def test_single_takes_each_sample_once_and_ends(
-    samples: int, consumed: int, layout: tuple[int, int]
+    sample_count: int, consumed: int, layout: tuple[int, int]
 ) -> None:
-    micro, size = layout
+    micro_batch_size, rank_count = layout
     indices = [
         [
             i
-            for batch in MicroBatchSampler(samples, Shard.even(r, size, micro), consumed=consumed)
+            for batch in MicroBatchSampler(
+                sample_count,
+                Shard.for_equal_ranks(r, rank_count, micro_batch_size),
+                consumed=consumed,
+            )
             for i in batch
         ]
-        for r in range(size)
+        for r in range(rank_count)
     ]
-    width = micro * size
-    whole = max(0, samples - consumed) // width * width
-    assert sorted(i for rank in indices for i in rank) == list(range(consumed, consumed + whole))
+    samples_per_round = micro_batch_size * rank_count
+    complete_count = max(0, sample_count - consumed) // samples_per_round * samples_per_round
+    assert sorted(i for rank in indices for i in rank) == list(
+        range(consumed, consumed + complete_count)
+    )
 
 
-@given(samples=st.integers(1, 50), epochs=st.integers(1, 4))
-def test_cyclic_epochs_are_permutations(samples: int, epochs: int) -> None:
-    sampler = MicroBatchSampler(samples, Shard.even(), order="cyclic", seed=3)
-    indices = [i for batch in islice(sampler, samples * epochs) for i in batch]
+@given(sample_count=st.integers(1, 50), epochs=st.integers(1, 4))
+def test_cyclic_epochs_are_permutations(sample_count: int, epochs: int) -> None:
+    sampler = MicroBatchSampler(sample_count, Shard.for_equal_ranks(), order="cyclic", seed=3)
+    indices = [i for batch in islice(sampler, sample_count * epochs) for i in batch]
     for epoch in range(epochs):
-        assert sorted(indices[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+        assert sorted(indices[epoch * sample_count : (epoch + 1) * sample_count]) == list(
+            range(sample_count)
+        )
 
 
 def test_cyclic_reshuffles_each_epoch_and_follows_the_seed() -> None:
     def epochs(seed: int) -> list[int]:
-        sampler = MicroBatchSampler(100, Shard.even(), order="cyclic", seed=seed)
+        sampler = MicroBatchSampler(100, Shard.for_equal_ranks(), order="cyclic", seed=seed)
         return [i for batch in islice(sampler, 200) for i in batch]
 
     assert epochs(1)[:100] != epochs(1)[100:]
@@ -102,16 +123,16 @@ def test_cyclic_reshuffles_each_epoch_and_follows_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "size"), [(1, 1), (-1, 2), (0, 0)], ids=["beyond", "negative", "empty"]
+    ("rank", "rank_count"), [(1, 1), (-1, 2), (0, 0)], ids=["beyond", "negative", "empty"]
 )
-def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
+def test_a_rank_outside_the_group_is_refused(rank: int, rank_count: int) -> None:
     with pytest.raises(ValueError, match="not in"):
-        Shard.even(rank, size)
+        Shard.for_equal_ranks(rank, rank_count)
 
 
-def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="samples=0"):
-        MicroBatchSampler(0, Shard.even())
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="sample_count=0"):
+        MicroBatchSampler(0, Shard.for_equal_ranks())
 
 
 def test_uneven_shards_read_each_sample_once() -> None:
@@ -123,8 +144,8 @@ def test_uneven_shards_read_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts", [(), (range(0),), (range(4, 6),)], ids=["none", "empty", "beyond"]
+    "micro_batches", [(), (range(0),), (range(4, 6),)], ids=["none", "empty", "beyond"]
 )
-def test_a_shard_lies_in_its_samples(parts: tuple[range, ...]) -> None:
-    with pytest.raises(ValueError, match="are no parts of 5 samples"):
-        Shard(5, parts)
+def test_positions_outside_the_shard_are_refused(micro_batches: tuple[range, ...]) -> None:
+    with pytest.raises(ValueError, match="are not positions in 5 samples"):
+        Shard(5, micro_batches)

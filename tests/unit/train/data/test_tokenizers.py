@@ -39,12 +39,12 @@ def test_the_launcher_has_the_same_types() -> None:
     assert set(TOKENIZER_TYPES) == set(TOKENIZERS)
 
 
-def hugging_face(path: Path) -> Tokenizer:
+def open_hugging_face(path: Path) -> Tokenizer:
     return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(path)))
 
 
 def test_a_trained_tokenizer_reads_back(directory: Path) -> None:
-    tokenizer = hugging_face(directory)
+    tokenizer = open_hugging_face(directory)
     assert tokenizer.vocab_size == 300
     assert (tokenizer.bos, tokenizer.eod) == (0, 1)
     ids = tokenizer.tokenize(TEXT)
@@ -55,13 +55,13 @@ def test_a_trained_tokenizer_reads_back(directory: Path) -> None:
     json.dumps(tokenizer.unique_identifiers)
 
 
-FRAMED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @pytest.mark.parametrize(
     ("tokens", "settings", "expected"),
     [
-        pytest.param(FRAMED, {}, (3, 1, 2, 2), id="by-their-names"),
+        pytest.param(BERT_TOKENS, {}, (3, 1, 2, 2), id="by-their-names"),
         pytest.param(
             ("<s>", "</s>", "<mask>"),
             {"cls_token": "<s>", "sep_token": "</s>", "mask_token": {"content": "<mask>"}},
@@ -69,7 +69,7 @@ FRAMED = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
             id="as-the-settings-say",
         ),
         pytest.param(BPE.special_tokens, {}, (None, None, None, 1), id="none"),
-        pytest.param(BPE.special_tokens, {"mask_token": "[M]"}, (None, None, None, 1), id="gone"),
+        pytest.param(BPE.special_tokens, {"mask_token": "[M]"}, (300, None, None, 1), id="added"),
     ],
 )
 def test_special_tokens_of_masked_models(
@@ -81,7 +81,7 @@ def test_special_tokens_of_masked_models(
     trained = train_bpe.train_tokenizer([TEXT * 20], train_bpe.BpeSettings(300, tokens))
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = hugging_face(tmp_path)
+    tokenizer = open_hugging_face(tmp_path)
     assert (tokenizer.mask, tokenizer.cls, tokenizer.sep, tokenizer.eod) == expected
 
 
@@ -95,23 +95,30 @@ def test_identity_is_the_content_not_the_place(directory: Path, tmp_path: Path) 
     copy.mkdir()
     for path in directory.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
-    assert hugging_face(copy).unique_identifiers == hugging_face(directory).unique_identifiers
+    assert (
+        open_hugging_face(copy).unique_identifiers
+        == open_hugging_face(directory).unique_identifiers
+    )
 
 
-@pytest.mark.parametrize("kind", ["Llama3TokenizerFS", "HFTokenizerFS", "QwenTokenizerFS"])
-def test_aliases(directory: Path, kind: str) -> None:
-    assert open_tokenizer(TokenizerSpec(kind, str(directory))).vocab_size == 300
+@pytest.mark.parametrize(
+    "tokenizer_type", ["Llama3TokenizerFS", "HFTokenizerFS", "QwenTokenizerFS"]
+)
+def test_older_type_names_open_hugging_face_directories(
+    directory: Path, tokenizer_type: str
+) -> None:
+    assert open_tokenizer(TokenizerSpec(tokenizer_type, str(directory))).vocab_size == 300
 
 
 def test_llama3_special_tokens_written_as_objects(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     config = {"eos_token": {"content": "<|end_of_text|>", "special": True}, "bos_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = hugging_face(tmp_path / "tokenizer.json")
+    tokenizer = open_hugging_face(tmp_path / "tokenizer.json")
     assert (tokenizer.bos, tokenizer.eod) == (0, 1)
 
 
-def test_vocab_and_merges(tmp_path: Path) -> None:
+def test_gpt2_files_are_read(tmp_path: Path) -> None:
     trained = train_bpe.train_tokenizer([TEXT * 20], BPE)
     trained.model.save(str(tmp_path))
     tokenizer = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", str(tmp_path)))
@@ -119,7 +126,7 @@ def test_vocab_and_merges(tmp_path: Path) -> None:
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
 
 
-def test_the_files_of_aquila(tmp_path: Path) -> None:
+def test_aquila_files_are_read(tmp_path: Path) -> None:
     train_bpe.train_tokenizer([TEXT * 20], BPE).model.save(str(tmp_path))
     special = tmp_path / "special_tokens.txt"
     special.write_text("[CLS]\n</s>\n", encoding="utf-8")
@@ -145,14 +152,14 @@ def train_sentencepiece(tmp_path: Path) -> None:
     )
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+def test_sentencepiece_model_is_read(tmp_path: Path) -> None:
     train_sentencepiece(tmp_path)
     tokenizer = open_tokenizer(TokenizerSpec("Llama2Tokenizer", str(tmp_path)))
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
     assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
 
 
-def test_a_bert_vocabulary(tmp_path: Path) -> None:
+def test_a_bert_vocabulary_is_read(tmp_path: Path) -> None:
     """It has no end-of-document token except the separator."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -160,7 +167,7 @@ def test_a_bert_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "BertTokenizer"})
     )
-    tokenizer = hugging_face(tmp_path)
+    tokenizer = open_hugging_face(tmp_path)
     assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask, tokenizer.vocab_size) == (
         2,
         3,
@@ -175,7 +182,7 @@ def test_a_directory_that_only_transformers_can_read(tmp_path: Path) -> None:
     train_sentencepiece(tmp_path)
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = hugging_face(tmp_path)
+    tokenizer = open_hugging_face(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (18, 1, 2)
     assert tokenizer.detokenize(tokenizer.tokenize("the cat sat")) == "the cat sat"
 
@@ -187,17 +194,17 @@ def test_a_directory_that_only_transformers_can_read(tmp_path: Path) -> None:
         pytest.param({"config.json": "{}"}, "no tokenizer that can be read", id="model-config"),
     ],
 )
-def test_directories_without_a_tokenizer(
+def test_directories_without_a_tokenizer_are_refused(
     tmp_path: Path, files: dict[str, str], message: str
 ) -> None:
     pytest.importorskip("transformers")
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        hugging_face(tmp_path)
+        open_hugging_face(tmp_path)
 
 
-def test_null_tokenizer() -> None:
+def test_null_tokenizer_reads_token_ids() -> None:
     tokenizer = open_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=10))
     assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
     assert tokenizer.tokenize("1 9 0") == [1, 9, 0]
@@ -236,7 +243,7 @@ def test_byte_level_gives_text_back(text: str) -> None:
         ),
     ],
 )
-def test_unusable_specs(spec: TokenizerSpec, message: str) -> None:
+def test_unusable_specs_are_refused(spec: TokenizerSpec, message: str) -> None:
     with pytest.raises(DataError) as caught:
         open_tokenizer(spec)
     assert message in str(caught.value)
@@ -254,22 +261,26 @@ def test_unusable_specs(spec: TokenizerSpec, message: str) -> None:
         pytest.param(
             {"tokenizer.json": None, "tokenizer_config.json": "{"}, "not JSON", id="config-cut"
         ),
-        pytest.param(
-            {"tokenizer.json": None, "tokenizer_config.json": '{"eos_token": "<x>"}'},
-            "eos_token '<x>' is not in the vocabulary",
-            id="external-eos",
-        ),
     ],
 )
-def test_damaged_directories(
+def test_damaged_directories_are_refused(
     directory: Path, tmp_path: Path, files: dict[str, str | None], message: str
 ) -> None:
     for name, content in files.items():
         whole = (directory / name).read_text()
         (tmp_path / name).write_text(whole if content is None else content)
     with pytest.raises(DataError) as caught:
-        hugging_face(tmp_path)
+        open_hugging_face(tmp_path)
     assert message in str(caught.value)
+
+
+def test_an_eos_token_that_is_not_in_the_vocabulary_gets_the_next_id(
+    directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<x>"}')
+    tokenizer = open_hugging_face(tmp_path)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (300, 301)
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(directory: Path) -> None:
@@ -286,12 +297,14 @@ def test_a_vocabulary_larger_than_the_models_is_refused(directory: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "is_said"), [(None, False), (300, False), (600, True), (599, False)]
+    ("vocab_size", "is_warned"), [(None, False), (300, False), (600, True), (599, False)]
 )
 def test_a_mostly_unused_vocabulary_is_reported(
-    directory: Path, vocab_size: int | None, is_said: bool
+    directory: Path, vocab_size: int | None, is_warned: bool
 ) -> None:
-    assert (warn_unused_vocabulary(hugging_face(directory), vocab_size) is not None) == is_said
+    assert (
+        warn_unused_vocabulary(open_hugging_face(directory), vocab_size) is not None
+    ) == is_warned
 
 
 def test_mock_data_needs_no_tokenizer() -> None:
@@ -307,10 +320,14 @@ def test_mock_data_needs_no_tokenizer() -> None:
     [
         pytest.param(train_bpe.BpeSettings(257), "take 258", id="small"),
         pytest.param(train_bpe.BpeSettings(9999), "too little for 9999 tokens", id="little-text"),
-        pytest.param(train_bpe.BpeSettings(300, ("<a>", "<a>")), "two unlike", id="same-special"),
+        pytest.param(
+            train_bpe.BpeSettings(300, ("<a>", "<a>")), "two different", id="same-special"
+        ),
     ],
 )
-def test_impossible_training_settings(settings: train_bpe.BpeSettings, message: str) -> None:
+def test_impossible_training_settings_are_refused(
+    settings: train_bpe.BpeSettings, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         train_bpe.train_tokenizer([TEXT * 5], settings)
 

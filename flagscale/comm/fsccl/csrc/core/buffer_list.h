@@ -1,4 +1,5 @@
-// A logical buffer that lies in several places: a list of tensors seen as their concatenation.
+// Scatter-gather list: several contiguous buffers, such as a list of tensors, used as one buffer,
+// their concatenation.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 
 namespace fsccl {
 
-// A contiguous piece of memory, not owned.
+// A contiguous buffer, not owned.
 struct Buffer {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -24,7 +25,8 @@ inline Buffer buffer_of(const void* data, size_t bytes) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), bytes};
 }
 
-// Offsets and intervals below are in bytes of the concatenation. The memory belongs to the caller.
+// A scatter-gather list. Offsets and intervals are in bytes of the concatenation. The memory
+// belongs to the caller.
 class BufferList {
  public:
   BufferList() = default;
@@ -32,20 +34,21 @@ class BufferList {
 
   void add(Buffer buffer) {
     if (buffer.bytes == 0) return;
-    // Pieces that are adjacent in memory are merged, so that a flat buffer stays one piece.
-    if (!list_.empty() && list_.back().data + list_.back().bytes == buffer.data) {
-      list_.back().bytes += buffer.bytes;
+    // Buffers that are adjacent in memory are merged, so that a contiguous buffer stays one entry.
+    if (!buffers_.empty() && buffers_.back().data + buffers_.back().bytes == buffer.data) {
+      buffers_.back().bytes += buffer.bytes;
     } else {
       starts_.push_back(total_);
-      list_.push_back(buffer);
+      buffers_.push_back(buffer);
     }
     total_ += buffer.bytes;
   }
 
   size_t bytes() const { return total_; }
-  const std::vector<Buffer>& list() const { return list_; }
+  const std::vector<Buffer>& buffers() const { return buffers_; }
 
-  // Calls f(pointer, length, offset in [lo, hi)) for every contiguous run of the interval.
+  // Calls f(pointer, length, offset) for every contiguous part of the interval. `offset` is
+  // relative to the start of the interval.
   template <class F>
   void visit(Interval range, F&& f) const {
     if (range.empty()) return;
@@ -54,8 +57,8 @@ class BufferList {
                1;
     for (size_t position = range.lo; position < range.hi; ++i) {
       const size_t offset_in_buffer = position - starts_[i];
-      const size_t n = std::min(list_[i].bytes - offset_in_buffer, range.hi - position);
-      f(list_[i].data + offset_in_buffer, n, position - range.lo);
+      const size_t n = std::min(buffers_[i].bytes - offset_in_buffer, range.hi - position);
+      f(buffers_[i].data + offset_in_buffer, n, position - range.lo);
       position += n;
     }
   }
@@ -70,7 +73,7 @@ class BufferList {
     visit(range, [from](std::byte* p, size_t n, size_t off) { std::memcpy(p, from + off, n); });
   }
 
-  // Returns the address of the interval if it lies in one run, else null.
+  // Returns the address of the interval if it is contiguous in memory, else null.
   std::byte* contiguous(Interval range) const {
     std::byte* data = nullptr;
     visit(range, [&](std::byte* p, size_t n, size_t) { data = n == range.size() ? p : nullptr; });
@@ -84,16 +87,16 @@ class BufferList {
   }
 
  private:
-  std::vector<Buffer> list_;
-  std::vector<size_t> starts_;
-  size_t total_ = 0;
+  std::vector<Buffer> buffers_;
+  std::vector<size_t> starts_;  // offset of each buffer
+  size_t total_ = 0;            // bytes
 };
 
 using BufferLists = std::vector<BufferList>;  // often one entry per rank
 
 // Returns a hash of the sizes of a list. Lists with different sizes have different hashes, also
 // where their totals are equal.
-inline uint64_t layout_of(const BufferLists& list) {
+inline uint64_t hash_of_sizes(const BufferLists& list) {
   uint64_t h = list.size();
   for (const BufferList& p : list) {
     h = (h ^ p.bytes()) * 0x9E3779B97F4A7C15u;
@@ -102,9 +105,8 @@ inline uint64_t layout_of(const BufferLists& list) {
   return h;
 }
 
-// Checks the sizes of this rank's input to a gather and of its part of the output. Throws
-// Error(kUsage).
-inline void expect_place(const BufferList& input, const BufferList& output) {
+// Throws Error(kUsage) unless this rank's input to a gather is as large as its part of the output.
+inline void check_gather_sizes(const BufferList& input, const BufferList& output) {
   if (input.bytes() == output.bytes()) return;
   fail_usage("this rank's place has " + std::to_string(output.bytes()) + " bytes for " +
              std::to_string(input.bytes()));

@@ -35,12 +35,12 @@ std::byte* Channels::slot(int local_rank, size_t c, uint32_t number) const {
   return segments_.back().data() + slots_of(local_rank) + index * slot_bytes_;
 }
 
-bool Channels::send_full(size_t c, int next) const {
+bool Channels::is_send_full(size_t c, int next) const {
   const uint32_t released = ring_state(next, c).released.load(std::memory_order_acquire);
   return ring_state(shm_.rank(), c).posted.load(std::memory_order_relaxed) - released == kDepth;
 }
 
-bool Channels::recv_empty(size_t c, int previous) const {
+bool Channels::is_recv_empty(size_t c, int previous) const {
   const uint32_t posted = ring_state(previous, c).posted.load(std::memory_order_acquire);
   return posted == ring_state(shm_.rank(), c).released.load(std::memory_order_relaxed);
 }
@@ -63,18 +63,18 @@ void Channels::release(size_t c, int previous) {
   ring_doorbell(rank_state(previous));
 }
 
-// Sequentially consistent, as in shm_steps.h: either the ringing rank sees the sleeper, or the
-// sleeper sees the new count.
+// Increments a doorbell and wakes its rank. The operations are sequentially consistent, as in
+// shm_steps.h: either this rank observes `sleeping`, or the sleeping rank observes the new value.
 void Channels::ring_doorbell(RankState& state) {
   state.doorbell.fetch_add(1, std::memory_order_seq_cst);
   if (state.sleeping.load(std::memory_order_seq_cst) != 0) futex_wake_all(state.doorbell);
 }
 
 std::function<void()> Channels::doorbell_callback() const {
-  return [own = &own_state()] { ring_doorbell(*own); };
+  return [state = &own_state()] { ring_doorbell(*state); };
 }
 
-void Channels::wait_for_progress(const std::vector<int>& awaited_ranks, uint32_t seen) {
+void Channels::wait_for_progress(const std::vector<int>& awaited_ranks, uint32_t idle_doorbell) {
   const SpinPolicy& spin = shm_.spin();
   for (int i = 0; i < spin.pauses + spin.yields; ++i) {
     if (i < spin.pauses) {
@@ -82,33 +82,33 @@ void Channels::wait_for_progress(const std::vector<int>& awaited_ranks, uint32_t
     } else {
       sched_yield();
     }
-    if (doorbell() != seen) return;
+    if (doorbell() != idle_doorbell) return;
   }
-  RankState& own = own_state();
+  RankState& state = own_state();
   for (size_t c = 0; c < awaited_ranks.size(); ++c) {
     ring_state(shm_.rank(), c)
         .awaited_rank.store(static_cast<uint32_t>(awaited_ranks[c] + 1), std::memory_order_relaxed);
   }
-  own.idle_doorbell.store(seen, std::memory_order_release);
-  own.sleeping.store(1, std::memory_order_seq_cst);
+  state.idle_doorbell.store(idle_doorbell, std::memory_order_release);
+  state.sleeping.store(1, std::memory_order_seq_cst);
   awaited_rank_.store(find_straggler(awaited_ranks), std::memory_order_release);
-  if (doorbell() == seen) futex_wait(own.doorbell, seen, shm_.sleep_interval());
-  own.sleeping.store(0, std::memory_order_seq_cst);
-  if (doorbell() == seen) {
-    check_peers_and_deadline(awaited_ranks, seen);
+  if (doorbell() == idle_doorbell) futex_wait(state.doorbell, idle_doorbell, shm_.sleep_interval());
+  state.sleeping.store(0, std::memory_order_seq_cst);
+  if (doorbell() == idle_doorbell) {
+    check_peers_and_deadline(awaited_ranks, idle_doorbell);
   } else {
     awaited_rank_.store(-1, std::memory_order_release);
   }
 }
 
 void Channels::check_peers_and_deadline(const std::vector<int>& awaited_ranks,
-                                        uint32_t seen) const {
+                                        uint32_t idle_doorbell) const {
   for (const int rank : awaited_ranks) {
     const int peer = rank < 0 ? -1 : shm_.local_rank_of(rank);
-    // A rank posts before it leaves or ends, and posting rings the doorbell.
-    shm_.check_peers(peer, [&] { return doorbell() != seen; });
+    // A rank that has posted and then left or ended is no failure: posting changes the doorbell.
+    shm_.check_peers(peer, [&] { return doorbell() != idle_doorbell; });
   }
-  if (doorbell() == seen) shm_.throw_if_timed_out(find_straggler(awaited_ranks));
+  if (doorbell() == idle_doorbell) shm_.throw_if_timed_out(find_straggler(awaited_ranks));
 }
 
 int Channels::find_straggler(const std::vector<int>& awaited_ranks) const {

@@ -1,14 +1,17 @@
-// Shared-memory channels of pipelined schedules: slots between neighbours of a ring, and doorbells.
+// Shared-memory channels of pipelined schedules (schedule.h): slots between neighbours of a ring,
+// and doorbells. Pipeline (pipeline.h) uses them.
 //
-// In a segment of its own, every rank of a node has, for each of k rings, two slots of one send and
-// two counters: `posted`, the sends that it has written there, and `released`, the sends that it
-// has taken from the slots of its predecessor. Counters only grow and are never reset. A rank that
-// has nothing to do sleeps on its doorbell, a counter that its neighbours increment together with
-// each of theirs; completed messages ring it, too.
+// The ranks of a node share a segment for the channels. In it, every rank has, for each of k rings,
+// kDepth slots of one send each and two counters: `posted` counts the sends that it has written to
+// its slots, `released` the sends that it has read from the slots of its predecessor. Counters only
+// grow and are never reset. A rank that has nothing to do sleeps on its doorbell, a counter that
+// its neighbours increment whenever they increment one of those counters. Completed messages
+// increment it, too.
 //
-// Before a rank sleeps it records which rank each of its rings waits for, and the count of its
-// doorbell. A rank that times out follows a ring from rank to rank until it finds one that waits
-// for nobody, or whose doorbell has rung without waking it: that rank does not move, and is named.
+// Before a rank sleeps, it records in shared memory which rank each of its rings waits for, and the
+// value of its doorbell. A rank that times out follows a ring from rank to rank until it finds a
+// rank that waits for no other, or that has not woken up although its doorbell has changed: that
+// rank is the straggler, which the error names.
 #pragma once
 
 #include <functional>
@@ -21,34 +24,37 @@ namespace fsccl {
 // Slots and doorbells of the ranks of one node. One thread at a time calls, except where noted.
 class Channels {
  public:
-  // Two slots are enough. With one, every rank of a ring would wait for the next one to release it.
+  // Slots per ring. With one slot, every rank of a ring would wait for its successor to release it;
+  // two are enough.
   static constexpr size_t kDepth = 2;
-  // Creates (on the first rank, which reserves the first `first` bytes) or opens the n-th segment
-  // of the ranks of this node.
-  using MakeSegment = std::function<Segment(size_t bytes, size_t first, int n)>;
+  // Creates (on the first rank, which reserves the first `reserved_bytes` bytes) or opens the n-th
+  // channel segment of this node.
+  using MakeSegment = std::function<Segment(size_t bytes, size_t reserved_bytes, int n)>;
 
   Channels(ShmSteps& shm, size_t rings, MakeSegment make_segment)
       : shm_(shm), rings_(rings), make_segment_(std::move(make_segment)) {}
 
-  // Makes room for sends of `send_bytes`. All ranks call it with the same number.
+  // Makes the slots large enough for sends of `send_bytes`. All ranks call it with the same number.
   void reserve_slots(size_t send_bytes);
 
-  // Ring c: slots from this rank to local rank `next`, and from `previous` to this rank.
-  bool send_full(size_t c, int next) const;
-  bool recv_empty(size_t c, int previous) const;
+  // Slots of ring c, from this rank to local rank `next` and from `previous` to this rank. Unless
+  // is_send_full(), a send is written to send_slot() and published by post(). Unless
+  // is_recv_empty(), a send is read from recv_slot() and its slot returned by release().
+  bool is_send_full(size_t c, int next) const;
+  bool is_recv_empty(size_t c, int previous) const;
   std::byte* send_slot(size_t c) const;
   const std::byte* recv_slot(size_t c, int previous) const;
   void post(size_t c, int next);
   void release(size_t c, int previous);
 
-  // The count of the doorbell. Read it before looking for something to do.
+  // Returns the value of the doorbell. Read it before checking whether there is something to do.
   uint32_t doorbell() const { return own_state().doorbell.load(std::memory_order_seq_cst); }
-  // Returns a function that rings the doorbell of this rank. Any thread may call it while this
+  // Returns a function that increments the doorbell of this rank. Any thread may call it while this
   // object lives.
   std::function<void()> doorbell_callback() const;
-  // Sleeps until the doorbell shows another count than `seen`, or a little longer. awaited_ranks[c]
-  // is the group rank that ring c waits for, or -1. Throws like ShmSteps::wait_for_peer().
-  void wait_for_progress(const std::vector<int>& awaited_rank, uint32_t idle_doorbell);
+  // Waits while the doorbell has the value `idle_doorbell`; may return early. awaited_ranks[c] is
+  // the group rank that ring c waits for, or -1. Throws like ShmSteps::wait_for_peer().
+  void wait_for_progress(const std::vector<int>& awaited_ranks, uint32_t idle_doorbell);
   // Like ShmSteps::awaited_rank(), for wait_for_progress(). Any thread may call.
   int awaited_rank() const { return awaited_rank_.load(std::memory_order_acquire); }
 
@@ -56,8 +62,8 @@ class Channels {
   // Doorbell of a rank, in shared memory.
   struct alignas(2 * kCacheLine) RankState {
     Word doorbell;
-    Word sleeping;
-    Word idle_doorbell;  // count of the doorbell when this rank last found nothing to do
+    Word sleeping;       // 1 while this rank may sleep
+    Word idle_doorbell;  // value of the doorbell when this rank last had nothing to do
   };
   // State of a rank in one ring, in shared memory. Only that rank writes it.
   struct alignas(2 * kCacheLine) RingState {
@@ -71,8 +77,9 @@ class Channels {
   std::byte* slot(int local_rank, size_t c, uint32_t number) const;
   size_t slots_of(int local_rank) const;  // offset of the first one
   static void ring_doorbell(RankState& state);
-  void check_peers_and_deadline(const std::vector<int>& awaited_rank, uint32_t idle_doorbell) const;
-  int find_straggler(const std::vector<int>& awaited_rank) const;
+  void check_peers_and_deadline(const std::vector<int>& awaited_ranks,
+                                uint32_t idle_doorbell) const;
+  int find_straggler(const std::vector<int>& awaited_ranks) const;
 
   ShmSteps& shm_;
   size_t rings_;
@@ -80,8 +87,8 @@ class Channels {
   // Offset of slots; bytes of all slots of a rank; bytes of a slot.
   size_t header_bytes_ = 0, rank_stride_ = 0, slot_bytes_ = 0;
   std::atomic<int> awaited_rank_{-1};
-  // Outgrown segments are kept, because a message that completes late may still ring a doorbell in
-  // one.
+  // The last one is in use. Earlier ones with smaller slots are kept, because a message that
+  // completes late may still increment a doorbell in one.
   std::vector<Segment> segments_;
 };
 

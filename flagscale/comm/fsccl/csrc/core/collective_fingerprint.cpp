@@ -5,19 +5,20 @@ namespace fsccl {
 std::string CollectiveFingerprint::text() const {
   std::string out = std::string(name_of(op)) + " #" + std::to_string(sequence);
   if (bytes > 0) out += " of " + std::to_string(bytes) + " bytes";
-  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype) + ", " + name_of(red);
+  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype) + ", " + name_of(red_op);
   if (root >= 0) out += ", root " + std::to_string(root);
   return out;
 }
 
 Error mismatch_error(const RankFingerprint& a, const RankFingerprint& b, int at_fault) {
   if (b.rank < a.rank) return mismatch_error(b, a, at_fault);
-  CollectiveFingerprint same_layout = a.card;
-  same_layout.layout = b.card.layout;
-  return Error(Fault::kMismatch, at_fault,
-               a.name + " called " + a.card.text() + " while " + b.name + " called " +
-                   b.card.text() +
-                   (same_layout == b.card ? ": the sizes of the ranks' parts differ" : ""));
+  CollectiveFingerprint with_equal_sizes = a.fingerprint;
+  with_equal_sizes.sizes_hash = b.fingerprint.sizes_hash;
+  return Error(
+      Fault::kMismatch, at_fault,
+      a.name + " called " + a.fingerprint.text() + " while " + b.name + " called " +
+          b.fingerprint.text() +
+          (with_equal_sizes == b.fingerprint ? ": the sizes of the ranks' parts differ" : ""));
 }
 
 std::string size_mismatch_text(const std::string& sender, uint64_t sent,

@@ -1,5 +1,5 @@
-// Fingerprint of a collective operation. Ranks compare fingerprints, so that ranks that call
-// different operations get an error that names both operations, and not garbage.
+// Fingerprint of a collective operation. Ranks compare fingerprints: if they call different
+// operations, they get an error that names both, instead of wrong data.
 #pragma once
 
 #include <string>
@@ -8,18 +8,18 @@
 
 namespace fsccl {
 
-// Layout in shared memory and on the wire.
+// Fingerprint of one call on one rank. The fields are laid out as in shared memory and on the wire.
 struct CollectiveFingerprint {
   OpCode op = OpCode::kNone;
   DType dtype = DType::kOpaque;
-  RedOp red = RedOp::kSum;
-  int32_t root = -1;   // group rank
-  uint64_t bytes = 0;  // size of the operation; 0 where it may differ between ranks (all_to_all)
-  uint64_t sequence = 0;
-  uint64_t layout = 0;  // layout_of() the parts of all ranks, where an operation takes a list
+  RedOp red_op = RedOp::kSum;
+  int32_t root = -1;      // group rank
+  uint64_t bytes = 0;     // size of the operation; 0 where it may differ between ranks (all_to_all)
+  uint64_t sequence = 0;  // number of the operation in its group
+  uint64_t sizes_hash = 0;  // hash_of_sizes() of the list of parts, if the operation takes a list
   bool operator==(const CollectiveFingerprint& other) const {
-    return op == other.op && dtype == other.dtype && red == other.red && root == other.root &&
-           bytes == other.bytes && sequence == other.sequence && layout == other.layout;
+    return op == other.op && dtype == other.dtype && red_op == other.red_op && root == other.root &&
+           bytes == other.bytes && sequence == other.sequence && sizes_hash == other.sizes_hash;
   }
   bool operator!=(const CollectiveFingerprint& other) const { return !(*this == other); }
   std::string text() const;
@@ -30,13 +30,14 @@ static_assert(sizeof(CollectiveFingerprint) == 32, "the layout on the wire");
 struct RankFingerprint {
   int rank;
   const std::string& name;
-  const CollectiveFingerprint& card;
+  const CollectiveFingerprint& fingerprint;
 };
 
-// Returns the error that two ranks called different operations. The words do not depend on which
+// Returns the error for two ranks that called different operations. Its text is the same whichever
 // rank detects it.
 Error mismatch_error(const RankFingerprint& a, const RankFingerprint& b, int at_fault);
-// Returns the message that a rank sends another size than its receiver expects.
+// Returns the error message for a rank that sends another size, in bytes, than its receiver
+// expects.
 std::string size_mismatch_text(const std::string& sender, uint64_t sent,
                                const std::string& receiver, uint64_t expected);
 

@@ -18,19 +18,19 @@ CollectiveFingerprint fingerprint_of(OpCode op, size_t bytes, int root = -1) {
 CollectiveFingerprint fingerprint_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
   CollectiveFingerprint c = fingerprint_of(op, bytes, root);
   c.dtype = r.dtype;
-  c.red = r.op;
+  c.red_op = r.op;
   return c;
 }
 
-// Adds the layout of an operation whose ranks have parts of sizes that all of them know.
+// Adds the sizes of the parts, for operations in which all ranks pass the sizes of all parts.
 CollectiveFingerprint fingerprint_of(CollectiveFingerprint c, const BufferLists& parts) {
-  c.layout = layout_of(parts);
+  c.sizes_hash = hash_of_sizes(parts);
   return c;
 }
 
-// How much earlier than the deadline waits between nodes end, so that there is time to find the
-// rank at fault and report it to all ranks.
-Deadline::Ms fault_finding_time(const Deadline& d) {
+// Returns by how much waits between nodes end before the deadline, so that there is time to find
+// the rank at fault and report it to all ranks.
+Deadline::Ms straggler_search_time(const Deadline& d) {
   return std::min(Deadline::Ms(1000), d.limit() / 5);
 }
 
@@ -48,7 +48,7 @@ void copy_list(const BufferList& from, const BufferList& to) {
   });
 }
 
-// Returns the interval of each list entry in the concatenation.
+// Returns the interval of each list entry in the concatenation of the list.
 std::vector<Interval> offsets_of(const BufferLists& list) {
   std::vector<Interval> out;
   size_t at = 0;
@@ -75,7 +75,7 @@ const char* describe_inter_node(Algorithm algorithm) {
 BufferList concatenate(const BufferLists& list) {
   BufferList out;
   for (const BufferList& list_entry : list) {
-    for (const Buffer& p : list_entry.list()) out.add(p);
+    for (const Buffer& p : list_entry.buffers()) out.add(p);
   }
   return out;
 }
@@ -95,7 +95,7 @@ void Group::collective(CollectiveFingerprint fingerprint, const Deadline& d, F&&
     throw_if_failed();
     open_shared_memory(d);
     deadline_ = d;
-    shm_->begin(fingerprint, spans_nodes() ? d.earlier_by(fault_finding_time(d)) : d);
+    shm_->begin(fingerprint, spans_nodes() ? d.earlier_by(straggler_search_time(d)) : d);
     body(fingerprint);
     shm_->end();
   });
@@ -137,8 +137,8 @@ void Group::all_reduce(const void* in, void* out, size_t count, const Reduction&
 void Group::all_reduce_exactly(const CollectiveFingerprint& fingerprint, const void* in, void* out,
                                size_t count, const Reduction& r) {
   Algorithm requested = config_.settings.algorithm;
-  // Next to a bounded all_reduce, use connections that are never idle: on those TCP detects losses
-  // early.
+  // In a group that also uses the bounded all_reduce, prefer connections that are never idle, on
+  // which TCP detects losses early.
   if (bounded_all_reduce_ && fingerprint.bytes >= config_.settings.bounded.min_bytes &&
       requested == Algorithm::kAuto) {
     requested = Algorithm::kRing;
@@ -202,7 +202,7 @@ void Group::reduce_scatter(const BufferLists& in, const BufferList& out, const R
 void Group::all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                        size_t width) {
   const size_t bytes = total_of(out);
-  expect_place(in, out[static_cast<size_t>(config_.rank)]);
+  check_gather_sizes(in, out[static_cast<size_t>(config_.rank)]);
   if (bytes == 0) return;
   collective(fingerprint_of(fingerprint_of(OpCode::kAllGather, bytes), out), d,
              [&](const CollectiveFingerprint& fingerprint) {
@@ -288,7 +288,7 @@ void Group::monitored_barrier(const Deadline& d) {
     exchange_identities(d);
     if (config_.rank == 0) return collect_barrier_reports(fingerprint, d);
     // Ranks that wait for rank 0 must receive its error before they blame rank 0.
-    const Deadline later = d.earlier_by(-fault_finding_time(d));
+    const Deadline later = d.earlier_by(-straggler_search_time(d));
     const uint64_t tag = Transport::kCollectiveTag | fingerprint.sequence;
     transport_->send(0, tag, BufferList(), fingerprint);
     transport_->wait(transport_->recv(0, tag, BufferList(), fingerprint), later, nullptr);
@@ -301,18 +301,21 @@ void Group::collect_barrier_reports(const CollectiveFingerprint& fingerprint, co
   for (int r = 1; r < config_.size; ++r) {
     reports.push_back(transport_->recv(r, tag, BufferList(), fingerprint));
   }
-  std::string late;
-  int first = -1;
+  std::string late_rank_names;
+  int first_late_rank = -1;
   for (const RequestPtr& report : reports) {
     try {
       transport_->wait(report, d, nullptr);
     } catch (const Error& e) {
       if (e.fault != Fault::kTimeout) throw;
-      late += (first < 0 ? "" : ", ") + names_[static_cast<size_t>(report->peer)];
-      if (first < 0) first = report->peer;
+      late_rank_names +=
+          (first_late_rank < 0 ? "" : ", ") + names_[static_cast<size_t>(report->peer)];
+      if (first_late_rank < 0) first_late_rank = report->peer;
     }
   }
-  if (first >= 0) throw Error(Fault::kTimeout, first, late + " did not come within " + d.text());
+  if (first_late_rank >= 0)
+    throw Error(Fault::kTimeout, first_late_rank,
+                late_rank_names + " did not come within " + d.text());
   for (int r = 1; r < config_.size; ++r) transport_->send(r, tag, BufferList(), fingerprint);
 }
 

@@ -1,9 +1,8 @@
-// Interface of the collectives of a group, so that a caller states an operation once and the group
-// decides who moves the bytes.
+// Interface of the collectives of a group. Callers (csrc/torch) do not depend on how the data is
+// transferred.
 //
-// Two classes implement it: Group (group.h) moves the memory of the host, DeviceEngine
-// (device/engine.h) that of devices as well. Pointers are addresses in the memory of the
-// implementation's device.
+// Two classes implement it: Group (group.h) for host memory, DeviceEngine (device/engine.h) also
+// for the memory of devices. Pointers are addresses in the memory that the implementation handles.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +12,11 @@
 
 namespace fsccl {
 
-// All ranks call the same operations in the same order, from one thread at a time. Sizes are in
-// elements where there is a reduction, else in bytes inside BufferList. An input may be its output.
-// Lists have one entry per rank; entries may differ in size if all ranks agree on them. Every
-// operation throws Error: kUsage for bad arguments, any other fault after it has failed the group.
+// Collective operations with the semantics of torch.distributed. All ranks call the same operations
+// in the same order, from one thread at a time. `count` is in elements; a BufferList has its size
+// in bytes. The input may be the same memory as the output. Lists have one entry per rank; entries
+// may differ in size if all ranks agree on them. Every operation throws Error: kUsage for invalid
+// arguments, any other fault after it has failed the group.
 class Collectives {
  public:
   virtual void all_reduce(const void* in, void* out, size_t count, const Reduction& r,
@@ -38,7 +38,7 @@ class Collectives {
   virtual void barrier(const Deadline& d) = 0;
 
  protected:
-  ~Collectives() = default;  // nobody owns one through this interface
+  ~Collectives() = default;  // objects are not deleted through this interface
 };
 
 }  // namespace fsccl

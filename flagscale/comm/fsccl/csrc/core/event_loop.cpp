@@ -41,9 +41,8 @@ struct EventLoop::State {
   }
 
   void signal_wake() const {
-    // EAGAIN means that it is signalled already
     const uint64_t increment = 1;
-    // A full counter is signalled already.
+    // Fails with EAGAIN if the counter is full, which means that it is signalled already.
     [[maybe_unused]] const ssize_t n = write(wake_fd.get(), &increment, sizeof increment);
   }
   void clear_wake() const {
@@ -52,24 +51,24 @@ struct EventLoop::State {
   }
   // Calls f(handler) without the lock, unless the handler has been removed.
   template <class F>
-  void call_handler(std::unique_lock<std::mutex>& hold, Id id, F&& f) {
+  void call_handler(std::unique_lock<std::mutex>& lock, Id id, F&& f) {
     const auto entry = handlers.find(id);
     if (entry == handlers.end()) return;
     Handler* const handler = entry->second;
     running = id;
-    hold.unlock();
+    lock.unlock();
     f(*handler);
-    hold.lock();
+    lock.lock();
     running = 0;
     if (remove_waiters) call_returned.notify_all();
   }
-  void tick(std::unique_lock<std::mutex>& hold) {
+  void tick(std::unique_lock<std::mutex>& lock) {
     const auto now = std::chrono::steady_clock::now();
     if (!with_ticks || now - last_tick < kTick) return;
     last_tick = now;
     std::vector<Id> ids;
     for (const auto& [id, handler] : handlers) ids.push_back(id);
-    for (const Id id : ids) call_handler(hold, id, [](Handler& h) { h.on_tick(); });
+    for (const Id id : ids) call_handler(lock, id, [](Handler& h) { h.on_tick(); });
   }
 
   const char* const name;
@@ -78,12 +77,12 @@ struct EventLoop::State {
   std::mutex mutex;  // guards all below
   std::condition_variable call_returned;
   std::map<Id, Handler*> handlers;
-  std::vector<Id> woken;
+  std::vector<Id> woken;  // handlers whose on_wake() is to be called
   std::chrono::steady_clock::time_point last_tick = std::chrono::steady_clock::now();
   std::thread thread;
-  Id last_id = 0, running = 0;
-  size_t remove_waiters = 0;
-  bool stop = false;
+  Id last_id = 0, running = 0;  // the last one that was added; the one that is being called, or 0
+  size_t remove_waiters = 0;    // threads in remove()
+  bool stop_requested = false;
 };
 
 EventLoop::EventLoop(const char* thread_name, bool with_ticks)
@@ -92,8 +91,8 @@ EventLoop::EventLoop(const char* thread_name, bool with_ticks)
 EventLoop::~EventLoop() {
   std::thread thread;
   {
-    const std::lock_guard<std::mutex> hold(state_->mutex);
-    state_->stop = true;
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stop_requested = true;
     thread.swap(state_->thread);
   }
   state_->signal_wake();
@@ -106,11 +105,11 @@ EventLoop::~EventLoop() {
 }
 
 void EventLoop::start() {
-  const std::lock_guard<std::mutex> hold(state_->mutex);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->thread.joinable()) return;
   try {
     state_->thread = std::thread([state = state_] {
-      begin_thread(state->name);
+      set_up_thread(state->name);
       run(state);
     });
   } catch (const std::system_error& e) {
@@ -119,18 +118,18 @@ void EventLoop::start() {
 }
 
 EventLoop::Id EventLoop::add(Handler* handler) {
-  const std::lock_guard<std::mutex> hold(state_->mutex);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->handlers[++state_->last_id] = handler;
   return state_->last_id;
 }
 
 void EventLoop::remove(Id id) {
   State& s = *state_;
-  std::unique_lock<std::mutex> hold(s.mutex);
+  std::unique_lock<std::mutex> lock(s.mutex);
   s.handlers.erase(id);
   if (s.thread.get_id() == std::this_thread::get_id()) return;
   ++s.remove_waiters;
-  s.call_returned.wait(hold, [&] { return s.running != id; });
+  s.call_returned.wait(lock, [&] { return s.running != id; });
   --s.remove_waiters;
 }
 
@@ -145,7 +144,7 @@ void EventLoop::set(Id id, int fd, uint32_t previous, uint32_t events) {
 
 void EventLoop::wake(Id id) {
   {
-    const std::lock_guard<std::mutex> hold(state_->mutex);
+    const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->woken.push_back(id);
   }
   state_->signal_wake();
@@ -154,23 +153,24 @@ void EventLoop::wake(Id id) {
 void EventLoop::run(const std::shared_ptr<State>& state) {
   State& s = *state;
   std::array<epoll_event, 64> events;
-  std::unique_lock<std::mutex> hold(s.mutex);
-  while (!s.stop) {
-    hold.unlock();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  while (!s.stop_requested) {
+    lock.unlock();
     const int n = epoll_wait(s.epoll.get(), events.data(), static_cast<int>(events.size()),
                              s.with_ticks ? static_cast<int>(kTick.count()) : -1);
-    hold.lock();
-    for (int i = 0; i < n && !s.stop; ++i) {
+    lock.lock();
+    for (int i = 0; i < n && !s.stop_requested; ++i) {
       const uint64_t data = events[static_cast<size_t>(i)].data.u64;
-      const uint32_t ready = events[static_cast<size_t>(i)].events;
+      const uint32_t ready_events = events[static_cast<size_t>(i)].events;
       const auto id = static_cast<Id>(data >> 32);
       if (id == 0) s.clear_wake();
-      s.call_handler(hold, id, [&](Handler& h) { h.on_events(static_cast<int>(data), ready); });
+      s.call_handler(lock, id,
+                     [&](Handler& h) { h.on_events(static_cast<int>(data), ready_events); });
     }
     std::vector<Id> woken;
     woken.swap(s.woken);
-    for (const Id id : woken) s.call_handler(hold, id, [](Handler& h) { h.on_wake(); });
-    s.tick(hold);
+    for (const Id id : woken) s.call_handler(lock, id, [](Handler& h) { h.on_wake(); });
+    s.tick(lock);
   }
 }
 

@@ -1,6 +1,7 @@
-// Event loop: a thread that waits for descriptors and calls the handlers they belong to. All groups
-// of a process share it. Handlers are called one at a time and must not block. A handler that has
-// much to do does it in turns, so that the others get theirs.
+// Event loop: a thread that waits for file descriptors with epoll and calls their handlers. All
+// groups of a process share it. Handlers are called one at a time and must not block. A handler
+// with a lot of work returns after a limited amount, and is called again for the rest, so that the
+// others are not delayed.
 #pragma once
 
 #include <chrono>
@@ -11,8 +12,8 @@ namespace fsccl {
 
 // The loop and its thread. Handlers are not owned.
 class EventLoop {
-  // Callbacks run on the thread of the loop.
  public:
+  // Callbacks, which run on the thread of the loop.
   class Handler {
    public:
     virtual ~Handler() = default;
@@ -27,18 +28,18 @@ class EventLoop {
 
   // start() starts the thread, which ends with the loop. `with_ticks`: whether handlers get
   // on_tick().
-  EventLoop(const char* thread_name, bool with_ticks);
+  EventLoop(const char* thread_name, bool with_ticks);  // `thread_name`: at most 15 characters
   EventLoop(const EventLoop&) = delete;
   ~EventLoop();
 
-  // Starts the thread, once. Throws Error(kSystem) if there is no thread to be had. Any thread may
-  // call this and all functions below.
+  // Starts the thread if it is not running. Throws Error(kSystem) if the thread cannot be created.
+  // Any thread may call this and all functions below.
   void start();
   Id add(Handler* handler);
-  // Removes a handler. It is not called any more once this returns: waits for a call in progress,
-  // unless the calling thread is in it.
+  // Removes a handler. Waits for a call of the handler in progress, unless that call is the caller.
+  // Afterwards the handler is not called any more.
   void remove(Id id);
-  // Sets the epoll events of a descriptor, `previous` being those set before; 0 is none.
+  // Sets the epoll events of a descriptor. `previous` are the events set before; 0 is none.
   void set(Id id, int fd, uint32_t previous, uint32_t events);
   // Makes the thread call on_wake() soon.
   void wake(Id id);

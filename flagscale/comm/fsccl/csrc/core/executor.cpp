@@ -26,11 +26,11 @@ std::chrono::nanoseconds cpu_time_of(pthread_t thread) {
   return std::chrono::seconds(cpu_time.tv_sec) + std::chrono::nanoseconds(cpu_time.tv_nsec);
 }
 
-// Threads of all executors of this process. A thread without work serves any executor for a while.
+// Threads of all executors of this process. A thread ends after kIdleTimeout without work.
 class ThreadPool {
  public:
   void run(std::function<void()> task) {
-    const Lock hold(mutex_);
+    const Lock lock(mutex_);
     tasks_.push_back(std::move(task));
     if (tasks_.size() > idle_) {
       std::thread([this] { work(); }).detach();
@@ -43,20 +43,20 @@ class ThreadPool {
   static constexpr std::chrono::seconds kIdleTimeout{5};
 
   void work() {
-    begin_thread("fsccl-worker");
-    Lock hold(mutex_);
+    set_up_thread("fsccl-worker");
+    Lock lock(mutex_);
     for (;;) {
       ++idle_;
-      task_added_.wait_for(hold, kIdleTimeout, [this] { return !tasks_.empty(); });
+      task_added_.wait_for(lock, kIdleTimeout, [this] { return !tasks_.empty(); });
       --idle_;
       if (tasks_.empty()) return;
       {
         const std::function<void()> task = std::move(tasks_.front());
         tasks_.pop_front();
-        hold.unlock();
+        lock.unlock();
         task();
       }
-      hold.lock();
+      lock.lock();
     }
   }
 
@@ -70,25 +70,28 @@ class ThreadPool {
 
 // State that worker threads share with the executor object, which may be destroyed first.
 struct Executor::State {
-  const pid_t process = getpid();
+  const pid_t owner_pid = getpid();
   std::mutex mutex;  // guards all below
   std::condition_variable changed;
   std::deque<Job> queue;
-  // Threads running for this executor, and those of them inside stop().
-  size_t threads = 0, stopping = 0;
-  // Of the executor that the current thread runs for.
+  // Threads running for this executor, and those of them that are inside stop().
+  size_t thread_count = 0, stopping_thread_count = 0;
+  // State of the executor for which the current thread runs; null in other threads.
   static thread_local const State* current_state;
   bool is_running_job = false;  // a job or its callbacks are running
-  bool stopped = false, drain_waits = false;
-  pthread_t worker{};       // the thread that may run the queue
-  bool has_worker = false;  // whether there is one
-  bool in_then = false, has_watcher = false;
+  bool stopped = false, drain_is_waiting = false;
+  pthread_t worker{};               // the thread that may run the queue
+  bool has_worker = false;          // whether there is one
+  bool worker_in_callback = false;  // the worker is in run_callbacks() of a job
+  bool has_watcher = false;         // a thread runs watch_worker()
   // Jobs in progress that a callback has called or that run_queued_until() runs.
   size_t nested_jobs = 0;
   size_t progress = 0;  // callbacks started, and nested jobs finished
 
-  bool is_same_process() const { return process == getpid(); }
-  bool in_callback() const { return in_then && pthread_equal(worker, pthread_self()) != 0; }
+  bool is_same_process() const { return owner_pid == getpid(); }
+  bool in_callback() const {
+    return worker_in_callback && pthread_equal(worker, pthread_self()) != 0;
+  }
 
   void start_thread(void (*task)(const std::shared_ptr<State>&),
                     const std::shared_ptr<State>& state) {
@@ -96,39 +99,40 @@ struct Executor::State {
       current_state = state.get();
       task(state);
       current_state = nullptr;
-      const Lock hold(state->mutex);
-      --state->threads;
+      const Lock lock(state->mutex);
+      --state->thread_count;
       state->changed.notify_all();
     });
-    ++threads;
+    ++thread_count;
   }
-  // While the worker is in a callback, a watcher has to detect that it blocks.
+  // Starts a worker if there is none. While the worker is in a callback and jobs are queued, starts
+  // a watcher, which detects that the worker blocks.
   void ensure_worker(const std::shared_ptr<State>& state) {
     if (!has_worker) {
       has_worker = true;
       start_thread(loop, state);
-    } else if (in_then && !has_watcher && !queue.empty()) {
+    } else if (worker_in_callback && !has_watcher && !queue.empty()) {
       has_watcher = true;
       start_thread(watch_worker, state);
     }
   }
 
   // Runs a job inside a callback, on the thread of the callback.
-  void run_nested(const Job& job, Lock& hold) {
+  void run_nested(const Job& job, Lock& lock) {
     ++nested_jobs;
-    hold.unlock();
+    lock.unlock();
     job.run();
-    hold.lock();
+    lock.lock();
     --nested_jobs;
     ++progress;
-    hold.unlock();
-    if (job.then) job.then();
-    hold.lock();
+    lock.unlock();
+    if (job.run_callbacks) job.run_callbacks();
+    lock.lock();
   }
-  void run_next_queued(Lock& hold) {
+  void run_next_queued(Lock& lock) {
     const Job job = std::move(queue.front());
     queue.pop_front();
-    run_nested(job, hold);
+    run_nested(job, lock);
   }
 };
 
@@ -138,16 +142,16 @@ Executor::Executor() : state_(std::make_shared<State>()) {}
 
 Executor::~Executor() {
   stop();
-  // The parent's State is leaked.
+  // In a forked child, the State belongs to the parent and is leaked.
   if (!state_->is_same_process()) static_cast<void>(new std::shared_ptr<State>(state_));
 }
 
 bool Executor::run(Job job, bool allow_inline) {
   State& s = *state_;
   if (!s.is_same_process()) return false;
-  Lock hold(s.mutex);
+  Lock lock(s.mutex);
   if (s.in_callback()) {
-    s.run_nested(job, hold);
+    s.run_nested(job, lock);
     return true;
   }
   if (!s.stopped && (!allow_inline || s.is_running_job || !s.queue.empty())) {
@@ -158,55 +162,55 @@ bool Executor::run(Job job, bool allow_inline) {
   }
   const bool exclusive = !s.stopped;
   if (exclusive) s.is_running_job = true;
-  hold.unlock();
+  lock.unlock();
   job.run();
   if (exclusive) {
-    hold.lock();
+    lock.lock();
     s.is_running_job = false;
-    if (!s.queue.empty() || s.drain_waits) s.changed.notify_all();
-    hold.unlock();
+    if (!s.queue.empty() || s.drain_is_waiting) s.changed.notify_all();
+    lock.unlock();
   }
-  if (job.then) job.then();
+  if (job.run_callbacks) job.run_callbacks();
   return true;
 }
 
 void Executor::run_queued_until(const std::function<bool()>& condition) {
   State& s = *state_;
   if (!s.is_same_process() || condition()) return;
-  Lock hold(s.mutex);
-  while (s.in_callback() && !s.queue.empty() && !condition()) s.run_next_queued(hold);
+  Lock lock(s.mutex);
+  while (s.in_callback() && !s.queue.empty() && !condition()) s.run_next_queued(lock);
 }
 
 bool Executor::drain(std::chrono::milliseconds timeout) {
   State& s = *state_;
   if (!s.is_same_process()) return true;
-  Lock hold(s.mutex);
+  Lock lock(s.mutex);
   if (s.in_callback()) {
-    while (s.in_callback() && !s.queue.empty()) s.run_next_queued(hold);
+    while (s.in_callback() && !s.queue.empty()) s.run_next_queued(lock);
     return true;
   }
-  s.drain_waits = true;
-  return s.changed.wait_for(hold, timeout, [&s] { return !s.is_running_job && s.queue.empty(); });
+  s.drain_is_waiting = true;
+  return s.changed.wait_for(lock, timeout, [&s] { return !s.is_running_job && s.queue.empty(); });
 }
 
 void Executor::stop() {
   State& s = *state_;
   if (!s.is_same_process()) return;
-  Lock hold(s.mutex);
+  Lock lock(s.mutex);
   s.stopped = true;
   s.changed.notify_all();
   // The calling thread, inside a callback, ends later.
-  if (State::current_state == &s) ++s.stopping;
-  s.changed.wait(hold, [&s] { return s.threads <= s.stopping; });
+  if (State::current_state == &s) ++s.stopping_thread_count;
+  s.changed.wait(lock, [&s] { return s.thread_count <= s.stopping_thread_count; });
 }
 
 void Executor::loop(const std::shared_ptr<State>& state) {
   State& s = *state;
-  Lock hold(s.mutex);
+  Lock lock(s.mutex);
   const pthread_t self_thread = pthread_self();
   s.worker = self_thread;
   for (;;) {
-    s.changed.wait(hold, [&s] { return !s.is_running_job; });
+    s.changed.wait(lock, [&s] { return !s.is_running_job; });
     if (s.queue.empty()) {
       s.has_worker = false;
       return;
@@ -214,45 +218,45 @@ void Executor::loop(const std::shared_ptr<State>& state) {
     const Job job = std::move(s.queue.front());
     s.queue.pop_front();
     s.is_running_job = true;
-    hold.unlock();
+    lock.unlock();
     job.run();
-    hold.lock();
-    if (job.then) {
-      s.in_then = true;
+    lock.lock();
+    if (job.run_callbacks) {
+      s.worker_in_callback = true;
       ++s.progress;
       s.ensure_worker(state);
       if (s.has_watcher) s.changed.notify_all();
-      hold.unlock();
-      job.then();
-      hold.lock();
+      lock.unlock();
+      job.run_callbacks();
+      lock.lock();
       if (pthread_equal(s.worker, self_thread) == 0) return;  // a watcher has taken over
-      s.in_then = false;
+      s.worker_in_callback = false;
     }
     s.is_running_job = false;
     s.changed.notify_all();
   }
 }
 
-// Becomes the worker when the worker blocks in a callback.
+// Waits until the worker blocks in a callback, and then becomes the worker.
 void Executor::watch_worker(const std::shared_ptr<State>& state) {
   State& s = *state;
-  Lock hold(s.mutex);
-  while (!s.stopped && s.in_then) {
+  Lock lock(s.mutex);
+  while (!s.stopped && s.worker_in_callback) {
     if (s.queue.empty()) {
-      s.changed.wait(hold, [&s] { return s.stopped || !s.in_then || !s.queue.empty(); });
+      s.changed.wait(lock, [&s] { return s.stopped || !s.worker_in_callback || !s.queue.empty(); });
       continue;
     }
     const size_t progress_before = s.progress;
     const auto cpu_time = cpu_time_of(s.worker);
     const auto condition_changed = [&] {
-      return s.stopped || !s.in_then || s.progress != progress_before;
+      return s.stopped || !s.worker_in_callback || s.progress != progress_before;
     };
-    if (s.changed.wait_for(hold, kStallTimeout, condition_changed) || s.nested_jobs > 0) continue;
-    // The worker is computing.
+    if (s.changed.wait_for(lock, kStallTimeout, condition_changed) || s.nested_jobs > 0) continue;
+    // A worker that uses processor time is not blocked.
     if (cpu_time_of(s.worker) - cpu_time > kStallTimeout / 100) continue;
     s.worker = pthread_self();
-    s.in_then = s.is_running_job = s.has_watcher = false;
-    hold.unlock();
+    s.worker_in_callback = s.is_running_job = s.has_watcher = false;
+    lock.unlock();
     return loop(state);
   }
   s.has_watcher = false;

@@ -1,23 +1,25 @@
 // Executor: runs the collectives of a group one after the other, in the order in which they were
 // called.
 //
-// An asynchronous collective runs on a worker thread, which the group has while something is
-// queued; all groups of the process share a pool of threads. A synchronous collective runs on the
-// thread of its caller if nothing is queued before it. That saves two context switches, which
-// dominate the time of a small message.
+// An asynchronous collective runs on a worker thread, which the executor has while jobs are queued;
+// all executors of the process share a pool of threads. A synchronous collective runs on the thread
+// of its caller if no job is queued or running. That saves two context switches, which dominate the
+// time of a small message.
 //
-// The `then` of a job completes futures, and so runs callbacks of the user, which may do anything a
-// program may do. The worker runs them before the next job, so that the collectives they call come
-// at the same position on all ranks, however early or late a rank has attached them:
+// After a job, its run_callbacks() completes the futures of the collective, which runs the
+// callbacks that the user has attached to them. A callback may call and wait for further
+// collectives of the group. The worker runs callbacks before the next job, so that the collectives
+// that they call have the same position on all ranks, however early or late a rank has attached
+// them:
 //
 // - A collective called in a callback runs at once, before the queued ones.
 // - If a callback waits for a queued job, run_queued_until() runs the queue up to that job.
-// - If a callback waits for the future of a queued job, which the executor cannot see, the worker
-//   blocks. Once it has used no processor time for kStallTimeout, another thread takes the queue
-//   over.
+// - If a callback waits for the future of a queued job, which the executor cannot detect, the
+//   worker blocks. Once it has used no processor time for kStallTimeout, another thread becomes the
+//   worker and runs the queue.
 //
-// A forked child has no worker threads, and a lock may be held by a thread that does not exist in
-// it. There, all functions do nothing.
+// In a forked child, all functions do nothing: the worker threads do not exist there, and may have
+// held locks.
 #pragma once
 
 #include <chrono>
@@ -26,13 +28,13 @@
 
 namespace fsccl {
 
-// Any thread may call.
+// Queue of the collectives of one group. Any thread may call.
 class Executor {
  public:
   // A collective. Neither function may throw.
   struct Job {
     std::function<void()> run;
-    std::function<void()> then;  // runs after `run`, may be empty
+    std::function<void()> run_callbacks;  // called after `run`; may be empty
   };
   static constexpr std::chrono::milliseconds kStallTimeout{500};
 
@@ -40,15 +42,17 @@ class Executor {
   Executor(const Executor&) = delete;
   ~Executor();
 
-  // Runs or queues a job, and returns whether it has already run. After stop() it runs here.
+  // Runs or queues a job, and returns whether it has run. With `allow_inline`, the calling thread
+  // runs it if no job is queued or running. After stop(), the calling thread always runs it.
   bool run(Job job, bool allow_inline);
-  // Inside a callback on the worker: runs queued jobs until `condition`. Elsewhere it does nothing.
+  // Called in a callback on the worker: runs queued jobs until condition() is true. Elsewhere it
+  // does nothing.
   void run_queued_until(const std::function<bool()>& condition);
-  // Waits until everything has run, and returns whether it has within `timeout`. Inside a callback
-  // it runs the queue.
+  // Waits until all jobs have run, at most `timeout`; returns false on timeout. Called in a
+  // callback on the worker, it runs the queued jobs itself.
   bool drain(std::chrono::milliseconds timeout);
-  // Runs the queued callbacks and ends the threads. If a callback calls it, its own thread ends
-  // later.
+  // Waits until the queued jobs have run and the threads have ended. If a callback calls it, the
+  // thread of that callback ends later.
   void stop();
 
  private:

@@ -29,8 +29,8 @@ SpinPolicy SpinPolicy::for_ranks(int ranks_on_host) {
   CPU_ZERO(&affinity);
   const int cores =
       sched_getaffinity(0, sizeof affinity, &affinity) == 0 ? CPU_COUNT(&affinity) : 1;
-  // About 50 us of pauses where every rank has a core of its own: longer than the skew between
-  // ranks, shorter than a busy neighbour on the machine would notice.
+  // If every rank has its own core: about 50 us of pauses, which is longer than the usual skew
+  // between ranks, and too short to slow down other programs.
   if (ranks_on_host <= cores) return {1500, 0};
   return {20, 16};
 }

@@ -1,4 +1,4 @@
-// Sleeping until a word in memory, which processes may share, changes.
+// Sleeping until a word in memory changes. Processes may share the word.
 #pragma once
 
 #include <atomic>
@@ -14,13 +14,13 @@ using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free,
               "a futex word is a plain 32-bit word");
 
-// Sleeps while `word == expected`, at most `timeout`. May return early for no reason.
+// Sleeps while `word == expected`, at most `timeout`. May wake up spuriously.
 void futex_wait(const Word& word, uint32_t expected, std::chrono::milliseconds timeout);
 void futex_wake_all(const Word& word);
 
-// Busy waiting of a rank before it sleeps: so many pause instructions, then so many sched_yield().
-// With more ranks than cores, the awaited peer needs this very core, so that spinning only delays
-// it; the rank then yields a few times and sleeps.
+// Busy waiting of a rank before it sleeps: a number of pause instructions, then a number of
+// sched_yield() calls. With more ranks than cores, the awaited peer needs the core on which this
+// rank spins, so the rank only yields a few times and sleeps.
 struct SpinPolicy {
   int pauses = 0;
   int yields = 0;

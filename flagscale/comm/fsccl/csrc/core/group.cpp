@@ -12,7 +12,7 @@
 namespace fsccl {
 namespace {
 
-// Resets a rank number to "nobody" at the end of the scope.
+// Resets a rank to -1, no rank, at the end of the scope.
 class ClearOnExit {
  public:
   explicit ClearOnExit(std::atomic<int>& value) : value_(value) {}
@@ -33,12 +33,12 @@ Group::Group(std::unique_ptr<Store> store, GroupConfig config)
        r < config_.size && config_.global_ranks.size() < static_cast<size_t>(config_.size); ++r) {
     config_.global_ranks.push_back(r);
   }
-  for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));
+  for (int r = 0; r < config_.size; ++r) names_.push_back(describe_rank(r));
   publish();
   register_group();
 }
 
-std::string Group::describe(int rank) const {
+std::string Group::describe_rank(int rank) const {
   const int global = config_.global_ranks[static_cast<size_t>(rank)];
   std::string out = "rank " + std::to_string(global);
   if (global != rank) out += " (" + std::to_string(rank) + " in the group)";
@@ -56,22 +56,23 @@ void Group::publish() {
   if (config_.size > 1) {
     if (!config_.network) config_.network = Device::of_this_process(config_.settings);
     transport_ = config_.network->open();
-    transport_->on_wait_query([this] { return awaited_rank(); });
-    transport_->on_abort([this](const Error& error) { record_error(error); });
+    transport_->set_wait_query_handler([this] { return awaited_rank(); });
+    transport_->set_abort_handler([this](const Error& error) { record_error(error); });
     identity_.address = transport_->address();
   }
   rendezvous_.publish(identity_);
 }
 
-// Polls until arrived(), because a blocking wait would hold the lock of the store, which other
-// groups of this process need. `expected_rank` is the rank that is awaited, or kAnyAbsentRank.
+// Polls the store until has_arrived() returns true. A blocking wait would hold the lock of the
+// store, which other groups of this process need. `expected_rank` is the rank that is awaited, or
+// kAnyAbsentRank.
 void Group::wait_at_rendezvous(int expected_rank, const Deadline& d,
-                               const std::function<bool()>& arrived) {
+                               const std::function<bool()>& has_arrived) {
   // The interval grows with the size of the group, which bounds the load of the store.
   const std::chrono::microseconds max_interval(std::max(10000, 50 * config_.size));
   auto interval = std::chrono::microseconds(200);
   const ClearOnExit clear_on_exit(awaited_at_rendezvous_);
-  while (!arrived()) {
+  while (!has_arrived()) {
     if (const auto error = recorded_error()) throw Error(*error);
     // Once the segment is mapped, the error is in it, and possibly not in the store.
     if (shared_memory_open_.load(std::memory_order_acquire)) shm_->throw_if_aborted();
@@ -81,9 +82,9 @@ void Group::wait_at_rendezvous(int expected_rank, const Deadline& d,
         poll_failure();
         if (identities_known_ && transport_) transport_->raise_transport_error();
       } catch (const Error&) {
-        // The awaited key may have arrived in the meantime. This rank must then go on, because
-        // others may wait for its own keys.
-        if (!arrived()) throw;
+        // The awaited key may have arrived in the meantime. This rank must then continue, because
+        // other ranks may wait for keys that it has yet to set.
+        if (!has_arrived()) throw;
       }
       if (expected_rank >= 0) check_segment_owner(expected_rank);
     }
@@ -111,12 +112,12 @@ std::string Group::poll_key(const std::string& key, int expected_rank, const Dea
 
 void Group::exchange_identities(const Deadline& d) {
   if (identities_known_.load(std::memory_order_acquire)) return;
-  std::lock_guard<std::mutex> hold(identities_mutex_);
+  std::lock_guard<std::mutex> lock(identities_mutex_);
   if (identities_known_.load(std::memory_order_relaxed)) return;
   identities_.clear();
   wait_at_rendezvous(kAnyAbsentRank, d, [this] { return rendezvous_.complete(); });
   identities_ = rendezvous_.identities();
-  for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
+  for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe_rank(r);
   check_compatible(identities_, names_);
   nodes_ = partition_by_node(config_.rank, identities_, config_.global_ranks, config_.settings);
   if (transport_) {
@@ -126,7 +127,7 @@ void Group::exchange_identities(const Deadline& d) {
     peers.same_host.resize(identities_.size());
     const Key& rank0_key = identities_[0].key;
     const auto& secret = config_.settings.secret;
-    peers.key = secret ? derived(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi})
+    peers.key = secret ? derive_key(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi})
                        : rank0_key;
     for (const Identity& identity : identities_) peers.addresses.push_back(identity.address);
     for (const int node_peer : nodes_.own_ranks())
@@ -135,11 +136,12 @@ void Group::exchange_identities(const Deadline& d) {
   }
   identities_known_.store(true, std::memory_order_release);
   try {
-    poll_failure();  // others may have met, failed and left before this rank knew them
+    // Other ranks may have connected, failed and left before this rank knew their identities.
+    poll_failure();
   } catch (const Error& error) {
-    const Error root = record_error(error);
-    if (transport_)
-      transport_->abort(root);  // and others may wait for this rank who no longer read the store
+    const Error first_error = record_error(error);
+    // Other ranks that no longer read the store may wait for this rank.
+    if (transport_) transport_->abort(first_error);
     throw;
   }
 }
@@ -166,14 +168,15 @@ std::string Group::awaited_rank_name(const Deadline& d) {
 }
 
 // If creating the segment fails on its owner, run_or_fail() reports that to the other ranks.
-Segment Group::open_shared_segment(const std::string& segment_name, const std::vector<int>& sharers,
-                                   size_t bytes, size_t first, const Deadline& d) {
-  const int owner = sharers[0];
+Segment Group::open_shared_segment(const std::string& segment_name,
+                                   const std::vector<int>& sharing_ranks, size_t bytes,
+                                   size_t reserved_bytes, const Deadline& d) {
+  const int owner = sharing_ranks[0];
   const std::string key = segment_name + "/" + std::to_string(owner);
   const std::string& directory = config_.settings.shm_directory;
   if (owner == config_.rank) {
-    Segment segment = Segment::create(bytes, first, directory);
-    if (sharers.size() > 1) set_key(key, segment.address());
+    Segment segment = Segment::create(bytes, reserved_bytes, directory);
+    if (sharing_ranks.size() > 1) set_key(key, segment.address());
     return segment;
   }
   const std::string address = poll_key(key, owner, d);
@@ -190,7 +193,7 @@ Segment Group::open_shared_segment(const std::string& segment_name, const std::v
 void Group::open_shared_memory(const Deadline& d) {
   if (shared_memory_open_.load(std::memory_order_acquire)) return;
   exchange_identities(d);
-  // Ranks of other nodes may ask questions while this rank waits for its node.
+  // Ranks of other nodes may send wait queries while this rank waits for its node.
   if (spans_nodes()) transport_->listen();
   const int ranks = static_cast<int>(nodes_.own_ranks().size());
   ShmConfig config;
@@ -210,9 +213,9 @@ void Group::open_shared_memory(const Deadline& d) {
   for (const Identity& identity : identities_)
     ranks_on_host += identity.domain == identity_.domain ? 1 : 0;
   config.spin = SpinPolicy::for_ranks(ranks_on_host);
-  Segment segment = open_shared_segment("segment", nodes_.own_ranks(),
-                                        ShmSteps::segment_bytes(ranks, config.slot_bytes),
-                                        ShmSteps::first_bytes(ranks, config.slot_bytes), d);
+  Segment segment = open_shared_segment(
+      "segment", nodes_.own_ranks(), ShmSteps::segment_bytes(ranks, config.slot_bytes),
+      ShmSteps::creator_reserved_bytes(ranks, config.slot_bytes), d);
   shm_ = std::make_unique<ShmSteps>(std::move(segment), nodes_.own_index, std::move(config));
   shm_->set_wait_callback([this] {
     if (const auto error = recorded_error()) throw Error(*error);
@@ -229,9 +232,9 @@ void Group::open_shared_memory(const Deadline& d) {
   hierarchical_ =
       std::make_unique<HierarchicalCollectives>(*intra_node_, nodes_, config_.settings.chunk_bytes);
   if (config_.settings.pipeline_k > 0) {
-    const auto make_segment = [this](size_t bytes, size_t first, int n) {
-      return open_shared_segment("channels/" + std::to_string(n), nodes_.own_ranks(), bytes, first,
-                                 shm_->deadline());
+    const auto make_segment = [this](size_t bytes, size_t reserved_bytes, int n) {
+      return open_shared_segment("channels/" + std::to_string(n), nodes_.own_ranks(), bytes,
+                                 reserved_bytes, shm_->deadline());
     };
     pipeline_description_ = "pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
                             std::to_string(config_.settings.pipeline_nelem) + " elements a send";
@@ -241,10 +244,10 @@ void Group::open_shared_memory(const Deadline& d) {
 }
 
 uint64_t Group::progress() const {
-  uint64_t moved = sequence_;
-  if (shared_memory_open_) moved += shm_->posted();
-  if (transport_) moved += transport_->progress_count();
-  return moved;
+  uint64_t event_count = sequence_;
+  if (shared_memory_open_) event_count += shm_->posted();
+  if (transport_) event_count += transport_->progress_count();
+  return event_count;
 }
 
 std::vector<Transport::Traffic> Group::traffic() const {
@@ -270,7 +273,7 @@ std::string Group::wait_for_key(const std::string& key, int expected_rank, const
   return poll_key(key, expected_rank, d);
 }
 
-// A ring, so that the others stay connected if one rank, or several neighbours, are gone.
+// In a ring, the remaining ranks stay connected if one rank, or several neighbours, are lost.
 void Group::connect_abort_ring(const Deadline& d) {
   exchange_identities(d);
   if (config_.size > 1) transport_->ensure_connection((config_.rank + 1) % config_.size);

@@ -2,15 +2,18 @@
 //
 // The constructor publishes the identity of this rank and does not wait for other ranks. The first
 // point-to-point message needs the identities of all ranks, the first collective also the shared
-// segment of the node; both come through the Rendezvous (rendezvous.h).
+// segment of the node. Both are exchanged through the Rendezvous (rendezvous.h).
 //
 // Collectives block. All ranks call them in the same order, from one thread at a time. send() and
-// recv() may be called by any thread. After the arguments of a call have been checked, the first
-// error of any kind fails the group for good: it is sent to all ranks, and every later call on any
-// rank throws it again, with the same message, which names the rank at fault (record_error()).
+// recv() may be called by any thread. The first error of any kind, except invalid arguments, fails
+// the group permanently: it is sent to all ranks, and every later call on any rank throws it again,
+// with the same message, which names the rank at fault (record_error()).
 //
-// A forked child has copies of its parent's memory and connections and may use neither. All its
-// calls are refused, and its shutdown and destructor do not touch them.
+// A forked child has copies of its parent's memory and connections and must not use them. All calls
+// in it throw, and its shutdown() and destructor leave them alone.
+//
+// group.cpp contains the setup, group_failure.cpp failure and shutdown, collectives.cpp the choice
+// of algorithms, datagram/group_bounded_all_reduce.cpp the setup of the bounded all_reduce.
 #pragma once
 
 #include <atomic>
@@ -35,7 +38,8 @@ class Socket;
 class BoundedAllReduce;
 }  // namespace datagram
 
-// Parameters of a Group on one rank. `size` and the shared settings are equal on all ranks.
+// Parameters of a Group on one rank. `size` and the settings in Settings::agreed_settings() are
+// equal on all ranks.
 struct GroupConfig {
   int rank = 0;
   int size = 1;
@@ -43,7 +47,7 @@ struct GroupConfig {
   std::vector<int> global_ranks;  // ranks in the whole job; empty: the same as in the group
   Settings settings;
   NativeLibrary native;             // native library of the device of this rank
-  std::shared_ptr<Device> network;  // null: the device that the settings ask for
+  std::shared_ptr<Device> network;  // null: Device::of_this_process(settings)
 };
 
 // One rank's end of a group.
@@ -55,8 +59,8 @@ class Group final : public Collectives {
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  // As declared in Collectives. `bucket` is the memory that error feedback is kept for, where `in`
-  // is a copy of it (datagram/error_feedback.h).
+  // As declared in Collectives. `bucket` is the address that identifies the bucket for error
+  // feedback (datagram/error_feedback.h), if `in` is a copy of the bucket; null: `in`.
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d,
                   const void* bucket);
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r,
@@ -76,24 +80,28 @@ class Group final : public Collectives {
   // Ranks need to know only their own sizes.
   void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) override;
   void barrier(const Deadline& d) override;
-  // Barrier by messages to rank 0 and back, so that the error names every rank that did not arrive.
+  // Barrier by messages to rank 0 and back. If it times out, the error names every rank that did
+  // not arrive.
   void monitored_barrier(const Deadline& d);
 
   static constexpr int kAnySource = Transport::kAnySource;
-  // Starts a message. The deadline is for exchanging identities; wait() has its own.
+  // Start a send or a receive. The deadline is that of the exchange of identities; wait() has its
+  // own.
   RequestPtr send(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                   const CollectiveFingerprint& fingerprint = {});
   RequestPtr recv(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
                   const CollectiveFingerprint& fingerprint = {});
   void wait(OpCode op, const RequestPtr& request, const Deadline& d);
-  void notify(const RequestPtr& request, std::function<void()> then) {
-    transport().notify(request, std::move(then));
+  void notify(const RequestPtr& request, std::function<void()> callback) {
+    transport().notify(request, std::move(callback));
   }
 
-  // Fails the group: waits on all ranks end. Any thread may call.
+  // Fails the group, which ends waits on all ranks. Any thread may call.
   void abort(const std::string& error);
-  // Leaves the group in good order. The destructor calls it, too.
+  // Leaves the group in an orderly way: data already sent still arrives. The destructor calls it,
+  // too.
   void shutdown();
+  // Returns the message of the error that has failed the group; empty if it has not failed.
   std::optional<std::string> failure() const;
   // Returns a number that changes while operations make progress. Any thread may call.
   uint64_t progress() const;
@@ -107,47 +115,50 @@ class Group final : public Collectives {
   std::vector<Transport::Traffic> traffic() const;
   // The same for datagrams, including their headers. Any thread may call.
   std::vector<Transport::Traffic> datagram_traffic() const;
-  // Returns whether all_reduce can use datagrams here, if the settings ask for it. The first call
-  // connects: all ranks call it, as they call a collective.
+  // Returns whether this group can use the bounded all_reduce. The first call connects: all ranks
+  // call it, as they call a collective.
   bool has_bounded_all_reduce(const Deadline& d);
   // Counters of the bounded all_reduce (datagram/bounded_all_reduce.h), by name; empty if there is
   // none.
   std::map<std::string, double> bounded_statistics() const;
-  // Logs the text that make_text() returns, if FSCCL_DEBUG=INFO.
+  // Prints the text that make_text() returns, if FSCCL_DEBUG=INFO.
   template <class F>
   void log_debug(F make_text) const {
     if (config_.settings.debug) print(make_text());
   }
-  // Returns the ranks per node, such as "2+2 ranks". Needs a connected group.
+  // Returns the numbers of ranks per node, such as "2+2 ranks". Only after identities() or a
+  // collective.
   std::string nodes_text();
 
-  // For a device engine (csrc/device), which moves the memory of devices:
+  // All functions below are for DeviceEngine (csrc/device) and csrc/torch.
+
   const GroupConfig& config() const { return config_; }
   const std::vector<Identity>& identities(const Deadline& d);  // waits until all are known
   // Returns the name of the rank that the collective in progress waits for, empty if it is unknown.
-  // Asks ranks of other nodes, until the deadline. Any thread may call.
+  // Queries ranks of other nodes, until the deadline. Any thread may call.
   std::string awaited_rank_name(const Deadline& d);
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
   void set_key(const std::string& key, const std::string& value) {
     rendezvous_.store().set(key, value);
   }
-  // Opens a segment that ranks of one host share. The first of `sharers` creates it and reserves
-  // its first `first` bytes.
-  Segment open_shared_segment(const std::string& segment_name, const std::vector<int>& sharers,
-                              size_t bytes, size_t first, const Deadline& d);
-  // Waits until rank `from` has set the key, and returns its value.
-  std::string wait_for_key(const std::string& key, int from, const Deadline& d);
+  // Opens a segment that ranks of one host share. The first of `sharing_ranks` creates it and
+  // reserves its first `reserved_bytes` bytes.
+  Segment open_shared_segment(const std::string& segment_name,
+                              const std::vector<int>& sharing_ranks, size_t bytes,
+                              size_t reserved_bytes, const Deadline& d);
+  // Waits until rank `expected_rank` has set the key, and returns its value.
+  std::string wait_for_key(const std::string& key, int expected_rank, const Deadline& d);
   void throw_if_failed() const;  // throws the recorded error, if there is one
   // Throws Error(kAborted) in a child forked from the process that created the group.
   void check_not_forked() const;
-  // As check_not_forked(), and throws Error(kAborted) after shutdown(). Neither fails the group or
-  // is reported to other ranks.
+  // As check_not_forked(), and throws Error(kAborted) after shutdown(). These errors do not fail
+  // the group and are not reported to other ranks.
   void check_usable() const;
-  bool forked() const;
+  bool is_forked_child() const;
   // As throw_if_failed(), and throws if a rank of this node has ended. Any thread may call.
   void check_peers() const;
-  // Connects each rank to the next, so that every rank learns of a failure, even if no message has
-  // connected it. Needed by ranks that wait outside the core, in a native library. All ranks call
+  // Connects each rank to the next, so that an abort reaches every rank, even if no message has
+  // connected it. Needed by ranks that wait in a native library, outside the core. All ranks call
   // it.
   void connect_abort_ring(const Deadline& d);
   // Fails the group, reports to all ranks, and throws `error` with the name of the operation.
@@ -166,12 +177,13 @@ class Group final : public Collectives {
   void log_algorithm(const CollectiveFingerprint& fingerprint, const char* algorithm);
 
   void publish();
-  void exchange_identities(const Deadline& d);  // learn who the ranks are
-  void open_shared_memory(const Deadline& d);   // map the segment of the node
-  std::string poll_key(const std::string& key, int from, const Deadline& d);
-  void wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& arrived);
+  void exchange_identities(const Deadline& d);  // waits for the identities of all ranks
+  void open_shared_memory(const Deadline& d);   // maps the segment of the node
+  std::string poll_key(const std::string& key, int expected_rank, const Deadline& d);
+  void wait_at_rendezvous(int expected_rank, const Deadline& d,
+                          const std::function<bool()>& has_arrived);
   void poll_failure();  // throws a failure that a rank has reported through the store
-  void check_segment_owner(int leader) const;
+  void check_segment_owner(int owner) const;
   bool is_same_host(int rank) const;
   bool has_node_peer(int rank) const;
   Error refine_peer_loss(const Error& error);
@@ -185,8 +197,8 @@ class Group final : public Collectives {
   auto run_or_fail(const char* operation, uint64_t sequence, F&& body) -> decltype(body());
   void check_rank(int rank, const char* role) const;
   Transport& transport() const;
-  std::string describe(int rank) const;
-  static constexpr int kNobody = -1, kAnyAbsentRank = -2;
+  std::string describe_rank(int rank) const;
+  static constexpr int kNobody = -1, kAnyAbsentRank = -2;  // values of awaited_at_rendezvous_
   bool spans_nodes() const { return nodes_.count() > 1; }
   bool use_pipeline(const CollectiveFingerprint& fingerprint);
   void all_reduce_exactly(const CollectiveFingerprint& fingerprint, const void* in, void* out,
@@ -205,13 +217,13 @@ class Group final : public Collectives {
   RankPartition nodes_;
   std::vector<Identity> identities_;
   std::unique_ptr<datagram::BoundedAllReduce> bounded_all_reduce_;  // uses the transport's memory
-  std::atomic<bool> bounded_open_{false};
-  bool bounded_tried_ = false;
+  std::atomic<bool> bounded_all_reduce_open_{false};
+  bool bounded_all_reduce_attempted_ = false;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ShmSteps> shm_;
   std::unique_ptr<IntraNodeCollectives> intra_node_;
   std::unique_ptr<HierarchicalCollectives> hierarchical_;
-  std::unique_ptr<Pipeline> pipeline_;  // only if the settings ask for it
+  std::unique_ptr<Pipeline> pipeline_;  // null unless Settings::pipeline_k is set
   std::string pipeline_description_;    // name of its algorithm
   std::atomic<const char*> last_algorithm_{"none yet"};
   std::atomic<uint64_t> sequence_{0};  // number of collectives so far

@@ -1,5 +1,5 @@
-// The first error of ranks that share memory. It lies in the shared memory itself, which is zero at
-// first; all ranks that share it raise this error from then on.
+// The first error of the ranks that share a segment. It is stored in the segment, whose memory is
+// initially zero. Once it is set, all ranks throw it.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 
 namespace fsccl {
 
-// Lives in shared memory: no pointers, and valid when zero.
+// Error in shared memory: it has no pointers, and zeroed memory is a valid GroupError without an
+// error.
 class GroupError {
  public:
   // Records `error` unless another rank was first. Returns the error that is recorded. Any thread

@@ -24,20 +24,20 @@ struct GroupRegistry {
 
 void Group::register_group() {
   auto& registry = per_process<GroupRegistry>();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
   registry.groups.insert(this);
 }
 
 Group::~Group() {
   {
     auto& registry = per_process<GroupRegistry>();
-    const std::lock_guard<std::mutex> hold(registry.mutex);
+    const std::lock_guard<std::mutex> lock(registry.mutex);
     registry.groups.erase(this);
   }
   shutdown();
-  if (!forked()) return;
-  // In a forked child these belong to the parent: threads that do not exist here, locks that they
-  // may hold, memory in use. They are leaked.
+  if (!is_forked_child()) return;
+  // In a forked child these objects belong to the parent: their threads do not exist here and may
+  // have held locks. They are leaked.
   static_cast<void>(pipeline_.release());
   static_cast<void>(hierarchical_.release());
   static_cast<void>(intra_node_.release());
@@ -47,10 +47,10 @@ Group::~Group() {
   rendezvous_.release();
 }
 
-bool Group::forked() const { return getpid() != identity_.pid; }
+bool Group::is_forked_child() const { return getpid() != identity_.pid; }
 
 void Group::check_not_forked() const {
-  if (!forked()) return;
+  if (!is_forked_child()) return;
   throw Error(Fault::kAborted, config_.rank,
               "group '" + config_.name + "' belongs to process " + std::to_string(identity_.pid) +
                   ", from which this one was forked: make a group here, or call there");
@@ -77,8 +77,8 @@ bool Group::is_same_host(int rank) const {
          identities_[static_cast<size_t>(rank)].domain == identity_.domain;
 }
 
-// Returns whether `rank` shares memory with another rank. That rank detects first, and best, how it
-// ended.
+// Returns whether `rank` shares memory with another rank, which detects the end of its process
+// first and most precisely.
 bool Group::has_node_peer(int rank) const {
   for (const auto& node : nodes_.ranks) {
     const bool is_member = std::find(node.begin(), node.end(), rank) != node.end();
@@ -87,32 +87,32 @@ bool Group::has_node_peer(int rank) const {
   return false;
 }
 
-// Returns a more precise error than a lost connection, which explains little about the peer. For a
-// rank of this host, the kernel reports the end of its process within a moment; for another one,
-// the ranks of its node report.
+// Returns a more precise error than a lost connection, which does not say what happened to the
+// peer. For a rank of this host, the kernel reports soon whether its process has ended. For another
+// rank, the ranks of its node report.
 Error Group::refine_peer_loss(const Error& error) {
   const bool has_left = std::string(error.what()).find(kLeftGroup) != std::string::npos;
   if (error.fault != Fault::kPeerLost || error.rank < 0 || has_left || !identities_known_)
     return error;
   const bool same_host = is_same_host(error.rank);
-  const auto end = Deadline::after(Deadline::Ms(same_host ? 50 : 200));
-  while (!end.passed() && (same_host || has_node_peer(error.rank))) {
+  const auto deadline = Deadline::after(Deadline::Ms(same_host ? 50 : 200));
+  while (!deadline.passed() && (same_host || has_node_peer(error.rank))) {
     if (same_host && !identities_[static_cast<size_t>(error.rank)].is_running()) {
       return Error(Fault::kPeerLost, error.rank,
                    names_[static_cast<size_t>(error.rank)] + kProcessEnded);
     }
-    if (const auto first = recorded_error()) return *first;
+    if (const auto first_error = recorded_error()) return *first_error;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   return error;
 }
 
-// Records the first error of the group and returns it: that of the first rank of this node to fail,
-// or the one that another rank reported.
+// Records an error unless there is one already, and returns the first error of the group: that of
+// the rank of this node that failed first, or one that another rank has reported.
 Error Group::record_error(const Error& error) {
   const Error refined = refine_peer_loss(error);
   {
-    const std::lock_guard<std::mutex> hold(recorded_error_mutex_);
+    const std::lock_guard<std::mutex> lock(recorded_error_mutex_);
     if (recorded_error_) return *recorded_error_;
     recorded_error_ = std::make_unique<Error>(shared_memory_open_ ? shm_->abort(refined) : refined);
     failed_ = true;
@@ -121,20 +121,20 @@ Error Group::record_error(const Error& error) {
   return *recorded_error_;
 }
 
-// A process that ended in one group has ended in all. A rank may wait in another group for a rank
-// that is alive but got stuck in this group.
+// If the error means that a process has ended, fails the other groups of that process as well.
+// There, a rank may wait for a rank that is alive but blocked in this group.
 void Group::report_to_other_groups(const Error& error) {
-  static thread_local bool reporting = false;
-  if (reporting || error.rank < 0 || !identities_known_) return;
+  static thread_local bool is_reporting = false;
+  if (is_reporting || error.rank < 0 || !identities_known_) return;
   const uint64_t process = identities_[static_cast<size_t>(error.rank)].process_id;
   if (process == identity_.process_id) return;
   for (const char* const suffix : {kProcessEnded, kConnectionLost}) {
     if (std::string(error.what()).find(suffix) == std::string::npos) continue;
     auto& registry = per_process<GroupRegistry>();
-    const std::lock_guard<std::mutex> hold(registry.mutex);
-    reporting = true;
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    is_reporting = true;
     for (Group* const group : registry.groups) group->on_process_end(process, suffix);
-    reporting = false;
+    is_reporting = false;
     return;
   }
 }
@@ -152,32 +152,32 @@ void Group::on_process_end(uint64_t process, const char* suffix) {
 
 std::optional<Error> Group::recorded_error() const {
   if (!failed_) return std::nullopt;
-  const std::lock_guard<std::mutex> hold(recorded_error_mutex_);
+  const std::lock_guard<std::mutex> lock(recorded_error_mutex_);
   return *recorded_error_;
 }
 
 void Group::fail(const char* operation, uint64_t sequence, const Error& error) {
-  const Error first = record_error(error);
-  if (identities_known_ && transport_) transport_->abort(first);
+  const Error first_error = record_error(error);
+  if (identities_known_ && transport_) transport_->abort(first_error);
   if (!shared_memory_open_ || !identities_known_ || !shm_->all_joined()) {
     try {
-      rendezvous_.store().set(kFailedKey, first.what());
+      rendezvous_.store().set(kFailedKey, first_error.what());
     } catch (const std::exception&) {
-      // The store is gone as well; the error thrown below is what matters.
+      // The store has been lost as well. The error thrown below is the one to report.
     }
   }
-  throw Error(first.fault, first.rank,
+  throw Error(first_error.fault, first_error.rank,
               std::string("fsccl: ") + operation + " #" + std::to_string(sequence) + " in group '" +
                   config_.name + "', rank " +
                   std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": " +
-                  first.what());
+                  first_error.what());
 }
 
 void Group::fail_without_throw(const char* operation, uint64_t sequence, const Error& error) {
   try {
     fail(operation, sequence, error);
   } catch (const Error&) {
-    // fail() has reported it to all ranks. It throws for the benefit of operations.
+    // fail() has reported the error to all ranks; the caller does not need the exception.
   }
 }
 
@@ -186,8 +186,8 @@ void Group::abort(const std::string& error) {
 }
 
 void Group::shutdown() {
-  if (shut_down_.exchange(true) || forked()) return;
-  if (bounded_open_) bounded_all_reduce_->stop();
+  if (shut_down_.exchange(true) || is_forked_child()) return;
+  if (bounded_all_reduce_open_) bounded_all_reduce_->stop();
   if (shared_memory_open_) shm_->leave(!failed_);
   if (transport_) transport_->close();
 }
@@ -213,7 +213,7 @@ void Group::check_peers() const {
   }
 }
 
-// The owner may have ended before it made the segment, or since.
+// Throws if the process that creates a segment has ended, before or after it created the segment.
 void Group::check_segment_owner(int owner) const {
   if (!is_same_host(owner) || identities_[static_cast<size_t>(owner)].is_running()) return;
   throw Error(Fault::kPeerLost, owner, names_[static_cast<size_t>(owner)] + kProcessEnded);

@@ -53,7 +53,8 @@ FSCCL_HD inline uint16_t float_to_f16(float f) {
     const uint32_t r = a - 0x38000000 + 0xFFF + ((a >> 13) & 1);
     return static_cast<uint16_t>(sign | (r >> 13));
   }
-  // Subnormal: adding 0.5 lets the hardware round the bits away; what remains is the answer.
+  // Subnormal: adding 0.5 makes the hardware round to the precision of float16; the low bits of the
+  // sum are the result.
   const float shifted = bits_to_float(a) + 0.5f;
   return static_cast<uint16_t>(sign | (float_to_bits(shifted) - 0x3F000000));
 }

@@ -18,7 +18,7 @@ Interval HierarchicalCollectives::owned_interval(int node, size_t i, Interval ch
   return {chunk.lo + own_range.lo, chunk.lo + own_range.hi};
 }
 
-std::vector<Interval> HierarchicalCollectives::bounds(int node, Interval chunk) const {
+std::vector<Interval> HierarchicalCollectives::owned_intervals(int node, Interval chunk) const {
   return cut_all(chunk.lo, chunk.size(), size_of(node), kGrain);
 }
 
@@ -32,12 +32,12 @@ Interval HierarchicalCollectives::chunk_at(size_t k, size_t total, size_t width,
 BufferList HierarchicalCollectives::join_node(const BufferLists& by_rank, int node) const {
   BufferList out;
   for (const int r : nodes_.ranks[static_cast<size_t>(node)]) {
-    for (const Buffer& p : by_rank[static_cast<size_t>(r)].list()) out.add(p);
+    for (const Buffer& p : by_rank[static_cast<size_t>(r)].buffers()) out.add(p);
   }
   return out;
 }
 
-// Returns the interval of each rank's buffer in join_node().
+// Returns the interval of each rank's buffer in the result of join_node().
 std::vector<Interval> HierarchicalCollectives::offsets_in_node(const BufferLists& by_rank,
                                                                int node) const {
   std::vector<Interval> out;
@@ -53,7 +53,8 @@ std::vector<Interval> HierarchicalCollectives::offsets_in_node(const BufferLists
 void HierarchicalCollectives::barrier(RequestBatch& requests) {
   intra_node_.barrier();
   if (nodes_.own_index == 0) {
-    // By then this rank depends, directly or indirectly, on the `d` nodes before its own.
+    // Dissemination barrier: before a round, this rank has waited, directly or indirectly, for the
+    // d - 1 nodes before its own.
     const int count = nodes_.count();
     for (int d = 1; d < count; d *= 2) {
       Requests pending;
@@ -65,10 +66,10 @@ void HierarchicalCollectives::barrier(RequestBatch& requests) {
   intra_node_.barrier();
 }
 
-// In reduce_scatter and all_gather, ranks pass lists of sizes. Ranks of different nodes cannot
-// compare fingerprints in shared memory, only those of messages. So there is always a message,
-// possibly an empty one, between the first rank of a node and every rank of another node, and ranks
-// that disagree detect it.
+// In reduce_scatter and all_gather, ranks pass lists of sizes. Ranks of different nodes compare
+// only the fingerprints of messages. Therefore there is always a message, possibly an empty one,
+// between the first rank of a node and every rank of another node, so that ranks that passed
+// different sizes detect it.
 
 // Sums inside this node the data that belongs to another node, and sends each interval to its
 // owners there.
@@ -84,7 +85,7 @@ void HierarchicalCollectives::scatter_to_node(RequestBatch& requests, const Buff
     const Interval chunk = chunk_at(k, node_data.bytes(), width),
                    own_chunk_range = own_interval(chunk);
     state.partial.resize(std::max(state.partial.size(), own_chunk_range.size()));
-    intra_node_.reduce_scatter(node_data, bounds(nodes_.own_part, chunk),
+    intra_node_.reduce_scatter(node_data, owned_intervals(nodes_.own_part, chunk),
                                BufferList(state.partial.data(), own_chunk_range.size()),
                                r.first_stage());
     for (size_t j = 0; j < owners.size(); ++j) {
@@ -153,10 +154,10 @@ void HierarchicalCollectives::all_gather(RequestBatch& requests, const BufferLis
     by_chunk.resize(std::max<size_t>(chunk_count(node_data.bytes(), 1), 1));
     for (size_t k = 0; k < by_chunk.size(); ++k) {
       const Interval own_chunk_range = own_interval(chunk_at(k, node_data.bytes(), 1));
-      const bool always = k == 0 && nodes_.own_index == 0;
+      const bool may_be_empty = k == 0 && nodes_.own_index == 0;
       for (size_t i = 0; i < owners.size(); ++i) {
         const Interval common = overlap(own_chunk_range, owners[i]);
-        if (always || !common.empty())
+        if (may_be_empty || !common.empty())
           requests.recv(rank_of(c, i), node_data.slice(common), &by_chunk[k]);
       }
     }
@@ -171,8 +172,8 @@ void HierarchicalCollectives::all_gather(RequestBatch& requests, const BufferLis
       const Interval chunk = chunk_at(k, own_buffer.bytes(), 1);
       for (size_t j = 0; j < size_of(c); ++j) {
         const Interval common = overlap(own_range, owned_interval(c, j, chunk));
-        const bool always = k == 0 && j == 0;
-        if (always || !common.empty())
+        const bool may_be_empty = k == 0 && j == 0;
+        if (may_be_empty || !common.empty())
           requests.send(rank_of(c, j), own_buffer.slice(common), &sends);
       }
     }
@@ -184,7 +185,8 @@ void HierarchicalCollectives::all_gather(RequestBatch& requests, const BufferLis
     auto& by_chunk = receives[static_cast<size_t>(c)];
     for (size_t k = 0; k < by_chunk.size(); ++k) {
       requests.wait(&by_chunk[k]);
-      intra_node_.all_gather(node_data, bounds(nodes_.own_part, chunk_at(k, node_data.bytes(), 1)));
+      intra_node_.all_gather(node_data,
+                             owned_intervals(nodes_.own_part, chunk_at(k, node_data.bytes(), 1)));
     }
   }
   requests.wait(&sends);

@@ -1,18 +1,19 @@
 // Collectives over several nodes: shared memory inside a node, messages between nodes.
 //
-// A node of a ranks cuts a chunk into a intervals; rank i owns interval i. Where data of node A
-// must reach node B, the owner of [x, y) in A sends to the owner of [u, v) in B the intersection of
-// the two. Every byte crosses the network once, and all connections are used, whatever a and b are.
-// Intervals are multiples of kGrain, so that a small message has one owner (the first rank of the
-// node) and crosses in one piece.
+// Large buffers are divided into chunks. A node of n ranks divides a chunk into n intervals, and
+// rank i of the node owns interval i. To transfer a chunk from node A to node B, each owner in A
+// sends to each owner in B the intersection of their intervals. So every byte crosses the network
+// once, and all connections are used, also if the nodes have different numbers of ranks. Intervals
+// are multiples of kGrain, so that a small message has one owner (the first rank of the node) and
+// is sent as a whole.
 //
-// Reductions and broadcasts follow routes (route.h). Large buffers are cut into chunks and
-// pipelined: while some chunks are transferred in the background, the next one is reduced and an
-// earlier one is gathered inside the nodes. All ranks of a node run the same sequence of steps,
-// which is the only requirement of shared memory.
+// Reductions and broadcasts follow routes (route.h). Chunks are pipelined: while some chunks are
+// transferred in the background, the next one is reduced and an earlier one is gathered inside the
+// nodes. All ranks of a node execute the same sequence of steps, as shared memory requires
+// (shm_steps.h).
 //
-// Sums: every hop adds in the order of nodes, and a value that is computed in two places is
-// computed from the same bytes. So all ranks get the same bits.
+// Sums: every hop adds in the order of nodes, and a value that several ranks compute is computed
+// from the same bytes. So all ranks get the same bits.
 //
 // Buffers are lists with one entry per group rank. The functions run on the thread of the
 // operation, between ShmSteps::begin() and end().
@@ -39,8 +40,8 @@ class HierarchicalCollectives {
   void barrier(RequestBatch& requests);
   void all_reduce(RequestBatch& requests, const void* in, void* out, size_t count,
                   const Reduction& r, Algorithm algorithm);
-  // Returns the algorithm that kAuto stands for at this size. kAuto itself denotes the direct
-  // exchange.
+  // Returns the algorithm that Algorithm::kAuto selects for this size in bytes. The result kAuto
+  // means the direct exchange (exchange_route()).
   Algorithm best_algorithm(size_t bytes) const;
   // Only the root writes `out`.
   void reduce(RequestBatch& requests, const void* in, void* out, size_t count, const Reduction& r,
@@ -58,10 +59,10 @@ class HierarchicalCollectives {
   // Number of chunks whose receives are posted before this rank reaches them. A message that
   // arrives before its receive is buffered and copied.
   static constexpr size_t kReceiveAhead = 2;
-  static constexpr size_t kGrain = 8192;
+  static constexpr size_t kGrain = 8192;  // bytes
   using Requests = RequestBatch::Requests;
 
-  // An operation that follows a route. `in` is reduced if it is not empty.
+  // An operation that follows a route: a reduction of `in` unless that is empty, else a broadcast.
   struct RoutedOperation {
     explicit RoutedOperation(const Route& operation_route) : route(operation_route) {}
     const Route& route;
@@ -69,7 +70,7 @@ class HierarchicalCollectives {
     Reduction reduction;
     size_t chunk = 1;       // largest size of a chunk in bytes
     int source_index = -1;  // index in this node of the rank that broadcasts
-    bool gathers = true;    // all ranks of this node get the result
+    bool gathers = true;    // the ranks of this node all-gather the result
   };
   // State of one chunk in progress.
   struct ChunkState {
@@ -85,15 +86,15 @@ class HierarchicalCollectives {
   size_t size_of(int node) const { return nodes_.ranks[static_cast<size_t>(node)].size(); }
   int rank_of(int node, size_t i) const { return nodes_.ranks[static_cast<size_t>(node)][i]; }
   int node_of(int rank) const;
-  // A node of one rank has nothing to sum inside: its input is its sum, without a copy.
-  bool input_is_sum(const Reduction& r) const {
+  // Returns whether the sum inside this node is the input itself, because the node has one rank.
+  bool input_is_node_sum(const Reduction& r) const {
     return size_of(nodes_.own_part) == 1 && r.op != RedOp::kPremulSum;
   }
   Interval owned_interval(int node, size_t i, Interval chunk) const;
   Interval own_interval(Interval chunk) const {
     return owned_interval(nodes_.own_part, static_cast<size_t>(nodes_.own_index), chunk);
   }
-  std::vector<Interval> bounds(int node, Interval chunk) const;
+  std::vector<Interval> owned_intervals(int node, Interval chunk) const;
   Interval chunk_at(size_t k, size_t total, size_t width, size_t chunk_bytes) const;
   Interval chunk_at(size_t k, size_t total, size_t width) const {
     return chunk_at(k, total, width, chunk_bytes_);
@@ -112,8 +113,9 @@ class HierarchicalCollectives {
   Interval part_of(const RoutedOperation& op, size_t segment, int node, size_t i,
                    Interval chunk) const;
   Interval own_part_of(const RoutedOperation& op, size_t segment, Interval chunk) const;
-  BufferList by_owner(const RoutedOperation& op, const BufferList& buffer, Interval chunk,
-                      std::vector<Interval>* bounds) const;
+  // Returns the chunk ordered by owner; `bounds` receives the interval of each owner.
+  BufferList order_by_owner(const RoutedOperation& op, const BufferList& buffer, Interval chunk,
+                            std::vector<Interval>* bounds) const;
   void run_route(RequestBatch& requests, const RoutedOperation& op);
   void post_receives(RequestBatch& requests, const RoutedOperation& op, ChunkState& state,
                      Interval chunk);

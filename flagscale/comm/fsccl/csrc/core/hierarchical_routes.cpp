@@ -1,9 +1,10 @@
-// Operations that follow routes (route.h): all_reduce, reduce, broadcast.
+// Operations of HierarchicalCollectives that follow routes (route.h): all_reduce, reduce,
+// broadcast.
 //
 // The ranks of a node reduce-scatter a chunk, so that each owns a part of every segment. The owners
-// execute the hops, each for its part, and an all-gather inside the node completes the chunk. A
-// receive that brings a result may write to the input, where that is the output as well: the result
-// of a byte depends on this rank's contribution, which therefore has been sent before.
+// execute the hops, each for its part, and an all-gather inside the node completes the chunk. If
+// the operation is in place, a received result overwrites the input. That is safe: the result of a
+// byte depends on this rank's contribution, which therefore has been sent before.
 #include <algorithm>
 
 #include "hierarchical.h"
@@ -11,8 +12,8 @@
 namespace fsccl {
 namespace {
 
-// A node sends two kinds of messages for a segment, partial sums and results; each kind arrives in
-// its own order.
+// Returns the stream (request_batch.h) of a segment's messages. Partial sums and results are in
+// different streams, because their order between each other may differ between sender and receiver.
 size_t stream_of(size_t segment, bool result) { return 1 + 2 * segment + (result ? 1 : 0); }
 
 }  // namespace
@@ -34,10 +35,11 @@ Interval HierarchicalCollectives::own_part_of(const RoutedOperation& op, size_t 
   return part_of(op, segment, nodes_.own_part, static_cast<size_t>(nodes_.own_index), chunk);
 }
 
-// Returns the chunk in another order: all parts of the first rank of the node, then all of the
-// second, and so on. `bounds` receives the interval of each rank.
-BufferList HierarchicalCollectives::by_owner(const RoutedOperation& op, const BufferList& buffer,
-                                             Interval chunk, std::vector<Interval>* bounds) const {
+// Returns the chunk ordered by owner: all parts of the first rank of the node, then all of the
+// second, and so on. `bounds` receives the interval of each rank in this order.
+BufferList HierarchicalCollectives::order_by_owner(const RoutedOperation& op,
+                                                   const BufferList& buffer, Interval chunk,
+                                                   std::vector<Interval>* bounds) const {
   BufferList out;
   for (size_t i = 0; i < size_of(nodes_.own_part); ++i) {
     const size_t from = out.bytes();
@@ -51,8 +53,8 @@ BufferList HierarchicalCollectives::by_owner(const RoutedOperation& op, const Bu
 }
 
 Algorithm HierarchicalCollectives::best_algorithm(size_t bytes) const {
-  // Sending everything to all other nodes crosses the network once instead of twice or more. Among
-  // many nodes, connections between all of them cost more than the longer path through a tree.
+  // In the direct exchange, data crosses the network once instead of twice or more. With many
+  // nodes, connections between all of them cost more than the longer path through a tree.
   constexpr size_t kMaxExchangedBytes = 512 << 10, kMaxExchangePeers = 15;
   const auto peer_count = static_cast<size_t>(nodes_.count() - 1);
   const bool direct = peer_count == 1 ||
@@ -81,8 +83,9 @@ const Route& HierarchicalCollectives::route_for(Algorithm algorithm) {
 
 void HierarchicalCollectives::all_reduce(RequestBatch& requests, const void* in, void* out,
                                          size_t count, const Reduction& r, Algorithm algorithm) {
-  // A segment is a part of a chunk. Chunks of large buffers are longer, so that segments do not get
-  // short. Trees have more chunks in flight, the more the higher they are.
+  // A segment is a part of a chunk. Chunks of large buffers are larger, so that segments do not
+  // become small. Trees have smaller chunks, because more of them must be in flight, the more the
+  // higher the tree is.
   constexpr size_t kMaxChunkFactor = 4, kMinChunks = 8, kMinTreeChunk = 64 << 10;
   const size_t total = count * r.width();
   RoutedOperation op{route_for(algorithm)};
@@ -111,7 +114,9 @@ void HierarchicalCollectives::reduce(RequestBatch& requests, const void* in, voi
   op.gathers = nodes_.own_part == root_node;
   if (op.gathers && index_in_node(root, root_node) == nodes_.own_index) {
     op.out = BufferList(out, total);
-  } else if (op.gathers) {  // one place for all chunks, because each is finished once it is summed
+  } else if (op.gathers) {
+    // All chunks use the same memory: this rank discards the result, and a chunk is finished as
+    // soon as it has been summed.
     scratch_.resize(std::max(scratch_.size(), std::min(total, chunk_bytes_)));
     for (size_t k = 0; k < chunk_count(total, r.width()); ++k) {
       op.out.add({scratch_.data(), chunk_at(k, total, r.width()).size()});
@@ -171,7 +176,8 @@ void HierarchicalCollectives::post_receives(RequestBatch& requests, const Routed
   size_t recv_bytes = 0;
   for (const Hop& hop : hops) {
     offsets.push_back(recv_bytes);
-    if (hop.adds_own) recv_bytes += hop.sources.size() * own_part_of(op, hop.segment, chunk).size();
+    if (hop.adds_own_data)
+      recv_bytes += hop.sources.size() * own_part_of(op, hop.segment, chunk).size();
   }
   state.recv_buffer.resize(std::max(state.recv_buffer.size(), recv_bytes));
   state.recv_of_hop.resize(hops.size());
@@ -182,14 +188,14 @@ void HierarchicalCollectives::post_receives(RequestBatch& requests, const Routed
     std::byte* received = state.recv_of_hop[h] = state.recv_buffer.data() + offsets[h];
     for (const int c : hop.sources) {
       const BufferList target =
-          hop.adds_own ? BufferList(received, own_range.size()) : op.out.slice(own_range);
+          hop.adds_own_data ? BufferList(received, own_range.size()) : op.out.slice(own_range);
       received += own_range.size();
       for (size_t i = 0; i < size_of(c); ++i) {
         const Interval common = overlap(own_range, part_of(op, hop.segment, c, i, chunk));
         if (common.empty()) continue;
         requests.recv(rank_of(c, i),
                       target.slice({common.lo - own_range.lo, common.hi - own_range.lo}),
-                      &state.receives[h], stream_of(hop.segment, !hop.adds_own));
+                      &state.receives[h], stream_of(hop.segment, !hop.adds_own_data));
       }
     }
   }
@@ -204,13 +210,13 @@ void HierarchicalCollectives::start_chunk(const RoutedOperation& op, ChunkState&
 void HierarchicalCollectives::reduce_inside_node(const RoutedOperation& op, ChunkState& state,
                                                  Interval chunk) {
   state.own_sums.resize(op.route.segments);
-  if (input_is_sum(op.reduction)) {
+  if (input_is_node_sum(op.reduction)) {
     for (size_t i = 0; i < state.own_sums.size(); ++i)
       state.own_sums[i] = op.in.contiguous(own_part_of(op, i, chunk));
     return;
   }
   std::vector<Interval> bounds;
-  const BufferList source = by_owner(op, op.in, chunk, &bounds);
+  const BufferList source = order_by_owner(op, op.in, chunk, &bounds);
   const size_t bytes = bounds[static_cast<size_t>(nodes_.own_index)].size();
   state.partial.resize(std::max(state.partial.size(), bytes));
   intra_node_.reduce_scatter(source, bounds, BufferList(state.partial.data(), bytes),
@@ -228,9 +234,10 @@ void HierarchicalCollectives::run_hop(RequestBatch& requests, const RoutedOperat
   const Interval own_range = own_part_of(op, h.segment, chunk);
   if (own_range.empty()) return;
   requests.wait(&state.receives[hop]);
-  // The data sent so far is this rank's input, which the sum may overwrite.
-  if (h.adds_own && h.is_result && h.targets.empty()) requests.wait(&state.sends);
-  const BufferList data = h.adds_own ? sum_hop(op, state, hop, own_range) : op.out.slice(own_range);
+  // The sum may overwrite this rank's input, from which earlier hops send.
+  if (h.adds_own_data && h.is_result && h.targets.empty()) requests.wait(&state.sends);
+  const BufferList data =
+      h.adds_own_data ? sum_hop(op, state, hop, own_range) : op.out.slice(own_range);
   for (const int c : h.targets) {
     for (size_t i = 0; i < size_of(c); ++i) {
       const Interval common = overlap(own_range, part_of(op, h.segment, c, i, chunk));
@@ -262,7 +269,7 @@ void HierarchicalCollectives::finish_chunk(RequestBatch& requests, const RoutedO
                                            ChunkState& state, Interval chunk) {
   if (op.gathers) {
     std::vector<Interval> bounds;
-    const BufferList whole = by_owner(op, op.out, chunk, &bounds);
+    const BufferList whole = order_by_owner(op, op.out, chunk, &bounds);
     intra_node_.all_gather(whole, bounds);
   }
   requests.wait(&state.sends);

@@ -6,10 +6,10 @@
 namespace fsccl {
 namespace {
 
-// Returns the part of `range` that step k moves if a step moves `step` bytes.
-Interval window(Interval range, size_t k, size_t step) {
-  const size_t lo = std::min(range.lo + k * step, range.hi);
-  return {lo, std::min(lo + step, range.hi)};
+// Returns the part of `range` that is exchanged in step k, with `step_bytes` bytes per step.
+Interval window(Interval range, size_t k, size_t step_bytes) {
+  const size_t lo = std::min(range.lo + k * step_bytes, range.hi);
+  return {lo, std::min(lo + step_bytes, range.hi)};
 }
 
 size_t max_size(const std::vector<Interval>& bounds) {
@@ -58,8 +58,8 @@ void IntraNodeCollectives::all_reduce_one_shot(const void* in, void* out, size_t
 //   - copies the reduced shares of all ranks of chunk k-1.
 //
 // So there is one step per chunk. A slot holds [share of rank 0 | ... | share of rank n-1], where
-// the place of the own share holds the reduced one. With a root (>= 0) only the root copies, and
-// the other ranks never touch `out`.
+// this rank's own share is the reduced one. With a root (>= 0), only the root copies, and the other
+// ranks never access `out`.
 void IntraNodeCollectives::two_shot(const void* in, void* out, size_t count, const Reduction& r,
                                     int root) {
   const size_t total = count * r.width(), n = static_cast<size_t>(size());
@@ -73,16 +73,18 @@ void IntraNodeCollectives::two_shot(const void* in, void* out, size_t count, con
     const Interval c = cut(std::min(chunk, total - base), n, p, kCacheLine);
     return Interval{base + c.lo, base + c.hi};
   };
-  const auto* from = static_cast<const std::byte*>(in);
-  auto* to = static_cast<std::byte*>(out);
+  const auto* input = static_cast<const std::byte*>(in);
+  auto* output = static_cast<std::byte*>(out);
   std::vector<std::byte> scratch(has_output ? 0 : share);
-  const auto reduced = [&](const Interval& i) { return has_output ? to + i.lo : scratch.data(); };
+  const auto reduced = [&](const Interval& i) {
+    return has_output ? output + i.lo : scratch.data();
+  };
   std::vector<const void*> sources(n);
   for (size_t k = 0; k <= chunks; ++k) {
     std::byte* slot = shm_.acquire_slot();
     for (size_t p = 0; p < n && k < chunks; ++p) {
       const Interval i = share_range(k, p);
-      if (p != me) std::memcpy(slot + p * share, from + i.lo, i.size());
+      if (p != me) std::memcpy(slot + p * share, input + i.lo, i.size());
     }
     if (k > 0) {
       const Interval reduced_part = share_range(k - 1, me);
@@ -95,11 +97,11 @@ void IntraNodeCollectives::two_shot(const void* in, void* out, size_t count, con
       sources[p] = peer_slot + me * share;
       if (k == 0 || !has_output) continue;
       const Interval reduced_part = share_range(k - 1, p);
-      std::memcpy(to + reduced_part.lo, peer_slot + p * share, reduced_part.size());
+      std::memcpy(output + reduced_part.lo, peer_slot + p * share, reduced_part.size());
     }
     if (k == chunks) break;
     const Interval own_range = share_range(k, me);
-    sources[me] = from + own_range.lo;
+    sources[me] = input + own_range.lo;
     fsccl::reduce(r, reduced(own_range), sources.data(), size(), own_range.size() / r.width());
   }
 }
@@ -124,8 +126,8 @@ void IntraNodeCollectives::reduce_scatter(const BufferList& in, const std::vecto
   const size_t share = share_bytes(shm_.capacity(), size());
   const size_t steps = ceil_div(max_size(bounds), share);
   std::vector<const void*> sources(n);
-  std::vector<std::byte> input_copy;   // this rank's input, if it does not lie in one run
-  std::vector<std::byte> output_copy;  // likewise, its output
+  std::vector<std::byte> input_copy;   // of this rank's input, if it is not contiguous
+  std::vector<std::byte> output_copy;  // of its output, if that is not contiguous
   for (size_t k = 0; k < steps; ++k) {
     const Interval own_range = window(bounds[me], k, share);
     if (n > 1) {
@@ -190,14 +192,14 @@ void IntraNodeCollectives::broadcast(const BufferList& buffer, int root) {
 
 // Step k: publish window k of every message; read the own share of all slots.
 void IntraNodeCollectives::all_to_all(const BufferLists& send, const BufferLists& recv,
-                                      size_t longest) {
+                                      size_t longest_bytes) {
   const size_t n = static_cast<size_t>(size()), me = static_cast<size_t>(rank());
   send[me].visit({0, send[me].bytes()}, [&](const std::byte* p, size_t bytes, size_t off) {
     recv[me].copy_from(p, {off, off + bytes});
   });
   if (n == 1) return;
   const size_t share = share_bytes(shm_.capacity(), size());
-  for (size_t k = 0; k < ceil_div(longest, share); ++k) {
+  for (size_t k = 0; k < ceil_div(longest_bytes, share); ++k) {
     std::byte* slot = shm_.acquire_slot();
     for (size_t p = 0; p < n; ++p) {
       if (p != me) send[p].copy_to(slot + p * share, window({0, send[p].bytes()}, k, share));
@@ -212,8 +214,8 @@ void IntraNodeCollectives::all_to_all(const BufferLists& send, const BufferLists
 }
 
 // A single step: publish the sizes that this rank sends; read those of all ranks. This rank's
-// message to itself is checked after that, so that its peers get their step and learn why there is
-// no next one.
+// message to itself is checked after that, so that its peers complete this step and get the error
+// in the next one.
 size_t IntraNodeCollectives::exchange_sizes(const BufferLists& send, const BufferLists& recv) {
   const auto n = static_cast<size_t>(size());
   std::vector<uint64_t> sizes(n);

@@ -1,9 +1,10 @@
-// Collectives among the ranks of one node. Each is a loop of steps (shm_steps.h).
+// Collectives among the ranks of one node, through shared memory. Each is a loop of steps
+// (shm_steps.h).
 //
-// Buffers are cut into chunks that fit a slot. The comment above each operation gives the data that
-// a rank publishes and reads in a step. Ranks are local ranks here. All ranks of the node call the
-// same functions in the same order, between ShmSteps::begin() and end(). With one rank, the
-// functions copy.
+// Buffers are divided into chunks that fit a slot. The comment above each definition describes the
+// data that a rank publishes and reads in a step. Ranks are local ranks here: indices in the node.
+// All ranks of the node call the same functions in the same order, between ShmSteps::begin() and
+// end(). With one rank, the functions copy the input to the output.
 #pragma once
 
 #include <vector>
@@ -43,11 +44,12 @@ class IntraNodeCollectives {
   // Only the root writes `out`, which may be `in`.
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root);
 
-  // send[j] goes to rank j, recv[j] comes from rank j. Sizes must agree pairwise. `longest` is the
-  // size of the longest message of any pair, the same on all ranks.
-  void all_to_all(const BufferLists& send, const BufferLists& recv, size_t longest);
-  // Returns `longest` where ranks know only their own sizes. Throws Error(kMismatch) if rank j,
-  // which may be this rank, sends another size than this rank expects from it.
+  // send[j] is sent to rank j, recv[j] is received from rank j. Sizes must agree pairwise.
+  // `longest_bytes` is the size of the longest message of any pair, the same on all ranks.
+  void all_to_all(const BufferLists& send, const BufferLists& recv, size_t longest_bytes);
+  // Returns `longest_bytes` for all_to_all() if ranks know only their own sizes. Throws
+  // Error(kMismatch) if rank j, which may be this rank, sends another size than this rank expects
+  // from it.
   size_t exchange_sizes(const BufferLists& send, const BufferLists& recv);
 
  private:

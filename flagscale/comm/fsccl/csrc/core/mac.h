@@ -1,6 +1,7 @@
 // SipHash-2-4 (Aumasson and Bernstein, 2012), a keyed hash for short messages. Without the 128-bit
-// key, the 64-bit code of a message cannot be computed, and a guess succeeds once in 2^64. It
-// authenticates the headers of frames and derives keys from keys.
+// key, the 64-bit authentication code of a message cannot be computed, and a guess succeeds with
+// probability 2^-64. It authenticates the headers of frames (connection.h) and derives keys from
+// keys.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ struct Key {
   uint64_t lo = 0, hi = 0;
 };
 
-// Returns the message authentication code (SipHash-2-4).
+// Returns the message authentication code of `bytes` bytes.
 inline uint64_t mac_of(const Key& key, const void* message, size_t bytes) {
   uint64_t v0 = key.lo ^ 0x736f6d6570736575u, v1 = key.hi ^ 0x646f72616e646f6du;
   uint64_t v2 = key.lo ^ 0x6c7967656e657261u, v3 = key.hi ^ 0x7465646279746573u;
@@ -40,15 +41,15 @@ inline uint64_t mac_of(const Key& key, const void* message, size_t bytes) {
   return v0 ^ v1 ^ v2 ^ v3;
 }
 
-// Derives a key for one purpose. The derived key reveals nothing about the original one. `T` must
-// have no padding.
+// Derives a key from another one. Each value of `purpose` gives a different key, which reveals
+// nothing about the original one. `T` must have no padding.
 template <class T>
-Key derived(const Key& key, const T& purpose) {
+Key derive_key(const Key& key, const T& purpose) {
   struct {
     T purpose;
     uint64_t index;
   } block{purpose, 0};
-  static_assert(sizeof block == sizeof(T) + sizeof block.index, "nothing between that is not set");
+  static_assert(sizeof block == sizeof(T) + sizeof block.index, "no uninitialised padding");
   const uint64_t lo = mac_of(key, &block, sizeof block);
   block.index = 1;
   return {lo, mac_of(key, &block, sizeof block)};

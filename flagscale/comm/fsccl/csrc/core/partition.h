@@ -16,13 +16,14 @@ struct Interval {
   FSCCL_HD bool empty() const { return hi <= lo; }
 };
 
-// Returns the i-th of `parts` intervals of [0, n). All but the last are multiples of `grain`. Sizes
-// differ by at most one grain, so that no rank idles on odd sizes.
+// Divides [0, n) into `parts` intervals and returns the i-th. Their boundaries, except n, are
+// multiples of `grain`, and their sizes differ by at most one grain, so that ranks have equal
+// amounts of work.
 FSCCL_HD inline Interval cut(size_t n, size_t parts, size_t i, size_t grain = 1) {
   const size_t grains = (n + grain - 1) / grain;
-  const size_t each = grains / parts, extra = grains % parts;
-  const size_t lo = (i * each + (i < extra ? i : extra)) * grain;
-  const size_t hi = lo + (each + (i < extra ? 1 : 0)) * grain;
+  const size_t grains_per_part = grains / parts, extra_grains = grains % parts;
+  const size_t lo = (i * grains_per_part + (i < extra_grains ? i : extra_grains)) * grain;
+  const size_t hi = lo + (grains_per_part + (i < extra_grains ? 1 : 0)) * grain;
   return {lo < n ? lo : n, hi < n ? hi : n};
 }
 

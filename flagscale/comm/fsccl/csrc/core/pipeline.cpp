@@ -22,7 +22,7 @@ Pipeline::Pipeline(ShmSteps& shm, const RankPartition& nodes, const Settings& se
     : shm_(shm),
       settings_(settings),
       channels_(shm, static_cast<size_t>(settings.pipeline_k), std::move(make_segment)),
-      one_node_(nodes.count() == 1),
+      is_single_node_(nodes.count() == 1),
       remote_buffers_(static_cast<size_t>(settings.pipeline_k)) {
   for (int c = 0; c < nodes.count(); ++c) {
     const auto& members = nodes.ranks[static_cast<size_t>(c)];
@@ -66,37 +66,37 @@ void Pipeline::all_reduce(RequestBatch& requests, const void* in, void* out, siz
     operation.in.emplace_back(static_cast<const std::byte*>(in) + b.lo, b.size());
     operation.out.emplace_back(static_cast<const std::byte*>(out) + b.lo, b.size());
   }
-  const size_t longest = longest_block(operation.in);
-  run(requests, std::move(operation), longest);
+  const size_t longest_block_bytes = longest_block(operation.in);
+  run(requests, std::move(operation), longest_block_bytes);
 }
 
-void Pipeline::run(RequestBatch& requests, Operation operation, size_t longest_block) {
-  operation.send = settings_.pipeline_nelem * operation.width;
-  // A step in shared memory: no rank starts, or waits for room in a channel, before all have called
-  // the same operation.
+void Pipeline::run(RequestBatch& requests, Operation operation, size_t longest_block_bytes) {
+  operation.send_bytes = settings_.pipeline_nelem * operation.width;
+  // A step in shared memory compares the fingerprints: no rank uses a channel before all ranks of
+  // the node have called the same operation.
   shm_.acquire_slot();
   shm_.post();
   shm_.wait_for_all_peers();
-  channels_.reserve_slots(operation.send);
-  auto rings = make_rings(operation, longest_block);
+  channels_.reserve_slots(operation.send_bytes);
+  auto rings = make_rings(operation, longest_block_bytes);
   std::vector<int> awaited_ranks(rings.size());
-  for (bool busy = true; busy;) {
+  for (bool is_unfinished = true; is_unfinished;) {
     const uint32_t doorbell = channels_.doorbell();
     bool progressed = false;
-    busy = false;
+    is_unfinished = false;
     for (size_t c = 0; c < rings.size(); ++c) {
       awaited_ranks[c] = -1;
-      if (rings[c].step == rings[c].schedule.steps()) continue;
-      busy = true;
-      awaited_ranks[c] = advance(requests, operation, c, rings[c]);
+      if (rings[c].step == rings[c].schedule.step_count()) continue;
+      is_unfinished = true;
+      awaited_ranks[c] = take_step(requests, operation, c, rings[c]);
       progressed |= awaited_ranks[c] < 0;
     }
-    if (busy && !progressed) channels_.wait_for_progress(awaited_ranks, doorbell);
+    if (is_unfinished && !progressed) channels_.wait_for_progress(awaited_ranks, doorbell);
   }
   wait_for_sends(requests, rings);
 }
 
-// The next operation overwrites the buffers of the sends.
+// Waits until all messages have been sent, because the next operation overwrites their buffers.
 void Pipeline::wait_for_sends(RequestBatch& requests, const std::vector<Ring>& rings) {
   std::vector<int> awaited_ranks(rings.size(), -1);
   for (size_t c = 0; c < rings.size(); ++c) {
@@ -111,17 +111,18 @@ void Pipeline::wait_for_sends(RequestBatch& requests, const std::vector<Ring>& r
   }
 }
 
-std::vector<Pipeline::Ring> Pipeline::make_rings(const Operation& operation, size_t longest_block) {
+std::vector<Pipeline::Ring> Pipeline::make_rings(const Operation& operation,
+                                                 size_t longest_block_bytes) {
   const size_t k = remote_buffers_.size(), n = ring_members_.size();
-  const size_t windows = windows_for(longest_block, k, operation.send, kPieceGrain);
+  const size_t windows = window_count(longest_block_bytes, k, operation.send_bytes, kPieceGrain);
   std::vector<Ring> out;
-  for (const size_t stride : ring_strides(n, k, !one_node_)) {
+  for (const size_t stride : ring_strides(n, k, !is_single_node_)) {
     Ring ring(Schedule(operation.kind, n, position_, stride, windows));
     ring.previous = neighbour(ring.schedule.previous());
     ring.next = neighbour(ring.schedule.next());
     RemoteBuffers& buffers = remote_buffers_[out.size()];
-    const auto resize_all = [&](auto& buffers) {
-      for (auto& b : buffers) b.resize(std::max(b.size(), operation.send));
+    const auto resize_all = [&](auto& list) {
+      for (auto& buffer : list) buffer.resize(std::max(buffer.size(), operation.send_bytes));
     };
     if (!ring.previous.shares_memory()) resize_all(buffers.in);
     if (!ring.next.shares_memory()) resize_all(buffers.out);
@@ -130,27 +131,28 @@ std::vector<Pipeline::Ring> Pipeline::make_rings(const Operation& operation, siz
   return out;
 }
 
-int Pipeline::advance(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring) {
+int Pipeline::take_step(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring) {
   const PipelineStep current_step = ring.schedule.step(ring.step);
   post_receives(requests, operation, c, ring);
   if (current_step.receives && !can_receive(requests, c, ring)) return ring.previous.rank;
   if (current_step.sends && !can_send(requests, c, ring)) return ring.next.rank;
   RemoteBuffers& buffers = remote_buffers_[c];
-  const std::byte* from = nullptr;
+  const std::byte* received_piece = nullptr;
   if (current_step.receives) {
-    from = ring.previous.shares_memory() ? channels_.recv_slot(c, ring.previous.local_rank)
-                                         : buffers.in[ring.received % kDepth].data();
+    received_piece = ring.previous.shares_memory()
+                         ? channels_.recv_slot(c, ring.previous.local_rank)
+                         : buffers.in[ring.received % kDepth].data();
   }
-  std::byte* to = nullptr;
+  std::byte* send_buffer = nullptr;
   if (current_step.sends) {
-    to = ring.next.shares_memory() ? channels_.send_slot(c)
-                                   : buffers.out[ring.sends_posted % kDepth].data();
+    send_buffer = ring.next.shares_memory() ? channels_.send_slot(c)
+                                            : buffers.out[ring.sends_posted % kDepth].data();
   }
   const Interval piece = interval_of(operation, c, current_step);
   if (current_step.reduces) {
-    reduce_piece(operation, current_step, piece, from, to);
+    reduce_piece(operation, current_step, piece, received_piece, send_buffer);
   } else {
-    forward(operation, current_step, piece, from, to);
+    forward(operation, current_step, piece, received_piece, send_buffer);
   }
   if (current_step.receives) finish_receive(c, ring);
   if (current_step.sends) finish_send(requests, c, ring, piece.size());
@@ -162,18 +164,18 @@ Interval Pipeline::interval_of(const Operation& operation, size_t c,
                                const PipelineStep& step) const {
   const size_t bytes =
       std::max(operation.in[step.block].bytes(), operation.out[step.block].bytes());
-  return interval_of_send(bytes, remote_buffers_.size(), c, step.window, operation.send,
+  return interval_of_send(bytes, remote_buffers_.size(), c, step.window, operation.send_bytes,
                           kPieceGrain);
 }
 
-// A receive is posted as soon as there is a buffer for it.
+// Posts receives of messages for all free buffers of a ring.
 void Pipeline::post_receives(RequestBatch& requests, const Operation& operation, size_t c,
                              Ring& ring) {
   if (ring.previous.shares_memory()) return;
   // Every step of a window but the first receives.
-  const size_t receives_per_window = ring.schedule.per_window() - 1;
+  const size_t receives_per_window = ring.schedule.steps_per_window() - 1;
   const size_t total_receives =
-      ring.schedule.steps() / ring.schedule.per_window() * receives_per_window;
+      ring.schedule.step_count() / ring.schedule.steps_per_window() * receives_per_window;
   for (; ring.receives_posted < total_receives && ring.receives_posted < ring.received + kDepth;
        ++ring.receives_posted) {
     const size_t i = ring.receives_posted / receives_per_window * (receives_per_window + 1) + 1 +
@@ -187,12 +189,12 @@ void Pipeline::post_receives(RequestBatch& requests, const Operation& operation,
 }
 
 bool Pipeline::can_receive(RequestBatch& requests, size_t c, const Ring& ring) const {
-  if (ring.previous.shares_memory()) return !channels_.recv_empty(c, ring.previous.local_rank);
+  if (ring.previous.shares_memory()) return !channels_.is_recv_empty(c, ring.previous.local_rank);
   return requests.has_finished(remote_buffers_[c].receives[ring.received % kDepth]);
 }
 
 bool Pipeline::can_send(RequestBatch& requests, size_t c, const Ring& ring) const {
-  if (ring.next.shares_memory()) return !channels_.send_full(c, ring.next.local_rank);
+  if (ring.next.shares_memory()) return !channels_.is_send_full(c, ring.next.local_rank);
   const RequestPtr& previous_send = remote_buffers_[c].sends[ring.sends_posted % kDepth];
   return !previous_send || requests.has_finished(previous_send);
 }
@@ -210,47 +212,49 @@ void Pipeline::finish_send(RequestBatch& requests, size_t c, Ring& ring, size_t 
                        channels_.doorbell_callback());
 }
 
+// Copies the received piece, or this rank's input if nothing is received, into the output, the send
+// buffer, or both.
 void Pipeline::forward(const Operation& operation, const PipelineStep& step, Interval piece,
-                       const std::byte* from, std::byte* to) {
-  if (step.stores) operation.out[step.block].copy_from(from, piece);
-  if (to == nullptr || piece.empty()) return;
-  if (from != nullptr) {
-    std::memcpy(to, from, piece.size());
+                       const std::byte* received_piece, std::byte* send_buffer) {
+  if (step.stores) operation.out[step.block].copy_from(received_piece, piece);
+  if (send_buffer == nullptr || piece.empty()) return;
+  if (received_piece != nullptr) {
+    std::memcpy(send_buffer, received_piece, piece.size());
   } else {
-    operation.in[step.block].copy_to(to, piece);
+    operation.in[step.block].copy_to(send_buffer, piece);
   }
 }
 
-// Reduces the received piece and this rank's input into the slot, the output, or both.
+// Reduces the received piece and this rank's input into the output, the send buffer, or both.
 void Pipeline::reduce_piece(const Operation& operation, const PipelineStep& step, Interval piece,
-                            const std::byte* from, std::byte* to) {
+                            const std::byte* received_piece, std::byte* send_buffer) {
   if (piece.empty()) return;
   const Reduction& r = operation.reduction;
   const size_t count = piece.size() / r.width();
   const void* input = operation.in[step.block].contiguous(piece);
   if (input == nullptr) {
-    input_copy_.resize(operation.send);
+    input_copy_.resize(operation.send_bytes);
     operation.in[step.block].copy_to(input_copy_.data(), piece);
     input = input_copy_.data();
   }
-  std::byte* target = step.stores ? operation.out[step.block].contiguous(piece) : to;
+  std::byte* target = step.stores ? operation.out[step.block].contiguous(piece) : send_buffer;
   if (target == nullptr) {
-    output_copy_.resize(operation.send);
+    output_copy_.resize(operation.send_bytes);
     target = output_copy_.data();
   }
-  if (from == nullptr) {
+  if (received_piece == nullptr) {
     reduce(r.first_stage(), target, &input, 1, count);
   } else {
     if (r.op == RedOp::kPremulSum) {  // the received piece has been multiplied already
-      input_copy_.resize(operation.send);
+      input_copy_.resize(operation.send_bytes);
       reduce(r, input_copy_.data(), &input, 1, count);
       input = input_copy_.data();
     }
-    const void* both[] = {from, input};
+    const void* both[] = {received_piece, input};
     reduce(step.stores ? r.last_stage() : r.first_stage().last_stage(), target, both, 2, count);
   }
   if (target == output_copy_.data()) operation.out[step.block].copy_from(target, piece);
-  if (step.stores && to != nullptr) std::memcpy(to, target, piece.size());
+  if (step.stores && send_buffer != nullptr) std::memcpy(send_buffer, target, piece.size());
 }
 
 }  // namespace fsccl

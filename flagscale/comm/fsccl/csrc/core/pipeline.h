@@ -1,6 +1,6 @@
-// Execution of pipelined schedules (schedule.h): channels between the ranks of a node, messages
-// between nodes. A rank polls its rings, takes every step whose data has arrived and for whose send
-// there is room, and sleeps if there is none.
+// Execution of pipelined schedules (schedule.h), over channels between the ranks of a node and over
+// messages between nodes. A rank polls its rings, takes every step whose data has arrived and for
+// whose send a buffer is free, and sleeps if no ring can take a step.
 #pragma once
 
 #include <array>
@@ -34,11 +34,12 @@ class Pipeline {
  private:
   static constexpr size_t kDepth = Channels::kDepth;
 
-  // The buffers of an operation: `in` and `out` have one block per position. A block that this rank
-  // does not contribute or receive may be empty in one of them.
+  // Parameters and buffers of an operation. `in` and `out` have one block per position. A block
+  // that this rank does not contribute is empty in `in`; one that it does not receive is empty in
+  // `out`.
   struct Operation {
     PipelineKind kind = PipelineKind::kAllGather;
-    size_t width = 1, send = 0;
+    size_t width = 1, send_bytes = 0;  // bytes of an element, and of a send
     Reduction reduction;
     BufferLists in, out;
   };
@@ -53,8 +54,8 @@ class Pipeline {
     explicit Ring(const Schedule& s) : schedule(s) {}
     Schedule schedule;
     Neighbour previous, next;
-    size_t step = 0;                                             // the next one
-    size_t receives_posted = 0, received = 0, sends_posted = 0;  // messages
+    size_t step = 0;                                             // index of the next step
+    size_t receives_posted = 0, received = 0, sends_posted = 0;  // numbers of messages
   };
   // Buffers and requests of a ring whose neighbour is on another node. They are reused by later
   // operations.
@@ -63,11 +64,11 @@ class Pipeline {
     std::array<RequestPtr, kDepth> receives, sends;
   };
 
-  void run(RequestBatch& requests, Operation operation, size_t longest);
+  void run(RequestBatch& requests, Operation operation, size_t longest_block_bytes);
   void wait_for_sends(RequestBatch& requests, const std::vector<Ring>& rings);
-  std::vector<Ring> make_rings(const Operation& operation, size_t longest);
+  std::vector<Ring> make_rings(const Operation& operation, size_t longest_block_bytes);
   // Takes the next step of the ring. Returns -1, or the group rank that the step has to wait for.
-  int advance(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring);
+  int take_step(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring);
   Interval interval_of(const Operation& operation, size_t c, const PipelineStep& step) const;
   void post_receives(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring);
   bool can_receive(RequestBatch& requests, size_t c, const Ring& ring) const;
@@ -75,9 +76,9 @@ class Pipeline {
   void finish_receive(size_t c, Ring& ring);
   void finish_send(RequestBatch& requests, size_t c, Ring& ring, size_t bytes);
   void forward(const Operation& operation, const PipelineStep& step, Interval piece,
-               const std::byte* from, std::byte* to);
+               const std::byte* received_piece, std::byte* send_buffer);
   void reduce_piece(const Operation& operation, const PipelineStep& step, Interval piece,
-                    const std::byte* from, std::byte* to);
+                    const std::byte* received_piece, std::byte* send_buffer);
   Neighbour neighbour(size_t position) const { return ring_members_[position]; }
 
   ShmSteps& shm_;
@@ -85,9 +86,9 @@ class Pipeline {
   Channels channels_;
   std::vector<Neighbour> ring_members_;  // rank at each position: node after node
   size_t position_ = 0;
-  bool one_node_;
+  bool is_single_node_;
   std::vector<RemoteBuffers> remote_buffers_;
-  // Copies of a piece that does not lie in one run.
+  // Copies of a piece that is not contiguous in memory.
   std::vector<std::byte> input_copy_, output_copy_;
 };
 

@@ -11,7 +11,7 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kBlockElements = 1024;  // elements
+constexpr size_t kBlockElements = 1024;
 
 // Element types: their representation in memory (Elem) and the type of the accumulator (Acc).
 template <class T>
@@ -45,7 +45,8 @@ struct Bool {  // any non-zero byte is true
   static void store(Elem* out, const Acc* in, size_t n) { std::copy(in, in + n, out); }
 };
 
-// Signed sums wrap around as in torch; unsigned arithmetic makes that defined behaviour.
+// Unsigned type of the same size as an integer type T; T itself for floats. Signed sums wrap around
+// as in torch, and unsigned arithmetic makes that defined behaviour.
 template <class T, bool = std::is_integral_v<T>>
 struct WrapType {
   using type = T;
@@ -73,7 +74,7 @@ struct Product {
     }
   }
 };
-// As in torch's amin and amax, a NaN on any rank wins.
+// As in torch's amin and amax, the result is NaN if the value of any rank is.
 struct Min {
   template <class T>
   static T apply(T a, T b) {

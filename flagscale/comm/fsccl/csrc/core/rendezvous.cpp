@@ -12,16 +12,17 @@ constexpr char kSameLine = '=', kNewLine = '+', kEndOfIdentity = '.';
 
 }  // namespace
 
-// Per line: kSameLine if it equals the line at that position of the previous identity, otherwise
-// kNewLine and the line.
+// The table has one line per line of each identity: kSameLine if it equals the line at that
+// position of the previous identity, otherwise kNewLine followed by the line. kEndOfIdentity is the
+// last line of each identity.
 std::string encode_peer_table(const std::vector<std::string>& identities) {
   std::string out;
   std::vector<std::string> previous;
   for (const std::string& text : identities) {
     const std::vector<std::string> lines = split(text, '\n');
     for (size_t i = 0; i < lines.size(); ++i) {
-      const bool same = i < previous.size() && previous[i] == lines[i];
-      out += same ? std::string(1, kSameLine) : kNewLine + lines[i];
+      const bool is_same = i < previous.size() && previous[i] == lines[i];
+      out += is_same ? std::string(1, kSameLine) : kNewLine + lines[i];
       out += '\n';
     }
     out += std::string(1, kEndOfIdentity) + '\n';
@@ -60,9 +61,9 @@ std::vector<std::string> decode_peer_table(const std::string& table, size_t rank
 Rendezvous::Rendezvous(std::unique_ptr<Store> store, int rank, int size)
     : store_(std::move(store)), rank_(rank), size_(size) {}
 
-std::vector<std::string> Rendezvous::keys(int from, int to) const {
+std::vector<std::string> Rendezvous::keys(int begin_rank, int end_rank) const {
   std::vector<std::string> out;
-  for (int r = from; r < to; ++r) out.push_back("rank/" + std::to_string(r));
+  for (int r = begin_rank; r < end_rank; ++r) out.push_back("rank/" + std::to_string(r));
   return out;
 }
 
@@ -98,12 +99,12 @@ std::vector<int> Rendezvous::absent_ranks() {
   return out;
 }
 
-void Rendezvous::find_absent_ranks(int from, int to, std::vector<int>* out) {
-  if (store_->has(keys(from, to))) return;
-  if (to - from == 1) return out->push_back(from);
-  const int middle = from + (to - from) / 2;
-  find_absent_ranks(from, middle, out);
-  find_absent_ranks(middle, to, out);
+void Rendezvous::find_absent_ranks(int begin_rank, int end_rank, std::vector<int>* out) {
+  if (store_->has(keys(begin_rank, end_rank))) return;
+  if (end_rank - begin_rank == 1) return out->push_back(begin_rank);
+  const int middle = begin_rank + (end_rank - begin_rank) / 2;
+  find_absent_ranks(begin_rank, middle, out);
+  find_absent_ranks(middle, end_rank, out);
 }
 
 std::vector<Identity> Rendezvous::identities() {
@@ -136,7 +137,7 @@ std::string Rendezvous::read_peer_table() {
 std::optional<std::string> Rendezvous::read_shared_peer_table() {
   const std::vector<std::string> entry = split(store_->get({host_key_})[0], '\n');
   size_t bytes = 0;
-  if (entry.size() != 2 || !read_number(entry[0], &bytes)) return std::nullopt;
+  if (entry.size() != 2 || !parse_decimal(entry[0], &bytes)) return std::nullopt;
   try {
     const Segment segment = Segment::open(entry[1], bytes, "");
     return std::string(reinterpret_cast<const char*>(segment.data()), bytes);

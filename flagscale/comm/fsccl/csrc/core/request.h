@@ -1,11 +1,11 @@
 // Sends and receives in progress, and the lock that guards them.
 //
-// Bodies are copied without holding the lock, so that a process sends and receives on several
-// cores. Before a copy starts, it is counted in the request whose memory it uses (LockHold::copy).
-// A request does not finish, successfully or not, before its copies have ended, and no copy starts
-// for a request that has finished or is about to fail. So the memory of a finished request is never
-// touched. The copies are calls of the kernel that never block, so that a request that is to fail
-// does so within a moment.
+// Message bodies are copied without holding the lock, so that a process sends and receives on
+// several cores. Before a copy starts, it is counted in the request whose memory it uses
+// (LockHold::copy). A request does not finish, successfully or not, before its copies have ended,
+// and no copy starts for a request that has finished or is about to fail. So the memory of a
+// finished request is never touched. Copies are system calls that never block, so that they
+// hardly delay a failure.
 #pragma once
 
 #include <cerrno>
@@ -28,10 +28,11 @@ struct Request {
   // kAwaited: a thread sleeps on it
   enum : uint32_t { kPending = 0, kAwaited = 1, kDone = 2, kFailed = 3 };
   Word state{kPending};
-  std::atomic<int> peer{-1};  // of a receive from any source: the sender, once done
+  // Group rank of the other side. Of a receive from any source: -1, and the sender once it is done.
+  std::atomic<int> peer{-1};
   uint64_t tag = 0;
   CollectiveFingerprint fingerprint;
-  size_t parts_left = 1;          // of a send: bodies that have not been sent
+  size_t unsent_bodies = 1;       // of a send: parts of the message that have not been sent
   size_t copies_in_progress = 0;  // running without the lock
   BufferList memory;
   std::unique_ptr<Error> error;
@@ -39,8 +40,8 @@ struct Request {
 
   bool finished() const { return state.load(std::memory_order_acquire) >= kDone; }
   bool failed() const { return state.load(std::memory_order_acquire) == kFailed; }
-  // Sleeps until the request has finished, at most `timeout`. May return early for no reason. Any
-  // thread may call.
+  // Sleeps until the request has finished, at most `timeout`. May wake up spuriously. Any thread
+  // may call.
   void wait_briefly(std::chrono::milliseconds timeout) {
     uint32_t expected = kPending;
     state.compare_exchange_strong(expected, kAwaited);
@@ -51,8 +52,8 @@ struct Request {
   void succeed() {
     if (!is_closing()) finish(kDone);
   }
-  void complete_part() {
-    if (--parts_left == 0) succeed();
+  void complete_body() {
+    if (--unsent_bodies == 0) succeed();
   }
   void fail(const Error& reason) {
     if (is_closing()) return;
@@ -71,18 +72,18 @@ struct Request {
 };
 using RequestPtr = std::shared_ptr<Request>;
 
-// Memory of the body of a frame, and what keeps that memory alive while it is copied.
+// Memory of the body of a frame, and the owner that keeps it alive while it is copied.
 struct Body {
   BufferList memory;
   RequestPtr request;                   // the request that owns the memory, if one does
-  std::shared_ptr<std::byte[]> buffer;  // else this, or the connection itself
+  std::shared_ptr<std::byte[]> buffer;  // else the owner, or null if the connection is
 };
 
 // The lock of a transport.
 struct TransportLock {
   std::mutex mutex;
   size_t copies_in_progress = 0;  // into or from the memory of requests, running without the lock
-  std::condition_variable no_copies;
+  std::condition_variable copies_ended;
 };
 
 // Scope in which a thread holds the lock of a transport.
@@ -91,22 +92,22 @@ class LockHold {
   explicit LockHold(TransportLock& lock) : transport_lock_(lock), lock_(lock.mutex) {}
 
   // Calls `call`, which copies `bytes` bytes from or to the memory of `body`, without holding the
-  // lock. Small copies keep the lock, because they take less time than letting others in.
+  // lock. Small copies keep the lock, because they take less time than releasing it.
   template <class F>
   auto copy(const Body& body, size_t bytes, F&& call) {
     if (bytes <= kInlineCopyBytes) return call();
     const UnlockedCopy unlocked(*this, body);
     return call();
   }
-  // Releases the lock until condition() is true.
+  // Releases the lock until condition() is true, which it checks every millisecond.
   template <class F>
   void unlock_until(F&& condition) {
-    while (!condition()) transport_lock_.no_copies.wait_for(lock_, std::chrono::milliseconds(1));
+    while (!condition()) transport_lock_.copies_ended.wait_for(lock_, std::chrono::milliseconds(1));
   }
   // Waits until no copy is in progress. The caller has failed all requests, so none can start.
   void wait_for_copies() {
-    transport_lock_.no_copies.wait(lock_,
-                                   [this] { return transport_lock_.copies_in_progress == 0; });
+    transport_lock_.copies_ended.wait(lock_,
+                                      [this] { return transport_lock_.copies_in_progress == 0; });
   }
 
  private:
@@ -129,7 +130,7 @@ class LockHold {
       if (request_) {
         request_->end_copy();
         if (--hold_.transport_lock_.copies_in_progress == 0)
-          hold_.transport_lock_.no_copies.notify_all();
+          hold_.transport_lock_.copies_ended.notify_all();
       }
       errno = saved_errno;
     }

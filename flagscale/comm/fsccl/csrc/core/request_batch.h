@@ -1,4 +1,4 @@
-// The messages of one collective between nodes. They may be started and awaited in any order.
+// The messages of one collective between nodes. They can be started and awaited in any order.
 #pragma once
 
 #include <functional>
@@ -12,8 +12,9 @@ namespace fsccl {
 // Starts and awaits the messages of the collective in progress, on its thread.
 class RequestBatch {
  public:
-  // Node peers can look up the rank that this rank waits for (ShmSteps::set_awaited_rank), so that
-  // a timeout names the right one.
+  // While this rank waits for a message, `shm` shows the other ranks of its node whose message it
+  // is (ShmSteps::set_awaited_rank), so that a timeout names the right rank. `poll` is called
+  // during waits and throws to end them.
   RequestBatch(Transport& transport, ShmSteps& shm, const CollectiveFingerprint& fingerprint,
                const Deadline& deadline, std::function<void()> poll)
       : transport_(transport),
@@ -25,7 +26,7 @@ class RequestBatch {
 
   using Requests = std::vector<RequestPtr>;
 
-  // Each stream orders its messages independently.
+  // Messages of one stream to one rank stay in order; streams are independent of each other.
   void send(int peer, BufferList memory, Requests* requests, size_t stream = 0) {
     requests->push_back(transport_.send(peer, tag_of(stream), std::move(memory), fingerprint_));
   }

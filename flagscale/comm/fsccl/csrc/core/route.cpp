@@ -10,7 +10,8 @@ namespace fsccl {
 namespace {
 
 constexpr std::array<const char*, 4> kAlgorithmNames{"auto", "ring", "tree", "transpose"};
-// Between sending a message and waiting for it: two chunks cross at the same time.
+// Logical time between sending a message and waiting for it. With two units, messages of two chunks
+// are in flight at the same time.
 constexpr size_t kTimePerCrossing = 2;
 
 size_t time_of(size_t crossings) { return crossings * kTimePerCrossing; }
@@ -20,15 +21,15 @@ std::vector<int> sorted(std::vector<int> nodes) {
   return nodes;
 }
 
-// A tree of nodes. `place_of_node` maps a node to its vertex.
+// A tree of nodes. vertex_of_node(node) returns the vertex of a node.
 struct Tree {
   std::vector<TreeVertex> vertices;
   std::vector<int> nodes;  // by vertex
   size_t height = 0;
 
   template <class F>
-  Tree(int count, F place_of_node) : vertices(binary_tree(count)), nodes(vertices.size()) {
-    for (int c = 0; c < count; ++c) nodes[static_cast<size_t>(place_of_node(c))] = c;
+  Tree(int count, F vertex_of_node) : vertices(binary_tree(count)), nodes(vertices.size()) {
+    for (int c = 0; c < count; ++c) nodes[static_cast<size_t>(vertex_of_node(c))] = c;
     for (const TreeVertex& vertex : vertices) height = std::max(height, vertex.depth);
   }
   // Returns the tree in which a node is the root.
@@ -53,7 +54,8 @@ struct Tree {
     }
     return out;
   }
-  // Hop in which a node adds its data to that of its children.
+  // Returns the hop in which a node adds its data to that of its children and sends the sum to its
+  // parent; down() that in which it receives the result and sends it to its children.
   Hop up(int node, size_t segment) const {
     return {time_of(height - vertex_of(node).depth),
             segment,
@@ -116,25 +118,25 @@ Algorithm algorithm_of(const std::string& name, const std::string& source) {
 }
 
 Route exchange_route(int count, int me) {
-  const std::vector<int> others = other_nodes(count, me);
+  const std::vector<int> peers = other_nodes(count, me);
   Route out;
   out.end_time = time_of(1);
-  out.hops = {{0, 0, true, false, {}, others}, {time_of(1), 0, true, true, sorted(others), {}}};
+  out.hops = {{0, 0, true, false, {}, peers}, {time_of(1), 0, true, true, sorted(peers), {}}};
   return out;
 }
 
 Route transpose_route(int count, int me) {
-  const std::vector<int> others = other_nodes(count, me);
+  const std::vector<int> peers = other_nodes(count, me);
   Route out;
   out.segments = static_cast<size_t>(count);
   out.end_time = time_of(2);
-  for (const int c : others) {
+  for (const int c : peers) {
     const auto segment = static_cast<size_t>(c);
     out.hops.push_back({0, segment, true, false, {}, {c}});
     out.hops.push_back({time_of(2), segment, false, true, {c}, {}});
   }
   const auto own_segment = static_cast<size_t>(me);
-  out.hops.push_back({time_of(1), own_segment, true, true, sorted(others), others});
+  out.hops.push_back({time_of(1), own_segment, true, true, sorted(peers), peers});
   sort_by_time(&out);
   return out;
 }
@@ -144,8 +146,8 @@ Route ring_route(int count, int me) {
   Route out;
   out.segments = static_cast<size_t>(count);
   out.end_time = static_cast<size_t>(last);
-  // As many times as the sums take: while the sums of a chunk travel around the ring, so do the
-  // results of the previous one.
+  // The time that the partial sums of a chunk take: while they travel around the ring, so do the
+  // results of the previous chunk.
   out.stride = static_cast<size_t>(count);
   for (int t = 0; t <= last; ++t) {
     const int segment = (me + 2 * count - 1 - t) % count;
@@ -159,8 +161,8 @@ Route ring_route(int count, int me) {
 }
 
 Route tree_route(int count, int me) {
-  // In the second tree, the places of an even number of nodes are reversed, those of an odd number
-  // rotated by one. Leaves of one tree are then inside the other.
+  // In the second tree, the order of the nodes is reversed if their number is even, and rotated by
+  // one if it is odd. Leaves of one tree are then inner nodes of the other.
   const Tree trees[] = {Tree(count, [](int c) { return c; }), Tree(count, [count](int c) {
                           return count % 2 == 0 ? count - 1 - c : (c + 1) % count;
                         })};
@@ -199,8 +201,8 @@ Route broadcast_route(int count, int me, int root) {
   return out;
 }
 
-// Among places 1, 2, 3, ..., the one divisible by the largest power of two is the parent of those
-// on both of its sides.
+// The root of a range of positions 1, 2, 3, ... is the position divisible by the largest power of
+// two. Its children are the roots of the ranges on both sides.
 std::vector<TreeVertex> binary_tree(int count) {
   std::vector<TreeVertex> vertices(static_cast<size_t>(count));
   const auto grow = [&vertices](const auto& self, int lo, int hi, int parent,

@@ -5,13 +5,13 @@
 namespace fsccl {
 
 PipelineStep Schedule::step(size_t i) const {
-  const size_t t = i % per_window();
+  const size_t t = i % steps_per_window();
   const bool gathers = kind_ == PipelineKind::kAllGather || t >= ranks_;
   PipelineStep s;
-  s.window = i / per_window();
+  s.window = i / steps_per_window();
   s.receives = t > 0;
   if (gathers) {
-    // In an all-reduce, the last step of the first half has already sent the reduced own block.
+    // In an all-reduce, the last step of the reduce-scatter has sent this rank's reduced block.
     const size_t hops = kind_ == PipelineKind::kAllGather ? t : t - ranks_ + 1;
     s.block = position_behind(hops);
     s.stores = hops > 0;
@@ -37,15 +37,15 @@ std::vector<size_t> ring_strides(size_t ranks, size_t k, bool neighbours_only) {
   return out;
 }
 
-Interval interval_of_send(size_t bytes, size_t k, size_t ring, size_t window, size_t send,
-                          size_t grain) {
-  const Interval chunk = cut(bytes, k, ring, grain);
-  const size_t lo = std::min(chunk.lo + window * send, chunk.hi);
-  return {lo, std::min(lo + send, chunk.hi)};
+Interval interval_of_send(size_t block_bytes, size_t k, size_t ring, size_t window,
+                          size_t send_bytes, size_t grain) {
+  const Interval chunk = cut(block_bytes, k, ring, grain);
+  const size_t lo = std::min(chunk.lo + window * send_bytes, chunk.hi);
+  return {lo, std::min(lo + send_bytes, chunk.hi)};
 }
 
-size_t windows_for(size_t longest, size_t k, size_t send, size_t grain) {
-  return ceil_div(cut(longest, k, 0, grain).size(), send);
+size_t window_count(size_t longest_bytes, size_t k, size_t send_bytes, size_t grain) {
+  return ceil_div(cut(longest_bytes, k, 0, grain).size(), send_bytes);
 }
 
 }  // namespace fsccl

@@ -27,10 +27,11 @@ std::string name_of_directory(const std::string& directory) {
   return directory.empty() ? "memory" : directory;
 }
 
-[[noreturn]] void fail_reserving(size_t bytes, const std::string& where) {
-  fail_system("cannot reserve " + mib_text(bytes) + " of shared memory in " + where);
+[[noreturn]] void fail_reserving(size_t bytes, const std::string& directory_name) {
+  fail_system("cannot reserve " + mib_text(bytes) + " of shared memory in " + directory_name);
 }
 
+// Returns an exclusive lock of the byte of a rank.
 struct flock rank_byte(int rank) {
   struct flock l{};
   l.l_type = F_WRLCK;
@@ -54,27 +55,27 @@ struct Segment::Registry {
   }
 };
 
-Segment Segment::create(size_t bytes, size_t first, const std::string& directory) {
-  const std::string where = name_of_directory(directory);
+Segment Segment::create(size_t bytes, size_t reserved_bytes, const std::string& directory) {
+  const std::string directory_name = name_of_directory(directory);
   const int fd = directory.empty()
                      ? memfd_create("fsccl", MFD_CLOEXEC)
                      : ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-  if (fd < 0) fail_system("cannot create a shared segment in " + where);
+  if (fd < 0) fail_system("cannot create a shared segment in " + directory_name);
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     const int saved_errno = errno;
     close(fd);
     errno = saved_errno;
-    fail_reserving(bytes, where);
+    fail_reserving(bytes, directory_name);
   }
-  Segment segment(map(fd, bytes, where));
-  segment.reserve(0, first);
+  Segment segment(map(fd, bytes, directory_name));
+  segment.reserve(0, reserved_bytes);
   return segment;
 }
 
 Segment Segment::open(const std::string& address, size_t bytes, const std::string& directory) {
   {
     auto& registry = per_process<Registry>();
-    const std::lock_guard<std::mutex> hold(registry.mutex);
+    const std::lock_guard<std::mutex> lock(registry.mutex);
     const auto entry = registry.mapped.find(address);
     if (entry != registry.mapped.end()) {
       if (auto file = entry->second.lock()) return Segment(std::move(file));
@@ -85,10 +86,11 @@ Segment Segment::open(const std::string& address, size_t bytes, const std::strin
   return Segment(map(fd, bytes, name_of_directory(directory)));
 }
 
-std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes, const std::string& where) {
-  auto file = std::make_shared<File>(fd, bytes, where);
+std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes,
+                                            const std::string& directory_name) {
+  auto file = std::make_shared<File>(fd, bytes, directory_name);
   auto& registry = per_process<Registry>();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
   for (auto entry = registry.mapped.begin(); entry != registry.mapped.end();) {
     entry = entry->second.expired() ? registry.mapped.erase(entry) : std::next(entry);
   }
@@ -98,7 +100,7 @@ std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes, const std::str
 
 void Segment::retain_until(std::function<bool()> all_opened) const {
   auto& registry = per_process<Registry>();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
   registry.retained.emplace_back(file_, std::move(all_opened));
   registry.has_retained();
 }
@@ -108,7 +110,7 @@ void Segment::wait_until_released(std::chrono::milliseconds timeout) {
   auto& registry = per_process<Registry>();
   for (;;) {
     {
-      const std::lock_guard<std::mutex> hold(registry.mutex);
+      const std::lock_guard<std::mutex> lock(registry.mutex);
       if (!registry.has_retained() || end.passed()) return;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -121,15 +123,15 @@ size_t Segment::round_to_pages(size_t bytes) {
 }
 
 void Segment::reserve(size_t begin, size_t end) const {
-  const int saved_errno =
+  const int error_code =
       posix_fallocate(file_->fd, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
-  if (saved_errno == 0) return;
-  errno = saved_errno;
-  fail_reserving(end - begin, file_->where);
+  if (error_code == 0) return;
+  errno = error_code;
+  fail_reserving(end - begin, file_->directory_name);
 }
 
-Segment::File::File(int fd_of_file, size_t bytes_of_file, std::string directory_name)
-    : fd(fd_of_file), where(std::move(directory_name)), bytes(bytes_of_file) {
+Segment::File::File(int fd_of_file, size_t bytes_of_file, std::string directory)
+    : fd(fd_of_file), directory_name(std::move(directory)), bytes(bytes_of_file) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) {
     close(fd);
@@ -161,13 +163,13 @@ bool Segment::rank_is_locked(int rank) const {
 // the state follows it. A process that has ended but has not been waited for (zombie) counts as
 // ended.
 uint64_t start_time_of(int pid) {
-  const std::string line = first_line("/proc/" + std::to_string(pid) + "/stat");
+  const std::string line = read_first_line("/proc/" + std::to_string(pid) + "/stat");
   const size_t name_end = line.rfind(')');
   if (name_end == std::string::npos || name_end + 2 >= line.size()) return 0;
   const std::vector<std::string> fields = split(line.substr(name_end + 2), ' ');
   uint64_t start = 0;
-  const bool valid =
-      fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" && read_number(fields[19], &start);
+  const bool valid = fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" &&
+                     parse_decimal(fields[19], &start);
   return valid ? start : 0;
 }
 

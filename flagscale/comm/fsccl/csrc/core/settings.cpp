@@ -28,7 +28,7 @@ void read_variable(const char* name, long long min_value, long long max_value, c
   const std::string text = read_environment(name);
   if (text.empty()) return;
   long long value = 0;
-  if (!read_number(text, &value) || value < min_value || value > max_value)
+  if (!parse_decimal(text, &value) || value < min_value || value > max_value)
     throw_invalid(name, text, expected);
   *out = static_cast<T>(value);
 }
@@ -38,7 +38,7 @@ std::vector<int> read_node_sizes() {
   std::vector<int> sizes;
   for (const std::string& entry : split(text, ',')) {
     long long value = 0;
-    if (!read_number(entry, &value) || value < 1 || value > 1 << 20) {
+    if (!parse_decimal(entry, &value) || value < 1 || value > 1 << 20) {
       throw_invalid("FSCCL_CLUSTERS", text, "the sizes of consecutive nodes of ranks, such as 4,4");
     }
     sizes.push_back(static_cast<int>(value));
@@ -60,7 +60,7 @@ BoundedSettings read_bounded_settings() {
   settings.enabled = read_choice("FSCCL_TAIL", "bounded", "exact");
   settings.group_patterns = split(read_environment("FSCCL_TAIL_GROUPS"), ',');
   settings.skip_above_limit = read_choice("FSCCL_TAIL_ABOVE", "skip", "repeat");
-  settings.feedback = read_choice("FSCCL_TAIL_FEEDBACK", "1", "0");
+  settings.error_feedback = read_choice("FSCCL_TAIL_FEEDBACK", "1", "0");
   read_variable("FSCCL_TAIL_BYTES", 65536, 1LL << 40, "65536 bytes or more", &settings.min_bytes);
   read_variable("FSCCL_TAIL_LIMIT", 0, 100, "0 to 100 percent", &settings.max_excluded_percent);
   read_variable("FSCCL_TAIL_RATE", 0, 1000000, "0 (learned) to 1000000 Mbit/s",
@@ -82,8 +82,8 @@ Settings Settings::from_environment() {
   if (const std::string algorithm = read_environment("FSCCL_ALGO"); !algorithm.empty()) {
     s.algorithm = algorithm_of(algorithm, "FSCCL_ALGO");
   }
-  read_variable("FSCCL_PIPELINE_K", 0, kMostChunks, "0 (off) to 64 chunks", &s.pipeline_k);
-  read_variable("FSCCL_PIPELINE_NELEM", 1, kMostElements, "1 to 67108864 elements a send",
+  read_variable("FSCCL_PIPELINE_K", 0, kMaxPipelineChunks, "0 (off) to 64 chunks", &s.pipeline_k);
+  read_variable("FSCCL_PIPELINE_NELEM", 1, kMaxPipelineElements, "1 to 67108864 elements a send",
                 &s.pipeline_nelem);
   read_variable("FSCCL_PIPE_BYTES", 4096, kGiB, "4096 to 1 GiB", &s.pipe_bytes);
   read_variable("FSCCL_TINY_BYTES", 0, 1 << 20, "0 to 1 MiB", &s.tiny_bytes);
@@ -97,7 +97,7 @@ Settings Settings::from_environment() {
   read_variable("FSCCL_TCP_USER_TIMEOUT", 1, 86400, "a number of seconds", &seconds);
   s.tcp.user_timeout = std::chrono::seconds(seconds);
   if (const std::string secret = read_environment("FSCCL_SECRET"); !secret.empty()) {
-    if (!read_key(secret, &s.secret.emplace())) {
+    if (!parse_key(secret, &s.secret.emplace())) {
       fail_usage(
           "FSCCL_SECRET: expected 32 hexadecimal digits, as of `openssl rand -hex 16`, found " +
           std::to_string(secret.size()) + " characters that are not");
@@ -125,17 +125,18 @@ bool BoundedSettings::applies_to(const std::string& description) const {
 }
 
 void Settings::check_node_sizes(int ranks_of_job) const {
-  const int covered = std::accumulate(node_sizes.begin(), node_sizes.end(), 0);
-  if (node_sizes.empty() || covered == ranks_of_job) return;
+  const int total_ranks = std::accumulate(node_sizes.begin(), node_sizes.end(), 0);
+  if (node_sizes.empty() || total_ranks == ranks_of_job) return;
   fail_usage("FSCCL_CLUSTERS=" + read_environment("FSCCL_CLUSTERS") + ": the sizes add up to " +
-             std::to_string(covered) + ", but the job's ranks are " + std::to_string(ranks_of_job));
+             std::to_string(total_ranks) + ", but the job's ranks are " +
+             std::to_string(ranks_of_job));
 }
 
 void Settings::check_pipeline() const {
-  if (pipeline_k < 0 || pipeline_k > kMostChunks) {
+  if (pipeline_k < 0 || pipeline_k > kMaxPipelineChunks) {
     throw_invalid("pipeline_k", std::to_string(pipeline_k), "0 (off) to 64 chunks");
   }
-  if (pipeline_nelem < 1 || pipeline_nelem > static_cast<size_t>(kMostElements)) {
+  if (pipeline_nelem < 1 || pipeline_nelem > static_cast<size_t>(kMaxPipelineElements)) {
     throw_invalid("pipeline_nelem", std::to_string(pipeline_nelem),
                   "1 to 67108864 elements a send");
   }
@@ -148,7 +149,7 @@ std::string Settings::agreed_settings() const {
   }
   text += std::string(" FSCCL_SHM=") + (shared_memory ? "1" : "0");
   // Only a digest of the secret, which reveals nothing about it.
-  if (secret) text += " FSCCL_SECRET=[" + text_of(derived(*secret, uint64_t{0})) + "]";
+  if (secret) text += " FSCCL_SECRET=[" + text_of(derive_key(*secret, uint64_t{0})) + "]";
   text += " FSCCL_SLOT_BYTES=" + std::to_string(slot_bytes);
   text += " FSCCL_ONE_SHOT_BYTES=" + std::to_string(one_shot_bytes);
   text += " FSCCL_CHUNK_BYTES=" + std::to_string(chunk_bytes);

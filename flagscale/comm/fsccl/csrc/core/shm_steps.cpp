@@ -11,6 +11,7 @@ namespace {
 constexpr std::chrono::milliseconds kSleepInterval(100);
 constexpr int32_t kNobody = -1;
 
+// Returns whether a counter has reached a step, also after it has wrapped around.
 bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
 
 }  // namespace
@@ -19,9 +20,9 @@ bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(poste
 struct alignas(2 * kCacheLine) ShmSteps::RankState {
   Word posted;
   Word sleepers;
-  // The second cache line, which nobody reads while the operation makes progress.
-  alignas(kCacheLine) Word joined;
-  Word left;
+  // In a second cache line, which no rank reads while the operation makes progress.
+  alignas(kCacheLine) Word has_joined;
+  Word has_left;
   std::atomic<uint64_t> process_id;
   // Sequence number of the last operation that this rank has finished.
   std::atomic<uint64_t> finished_sequence;
@@ -46,7 +47,7 @@ size_t ShmSteps::segment_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + static_cast<size_t>(ranks) * slots_bytes(slot_bytes);
 }
 
-size_t ShmSteps::first_bytes(int ranks, size_t slot_bytes) {
+size_t ShmSteps::creator_reserved_bytes(int ranks, size_t slot_bytes) {
   return head_bytes(ranks) + slots_bytes(slot_bytes);
 }
 
@@ -75,11 +76,11 @@ ShmSteps::ShmSteps(Segment segment, int rank, ShmConfig config)
   own_state.posted.store(step_, std::memory_order_relaxed);
   own_state.process_id.store(config_.process_id, std::memory_order_relaxed);
   own_state.awaited_rank.store(kNobody, std::memory_order_relaxed);
-  own_state.joined.store(1, std::memory_order_release);
+  own_state.has_joined.store(1, std::memory_order_release);
 }
 
-// Each rank reserves its own slots, so that their pages lie in the memory closest to the rank that
-// writes them.
+// Reserves the slots of this rank, so that their pages are on the NUMA node of the rank that writes
+// them.
 void ShmSteps::reserve_slots() {
   const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * rank_stride_;
   try {
@@ -140,10 +141,10 @@ const std::byte* ShmSteps::wait_for_peer(int peer) {
 }
 
 void ShmSteps::check_fingerprint(int peer, const CollectiveFingerprint& expected) {
-  CollectiveFingerprint peer_state;
-  std::memcpy(&peer_state, slot(peer, step_), sizeof peer_state);
-  if (peer_state != expected) {
-    throw mismatch_error({group_rank_of(peer), name_of(peer), peer_state},
+  CollectiveFingerprint peer_fingerprint;
+  std::memcpy(&peer_fingerprint, slot(peer, step_), sizeof peer_fingerprint);
+  if (peer_fingerprint != expected) {
+    throw mismatch_error({group_rank_of(peer), name_of(peer), peer_fingerprint},
                          {group_rank_of(rank_), name_of(rank_), expected}, group_rank_of(peer));
   }
   checked_step_[static_cast<size_t>(peer)] = step_;
@@ -198,8 +199,9 @@ void ShmSteps::check_peers_and_deadline(int peer, uint32_t step) {
   throw_if_timed_out(find_straggler(peer));
 }
 
-// The awaited peer may have posted, and its process ended, after the caller looked.
-void ShmSteps::check_peers(int awaited_peer, const std::function<bool()>& arrived) const {
+// has_arrived() is called after the process of the peer is found to have ended: the peer may have
+// posted and then ended after the caller checked.
+void ShmSteps::check_peers(int awaited_peer, const std::function<bool()>& has_arrived) const {
   throw_if_aborted();
   if (wait_callback_) wait_callback_();
   for (int p = 0; p < size(); ++p) {
@@ -207,20 +209,20 @@ void ShmSteps::check_peers(int awaited_peer, const std::function<bool()>& arrive
     if (suffix == nullptr) continue;
     const bool is_done =
         rank_state(p).finished_sequence.load(std::memory_order_acquire) >= fingerprint_.sequence;
-    if (p == awaited_peer ? arrived() : is_done) continue;
-    throw_if_aborted();  // which an ending rank records before it leaves
+    if (p == awaited_peer ? has_arrived() : is_done) continue;
+    throw_if_aborted();  // a rank that fails records its error before it leaves
     throw Error(Fault::kPeerLost, group_rank_of(p), name(group_rank_of(p)) + suffix);
   }
 }
 
 const char* ShmSteps::exit_reason(int peer) const {
   const RankState& peer_state = rank_state(peer);
-  if (peer_state.left.load(std::memory_order_acquire) != 0) return kLeftGroup;
-  const bool joined = peer_state.joined.load(std::memory_order_acquire) != 0;
+  if (peer_state.has_left.load(std::memory_order_acquire) != 0) return kLeftGroup;
+  const bool has_joined = peer_state.has_joined.load(std::memory_order_acquire) != 0;
   const bool alive =
-      !joined ? config_.is_running(group_rank_of(peer))
-              : peer_state.process_id.load(std::memory_order_relaxed) == config_.process_id ||
-                    segment_.rank_is_locked(peer);
+      !has_joined ? config_.is_running(group_rank_of(peer))
+                  : peer_state.process_id.load(std::memory_order_relaxed) == config_.process_id ||
+                        segment_.rank_is_locked(peer);
   return alive ? nullptr : kProcessEnded;
 }
 
@@ -236,15 +238,16 @@ int ShmSteps::local_rank_of(int group_rank) const {
   return at == config_.members.end() ? -1 : static_cast<int>(at - config_.members.begin());
 }
 
-// Follows the chain of awaited ranks from `peer` on. A rank whose own wait is over (its process is
-// stopped, or gets no processor time) is the one that does not move.
+// Follows the chain of awaited ranks from `peer` on. A rank is also the straggler if its awaited
+// step has been posted but it has not continued: its process is stopped, or gets no processor time.
 int ShmSteps::find_straggler(int peer) const {
   for (int hops = 0; hops < size(); ++hops) {
     const RankState& state = rank_state(peer);
     const int32_t awaited = state.awaited_rank.load(std::memory_order_acquire);
     if (awaited == kNobody || awaited == group_rank_of(rank_)) return group_rank_of(peer);
     const int next_peer = local_rank_of(awaited);
-    if (next_peer < 0) return group_rank_of(peer);  // throw_if_timed_out() asks the other node
+    // On another node: throw_if_timed_out() continues the search there.
+    if (next_peer < 0) return group_rank_of(peer);
     const uint32_t step = state.awaited_step.load(std::memory_order_relaxed);
     if (reached(rank_state(next_peer).posted.load(std::memory_order_acquire), step))
       return group_rank_of(peer);
@@ -278,21 +281,21 @@ void ShmSteps::throw_if_aborted() const { group_error().throw_if_set(); }
 
 bool ShmSteps::all_joined() const {
   for (int p = 0; p < size(); ++p) {
-    if (rank_state(p).joined.load(std::memory_order_acquire) == 0) return false;
+    if (rank_state(p).has_joined.load(std::memory_order_acquire) == 0) return false;
   }
   return true;
 }
 
 void ShmSteps::leave(bool retain_segment) {
   RankState& own_state = rank_state(rank_);
-  own_state.left.store(1, std::memory_order_seq_cst);
+  own_state.has_left.store(1, std::memory_order_seq_cst);
   if (own_state.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(own_state.posted);
   if (!retain_segment || all_joined()) return;
   segment_.retain_until([states = &rank_state(0), n = size(), members = config_.members,
                          is_running = config_.is_running] {
     for (int p = 0; p < n; ++p) {
-      const bool joined = states[p].joined.load(std::memory_order_acquire) != 0;
-      if (!joined && is_running(members[static_cast<size_t>(p)])) return false;
+      const bool has_joined = states[p].has_joined.load(std::memory_order_acquire) != 0;
+      if (!has_joined && is_running(members[static_cast<size_t>(p)])) return false;
     }
     return true;
   });

@@ -29,7 +29,7 @@ namespace {
 // The descriptors of all Fd objects, which a forked child closes.
 struct DescriptorRegistry {
   std::mutex mutex;
-  std::set<int> numbers;
+  std::set<int> fds;
 };
 
 // Never destroyed, because threads may still hold descriptors when the process ends.
@@ -39,8 +39,8 @@ DescriptorRegistry& descriptor_registry() {
     pthread_atfork([] { descriptor_registry().mutex.lock(); },
                    [] { descriptor_registry().mutex.unlock(); },
                    [] {
-                     for (const int fd : descriptor_registry().numbers) close(fd);
-                     descriptor_registry().numbers.clear();
+                     for (const int fd : descriptor_registry().fds) close(fd);
+                     descriptor_registry().fds.clear();
                      descriptor_registry().mutex.unlock();
                    });
     return registry_object;
@@ -117,8 +117,8 @@ int score_of(const ifaddrs& i, const InterfaceFilter& filter) {
   const int family = i.ifa_addr->sa_family;
   if (family != AF_INET && family != AF_INET6) return -1;
   if (family == AF_INET6) {
-    const auto* six = reinterpret_cast<const sockaddr_in6*>(i.ifa_addr);
-    if (IN6_IS_ADDR_LINKLOCAL(&six->sin6_addr)) return -1;
+    const auto* ipv6_address = reinterpret_cast<const sockaddr_in6*>(i.ifa_addr);
+    if (IN6_IS_ADDR_LINKLOCAL(&ipv6_address->sin6_addr)) return -1;
   }
   int score = family == AF_INET ? 1 : 0;
   if ((i.ifa_flags & IFF_LOOPBACK) == 0) score += kPhysicalScore;
@@ -152,21 +152,21 @@ std::vector<Candidate> candidates(const InterfaceFilter& filter, std::string* al
     if (all_names->find(name) == std::string::npos) *all_names += " " + name;
     const int score = score_of(*i, filter);
     if (score < 0) continue;
-    const auto same = std::find_if(out.begin(), out.end(),
-                                   [&](const Candidate& c) { return c.interface == name; });
+    const auto same_interface = std::find_if(
+        out.begin(), out.end(), [&](const Candidate& c) { return c.interface == name; });
     const Candidate candidate{name, text_of(i->ifa_addr), score};
-    if (same == out.end()) {
+    if (same_interface == out.end()) {
       out.push_back(candidate);
-    } else if (same->score < score) {
-      *same = candidate;
+    } else if (same_interface->score < score) {
+      *same_interface = candidate;
     }
   }
   freeifaddrs(interfaces);
   return out;
 }
 
-// Returns as many addresses as the options ask for, each of another interface. After the first one,
-// the loopback and bridges count only if the filter names them.
+// Returns `options.interfaces` addresses, each of another interface. Beyond the first address, the
+// loopback and bridges are used only if the user has set a filter that accepts them.
 std::vector<std::string> select_addresses(const TcpOptions& options) {
   const InterfaceFilter filter(options.interface);
   std::string all_names;
@@ -232,12 +232,13 @@ bool read_tcp_info(int fd, tcp_info* info) {
 
 std::string TcpOptions::text() const {
   std::string out = interface;
-  for (const auto score :
+  for (const auto value :
        {static_cast<long long>(interfaces), static_cast<long long>(connections),
         static_cast<long long>(buffer_bytes), static_cast<long long>(user_timeout.count()),
-        static_cast<long long>(buffered_bytes), static_cast<long long>(total_buffered_bytes),
+        static_cast<long long>(max_buffered_bytes),
+        static_cast<long long>(max_total_buffered_bytes),
         static_cast<long long>(hello_timeout.count())}) {
-    out += " " + std::to_string(score);
+    out += " " + std::to_string(value);
   }
   return out;
 }
@@ -245,15 +246,15 @@ std::string TcpOptions::text() const {
 Fd::Fd(int fd) : fd_(fd), owner_pid_(fd < 0 ? 0 : getpid()) {
   if (fd < 0) return;
   DescriptorRegistry& registry = descriptor_registry();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
-  registry.numbers.insert(fd);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.fds.insert(fd);
 }
 
 Fd::~Fd() {
   if (fd_ < 0 || owner_pid_ != getpid()) return;
   DescriptorRegistry& registry = descriptor_registry();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
-  registry.numbers.erase(fd_);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.fds.erase(fd_);
   close(fd_);
 }
 
@@ -309,7 +310,7 @@ int pending_error(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) == 0 ? code : errno;
 }
 
-bool unheard_for(int fd, std::chrono::milliseconds duration) {
+bool has_been_unacknowledged_for(int fd, std::chrono::milliseconds duration) {
   tcp_info info{};
   if (!read_tcp_info(fd, &info)) return false;
   const bool is_waiting = info.tcpi_unacked > 0 || info.tcpi_probes > 1;

@@ -11,9 +11,9 @@
 
 namespace fsccl {
 
-// A file descriptor. A forked child would inherit copies of all descriptors, which would keep
-// connections open that this process closes. They are therefore closed in the child at once, and no
-// Fd of the parent closes any there.
+// Owner of a file descriptor. A forked child inherits copies of all descriptors, which would keep
+// connections open that the parent closes. Therefore a fork handler closes the descriptors of all
+// Fd objects in the child, where their destructors do nothing.
 class Fd {
  public:
   explicit Fd(int fd = -1);
@@ -31,29 +31,32 @@ class Fd {
   pid_t owner_pid_;
 };
 
-// Settings of TCP connections, which all groups with the same values share a TcpDevice for.
+// Settings of TCP connections. Groups with equal values share a TcpDevice.
 struct TcpOptions {
   // FSCCL_SOCKET_IFNAME: "eth,ib" selects interfaces with these prefixes, "=eth0" exactly this one,
   // "^docker,lo" all but these. Empty: the first interface that is up and not the loopback, else
   // the loopback.
   std::string interface;
-  // FSCCL_TCP_INTERFACES: number of interfaces that large messages are divided over
+  // FSCCL_TCP_INTERFACES: number of interfaces over which large messages are striped.
   int interfaces = 1;
-  int connections = 2;  // FSCCL_TCP_CONNECTIONS: connections of a pair, for messages worth dividing
-  int buffer_bytes = 0;  // FSCCL_TCP_BUFFER: socket buffers; 0: the kernel's autotuning
-  // FSCCL_TCP_USER_TIMEOUT: how long a peer may acknowledge nothing. This is not the kernel's
-  // TCP_USER_TIMEOUT, which also runs while the peer has no room for more data because its program
-  // is busy elsewhere.
+  // FSCCL_TCP_CONNECTIONS: number of connections per pair of ranks, over which large messages are
+  // striped.
+  int connections = 2;
+  int buffer_bytes = 0;  // FSCCL_TCP_BUFFER: size of socket buffers; 0: the kernel's autotuning
+  // FSCCL_TCP_USER_TIMEOUT: time without an acknowledgement of sent data after which a peer is
+  // lost. This is not the kernel's TCP_USER_TIMEOUT, which also runs while the receive buffer of
+  // the peer is full because its program is busy.
   std::chrono::milliseconds user_timeout{30000};
-  // Limit on buffered messages of one peer that no receive matches. Above it, the peer is stalled
-  // until a receive waits for one of its messages.
-  size_t buffered_bytes = 256 << 20;
-  // The same for all peers of all groups of the process, in addition to one message per peer.
-  size_t total_buffered_bytes = size_t{1} << 30;
-  // Time that a new connection may take until its hello has arrived.
+  // Maximum bytes of unmatched messages of one peer. Above it, nothing is read from the peer until
+  // a receive waits for one of its messages.
+  size_t max_buffered_bytes = 256 << 20;
+  // Maximum for all peers of all groups of the process together, in addition to one message per
+  // peer.
+  size_t max_total_buffered_bytes = size_t{1} << 30;
+  // Maximum time from a new connection to its hello frame.
   std::chrono::milliseconds hello_timeout{3000};
 
-  std::string text() const;  // a key for these values
+  std::string text() const;  // equal for equal values
 };
 
 // Addresses are text: "unix:<name>" (abstract socket) or "tcp:<port>:<numeric host>".
@@ -68,12 +71,12 @@ std::vector<Listener> listen_tcp(const TcpOptions& options);
 // kSystem if this process cannot make any connection.
 Fd connect_to(const std::string& address, const TcpOptions& options);
 Fd accept_from(int listener, const TcpOptions& options);  // -1 if no connection is pending
-// Returns the errno of a broken connection, 0 if it is fine.
+// Returns the errno of a broken connection, 0 if there is no error.
 int pending_error(int fd);
-// Returns whether data sent over TCP waits for an acknowledgement and none has arrived for
-// `duration`. A peer that advertises a zero window is alive.
-bool unheard_for(int fd, std::chrono::milliseconds duration);
-// Returns whether the host of the peer has yet to acknowledge data sent over TCP.
+// Returns whether data sent over TCP has not been acknowledged for `duration`. A peer whose receive
+// buffer is full (zero window) still acknowledges.
+bool has_been_unacknowledged_for(int fd, std::chrono::milliseconds duration);
+// Returns whether the peer's host has yet to acknowledge data sent over TCP.
 bool has_unacknowledged_data(int fd);
 // Raises the soft limit on descriptors (RLIMIT_NOFILE) to the hard limit.
 void raise_descriptor_limit();

@@ -24,7 +24,7 @@ struct DeviceRegistry {
 
 std::shared_ptr<TcpDevice> TcpDevice::of_this_process(const TcpOptions& options) {
   auto& registry = per_process<DeviceRegistry>();
-  const std::lock_guard<std::mutex> hold(registry.mutex);
+  const std::lock_guard<std::mutex> lock(registry.mutex);
   auto& device = registry.devices[options.text()];
   auto existing = device.lock();
   if (!existing) device = existing = std::make_shared<TcpDevice>(options);
@@ -33,7 +33,7 @@ std::shared_ptr<TcpDevice> TcpDevice::of_this_process(const TcpOptions& options)
 
 TcpDevice::TcpDevice(TcpOptions options) : options_(std::move(options)) {
   raise_descriptor_limit();
-  // It is visible to all users of the host, so it contains nothing but a random number.
+  // The name is visible to all users of the host, so it consists of a random number only.
   listeners_.push_back(listen_unix("fsccl-" + std::to_string(random_number()), &unix_address_));
   for (Listener& listener : listen_tcp(options_)) {
     listeners_.push_back(std::move(listener.fd));
@@ -45,10 +45,10 @@ TcpDevice::TcpDevice(TcpOptions options) : options_(std::move(options)) {
 
 TcpDevice::~TcpDevice() {
   receiving_.remove(id_);
-  // A child forked in the meantime has these descriptors, too, and peers would wait for it.
+  // A child forked in the meantime has copies of these descriptors, and peers would wait for it.
   for (const Fd& listener : listeners_) shut_down_socket(listener.get());
-  for (const auto& [fd, s] : unauthenticated_) shut_down_socket(fd);
-  for (const auto& [since, fd] : bye_sent_) shut_down_socket(fd.get());
+  for (const auto& [fd, peer] : unauthenticated_) shut_down_socket(fd);
+  for (const auto& [sent_at, fd] : bye_sent_) shut_down_socket(fd.get());
 }
 
 std::unique_ptr<Transport> TcpDevice::open() {
@@ -57,13 +57,13 @@ std::unique_ptr<Transport> TcpDevice::open() {
 
 uint64_t TcpDevice::register_transport(EventLoop::Id handler) {
   const uint64_t token = random_number();
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   registrations_[token].handler = handler;
   return token;
 }
 
 std::vector<TcpDevice::Arrival> TcpDevice::take_arrivals(uint64_t token) {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   accept_all();
   read_hellos();
   std::vector<Arrival> out;
@@ -74,11 +74,11 @@ std::vector<TcpDevice::Arrival> TcpDevice::take_arrivals(uint64_t token) {
 
 void TcpDevice::unregister_transport(uint64_t token, const std::optional<Key>& closed_key) {
   try {
-    receiving_.start();  // needed to turn away peers that connect too late
+    receiving_.start();  // needed to notify peers that connect later
   } catch (const Error&) {
-    // No thread could be started: those peers find out when the process ends.
+    // No thread could be started: those peers detect the shutdown when the process ends.
   }
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto registration = registrations_.find(token);
   if (registration == registrations_.end()) return;
   std::vector<Arrival> late_arrivals = std::move(registration->second.arrivals);
@@ -94,8 +94,8 @@ void TcpDevice::unregister_transport(uint64_t token, const std::optional<Key>& c
   for (Arrival& a : late_arrivals) send_bye(std::move(a));
 }
 
-// The peer connected while this rank left the group, and would take a closed connection for a
-// failure.
+// Sends kBye to a peer that connected while this rank left the group, and would otherwise report
+// the closed connection as a failure.
 void TcpDevice::send_bye(Arrival arrival) {
   const auto group = closed_groups_.find(arrival.hello.tag);
   if (group == closed_groups_.end()) return;
@@ -110,14 +110,14 @@ void TcpDevice::send_bye(Arrival arrival) {
 }
 
 bool TcpDevice::has_unauthenticated(uint64_t token) {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto registration = registrations_.find(token);
   if (unauthenticated_.empty() || registration == registrations_.end()) return false;
-  return registration->second.awaits_unauthenticated = true;
+  return registration->second.wakes_on_unauthenticated_change = true;
 }
 
-// A connection that is not accepted keeps its listener readable, which would wake the thread
-// forever.
+// Starts or stops waiting for new connections. A connection that is not accepted keeps its listener
+// readable, which would wake the thread in a busy loop.
 void TcpDevice::set_accepting(bool on) {
   if (accepting_ == on) return;
   for (const Fd& listener : listeners_) {
@@ -160,7 +160,8 @@ TcpDevice::HelloState TcpDevice::read_hello(UnauthenticatedPeer* peer) {
 }
 
 // Hands a connection with a valid hello to its endpoint and drops one with an invalid hello.
-void TcpDevice::resolve(std::map<int, UnauthenticatedPeer>::iterator entry, HelloState state) {
+void TcpDevice::resolve_hello(std::map<int, UnauthenticatedPeer>::iterator entry,
+                              HelloState state) {
   if (state == HelloState::kIncomplete) return;
   receiving_.set(id_, entry->first, kReadable, 0);
   const auto registration = registrations_.find(entry->second.hello.tag);
@@ -173,14 +174,14 @@ void TcpDevice::resolve(std::map<int, UnauthenticatedPeer>::iterator entry, Hell
   }
   unauthenticated_.erase(entry);
   for (auto& [token, p] : registrations_) {
-    if (std::exchange(p.awaits_unauthenticated, false)) receiving_.wake(p.handler);
+    if (std::exchange(p.wakes_on_unauthenticated_change, false)) receiving_.wake(p.handler);
   }
 }
 
 void TcpDevice::read_hellos() {
   for (auto entry = unauthenticated_.begin(); entry != unauthenticated_.end();) {
     const auto next = std::next(entry);
-    resolve(entry, read_hello(&entry->second));
+    resolve_hello(entry, read_hello(&entry->second));
     entry = next;
   }
 }
@@ -191,23 +192,23 @@ void TcpDevice::drop_expired() {
   const auto now = Clock::now();
   for (auto entry = unauthenticated_.begin(); entry != unauthenticated_.end();) {
     const auto next = std::next(entry);
-    if (now - entry->second.connected_at >= timeout) resolve(entry, HelloState::kInvalid);
+    if (now - entry->second.connected_at >= timeout) resolve_hello(entry, HelloState::kInvalid);
     entry = next;
   }
 }
 
 void TcpDevice::on_events(int fd, uint32_t) {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   const auto entry = unauthenticated_.find(fd);
   if (entry != unauthenticated_.end()) {
-    resolve(entry, read_hello(&entry->second));
+    resolve_hello(entry, read_hello(&entry->second));
   } else {
     accept_all();
   }
 }
 
 void TcpDevice::on_tick() {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   drop_expired();
   while (!bye_sent_.empty() && Clock::now() - bye_sent_.front().first > kByeReadTimeout) {
     bye_sent_.pop_front();

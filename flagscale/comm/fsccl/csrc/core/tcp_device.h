@@ -1,12 +1,12 @@
 // Access of a process to TCP networks, and to the other processes of its host through Unix sockets:
 // one listener per interface, one Unix listener, and two threads, for all of its groups.
 //
-// A peer that connects first sends a hello frame (connection.h) with the token of the endpoint that
-// it wants to reach: 64 random bits, part of the endpoint's address(). Until the hello has arrived,
-// the peer is unauthenticated. At most kMaxUnauthenticated such connections are open at a time,
-// each for TcpOptions::hello_timeout; for kHelloTimeoutWhenFull if others are waiting to be
-// accepted. A connection for a group that does not know its peers yet waits until it does; the
-// group verifies the hello.
+// A peer that connects first sends a hello frame (connection.h) with the token of the TcpTransport
+// that it connects to: 64 random bits, part of the transport's address(). Until the hello has
+// arrived, the peer is unauthenticated. At most kMaxUnauthenticated such connections are open at a
+// time, each for at most TcpOptions::hello_timeout, or kHelloTimeoutWhenFull if others are waiting
+// to be accepted. Connections whose hello has arrived (arrivals) are queued until the transport
+// takes them, which it does once it knows its peers. The transport verifies the hello.
 #pragma once
 
 #include <sys/types.h>
@@ -27,42 +27,48 @@
 
 namespace fsccl {
 
+// TCP and Unix sockets of one process. Any thread may call.
 class TcpDevice final : public Device,
                         public std::enable_shared_from_this<TcpDevice>,
                         private EventLoop::Handler {
  public:
+  // Maximum numbers: unauthenticated connections, arrivals that a transport has not taken, and
+  // closed groups whose keys are kept.
   static constexpr size_t kMaxUnauthenticated = 256, kMaxEarlyArrivals = 4096,
                           kMaxClosedGroups = 1024;
   static constexpr std::chrono::milliseconds kHelloTimeoutWhenFull{300};
 
-  // Returns the device of this process for these options; it lives as long as somebody uses it.
+  // Returns the device of this process for these options, which is created on first use and
+  // destroyed with the last pointer to it.
   static std::shared_ptr<TcpDevice> of_this_process(const TcpOptions& options);
   explicit TcpDevice(TcpOptions options);
   ~TcpDevice() override;
 
   std::unique_ptr<Transport> open() override;
 
-  // The rest is for transports. A connection that a peer has opened, and its hello:
+  // All functions below are for TcpTransport.
+
+  // A connection that a peer has opened, and its hello.
   struct Arrival {
     Fd fd;
     Frame hello;
   };
-  // register_transport() returns the token of a new endpoint; `handler`, in the loop receiving(),
-  // is woken when a connection has arrived for it. take_arrivals() returns these connections.
-  // unregister_transport() closes the endpoint; with the key of a group that is left in good order,
-  // peers that connect later get a kBye frame.
+  // register_transport() returns the token of a new transport; `handler`, in the loop receiving(),
+  // is woken when a connection with this token has arrived. take_arrivals() returns these
+  // connections. unregister_transport() refuses further connections. After an orderly shutdown,
+  // `closed_key` is the key of the group, and peers that connect later get a kBye frame.
   uint64_t register_transport(EventLoop::Id handler);
   std::vector<Arrival> take_arrivals(uint64_t token);
   void unregister_transport(uint64_t token, const std::optional<Key>& closed_key);
-  // Returns whether a connection is open whose hello has not arrived. The handler is woken when
-  // that changes.
+  // Returns whether there are unauthenticated connections, any of which may be for this transport.
+  // If so, its handler is woken when one of them is authenticated or closed.
   bool has_unauthenticated(uint64_t token);
 
   const std::string& unix_address() const { return unix_address_; }
-  // Each after a space, the best one last.
+  // One address per interface, each after a space, the preferred one last.
   const std::string& tcp_addresses() const { return tcp_addresses_; }
   const TcpOptions& options() const { return options_; }
-  // Bytes of messages that no receive has matched, of all transports.
+  // Counter of the bytes of unmatched messages in the inboxes of all transports.
   std::atomic<size_t>& buffered_bytes() { return buffered_bytes_; }
   EventLoop& receiving() { return receiving_; }  // loop of connections that peers have opened
   EventLoop& sending() { return sending_; }      // loop of connections opened here
@@ -76,11 +82,11 @@ class TcpDevice final : public Device,
     size_t received_bytes = 0;
     Clock::time_point connected_at = Clock::now();
   };
-  // A transport that accepts connections.
+  // A registered transport.
   struct Registration {
     EventLoop::Id handler;
     std::vector<Arrival> arrivals;
-    bool awaits_unauthenticated = false;  // for has_unauthenticated() to change
+    bool wakes_on_unauthenticated_change = false;  // has_unauthenticated() has returned true
   };
 
   void on_events(int fd, uint32_t events) override;
@@ -91,7 +97,7 @@ class TcpDevice final : public Device,
   enum class HelloState { kIncomplete, kValid, kInvalid };
   static HelloState read_hello(UnauthenticatedPeer* peer);
   void drop_expired();
-  void resolve(std::map<int, UnauthenticatedPeer>::iterator at, HelloState state);
+  void resolve_hello(std::map<int, UnauthenticatedPeer>::iterator at, HelloState state);
   void send_bye(Arrival arrival);
 
   const TcpOptions options_;
@@ -99,15 +105,16 @@ class TcpDevice final : public Device,
   std::string unix_address_, tcp_addresses_;
   std::vector<Fd> listeners_;
   EventLoop receiving_{"fsccl-messages", true}, sending_{"fsccl-sends", false};
-  // Guards all below. May be taken while holding the lock of a transport, but not the other way
-  // round.
+  // Guards all below. Lock order: the lock of a transport before this one.
   std::mutex mutex_;
   std::map<int, UnauthenticatedPeer> unauthenticated_;
-  std::map<uint64_t, Registration> registrations_;
-  std::map<uint64_t, Key> closed_groups_;  // keys of groups, by token
-  std::deque<uint64_t> closed_group_order_;
-  std::deque<std::pair<Clock::time_point, Fd>> bye_sent_;  // kept open until the peers have read it
-  // False while there is no room, or no descriptor, for another connection.
+  std::map<uint64_t, Registration> registrations_;  // by token
+  std::map<uint64_t, Key> closed_groups_;           // keys of groups, by token
+  std::deque<uint64_t> closed_group_order_;         // their tokens, the oldest first
+  // Connections on which kBye was sent at this time; kept open until the peers have read it.
+  std::deque<std::pair<Clock::time_point, Fd>> bye_sent_;
+  // New connections are accepted. False while kMaxUnauthenticated is reached or the process is out
+  // of descriptors.
   bool accepting_ = false;
   EventLoop::Id id_ = 0;
 };

@@ -1,4 +1,5 @@
-// Connections of a transport. Their failure and shutdown are in tcp_shutdown.cpp.
+// Part of TcpTransport: its connections, and the callbacks of the device's threads. Failure and
+// shutdown of connections are in tcp_shutdown.cpp.
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -12,8 +13,8 @@
 namespace fsccl {
 namespace {
 
-// Bytes that a connection handles before the next one has its turn, and bytes that a queueing
-// thread sends itself.
+// Maximum number of bytes that an event on a connection sends or receives, so that other
+// connections are served, too; and that the thread that queues a frame sends itself.
 constexpr size_t kBytesPerTurn = 4 << 20, kInlineSendBytes = 1 << 20;
 constexpr std::chrono::milliseconds kMaxCheckInterval(1000);
 constexpr uint64_t kMaxConnectionsPerPeer = 64;  // opened by a peer
@@ -22,7 +23,7 @@ constexpr uint64_t kMaxConnectionsPerPeer = 64;  // opened by a peer
 
 TcpTransport::TcpTransport(std::shared_ptr<TcpDevice> device)
     : device_(std::move(device)),
-      process_(getpid()),
+      owner_pid_(getpid()),
       check_interval_(std::min(kMaxCheckInterval, device_->options().user_timeout / 4)) {
   receiving_id_ = device_->receiving().add(this);
   sending_id_ = device_->sending().add(this);
@@ -39,7 +40,7 @@ void TcpTransport::set_peers(Peers peers) {
   LockHold hold(lock_);
   peers_ = std::move(peers);
   peer_states_ = std::vector<PeerState>(peers_.names.size());
-  for (PeerState& p : peer_states_) p.inbox.set_total_counter(&device_->buffered_bytes());
+  for (PeerState& p : peer_states_) p.inbox.set_process_counter(&device_->buffered_bytes());
   accept_arrivals();
 }
 
@@ -58,9 +59,9 @@ void TcpTransport::listen() {
 void TcpTransport::ensure_connection(int rank) {
   listen();
   LockHold hold(lock_);
-  // Callers that need that rank get the error.
-  if (failure_ || peer_state(rank).loss || !ensure_connections(rank)) return;
-  flush_list_.push_back(peer_state(rank).out[0]);
+  // An error is not reported here: the requests that need that rank fail with it.
+  if (abort_error_ || peer_state(rank).loss_error || !ensure_connections(rank)) return;
+  connections_to_flush_.push_back(peer_state(rank).out[0]);
   flush_queued(hold);
 }
 
@@ -94,7 +95,7 @@ void TcpTransport::open_connection(int rank, bool same_host) {
   const std::vector<std::string> addresses =
       split(peers_.addresses[static_cast<size_t>(rank)], ' ');
   Frame hello;
-  if (addresses.size() < 3 || !read_number(addresses[0], &hello.tag))
+  if (addresses.size() < 3 || !parse_decimal(addresses[0], &hello.tag))
     fail_usage("it has no such address");
   const std::string& tcp_address =
       addresses[addresses.size() - 1 - state.out.size() % (addresses.size() - 2)];
@@ -114,15 +115,15 @@ void TcpTransport::open_connection(int rank, bool same_host) {
 
 void TcpTransport::queue(const ConnectionPtr& connection, const Frame& frame, Body body) {
   connection->queue(frame, std::move(body));
-  flush_list_.push_back(connection);
+  connections_to_flush_.push_back(connection);
 }
 
-// Sends as much as the socket accepts; the poll sets take care of the rest. A connection that turns
-// out to be broken is closed by its thread, which detects that in its poll set, too.
+// Sends as much as the sockets accept; the device's threads send the rest. A connection that turns
+// out to be broken is closed by its thread, which detects that by epoll.
 void TcpTransport::flush_queued(LockHold& hold) {
-  for (std::vector<ConnectionPtr> connections; !flush_list_.empty();) {
+  for (std::vector<ConnectionPtr> connections; !connections_to_flush_.empty();) {
     connections.clear();
-    connections.swap(flush_list_);
+    connections.swap(connections_to_flush_);
     for (const ConnectionPtr& connection : connections) {
       const bool waits_for_room = (connection->polled_events & EPOLLOUT) != 0;
       if (!waits_for_room) connection->flush(hold, kInlineSendBytes);
@@ -131,9 +132,9 @@ void TcpTransport::flush_queued(LockHold& hold) {
   }
 }
 
-// Updates the epoll events of a connection. A stalled connection leaves the poll set, because a
-// hang-up cannot be masked and would wake the thread forever. A connection on which a thread is
-// sending does not poll for room; the thread does so if there is none.
+// Updates the epoll events of a connection. A stalled connection is removed from epoll, because a
+// hang-up cannot be masked and would wake the thread in a busy loop. While a thread is sending on a
+// connection, there is no need for EPOLLOUT: that thread requests it once the socket is full.
 void TcpTransport::update_polling(Connection& connection) {
   uint32_t events = 0;
   if (!connection.closed && !connection.stalled()) {
@@ -148,8 +149,7 @@ void TcpTransport::update_polling(Connection& connection) {
   connection.polled_events = events;
 }
 
-// Accepts connections that peers have opened since; once the peers are known, also all earlier
-// ones.
+// Accepts the connections that peers have opened, once the peers are known.
 void TcpTransport::accept_arrivals() {
   if (peer_states_.empty()) return;
   for (TcpDevice::Arrival& arrival : device_->take_arrivals(token_)) {
@@ -167,11 +167,11 @@ void TcpTransport::accept_arrivals() {
     const auto connection = std::make_shared<Connection>(std::move(arrival.fd), rank, false, key);
     connections_[fd] = connection;
     update_polling(*connection);
-    if (failure_) send_abort(connection);  // it was not connected when the others were informed
+    if (abort_error_) send_abort(connection);  // it was not connected when the others were informed
   }
 }
 
-// Called when a peer has connected, an unauthenticated connection is gone, or a request with a
+// Called when a peer has connected, an unauthenticated connection has ended, or a request with a
 // callback has finished.
 void TcpTransport::on_wake() {
   {
@@ -197,7 +197,7 @@ void TcpTransport::run_callbacks() {
   {
     const LockHold hold(lock_);
     callbacks.swap(callbacks_);
-    failure = std::move(reported_failure_);
+    failure = std::move(unreported_abort_error_);
   }
   if (failure && abort_handler_) abort_handler_(*failure);
   for (const auto& callback : callbacks) callback();
@@ -224,15 +224,17 @@ void TcpTransport::on_events(int fd, uint32_t events) {
   {
     LockHold hold(lock_);
     const auto entry = connections_.find(fd);
-    if (entry != connections_.end()) handle(ConnectionPtr(entry->second), events, hold);
-    if (!reported_failure_) return;
+    if (entry != connections_.end())
+      handle_connection_events(ConnectionPtr(entry->second), events, hold);
+    if (!unreported_abort_error_) return;
   }
   run_callbacks();
 }
 
-void TcpTransport::handle(const ConnectionPtr& connection, uint32_t events, LockHold& hold) {
+void TcpTransport::handle_connection_events(const ConnectionPtr& connection, uint32_t events,
+                                            LockHold& hold) {
   bool is_open = true;
-  events_.fetch_add(1, std::memory_order_relaxed);
+  event_count_.fetch_add(1, std::memory_order_relaxed);
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
     try {
       is_open = connection->receive(*this, hold, kBytesPerTurn);
@@ -242,15 +244,15 @@ void TcpTransport::handle(const ConnectionPtr& connection, uint32_t events, Lock
           Error(Fault::kSystem, peers_.rank,
                 name(peers_.rank) + " has no memory for a message of " + name(connection->peer())),
           nullptr);
-      reported_failure_ = std::make_unique<Error>(*failure_);
+      unreported_abort_error_ = std::make_unique<Error>(*abort_error_);
     }
     flush_queued(hold);
   }
   if (is_open && connection->has_output()) is_open = connection->flush(hold, kBytesPerTurn);
   if (is_open && (events & EPOLLERR) != 0) is_open = false;
   if (is_open) return update_polling(*connection);
-  // Another thread may have sent everything, and the peer received it and left, before that thread
-  // could record it here.
+  // Another thread may have sent the last data, so that the peer received it and left, before that
+  // thread could mark its request as done.
   hold.unlock_until([&] { return !connection->sending(); });
   close_connection(*connection);
 }
@@ -259,15 +261,15 @@ ConnectionOwner::Decision TcpTransport::on_frame(Connection& connection, const F
                                                  Body* body) {
   if (frame.kind == FrameKind::kAbort) {
     *body = abort_text_body(connection, frame.bytes);
-    return Decision::kBody;
+    return Decision::kReceiveBody;
   }
-  if (failure_) {
+  if (abort_error_) {
     *body = connection.discard_buffer(frame.bytes);
-    return Decision::kBody;
+    return Decision::kReceiveBody;
   }
-  Decision decision = Decision::kBody;
+  Decision decision = Decision::kReceiveBody;
   if (frame.kind == FrameKind::kMessage || frame.kind == FrameKind::kAnnounce) {
-    decision = on_announced(connection, frame, body);
+    decision = on_new_message(connection, frame, body);
   } else if (frame.kind == FrameKind::kStripe) {
     decision = on_stripe(connection, frame, body);
   }
@@ -277,50 +279,50 @@ ConnectionOwner::Decision TcpTransport::on_frame(Connection& connection, const F
 
 ConnectionOwner::Decision TcpTransport::on_stripe(Connection& connection, const Frame& frame,
                                                   Body* body) {
-  Incoming* const message = peer_state(connection.peer()).inbox.find(frame.message);
+  IncomingMessage* const message = peer_state(connection.peer()).inbox.find(frame.message);
   if (message == nullptr) return Decision::kStall;
   if (frame.bytes > message->total || frame.offset > message->total - frame.bytes)
     return Decision::kRefuse;
   *body = body_target(connection, *message, {frame.offset, frame.offset + frame.bytes});
-  return Decision::kBody;
+  return Decision::kReceiveBody;
 }
 
 void TcpTransport::on_body(Connection& connection, const Frame& frame, LockHold& hold) {
   switch (frame.kind) {
     case FrameKind::kHello:  // handled by the device
       return;
-    case FrameKind::kClear:
-      return on_clear(connection, frame);
-    case FrameKind::kAsk:
-      return on_question(connection, frame);
-    case FrameKind::kAnswer:
-      return on_answer(frame);
+    case FrameKind::kClearToSend:
+      return on_clear_to_send(connection, frame);
+    case FrameKind::kWaitQuery:
+      return answer_wait_query(connection, frame);
+    case FrameKind::kWaitReply:
+      return on_wait_reply(frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
-      if (!failure_) count_received(peer_state(connection.peer()), frame, hold);
+      if (!abort_error_) count_received(peer_state(connection.peer()), frame, hold);
       return;
     case FrameKind::kAbort:
-      if (!failure_) {
+      if (!abort_error_) {
         const int rank_at_fault = static_cast<int>(static_cast<int64_t>(frame.tag));
         abort_locked(Error(Fault::kAborted, rank_at_fault, connection.abort_text_in), &connection);
-        reported_failure_ = std::make_unique<Error>(*failure_);
+        unreported_abort_error_ = std::make_unique<Error>(*abort_error_);
       }
       return;
     case FrameKind::kBye:
       connection.received_bye = peer_state(connection.peer()).received_bye = true;
-      peer_state(connection.peer()).expected_incoming = frame.offset;
+      peer_state(connection.peer()).expected_incoming_connections = frame.offset;
       return;
     case FrameKind::kAnnounce:
       return;
   }
 }
 
-void TcpTransport::on_clear(Connection& connection, const Frame& frame) {
+void TcpTransport::on_clear_to_send(Connection& connection, const Frame& frame) {
   PeerState& state = peer_state(connection.peer());
-  const auto waiting = state.waiting_for_clear.find(frame.message);
-  if (waiting == state.waiting_for_clear.end()) return;
+  const auto waiting = state.awaiting_clear_to_send.find(frame.message);
+  if (waiting == state.awaiting_clear_to_send.end()) return;
   const RequestPtr request = waiting->second;
-  state.waiting_for_clear.erase(waiting);
+  state.awaiting_clear_to_send.erase(waiting);
   send_stripes(state, frame.message, request);
 }
 

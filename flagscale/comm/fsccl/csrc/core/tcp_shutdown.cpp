@@ -1,4 +1,4 @@
-// Failure and shutdown: of connections, of peers, and of the transport itself.
+// Part of TcpTransport: failure and shutdown of connections, of peers, and of the transport itself.
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -10,7 +10,8 @@
 namespace fsccl {
 namespace {
 
-constexpr std::chrono::milliseconds kFlushTimeout(2000);
+constexpr std::chrono::milliseconds kFlushTimeout(2000);  // of close()
+// Time from the loss of a peer to the failure of collectives that do not wait for that peer.
 constexpr std::chrono::milliseconds kBrokenConnectionGrace(200);
 constexpr size_t kMaxReasonBytes = 4000;  // of the reason why a group failed
 
@@ -25,15 +26,16 @@ void TcpTransport::close_connection(Connection& connection) {
     if (connection.opened_here()) {
       state.out.erase(std::remove(state.out.begin(), state.out.end(), keep_alive), state.out.end());
     } else {
-      ++state.closed_incoming;
+      ++state.closed_incoming_connections;
     }
     state.inbox.forget_connection(&connection);
-    const Error error = loss_reason(connection);
-    connection.each_request([&](const Request& r) { note_error(r, error); });
+    const Error error = describe_loss(connection);
+    connection.each_request([&](const Request& r) { note_transport_error(r, error); });
     connection.release_requests(error);
     if (connection.opened_here()) {
       mark_lost_when_drained(rank, error);
-    } else if (!connection.received_bye || state.closed_incoming >= state.expected_incoming) {
+    } else if (!connection.received_bye ||
+               state.closed_incoming_connections >= state.expected_incoming_connections) {
       mark_lost(rank, error);
     }
   }
@@ -42,10 +44,11 @@ void TcpTransport::close_connection(Connection& connection) {
   check_drained_peers();
 }
 
-Error TcpTransport::loss_reason(const Connection& connection) const {
+Error TcpTransport::describe_loss(const Connection& connection) const {
   const std::string& peer_name = name(connection.peer());
   if (connection.received_bye) return {Fault::kPeerLost, connection.peer(), peer_name + kLeftGroup};
-  const int error_code = connection.error != 0 ? connection.error : pending_error(connection.fd());
+  const int error_code =
+      connection.io_errno != 0 ? connection.io_errno : pending_error(connection.fd());
   std::string error = peer_name + kConnectionLost;
   if (!connection.close_reason.empty()) {
     error += ": " + connection.close_reason;
@@ -57,40 +60,40 @@ Error TcpTransport::loss_reason(const Connection& connection) const {
 
 void TcpTransport::mark_lost(int rank, const Error& error) {
   PeerState& state = peer_state(rank);
-  if (!state.loss) state.loss = std::make_unique<Error>(error);
-  state.receives.each_first(kCollectiveTag,
-                            [&](const RequestPtr& r) { note_error(*r, *state.loss); });
+  if (!state.loss_error) state.loss_error = std::make_unique<Error>(error);
+  state.receives.each_first(
+      kCollectiveTag, [&](const RequestPtr& r) { note_transport_error(*r, *state.loss_error); });
   if (!state.received_bye && rank != peers_.rank)
-    note_error(*state.loss, Connection::Clock::now() + kBrokenConnectionGrace);
-  state.receives.fail_all(*state.loss);
-  for (auto& [message, request] : state.waiting_for_clear) request->fail(*state.loss);
-  state.waiting_for_clear.clear();
-  state.inbox.fail_unfinished(*state.loss);
+    note_transport_error(*state.loss_error, Connection::Clock::now() + kBrokenConnectionGrace);
+  state.receives.fail_all(*state.loss_error);
+  for (auto& [message, request] : state.awaiting_clear_to_send) request->fail(*state.loss_error);
+  state.awaiting_clear_to_send.clear();
+  state.inbox.fail_unfinished(*state.loss_error);
   // A receive from any source also waits for this peer; but a peer that has sent kBye has nothing
   // more to send.
-  if (!state.received_bye || !any_peer_alive()) any_source_receives_.fail_all(*state.loss);
+  if (!state.received_bye || !any_peer_alive()) any_source_receives_.fail_all(*state.loss_error);
 }
 
 bool TcpTransport::any_peer_alive() const {
   for (size_t r = 0; r < peer_states_.size(); ++r) {
-    if (static_cast<int>(r) != peers_.rank && !peer_states_[r].loss) return true;
+    if (static_cast<int>(r) != peers_.rank && !peer_states_[r].loss_error) return true;
   }
   return false;
 }
 
-// Loss of a connection opened here implies nothing about the data that the peer has sent: that
-// arrives on other connections, which may wait to be accepted, or whose hello may not have arrived.
-// The peer is lost once there are none.
+// Marks a peer as lost once no connections that it has opened are left. A broken connection that
+// was opened here implies nothing about the data that the peer has sent: that arrives on other
+// connections, which may wait to be accepted, or whose hello may not have arrived.
 void TcpTransport::mark_lost_when_drained(int rank, const Error& error) {
   PeerState& state = peer_state(rank);
-  if (!state.pending_loss) state.pending_loss = std::make_unique<Error>(error);
+  if (!state.deferred_loss_error) state.deferred_loss_error = std::make_unique<Error>(error);
   check_drained_peers();
 }
 
 void TcpTransport::check_drained_peers() {
   bool accepted = false;
   for (size_t r = 0; r < peer_states_.size(); ++r) {
-    if (!peer_states_[r].pending_loss || peer_states_[r].loss) continue;
+    if (!peer_states_[r].deferred_loss_error || peer_states_[r].loss_error) continue;
     if (!std::exchange(accepted, true)) accept_arrivals();
     const bool has_incoming =
         std::any_of(connections_.begin(), connections_.end(), [&](const auto& entry) {
@@ -99,19 +102,20 @@ void TcpTransport::check_drained_peers() {
                  connection.peer() == static_cast<int>(r);
         });
     if (!has_incoming && !device_->has_unauthenticated(token_))
-      mark_lost(static_cast<int>(r), *peer_states_[r].pending_loss);
+      mark_lost(static_cast<int>(r), *peer_states_[r].deferred_loss_error);
   }
 }
 
-// Called periodically by the thread of the connections that peers have opened.
+// Closes connections whose peers have acknowledged nothing for too long. The receiving thread of
+// the device calls it every `check_interval_`.
 void TcpTransport::check_connections() {
   const Connection::Clock::time_point now = Connection::Clock::now();
   const std::chrono::milliseconds limit = device_->options().user_timeout;
   const std::string limit_text = std::to_string(limit.count() / 1000) + " s";
   std::vector<ConnectionPtr> timed_out;
   for (auto& [fd, connection] : connections_) {
-    if (!unheard_for(fd, check_interval_)) connection->last_heard = now;
-    if (now - connection->last_heard < limit) continue;
+    if (!has_been_unacknowledged_for(fd, check_interval_)) connection->last_acknowledged = now;
+    if (now - connection->last_acknowledged < limit) continue;
     connection->close_reason = "it has acknowledged nothing for " + limit_text;
     shut_down_socket(fd);  // the other thread notices
     if (!connection->opened_here()) timed_out.push_back(connection);
@@ -125,29 +129,29 @@ void TcpTransport::abort(const Error& error) {
   abort_locked(error, nullptr);
   flush_queued(hold);
   hold.wait_for_copies();
-  if (getpid() != process_) return;  // a forked child has no threads and does not act for the group
-  // Threads are needed to inform peers that connect later, also if nothing has been sent or
+  if (getpid() != owner_pid_) return;  // a forked child does not act for the group
+  // Threads are needed to notify peers that connect later, even if nothing has been sent or
   // received before.
   try {
     start_threads();
   } catch (const Error&) {
-    // No memory for a thread, which may be why the group fails; that failure is the one to report.
+    // Lack of memory for a thread may be the reason of the abort, which is the error to report.
   }
 }
 
 void TcpTransport::send_abort(const ConnectionPtr& connection) {
   Frame frame;
   frame.kind = FrameKind::kAbort;
-  frame.tag = static_cast<uint64_t>(static_cast<int64_t>(failure_->rank));
-  connection->abort_text_out = std::string(failure_->what()).substr(0, kMaxReasonBytes);
+  frame.tag = static_cast<uint64_t>(static_cast<int64_t>(abort_error_->rank));
+  connection->abort_text_out = std::string(abort_error_->what()).substr(0, kMaxReasonBytes);
   frame.bytes = connection->abort_text_out.size();
   queue(connection, frame,
         {BufferList(connection->abort_text_out.data(), connection->abort_text_out.size()), nullptr,
          nullptr});
 }
 
-// Returns memory for the text of a kAbort frame. It is empty if the text is longer than any rank
-// sends, which closes the connection.
+// Returns memory for the text of a kAbort frame. If the text is longer than any rank sends, the
+// memory is empty, so that the connection is closed.
 Body TcpTransport::abort_text_body(Connection& connection, size_t bytes) {
   connection.abort_text_in.resize(bytes <= kMaxReasonBytes ? bytes : 0);
   return {BufferList(connection.abort_text_in.data(), connection.abort_text_in.size()), nullptr,
@@ -155,24 +159,24 @@ Body TcpTransport::abort_text_body(Connection& connection, size_t bytes) {
 }
 
 void TcpTransport::abort_locked(const Error& error, const Connection* source) {
-  if (failure_) return;
-  failure_ = std::make_unique<Error>(Fault::kAborted, error.rank, error.what());
+  if (abort_error_) return;
+  abort_error_ = std::make_unique<Error>(Fault::kAborted, error.rank, error.what());
   for (auto& [fd, connection] : connections_) {
-    connection->release_requests(*failure_);
+    connection->release_requests(*abort_error_);
     if (connection.get() != source) send_abort(connection);
   }
-  for (size_t r = 0; r < peer_states_.size(); ++r) mark_lost(static_cast<int>(r), *failure_);
+  for (size_t r = 0; r < peer_states_.size(); ++r) mark_lost(static_cast<int>(r), *abort_error_);
 }
 
 void TcpTransport::close() {
-  if (getpid() != process_) return;  // a forked child has no threads and does not act for the group
+  if (getpid() != owner_pid_) return;  // a forked child does not act for the group
   {
     LockHold hold(lock_);
     if (closed_) return;
     closed_ = true;
     accept_arrivals();
     for (auto& [fd, connection] : connections_) {
-      if (failure_) continue;
+      if (abort_error_) continue;
       Frame bye;
       bye.kind = FrameKind::kBye;
       bye.offset = peer_state(connection->peer()).out.size();
@@ -180,7 +184,8 @@ void TcpTransport::close() {
     }
     flush_queued(hold);
   }
-  // Data that the kernel has not delivered to the peer yet may be lost with the connection.
+  // Wait until the peers' hosts have acknowledged all data. Closing a connection may discard the
+  // rest.
   const Deadline deadline = Deadline::after(kFlushTimeout);
   for (bool unsent = true; unsent && threads_started_ && !deadline.passed();) {
     {
@@ -199,7 +204,7 @@ void TcpTransport::close() {
 void TcpTransport::drop_everything() {
   LockHold hold(lock_);
   const Error closing(Fault::kAborted, peers_.rank, "the group has been shut down");
-  if (!failure_) failure_ = std::make_unique<Error>(closing);
+  if (!abort_error_) abort_error_ = std::make_unique<Error>(closing);
   for (auto& [fd, connection] : connections_) connection->release_requests(closing);
   for (size_t r = 0; r < peer_states_.size(); ++r) mark_lost(static_cast<int>(r), closing);
   hold.wait_for_copies();
@@ -209,12 +214,12 @@ void TcpTransport::drop_everything() {
   connections_.clear();
 }
 
-// Afterwards no thread of the device is in this object, or enters it again.
+// Unregisters from the device. Afterwards no thread of the device calls this object.
 void TcpTransport::detach_from_device() {
-  if (getpid() != process_) return;
-  const bool in_good_order = !failure_ && !peer_states_.empty();
+  if (getpid() != owner_pid_) return;
+  const bool is_clean_shutdown = !abort_error_ && !peer_states_.empty();
   device_->unregister_transport(token_,
-                                in_good_order ? std::optional<Key>(peers_.key) : std::nullopt);
+                                is_clean_shutdown ? std::optional<Key>(peers_.key) : std::nullopt);
   device_->receiving().remove(receiving_id_);
   device_->sending().remove(sending_id_);
 }

@@ -1,6 +1,7 @@
-// Text parsing without the standard library's streams. With torch's CUDA wheel on Ubuntu 24.04,
-// streams were observed to read nothing in a process that had loaded torch, as if their locale
-// belonged to another copy of the C++ runtime.
+// Text parsing: numbers, keys, lists, small files of the kernel. It avoids the streams of the
+// standard library. With torch's CUDA wheel on Ubuntu 24.04, streams were observed to read nothing
+// in a process that had loaded torch, as if their locale belonged to another copy of the C++
+// runtime.
 #pragma once
 
 #include <fcntl.h>
@@ -17,7 +18,7 @@
 
 namespace fsccl {
 
-// Splits at a separator. A trailing separator does not add an empty last part.
+// Splits a text at each `separator`. A trailing separator does not add an empty last part.
 inline std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> out;
   for (size_t start = 0; start < text.size();) {
@@ -31,7 +32,7 @@ inline std::vector<std::string> split(const std::string& text, char separator) {
 // Parses a decimal number after optional leading blanks. Returns false unless the whole text is a
 // number that `out` can hold.
 template <class T>
-bool read_number(const std::string& text, T* out) {
+bool parse_decimal(const std::string& text, T* out) {
   const char* const end = text.data() + text.size();
   const size_t leading_blanks = std::min(text.find_first_not_of(' '), text.size());
   const auto result = std::from_chars(text.data() + leading_blanks, end, *out);
@@ -39,7 +40,7 @@ bool read_number(const std::string& text, T* out) {
 }
 
 // Parses 32 hexadecimal digits; the inverse of text_of().
-inline bool read_key(const std::string& text, Key* out) {
+inline bool parse_key(const std::string& text, Key* out) {
   const auto read_half = [&text](size_t from, uint64_t* to) {
     const char* const at = text.data() + from;
     return std::from_chars(at, at + 16, *to, 16).ptr == at + 16;
@@ -57,7 +58,7 @@ constexpr char kBootId[] = "/proc/sys/kernel/random/boot_id";
 
 // Returns the first line of a small file of the kernel, such as the boot ID; empty if it cannot be
 // read.
-inline std::string first_line(const std::string& path) {
+inline std::string read_first_line(const std::string& path) {
   char text[1024];
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return "";

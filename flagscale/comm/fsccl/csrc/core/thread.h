@@ -7,9 +7,9 @@
 
 namespace fsccl {
 
-// Prepares the calling thread: blocks all signals, which belong to the threads of the program, and
-// sets the thread name (at most 15 characters) that `top` shows.
-inline void begin_thread(const char* name) {
+// Sets up the calling thread: blocks all signals, so that the threads of the program handle them,
+// and sets the thread name (at most 15 characters) that `top` shows.
+inline void set_up_thread(const char* name) {
   sigset_t signals;
   sigfillset(&signals);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);

@@ -34,7 +34,7 @@ std::string host_name() {
 // number, although it has a copy of the memory.
 uint64_t this_process_id() {
   static std::mutex mutex;
-  std::lock_guard<std::mutex> hold(mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   static pid_t owner_pid = 0;
   static uint64_t process_number = 0;
   if (owner_pid != getpid()) {
@@ -58,8 +58,8 @@ Key random_key() { return {random_number(), random_number()}; }
 Identity Identity::of_this_process(const Settings& settings) {
   Identity identity;
   identity.version = kProtocolVersion;
-  identity.domain = first_line(kBootId) + "/" + namespace_id("pid") + "/" + namespace_id("net") +
-                    "/" + std::to_string(geteuid());
+  identity.domain = read_first_line(kBootId) + "/" + namespace_id("pid") + "/" +
+                    namespace_id("net") + "/" + std::to_string(geteuid());
   identity.host = host_name();
   identity.pid = static_cast<int>(getpid());
   identity.start_time = start_time_of(identity.pid);
@@ -71,26 +71,26 @@ Identity Identity::of_this_process(const Settings& settings) {
 bool Identity::is_running() const { return start_time == 0 || start_time_of(pid) == start_time; }
 
 std::string Identity::encode() const {
-  std::string partition;
+  std::string text;
   for (const std::string& line :
        {std::to_string(version), std::to_string(pid), std::to_string(process_id),
         std::to_string(start_time), text_of(key), domain, host, address, settings, native.device,
         native.vendor, native.library, native.reach}) {
-    partition += line + '\n';
+    text += line + '\n';
   }
-  return partition;
+  return text;
 }
 
 Identity Identity::decode(const std::string& text) {
   Identity identity;
   const std::vector<std::string> lines = split(text, '\n');
-  if (lines.empty() || !read_number(lines[0], &identity.version)) identity.version = 0;
+  if (lines.empty() || !parse_decimal(lines[0], &identity.version)) identity.version = 0;
   // Identities of other versions may have another format.
   if (identity.version != kProtocolVersion) return identity;
-  const bool valid = lines.size() == kIdentityLines && read_number(lines[1], &identity.pid) &&
-                     read_number(lines[2], &identity.process_id) &&
-                     read_number(lines[3], &identity.start_time) &&
-                     read_key(lines[4], &identity.key);
+  const bool valid = lines.size() == kIdentityLines && parse_decimal(lines[1], &identity.pid) &&
+                     parse_decimal(lines[2], &identity.process_id) &&
+                     parse_decimal(lines[3], &identity.start_time) &&
+                     parse_key(lines[4], &identity.key);
   if (!valid) throw Error(Fault::kMismatch, -1, "the identity of a rank has an unknown format");
   size_t at = 5;
   for (std::string* field : {&identity.domain, &identity.host, &identity.address,
@@ -102,10 +102,9 @@ Identity Identity::decode(const std::string& text) {
 }
 
 std::string RankPartition::text() const {
-  std::string partition;
-  for (const auto& part : ranks)
-    partition += (partition.empty() ? "" : "+") + std::to_string(part.size());
-  return partition + " ranks";
+  std::string text;
+  for (const auto& part : ranks) text += (text.empty() ? "" : "+") + std::to_string(part.size());
+  return text + " ranks";
 }
 
 namespace {
@@ -156,7 +155,7 @@ RankPartition partition_by_native_library(int rank, const std::vector<Identity>&
                                           const std::vector<int>& global_ranks,
                                           const Settings& settings) {
   std::vector<std::string> keys;
-  for (const Identity& w : identities) keys.push_back(w.native.text());
+  for (const Identity& identity : identities) keys.push_back(identity.native.text());
   return partition_by(keys, rank, global_ranks, settings.node_sizes);
 }
 

@@ -31,9 +31,9 @@ const char* name_of(OpCode op) {
   return i < sizeof(kNames) / sizeof(kNames[0]) ? kNames[i] : "an unknown operation";
 }
 
-void fail_usage(const std::string& what) { throw Error(Fault::kUsage, -1, what); }
+void fail_usage(const std::string& message) { throw Error(Fault::kUsage, -1, message); }
 
-void fail_system(const std::string& what) {
+void fail_system(const std::string& message) {
   const int code = errno;
   std::string reason = std::strerror(code);
   rlimit limit{};
@@ -43,7 +43,7 @@ void fail_system(const std::string& what) {
              std::to_string(limit.rlim_max) + "): ulimit -n raises it, LimitNOFILE= of a service " +
              "and --ulimit nofile= of a container the hard limit";
   }
-  throw Error(Fault::kSystem, -1, what + ": " + reason);
+  throw Error(Fault::kSystem, -1, message + ": " + reason);
 }
 
 std::string Deadline::text() const {

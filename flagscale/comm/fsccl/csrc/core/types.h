@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+// Marks functions that CUDA kernels (csrc/nvlink) call as well.
 #if defined(__CUDACC__)
 #define FSCCL_HD __host__ __device__
 #else
@@ -89,9 +90,9 @@ struct Reduction {
   RedOp op = RedOp::kSum;
   double factor = 1;   // PREMUL_SUM multiplies every input by this
   int divisor = 1;     // AVG divides the sum by this: the size of the group
-  bool exact = false;  // never exclude a contribution, whatever BoundedSettings allow
+  bool exact = false;  // never use the bounded all_reduce, which may exclude contributions
 
-  size_t width() const { return size_of(dtype); }
+  size_t width() const { return size_of(dtype); }  // bytes per element
   Reduction first_stage() const {
     Reduction r = *this;
     if (op == RedOp::kAvg) r.op = RedOp::kSum;
@@ -117,24 +118,25 @@ enum class Fault {
 // unknown.
 class Error : public std::runtime_error {
  public:
-  Error(Fault kind, int at_fault, const std::string& what)
-      : std::runtime_error(what), fault(kind), rank(at_fault) {}
+  Error(Fault kind, int at_fault, const std::string& message)
+      : std::runtime_error(message), fault(kind), rank(at_fault) {}
   Fault fault;
   int rank;
 };
 
-// Suffixes after the name of a rank in error messages. They also classify an error: the loss of a
-// process is reported to the other groups of this process (Group::report_to_other_groups).
+// Suffixes after the name of a rank in error messages. They also classify errors: the first two
+// mean that the process of the rank is lost, which is reported to the other groups of this process
+// (Group::report_to_other_groups).
 constexpr const char* kProcessEnded = " ended without leaving the group";
 constexpr const char* kConnectionLost = " ended or its connection broke";
 constexpr const char* kLeftGroup = " has left the group";
 
-[[noreturn]] void fail_usage(const std::string& what);
+[[noreturn]] void fail_usage(const std::string& message);
 // Throws Error(kSystem) with a description of errno. If the process is out of file descriptors, the
 // message gives the limits.
-[[noreturn]] void fail_system(const std::string& what);
+[[noreturn]] void fail_system(const std::string& message);
 
-// Point in time at which a wait times out, together with the original limit for error messages.
+// Point in time at which a wait times out, together with the original timeout for error messages.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
@@ -144,12 +146,12 @@ class Deadline {
   bool passed() const { return Clock::now() >= at_; }
   Ms limit() const { return limit_; }
   Ms remaining() const {
-    const auto left = std::chrono::duration_cast<Ms>(at_ - Clock::now());
-    return left.count() > 0 ? left : Ms(0);
+    const auto remaining_time = std::chrono::duration_cast<Ms>(at_ - Clock::now());
+    return remaining_time.count() > 0 ? remaining_time : Ms(0);
   }
-  // Returns a deadline that expires earlier but reports the same limit.
+  // Returns a deadline that expires earlier but reports the same timeout.
   Deadline earlier_by(Ms amount) const { return Deadline(at_ - amount, limit_); }
-  std::string text() const;  // the limit, for messages: "5 s", "0.25 s"
+  std::string text() const;  // the timeout, for messages: "5 s", "0.25 s"
 
  private:
   Deadline(Clock::time_point at, Ms limit) : at_(at), limit_(limit) {}

@@ -1,7 +1,7 @@
-// The functions of CUDA's driver that are used, declared here and looked up in the driver when the
-// first of them is called: building needs no CUDA and links nothing of it. Signatures are those of
-// cuda.h (CUDA 11.8 and newer): CUresult is an int, CUstream and CUevent are pointers, CUdeviceptr
-// a number.
+// Functions of the CUDA driver API, declared here and looked up in libcuda when driver() is first
+// called, so that neither CUDA's headers nor its libraries are needed to build. Signatures are
+// those of cuda.h (CUDA 11.8 and newer), with int for CUresult, an integer for CUdeviceptr, and
+// void* for CUcontext, CUmodule, CUfunction, CUstream and CUevent.
 #pragma once
 
 #include <cstddef>
@@ -23,20 +23,22 @@ struct LaunchAttribute {
   int id;
   int unused;
   union {
-    int allowed;
-    char most[64];
+    int is_allowed;
+    char padding[64];
   };
 };
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
   void* stream;
   LaunchAttribute* attributes;
-  unsigned count;
+  unsigned attribute_count;
 };
 
-constexpr int kLaunchEarly = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr int kLaunchEarlyVersion = 12030;  // first version whose graphs capture it
-constexpr int kDeviceMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may be launched before the
+// previous one of the stream has ended.
+constexpr int kProgrammaticStreamSerialization = 6;
+constexpr int kMinEarlyLaunchVersion = 12030;  // first CUDA version whose graphs capture it
+constexpr int kComputeCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
 constexpr unsigned kEventDisableTiming = 2;
@@ -47,10 +49,11 @@ constexpr unsigned kWaitGreaterOrEqual = 0;  // compares by the signed differenc
 constexpr unsigned kWriteWithBarrier = 0;    // after earlier operations and their memory accesses
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureRelaxed = 2;  // this thread may call while another captures
-// CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: pairs with NVLink have them, over PCIe none has.
-constexpr int kNativeAtomics = 3;
+// CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: true for GPUs with NVLink between them, and not
+// for GPUs that are connected by PCIe.
+constexpr int kP2pNativeAtomics = 3;
 
-// X(member, symbol, parameters); all return a Result.
+// The functions, as X(member of Driver, symbol in libcuda, parameters). All return a Result.
 #define FSCCL_CUDA_FUNCTIONS(X)                                                                    \
   X(init, "cuInit", (unsigned))                                                                    \
   X(error_string, "cuGetErrorString", (Result, const char**))                                      \
@@ -94,9 +97,10 @@ struct Driver {
 #undef FSCCL_MEMBER
 };
 
-// Throws Error(kSystem) if there is no driver, or one without these functions.
+// Returns the functions. Throws Error(kSystem) if there is no driver, or if it lacks a function.
 const Driver& driver();
-// Throws Error(kSystem) with the driver's description, unless the call succeeded.
+// Throws Error(kSystem) with `what` and the driver's description of the result, unless that is
+// kSuccess.
 void check(Result result, const char* what);
 
 }  // namespace cuda

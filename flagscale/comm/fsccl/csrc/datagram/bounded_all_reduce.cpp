@@ -31,9 +31,9 @@ Time steady_now() { return std::chrono::steady_clock::now().time_since_epoch(); 
 
 // Part of the bucket that this rank's rail reduces.
 struct BoundedAllReduce::RailPart {
-  std::vector<Interval> parts;  // bytes of the bucket, by index in the node
-  Interval own_range;
-  const std::byte* in;  // input of the own part
+  std::vector<Interval> parts;  // of all rails, in bytes of the bucket, by index in the node
+  Interval own_range;           // of this rank's rail
+  const std::byte* in;          // input of this part: summed inside the node
   ErrorFeedback::BucketKey bucket;
 };
 
@@ -77,10 +77,10 @@ const char* BoundedAllReduce::all_reduce(const void* in, void* out, size_t count
                                          const ExactAllReduce& run_exact) {
   const size_t bytes = count * r.width();
   const Time start = steady_now();
-  if (rate_controller_.use_exact(bytes)) {
+  if (rate_controller_.should_use_exact(bytes)) {
     run_exact();
     rate_controller_.record_exact(bytes, steady_now() - start);
-    const std::lock_guard<std::mutex> hold(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     statistics_["exact"] += 1;
     return kLearningText;
   }
@@ -89,7 +89,7 @@ const char* BoundedAllReduce::all_reduce(const void* in, void* out, size_t count
   RailPart rail_part{
       cut_all(0, bytes, node_ranks, BucketLayout::kGrain), {}, input, {bucket, bytes, r.dtype}};
   rail_part.own_range = rail_part.parts[static_cast<size_t>(context_.intra_node.rank())];
-  const bool has_residual = settings_.feedback && error_feedback_.has(rail_part.bucket);
+  const bool has_residual = settings_.error_feedback && error_feedback_.has(rail_part.bucket);
   if (node_ranks > 1 || has_residual) {
     scratch_.resize(std::max(scratch_.size(), rail_part.own_range.size()));
     rail_part.in = scratch_.data();
@@ -127,8 +127,8 @@ const Outcome& BoundedAllReduce::run(const AllReduceJob& job) {
   return outcome;
 }
 
-// Returns whether the limit is exceeded on any rail: the ranks of this node have the outcomes of
-// theirs.
+// Returns whether the limit is exceeded on any rail: all-reduces the outcomes of the rails, which
+// the ranks of this node have.
 bool BoundedAllReduce::exceeds_limit(const Outcome& outcome) {
   int32_t exceeds = 100 * outcome.excluded_share() > settings_.max_excluded_percent ? 1 : 0;
   if (context_.intra_node.size() > 1) {
@@ -141,7 +141,7 @@ bool BoundedAllReduce::exceeds_limit(const Outcome& outcome) {
 }
 
 void BoundedAllReduce::count_outcome(const Outcome& outcome, Time elapsed) {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   double expected = 0, lost = 0, scaled = 0;
   for (const RankReport& r : outcome.reports) {
     expected += r.expected, lost += r.lost, scaled += r.scaled;
@@ -164,7 +164,7 @@ const char* BoundedAllReduce::repeat_exactly(const Outcome& outcome,
                 "): it is repeated exactly, and the next " +
                 std::to_string(rate_controller_.backoff()) + " are, too");
   run_exact();
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   statistics_["repeated"] += 1;
   return kRepeatedText;
 }
@@ -175,7 +175,7 @@ void BoundedAllReduce::store_result(const RailPart& rail_part, const Outcome& ou
   const std::byte* const result = endpoint_.result();
   Bitmap excluded_bits(outcome.excluded.size());
   for (size_t i = 0; skip && i < excluded_bits.size(); ++i) excluded_bits.set(i);
-  if (settings_.feedback) {
+  if (settings_.error_feedback) {
     error_feedback_.store(rail_part.bucket, rail_part.in, endpoint_.layout(),
                           skip ? excluded_bits : outcome.excluded);
   }
@@ -186,7 +186,7 @@ void BoundedAllReduce::store_result(const RailPart& rail_part, const Outcome& ou
                   percent(settings_.max_excluded_percent / 100) +
                   "): its result is zero on all ranks, and the next " +
                   std::to_string(rate_controller_.backoff()) + " are done exactly");
-    const std::lock_guard<std::mutex> hold(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     statistics_["skipped"] += 1;
   } else {
     std::copy(result, result + rail_part.own_range.size(), to);
@@ -199,7 +199,7 @@ void BoundedAllReduce::store_result(const RailPart& rail_part, const Outcome& ou
 
 std::map<std::string, double> BoundedAllReduce::statistics() {
   const EndpointCounters counters = endpoint_.counters();
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::map<std::string, double> out = statistics_;
   for (const char* name : {"operations", "exact", "repeated", "skipped", "pieces", "excluded",
                            "packets", "lost", "scaled", "seconds", "seconds_ready", "rate_mbit"}) {
@@ -212,7 +212,7 @@ std::map<std::string, double> BoundedAllReduce::statistics() {
   out["doubled"] = static_cast<double>(counters.drop_counters.repeated);
   out["malformed"] = static_cast<double>(counters.drop_counters.malformed);
   out["kernel_drops"] = static_cast<double>(counters.kernel_drops);
-  out["refused"] = static_cast<double>(counters.refused);
+  out["refused"] = static_cast<double>(counters.refused_packets);
   return out;
 }
 

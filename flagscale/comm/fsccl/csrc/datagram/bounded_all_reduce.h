@@ -1,11 +1,16 @@
-// all_reduce of gradients in bounded time, over datagrams. Nodes must have equal numbers of ranks.
-// The ranks with the same index in every node form a rail. Each rail reduces an equal part of the
-// bucket by datagrams, after the nodes have summed it in shared memory and before they gather it
-// there. With one rank per node there is a single rail of all ranks.
+// Bounded all_reduce: all_reduce of gradients over datagrams (UDP) in bounded time. Pieces of the
+// gradients that are lost, or do not arrive before a deadline, are excluded: the result there is
+// zero on all ranks. docs/design/bounded-all-reduce.md describes it.
 //
-// The settings limit how much may be excluded. If more is excluded on any rail, the operation is
-// repeated with the exact algorithm, or its result is zero on all ranks (`skip_above_limit`). All
-// ranks know all outcomes, so that all decide the same.
+// A bucket is the buffer of one all_reduce, such as a gradient bucket of DDP. A node is a set of
+// ranks that share memory; all nodes must have equal numbers of ranks. The ranks with the same
+// index in every node form a rail. The nodes sum the bucket in shared memory, each rail reduces an
+// equal part of it over datagrams (session.h), and the nodes gather the result in shared memory.
+// With one rank per node there is a single rail of all ranks.
+//
+// BoundedSettings limit the excluded share of a bucket. If more is excluded on any rail, the
+// operation is repeated with the exact algorithm, or its result is zero on all ranks
+// (`skip_above_limit`). All ranks have the same data for this decision.
 #pragma once
 
 #include <map>
@@ -37,23 +42,24 @@ class BoundedAllReduce {
   };
   using ExactAllReduce = std::function<void()>;
 
-  // is_eligible() returns whether the settings ask for it for such an operation;
-  // unsupported_reason() returns why such nodes cannot use it, empty if they can.
+  // Returns whether the settings select the bounded all_reduce for an operation on `bytes` bytes.
   static bool is_eligible(const BoundedSettings& settings, const Reduction& r, size_t bytes);
+  // Returns the reason why these nodes cannot use it, empty if they can.
   static std::string unsupported_reason(const RankPartition& nodes);
-  // Group ranks of the rail that this rank belongs to.
+  // Returns the group ranks of this rank's rail.
   static std::vector<int> rail_of(const RankPartition& nodes);
 
-  // `max_packet_bytes`: largest packet to any rank, the same on all ranks.
+  // `max_packet_bytes`: largest packet including its header, the same on all ranks.
   BoundedAllReduce(const BoundedSettings& settings, Context context, std::unique_ptr<Socket> socket,
                    size_t max_packet_bytes);
 
-  // `bucket`: address by which error feedback identifies the bucket. `exact` executes the same
-  // operation exactly. Returns a description of the algorithm.
+  // `bucket`: address by which error feedback identifies the bucket. `run_exact` executes the same
+  // operation with the exact algorithm. Returns a description of the algorithm.
   const char* all_reduce(const void* in, void* out, size_t count, const Reduction& r,
-                         const void* bucket, const ExactAllReduce& exact);
-  // Counters by name. Any thread may call.
+                         const void* bucket, const ExactAllReduce& run_exact);
+  // Returns counters by name. Any thread may call.
   std::map<std::string, double> statistics();
+  // Returns datagrams sent so far, by group rank. Any thread may call.
   std::map<int, Transport::Traffic> sent() { return endpoint_.sent(); }
   void stop() { endpoint_.stop(); }
 
@@ -64,7 +70,7 @@ class BoundedAllReduce {
   bool exceeds_limit(const Outcome& outcome);
   void count_outcome(const Outcome& outcome, Time elapsed);
   void store_result(const RailPart& rail_part, const Outcome& outcome, bool skip, void* out);
-  const char* repeat_exactly(const Outcome& outcome, const ExactAllReduce& exact);
+  const char* repeat_exactly(const Outcome& outcome, const ExactAllReduce& run_exact);
 
   const BoundedSettings settings_;
   Context context_;

@@ -12,7 +12,7 @@ namespace {
 
 void signal_event(int fd) {
   const uint64_t increment = 1;
-  // EAGAIN means that it is signalled already
+  // Fails with EAGAIN if it is signalled already.
   static_cast<void>(!write(fd, &increment, sizeof increment));
 }
 
@@ -28,7 +28,7 @@ Endpoint::Endpoint(const Rail& rail, std::vector<int> members, std::unique_ptr<S
       session_(rail, payload, ProtocolLimits(), *this),
       peers_(members_.size()) {
   if (wake_fd_->get() < 0) fail_system("cannot make an event");
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (int r = 0; r < rail_.ranks; ++r) {
     if (r != rail_.rank) peer(r).notice = post_receive(r, kNoticeTag, sizeof(Notice));
   }
@@ -42,14 +42,14 @@ Endpoint::Endpoint(const Rail& rail, std::vector<int> members, std::unique_ptr<S
 Endpoint::~Endpoint() { stop(); }
 
 const Outcome& Endpoint::run(const AllReduceJob& job, const std::function<void(int)>& poll) {
-  std::unique_lock<std::mutex> hold(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (error_) throw Error(*error_);
   session_.start(job, now());
   socket_->flush();
   signal_event(wake_fd_->get());
   try {
     while (!session_.is_done()) {
-      const bool signalled = done_.wait_for(hold, std::chrono::milliseconds(100),
+      const bool signalled = done_.wait_for(lock, std::chrono::milliseconds(100),
                                             [this] { return session_.is_done() || error_; });
       if (session_.is_done()) break;
       if (error_) throw Error(*error_);
@@ -57,12 +57,12 @@ const Outcome& Endpoint::run(const AllReduceJob& job, const std::function<void(i
       const int awaited_rank = session_.awaited_rank();
       const int awaited_member =
           awaited_rank < 0 ? -1 : members_[static_cast<size_t>(awaited_rank)];
-      hold.unlock();
+      lock.unlock();
       poll(awaited_member);
-      hold.lock();
+      lock.lock();
     }
   } catch (const Error&) {
-    if (!hold.owns_lock()) hold.lock();
+    if (!lock.owns_lock()) lock.lock();
     session_.cancel();
     throw;
   }
@@ -70,14 +70,15 @@ const Outcome& Endpoint::run(const AllReduceJob& job, const std::function<void(i
 }
 
 EndpointCounters Endpoint::counters() {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   uint64_t sent_bytes = 0;
   for (const Peer& peer_state : peers_) sent_bytes += peer_state.sent.bytes;
-  return {session_.drop_counters(), sent_bytes, socket_->kernel_drops(), socket_->refused()};
+  return {session_.drop_counters(), sent_bytes, socket_->kernel_drops(),
+          socket_->refused_packets()};
 }
 
 std::map<int, Transport::Traffic> Endpoint::sent() {
-  const std::lock_guard<std::mutex> hold(mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::map<int, Transport::Traffic> out;
   for (size_t r = 0; r < peers_.size(); ++r) out[members_[r]] = peers_[r].sent;
   return out;
@@ -92,9 +93,9 @@ void Endpoint::send(int to, size_t bytes) {
 
 void Endpoint::stop() {
   {
-    const std::lock_guard<std::mutex> hold(mutex_);
-    if (stop_) return;
-    stop_ = true;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_requested_) return;
+    stop_requested_ = true;
     session_.each_peer_without_record([this](int r, const std::vector<std::byte>& record) {
       if (!peer(r).loss) send_record(r, record);
     });
@@ -105,9 +106,9 @@ void Endpoint::stop() {
 }
 
 void Endpoint::run_thread() {
-  begin_thread("fsccl-tail");
-  std::unique_lock<std::mutex> hold(mutex_);
-  while (!stop_) {
+  set_up_thread("fsccl-tail");
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_requested_) {
     Time time = now(), next_step = time + std::chrono::seconds(1);
     try {
       next_step = session_.step(time);
@@ -121,23 +122,23 @@ void Endpoint::run_thread() {
     if (session_.is_done() || error_) done_.notify_all();
     // While there is data to send, received packets are handled when it is time to send again.
     const bool reading = !session_.sending();
-    hold.unlock();
+    lock.unlock();
     socket_->wait(wake_fd_->get(), next_step - now(), reading);
-    hold.lock();
+    lock.lock();
     uint64_t signalled = 0;
     static_cast<void>(!read(wake_fd_->get(), &signalled, sizeof signalled));
     time = now();
-    const auto take = [&](int from, const std::byte* packet, size_t bytes) {
+    const auto handle_packet = [&](int from, const std::byte* packet, size_t bytes) {
       session_.on_packet(from, packet, bytes, time);
     };
-    for (int batch = 0; batch < 4 && socket_->receive(take); ++batch) continue;
+    for (int batch = 0; batch < 4 && socket_->receive(handle_packet); ++batch) continue;
   }
 }
 
-// The receive for the answer is posted before the question is sent.
+// The receive for a record is posted before the record is requested.
 void Endpoint::send_notice(int to, const Notice& notice) {
   Peer& peer_state = peer(to);
-  if (notice.kind == Notice::kAsk && !peer_state.record.request) {
+  if (notice.kind == Notice::kRequestRecord && !peer_state.record.request) {
     peer_state.record = post_receive(to, kRecordTag, session_.record_bytes());
   }
   send_message(to, kNoticeTag, &notice, sizeof notice);
@@ -198,7 +199,8 @@ void Endpoint::handle_messages() {
   }
 }
 
-// A rank that has left may have sent all that is needed of it before.
+// Fails the operation if it waits for a peer that is lost, unless the peer may have sent its record
+// before.
 void Endpoint::check_lost_peers() {
   for (int r = 0; r < rail_.ranks; ++r) {
     Peer& peer_state = peer(r);

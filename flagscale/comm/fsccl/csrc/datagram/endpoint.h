@@ -1,8 +1,9 @@
 // Endpoint of a session (session.h): its socket, clock and thread, and the transport of the group
-// for messages that must arrive. The thread answers peers while this rank computes.
+// as the reliable fallback. The thread answers packets of peers while this rank computes.
 //
-// Each pair of ranks always has a receive posted for a Notice, and one for a record once a rank has
-// requested it. Both are messages of the group's transport, with tags of their own.
+// Over the transport, ranks exchange notices (struct Notice) and records (session.h), with tags
+// that nothing else uses. A receive for a notice of each peer is always posted; one for a record of
+// a peer is posted when this rank requests it.
 #pragma once
 
 #include <condition_variable>
@@ -18,29 +19,31 @@
 
 namespace fsccl::datagram {
 
-// Counters since the start of the endpoint.
+// Counters since the start of the endpoint: bytes sent, packets that the kernel dropped on
+// receiving, and packets that it refused to send.
 struct EndpointCounters {
   DropCounters drop_counters;
-  uint64_t sent_bytes = 0, kernel_drops = 0, refused = 0;
+  uint64_t sent_bytes = 0, kernel_drops = 0, refused_packets = 0;
 };
 
 // Runs a session on a thread of its own. One thread calls run(); any thread may read counters.
 class Endpoint final : private Network {
  public:
-  // `members`: group ranks of the rail. Throws Error(kSystem) if no thread can be started.
+  // `members`: group ranks of the rail. `payload`: maximum bytes of a packet after its header.
+  // Throws Error(kSystem) if no thread can be started.
   Endpoint(const Rail& rail, std::vector<int> members, std::unique_ptr<Socket> socket,
            size_t payload, Transport& transport);
   ~Endpoint() override;
 
-  // Runs an operation and blocks until it is done. `poll` is called ten times a second with the
+  // Runs an operation and waits until it is done. `poll` is called ten times a second with the
   // group rank that is awaited, or -1; if it throws, the endpoint cannot be used any more. Throws
   // Error if a rank is lost or has called another operation.
   const Outcome& run(const AllReduceJob& job, const std::function<void(int)>& poll);
-  // Of the last operation.
+  // Result and layout of the last operation.
   const std::byte* result() { return session_.result(); }
   const BucketLayout& layout() const { return session_.layout(); }
   EndpointCounters counters();
-  // Datagrams and bytes, including headers, sent to each group rank of the rail.
+  // Returns datagrams and bytes, including headers, sent to each group rank of the rail.
   std::map<int, Transport::Traffic> sent();
   // Sends this rank's last record to peers that lack it, and ends the thread. Called before the
   // transport closes.
@@ -85,7 +88,7 @@ class Endpoint final : private Network {
   std::vector<Peer> peers_;
   std::list<PendingMessage> sends_;
   std::optional<Error> error_;
-  bool stop_ = false;
+  bool stop_requested_ = false;
   std::thread thread_;
 };
 

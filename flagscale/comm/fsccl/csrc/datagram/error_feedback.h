@@ -1,6 +1,7 @@
-// Error feedback: the part of this rank's gradients that an operation has excluded is stored, and
-// added to the next gradient of the same bucket, so that nothing is lost over several operations. A
-// bucket is identified by its address, size and type. Only the most recent kMaxBuckets are stored.
+// Error feedback: the part of this rank's gradient that an operation has excluded (the residual) is
+// stored, and added to the next gradient of the same bucket, so that over several operations the
+// sum is complete. A bucket is identified by its address, size and type. Only the most recent
+// kMaxBuckets are stored.
 #pragma once
 
 #include <list>
@@ -44,14 +45,14 @@ class ErrorFeedback {
       }
     }
   }
-  // Stores the excluded pieces of `gradient`, in place of the previous residual.
+  // Replaces the residual of a bucket by the excluded pieces of `gradient`.
   void store(const BucketKey& bucket, const std::byte* gradient, const BucketLayout& layout,
              const Bitmap& excluded) {
     residuals_.remove_if([&](const Residual& residual) { return residual.bucket == bucket; });
     if (excluded.count() == 0) return;
     Residual residual{bucket, {}};
     for (size_t p = 0; p < layout.pieces(); ++p) {
-      const Interval span = layout.span(p);
+      const Interval span = layout.piece_interval(p);
       if (!excluded.test(p)) continue;
       residual.pieces.emplace_back(span.lo,
                                    std::vector<std::byte>(gradient + span.lo, gradient + span.hi));

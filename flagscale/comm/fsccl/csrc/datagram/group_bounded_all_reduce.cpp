@@ -1,5 +1,5 @@
-// Setup of a group's BoundedAllReduce, at the first all_reduce that may use it, which all ranks
-// call.
+// Part of Group: setup and statistics of its BoundedAllReduce. All ranks set it up together, at the
+// first all_reduce that may use it.
 #include <cstring>
 
 #include "../core/group.h"
@@ -10,15 +10,16 @@ namespace {
 
 constexpr size_t kAddressBytes = 64;
 
-// Returns the last word of an address() of a TcpTransport, its preferred TCP address.
+// Returns the last word of TcpTransport::address(), which is the preferred TCP address.
 std::string tcp_address_of(const std::string& address) {
   return address.substr(address.rfind(' ') + 1);
 }
 
 }  // namespace
 
-// Exchanges the addresses of all datagram sockets. Returns the largest payload of a packet to any
-// rank, 0 if a rank has no socket. Consists of two collectives of the group.
+// Exchanges the addresses of the datagram sockets, by two collectives of the group. Returns the
+// largest size of a packet that every rank can send to its rail, 0 if a rank has no socket.
+// `socket` is null and `address` empty if this rank has none.
 size_t Group::exchange_datagram_addresses(datagram::Socket* socket, const std::string& address,
                                           const Deadline& d) {
   const auto ranks = static_cast<size_t>(config_.size);
@@ -57,12 +58,12 @@ size_t Group::exchange_datagram_addresses(datagram::Socket* socket, const std::s
 }
 
 bool Group::has_bounded_all_reduce(const Deadline& d) {
-  if (!bounded_tried_) open_bounded_all_reduce(d);
+  if (!bounded_all_reduce_attempted_) open_bounded_all_reduce(d);
   return bounded_all_reduce_ != nullptr;
 }
 
 void Group::open_bounded_all_reduce(const Deadline& d) {
-  bounded_tried_ = true;
+  bounded_all_reduce_attempted_ = true;
   check_usable();
   run_or_fail("connecting", 0, [&] {
     throw_if_failed();
@@ -86,8 +87,9 @@ void Group::open_bounded_all_reduce(const Deadline& d) {
   if (max_bytes == 0) return;
   const Key& rank0_key = identities_[0].key;
   const auto& secret = config_.settings.secret;
-  const Key key =
-      secret ? derived(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi}) : rank0_key;
+  const Key key = secret
+                      ? derive_key(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi})
+                      : rank0_key;
   run_or_fail("connecting", 0, [&] {
     const auto check_failure = [this] {
       shm_->check_peers(-1, nullptr);
@@ -105,17 +107,17 @@ void Group::open_bounded_all_reduce(const Deadline& d) {
     return "all_reduce of gradients by datagrams of " + std::to_string(max_bytes) + " bytes, " +
            nodes_.text();
   });
-  bounded_open_ = true;
+  bounded_all_reduce_open_ = true;
 }
 
 std::map<std::string, double> Group::bounded_statistics() const {
-  if (!bounded_open_) return {};
+  if (!bounded_all_reduce_open_) return {};
   return bounded_all_reduce_->statistics();
 }
 
 std::vector<Transport::Traffic> Group::datagram_traffic() const {
   std::vector<Transport::Traffic> out(static_cast<size_t>(config_.size));
-  if (!bounded_open_) return out;
+  if (!bounded_all_reduce_open_) return out;
   for (const auto& [rank, sent] : bounded_all_reduce_->sent())
     out[static_cast<size_t>(rank)] = sent;
   return out;

@@ -1,5 +1,5 @@
-// Division of a bucket into pieces, each the payload of one packet, and into shards of whole
-// pieces, one per rank, which is the owner of the shard.
+// Division of a buffer into pieces, each the payload of one packet, and into shards of whole
+// pieces, one per rank. The owner of a shard is the rank that sums it.
 #pragma once
 
 #include <cstddef>
@@ -10,25 +10,29 @@
 
 namespace fsccl::datagram {
 
-// Offsets and sizes of pieces and shards of one bucket.
+// Offsets and sizes of the pieces and shards of one buffer.
 struct BucketLayout {
-  static constexpr size_t kGrain = 16;  // bytes; whole elements of every type
+  static constexpr size_t kGrain =
+      16;  // alignment of pieces in bytes; whole elements of every type
 
-  size_t bytes = 0;
+  size_t bytes = 0;             // of the buffer
   size_t piece_bytes = kGrain;  // a multiple of kGrain
   int ranks = 1;
 
-  size_t pieces() const { return ceil_div(bytes, piece_bytes); }
+  size_t pieces() const { return ceil_div(bytes, piece_bytes); }  // number of pieces
+  // Returns the indices of the pieces of a rank's shard.
   Interval shard(int rank) const {
     return cut(pieces(), static_cast<size_t>(ranks), static_cast<size_t>(rank));
   }
-  Interval span(size_t p) const {
+  // Returns the bytes of piece p.
+  Interval piece_interval(size_t p) const {
     return {p * piece_bytes, std::min(bytes, (p + 1) * piece_bytes)};
   }
   // Returns the piece at a byte offset with this length; pieces() if there is none.
   size_t piece_at(uint64_t offset, size_t length) const {
     const size_t p = static_cast<size_t>(offset / piece_bytes);
-    if (offset >= bytes || offset % piece_bytes != 0 || span(p).size() != length) return pieces();
+    if (offset >= bytes || offset % piece_bytes != 0 || piece_interval(p).size() != length)
+      return pieces();
     return p;
   }
 };

@@ -1,8 +1,8 @@
 // Message authentication of packets including their payload, by the construction of UMAC (Black et
-// al. 1999, RFC 4418), which makes a keyed hash as fast as memory. NH, which needs one
-// multiplication for eight bytes, compresses each block of the payload to 128 bits with a long
-// secret. SipHash (core/mac.h) with another secret authenticates these together with the header.
-// Two different payloads of one length have the same NH value with probability 2^-64.
+// al. 1999, RFC 4418). The hash function NH with a long secret compresses each block of the payload
+// to 128 bits, with one multiplication per eight bytes. SipHash (core/mac.h) with another secret
+// authenticates these hashes together with the header. Two different payloads of one length have
+// the same NH value with probability 2^-64.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +18,19 @@ namespace fsccl::datagram {
 // Signs and verifies packets with one key. Immutable.
 class PacketSigner {
  public:
-  static constexpr size_t kBlockBytes = 1024, kGroupBytes = 32;  // bytes
-  static constexpr size_t kMaxPayload = 16 * kBlockBytes;        // bytes
+  static constexpr size_t kBlockBytes = 1024,
+                          kGroupBytes = 32;                // of a block, and of one step of NH
+  static constexpr size_t kMaxPayload = 16 * kBlockBytes;  // bytes
 
-  explicit PacketSigner(const Key& key) : key_(derived(key, uint64_t{2})) {
-    const Key words = derived(key, uint64_t{3});
+  explicit PacketSigner(const Key& key) : key_(derive_key(key, uint64_t{2})) {
+    const Key words = derive_key(key, uint64_t{3});
     for (size_t i = 0; i < secret_.size(); ++i) {
       secret_[i] = static_cast<uint32_t>(mac_of(words, &i, sizeof i));
     }
   }
 
-  // Returns the code of a header without padding and a payload of at most kMaxPayload bytes.
+  // Returns the authentication code of a header, which has no padding, and a payload of `length`
+  // bytes, at most kMaxPayload.
   template <class Header>
   uint64_t sign(const Header& header, const std::byte* payload, size_t length) const {
     std::array<std::byte, sizeof header + 16 * (kMaxPayload / kBlockBytes)> message;
@@ -44,16 +46,16 @@ class PacketSigner {
  private:
   using Lanes = std::array<uint64_t, 4>;
 
-  // NH of a block with the secret, and with the secret from its fifth word on.
+  // Returns the NH value of a block with the secret, and with the secret from its fifth word on.
   std::array<uint64_t, 2> nh(const std::byte* block, size_t bytes) const {
     Lanes first{}, second{};
-    const size_t whole = bytes / kGroupBytes * kGroupBytes;
-    for (size_t at = 0; at < whole; at += kGroupBytes)
+    const size_t whole_groups_bytes = bytes / kGroupBytes * kGroupBytes;
+    for (size_t at = 0; at < whole_groups_bytes; at += kGroupBytes)
       add(block + at, &secret_[at / 4], &first, &second);
-    if (whole < bytes) {
-      std::array<std::byte, kGroupBytes> tail{};
-      std::memcpy(tail.data(), block + whole, bytes - whole);
-      add(tail.data(), &secret_[whole / 4], &first, &second);
+    if (whole_groups_bytes < bytes) {
+      std::array<std::byte, kGroupBytes> padded{};
+      std::memcpy(padded.data(), block + whole_groups_bytes, bytes - whole_groups_bytes);
+      add(padded.data(), &secret_[whole_groups_bytes / 4], &first, &second);
     }
     return {first[0] + first[1] + first[2] + first[3],
             second[0] + second[1] + second[2] + second[3]};

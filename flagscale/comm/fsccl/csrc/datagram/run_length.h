@@ -1,21 +1,20 @@
-// Controller of the number of packets that are sent to one rank in a row (a run), which it learns
-// from losses.
+// Controller of the number of packets that are sent to one rank in a row (a run). It adapts the run
+// length to losses.
 //
 // A rank receives from all others together at the rate of one sender, however many they are. But
-// runs of several senders collide in the queue of its port (incast), and a switch drops packets
-// that do not fit. Runs half as long need half of the queue. Sending to fewer receivers at a time
-// does not help: ranks that are slightly out of step then send whole shards to one of them at the
-// same time (docs/traffic.md).
+// runs of several senders collide in the queue of the receiver's switch port (incast), and the
+// switch drops packets that do not fit. Runs half as long need half of the queue. Sending to fewer
+// receivers at a time does not help: ranks that do not run in lockstep then send whole shards to
+// one receiver at the same time.
 //
-// Long runs are cheap, because the kernel handles a run as one packet. So runs are as long as a
-// burst until packets are lost. Then shorter runs are tried, which count as lossless until they
-// have lost packets, and the run length with the lowest cost is used. Losses are forgotten over
-// time, so that longer runs are tried again, one step at a time, because each step may lose ten
-// times as much as the one before. Where all lengths lose equally, because of other traffic or too
-// high a rate, the longest run costs least.
+// Long runs need less processor time, because the kernel handles a run as one packet. So a run is
+// as long as a burst (the packets that are sent at once, transfer.h) until packets are lost. Then
+// shorter runs are tried, which count as lossless until they have lost packets, and the run length
+// with the lowest cost is used. Losses decay over time, so that longer runs are tried again, one
+// halving at a time, because each doubling may lose ten times as much. If all lengths lose equally,
+// because of competing traffic or too high a rate, the longest run costs least.
 //
-// Ranks with the same data decide the same, but that is not required: the run length concerns the
-// sender alone.
+// Ranks need not choose the same run length, because it matters to the sender only.
 #pragma once
 
 #include <algorithm>
@@ -24,13 +23,15 @@
 
 namespace fsccl::datagram {
 
-// Run length, as the number of halvings of a burst. One thread at a time calls.
+// Chooses the run length, as the number of times that a burst is halved. One thread at a time
+// calls.
 class RunLengthController {
  public:
   static constexpr int kMaxHalvings = 3;  // shorter runs cost more processor time than they save
-  // Cost of a halving, as a share of all packets, and penalty relative to the lost share.
+  // Cost of a halving, in units of the lost share of packets, and relative increase of the cost of
+  // losses.
   static constexpr double kCostPerHalving = 0.0005, kLossPenaltyPerHalving = 0.5;
-  static constexpr double kDecay = 0.99;  // per operation
+  static constexpr double kDecay = 0.99;  // of losses, per operation
 
   int halvings() const { return halvings_; }
   // Records the lost share of an operation.
@@ -46,7 +47,7 @@ class RunLengthController {
   }
 
  private:
-  // Losses with one run length.
+  // Losses of the operations with one run length.
   struct LossHistory {
     double loss = 0, operations = 0;  // sum of lost shares, and number of operations, both decayed
   };

@@ -30,7 +30,7 @@ Session::Session(const Rail& rail, size_t payload, const ProtocolLimits& limits,
 
 void Session::advance_clock(Time now) {
   if (clock_started_ && now > last_time_)
-    clock_ += std::min(now - last_time_, limits_.longest_step);
+    clock_ += std::min(now - last_time_, limits_.max_clock_step);
   clock_started_ = true;
   last_time_ = now;
 }
@@ -41,17 +41,17 @@ void Session::start(const AllReduceJob& job, Time now) {
   ++operation_;
   digest_ = job.digest;
   overruns_ = network_.overruns();
-  transfer_.begin_leading(job, operation_, clock_);
+  transfer_.begin_early_phase(job, operation_, clock_);
   state_ = State::kReady;
   state_start_ = clock_;
-  next_resend_ = clock_ + limits_.resend;
-  reliable_fallback_at_ = clock_ + limits_.patience;
+  next_resend_ = clock_ + limits_.resend_interval;
+  reliable_fallback_at_ = clock_ + limits_.fallback_delay;
   reliable_used_ = false;
   own_record(operation_).clear();
   each_peer([&](int r) {
     Peer& p = peer(r);
-    p.record_requested = p.has_own_record = false;
-    p.last_answer = clock_ - limits_.resend;
+    p.record_requested = p.has_acknowledged_record = false;
+    p.last_answer = clock_ - limits_.resend_interval;
     p.record.assign(record_bytes(), std::byte{0});
     p.fragments = Bitmap(ceil_div(record_bytes(), kFragmentBytes));
     if (p.ready_operation == operation_) check_digest(r, p.digest);
@@ -69,7 +69,7 @@ uint64_t Session::ready_mask() const {
   return mask;
 }
 
-uint64_t Session::known_mask() const {
+uint64_t Session::complete_records_mask() const {
   uint64_t mask = 0;
   for (int r = 0; r < rail_.ranks; ++r) {
     if (r != rail_.rank && peer(r).fragments.all()) mask |= bit(r);
@@ -87,28 +87,28 @@ void Session::on_packet(int from, const std::byte* packet, size_t bytes, Time no
   if (p->operation == operation_ && state_ != State::kIdle) {
     return p->kind == PacketKind::kRecord ? on_fragment(from, *p) : on_data(*p);
   }
-  if (p->kind == PacketKind::kRecord) return answer_previous(from, *p);
+  if (p->kind == PacketKind::kRecord) return resend_previous_record(from, *p);
   if (p->kind == PacketKind::kPart && p->operation == operation_ + 1) return buffer_early(*p);
   ++drop_counters_.late;
 }
 
 void Session::buffer_early(const Packet& p) {
   Peer& from = peer(p.sender);
-  if (from.early_bytes + p.length > Transfer::kMaxLeadBytes) {
+  if (from.early_bytes + p.length > Transfer::kMaxEarlyBytes) {
     ++drop_counters_.late;
     return;
   }
   from.early_bytes += p.length;
-  from.early.emplace_back(p, Bytes(p.payload, p.payload + p.length));
+  from.early_packets.emplace_back(p, Bytes(p.payload, p.payload + p.length));
 }
 
 void Session::replay_early() {
   each_peer([&](int r) {
-    for (auto& [p, payload] : peer(r).early) {
+    for (auto& [p, payload] : peer(r).early_packets) {
       p.payload = payload.data();
       on_data(p);
     }
-    peer(r).early.clear();
+    peer(r).early_packets.clear();
     peer(r).early_bytes = 0;
   });
 }
@@ -131,7 +131,7 @@ void Session::on_ready(int from, const Packet& p) {
   if (p.operation != operation_ || state_ == State::kIdle) return;
   check_digest(from, digest);
   // The sender does not know yet that this rank is ready.
-  const bool needs_ready = (p.word & bit(rail_.rank)) == 0;
+  const bool needs_ready = (p.status_word & bit(rail_.rank)) == 0;
   if (needs_ready) send_ready(from);
 }
 
@@ -143,7 +143,7 @@ void Session::on_data(const Packet& p) {
   Peer& from = peer(p.sender);
   if (from.ready_operation < operation_) from.digest = 0;
   from.ready_operation = std::max(from.ready_operation, operation_);
-  if (state_ == State::kReady && !p.is_leading()) mark_all_ready();
+  if (state_ == State::kReady && !p.is_early()) mark_all_ready();
   const bool is_request = p.kind == PacketKind::kRequestParts || p.kind == PacketKind::kRequestSums;
   // A sum that arrives after the record is not in it; a part may still be of use to other ranks.
   const bool is_late = state_ == State::kDone || (state_ == State::kAgreeing && !is_request);
@@ -167,23 +167,23 @@ void Session::send_ready(int to) {
 void Session::mark_all_ready() {
   each_peer(
       [&](int r) { peer(r).ready_operation = std::max(peer(r).ready_operation, operation_); });
-  start_moving();
+  start_transfer();
 }
 
-void Session::start_moving() {
+void Session::start_transfer() {
   outcome_.ready_wait = clock_ - state_start_;
-  state_ = State::kMoving;
+  state_ = State::kTransferring;
   state_start_ = clock_;
   transfer_.start(clock_);
 }
 
 void Session::wait_for_ready() {
   const uint64_t mask = ready_mask();
-  if (is_complete(mask)) return start_moving();
+  if (is_complete(mask)) return start_transfer();
   if (clock_ >= next_resend_) {
-    // Ask a rank that computes for a long time less often.
-    next_resend_ =
-        clock_ + std::clamp((clock_ - state_start_) / 8, limits_.resend, 5 * limits_.resend);
+    // Send less often to ranks that compute for a long time.
+    next_resend_ = clock_ + std::clamp((clock_ - state_start_) / 8, limits_.resend_interval,
+                                       5 * limits_.resend_interval);
     each_peer([&](int r) {
       if ((mask & bit(r)) == 0) send_ready(r);
     });
@@ -199,7 +199,7 @@ Time Session::step(Time now) {
   if (state_ == State::kCancelled) return now + std::chrono::seconds(1);
   advance_clock(now);
   if (state_ == State::kReady) wait_for_ready();
-  if (state_ == State::kMoving) {
+  if (state_ == State::kTransferring) {
     transfer_.check_deadlines(clock_, network_);
     if (transfer_.is_finished(clock_)) finish_record();
   }
@@ -211,7 +211,7 @@ Time Session::step(Time now) {
     return now +
            std::max(std::min(next_resend_, transfer_.next_send_time(clock_)) - clock_, Time(0));
   }
-  const Time reorder_check = clock_ + limits_.reorder;
+  const Time reorder_check = clock_ + limits_.max_reorder_delay;
   return now + (std::min(reorder_check, transfer_.next_send_time(clock_)) - clock_);
 }
 
@@ -226,7 +226,7 @@ void Session::finish_record() {
   std::memcpy(record.data() + sizeof head, bits.data(), bits.size());
   state_ = State::kAgreeing;
   state_start_ = next_resend_ = clock_;
-  reliable_fallback_at_ = clock_ + limits_.patience;
+  reliable_fallback_at_ = clock_ + limits_.fallback_delay;
   reliable_used_ = false;
   each_peer([&](int r) {
     if (peer(r).record_requested) network_.send_record(r, record);
@@ -234,20 +234,21 @@ void Session::finish_record() {
 }
 
 void Session::exchange_records() {
-  // The first time at once: the last rank to get here has all records, and no rank has its record.
+  // The first time, immediately: the last rank that gets here has all records, but no rank has its
+  // record.
   if (clock_ >= next_resend_) {
-    next_resend_ = clock_ + limits_.resend;
+    next_resend_ = clock_ + limits_.resend_interval;
     each_peer([&](int r) {
-      if (!peer(r).has_own_record || !peer(r).fragments.all()) {
+      if (!peer(r).has_acknowledged_record || !peer(r).fragments.all()) {
         send_fragments(r, operation_, own_record(operation_));
       }
     });
   }
-  if (is_complete(known_mask())) return compute_outcome();
+  if (is_complete(complete_records_mask())) return compute_outcome();
   if (reliable_used_ || clock_ < reliable_fallback_at_) return;
   reliable_used_ = true;
   each_peer([&](int r) {
-    if (!peer(r).fragments.all()) network_.send_notice(r, {Notice::kAsk, 0, operation_});
+    if (!peer(r).fragments.all()) network_.send_notice(r, {Notice::kRequestRecord, 0, operation_});
   });
 }
 
@@ -260,9 +261,10 @@ void Session::send_fragments(int to, uint64_t operation, const Bytes& record) {
     header.length = static_cast<uint16_t>(std::min(kFragmentBytes, record.size() - at));
     std::byte* const buffer = network_.reserve(header_bytes(header.kind) + kFragmentBytes);
     std::memcpy(buffer + header_bytes(header.kind), record.data() + at, header.length);
-    // A rank that lacks a record of an earlier operation has all others.
-    const uint64_t known = operation == operation_ ? known_mask() : all_ranks_mask_;
-    network_.send(to, sign_packet(rail_, to, header, known, buffer));
+    // This rank has completed earlier operations, so it has all records of those.
+    const uint64_t complete_records =
+        operation == operation_ ? complete_records_mask() : all_ranks_mask_;
+    network_.send(to, sign_packet(rail_, to, header, complete_records, buffer));
   }
 }
 
@@ -274,27 +276,31 @@ void Session::on_fragment(int from, const Packet& packet) {
     ++drop_counters_.malformed;
     return;
   }
-  // Every packet after the first data announces that all are ready.
+  // A record implies that all ranks are ready.
   if (state_ == State::kReady) mark_all_ready();
   if (p.fragments.set(at)) {
     std::copy(packet.payload, packet.payload + packet.length, p.record.data() + packet.position);
   } else {
     ++drop_counters_.repeated;
   }
-  const bool has_own_record = (packet.word & bit(rail_.rank)) != 0;
-  p.has_own_record = p.has_own_record || has_own_record;
+  const bool has_acknowledged_record = (packet.status_word & bit(rail_.rank)) != 0;
+  p.has_acknowledged_record = p.has_acknowledged_record || has_acknowledged_record;
   const bool record_is_final = state_ == State::kAgreeing || state_ == State::kDone;
-  if (!record_is_final || has_own_record || clock_ < p.last_answer + limits_.resend / 2) return;
+  if (!record_is_final || has_acknowledged_record ||
+      clock_ < p.last_answer + limits_.resend_interval / 2)
+    return;
   p.last_answer = clock_;
   send_fragments(from, operation_, own_record(operation_));
 }
 
-// A rank that is still in the previous operation lacks a record of it.
-void Session::answer_previous(int from, const Packet& packet) {
+// Answers a record of the previous operation: its sender lacks a record of that operation, possibly
+// this rank's.
+void Session::resend_previous_record(int from, const Packet& packet) {
   const bool is_previous = packet.operation + 1 == operation_;
-  const bool has_own_record = (packet.word & bit(rail_.rank)) != 0;
+  const bool has_acknowledged_record = (packet.status_word & bit(rail_.rank)) != 0;
   Peer& p = peer(from);
-  if (!is_previous || has_own_record || clock_ < p.last_answer + limits_.resend / 2) {
+  if (!is_previous || has_acknowledged_record ||
+      clock_ < p.last_answer + limits_.resend_interval / 2) {
     ++drop_counters_.late;
     return;
   }
@@ -310,7 +316,7 @@ void Session::on_notice(int from, const Notice& notice, Time now) {
     if (notice.operation > operation_ + 1) return;
     if (notice.operation > p.ready_operation) p.digest = 0;
     p.ready_operation = std::max(p.ready_operation, notice.operation);
-    if (notice.wants_answer == 0) return;
+    if (notice.needs_reply == 0) return;
     if (notice.operation <= operation_) {
       network_.send_notice(from, {Notice::kReady, 0, notice.operation});
     } else {
@@ -318,7 +324,7 @@ void Session::on_notice(int from, const Notice& notice, Time now) {
     }
     return;
   }
-  if (notice.kind != Notice::kAsk) return;
+  if (notice.kind != Notice::kRequestRecord) return;
   const bool is_current = notice.operation == operation_;
   if (!is_current && notice.operation + 1 != operation_) return;
   const Bytes& record = own_record(notice.operation);
@@ -333,7 +339,7 @@ void Session::on_record(int from, const std::vector<std::byte>& record, Time now
   if (record.size() != p.record.size() || p.fragments.all()) return;
   RecordHeader head;
   std::memcpy(&head, record.data(), sizeof head);
-  // Requested in an earlier operation, and received otherwise.
+  // The reply to a request in an earlier operation, whose record has also arrived as datagrams.
   if (head.operation != operation_) return;
   p.record = record;
   for (size_t i = 0; i < p.fragments.size(); ++i) p.fragments.set(i);
@@ -357,7 +363,7 @@ void Session::compute_outcome() {
     }
   }
   for (size_t i = 0; i < pieces; ++i) {
-    const Interval span = layout().span(i);
+    const Interval span = layout().piece_interval(i);
     if (outcome_.excluded.test(i)) std::fill_n(result() + span.lo, span.size(), std::byte{0});
   }
   transfer_.finish();

@@ -15,11 +15,11 @@
 namespace fsccl::datagram {
 namespace {
 
-constexpr int kSocketBufferBytes = 8 << 20;  // bytes
+constexpr int kSocketBufferBytes = 8 << 20;
 constexpr size_t kControlBytes = CMSG_SPACE(sizeof(uint32_t)) + CMSG_SPACE(sizeof(int));
 constexpr size_t kSegmentControlBytes = CMSG_SPACE(sizeof(uint16_t));
 
-// Host of "tcp:<port>:<numeric host>".
+// Returns the host of "tcp:<port>:<numeric host>".
 std::string host_of(const std::string& address) {
   const size_t colon = address.find(':', 4);
   if (address.rfind("tcp:", 0) != 0 || colon == std::string::npos) {
@@ -50,7 +50,7 @@ void set_buffer_size(int fd, int force_option, int option) {
   setsockopt(fd, SOL_SOCKET, option, &kSocketBufferBytes, sizeof kSocketBufferBytes);
 }
 
-// Packets that exceed the path MTU are refused, not fragmented.
+// Makes the kernel refuse packets that exceed the path MTU, instead of fragmenting them.
 void forbid_fragmentation(int fd, int family) {
   const int v4 = IP_PMTUDISC_DO, v6 = IPV6_PMTUDISC_DO;
   if (family == AF_INET) setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &v4, sizeof v4);
@@ -140,7 +140,7 @@ void Socket::send(int to, size_t bytes) {
 void Socket::prepare_run(size_t i) {
   const Run& run = runs_[i];
   Peer& peer = peers_[static_cast<size_t>(run.to)];
-  send_iovecs_[i] = {send_buffer_.data() + run.at, run.bytes};
+  send_iovecs_[i] = {send_buffer_.data() + run.offset, run.bytes};
   msghdr& header = send_headers_[i].msg_hdr;
   header = {};
   header.msg_name = &peer.address;
@@ -158,7 +158,7 @@ void Socket::prepare_run(size_t i) {
   std::memcpy(CMSG_DATA(c), &segment, sizeof segment);
 }
 
-// From now on, sends each packet by itself, starting with those of the runs from `first` on.
+// Disables segmentation, and sends the packets of the runs from index `first` on one by one.
 void Socket::send_unsegmented(size_t first) {
   segmentation_works_ = false;
   const std::vector<Run> runs(runs_.begin() + static_cast<std::ptrdiff_t>(first), runs_.end());
@@ -167,7 +167,7 @@ void Socket::send_unsegmented(size_t first) {
     for (size_t at = 0; at < run.bytes; at += run.segment) {
       if (runs_.size() == kBatch) flush_runs();
       runs_.push_back(
-          {run.to, run.at + at, std::min(run.segment, run.bytes - at), run.segment, 1, true});
+          {run.to, run.offset + at, std::min(run.segment, run.bytes - at), run.segment, 1, true});
     }
     flush_runs();
   }
@@ -178,9 +178,10 @@ void Socket::flush() {
   queued_ = 0;
 }
 
-// Packets that the kernel does not take within a moment are lost, as they may be on the network.
+// Sends the queued runs. Packets that the kernel does not accept within a few milliseconds are
+// dropped, as if the network had lost them.
 void Socket::flush_runs() {
-  int retries = 2;  // of 1 ms each
+  int retries = 2;  // after waiting 1 ms each
   for (size_t i = 0; i < runs_.size(); ++i) prepare_run(i);
   for (size_t sent = 0; sent < runs_.size();) {
     const auto remaining = static_cast<unsigned>(runs_.size() - sent);
@@ -195,12 +196,13 @@ void Socket::flush_runs() {
       poll(&poll_entry, 1, 1);
       continue;
     }
-    // Neither the kernel nor the card segments.
+    // Neither the kernel nor the card supports segmentation.
     if ((errno == EIO || errno == EINVAL || errno == EOPNOTSUPP) && runs_[sent].packets > 1) {
       return send_unsegmented(sent);
     }
-    refused_ += runs_[sent].packets;
-    // The kernel may take the next run, or may have reported an earlier ICMP error of a peer.
+    refused_packets_ += runs_[sent].packets;
+    // Continue with the next run: this one alone may be refused, or the error may be an earlier
+    // ICMP error of a peer.
     ++sent;
   }
   runs_.clear();
@@ -241,7 +243,8 @@ size_t Socket::segment_bytes(size_t i) {
   return segment > 0 ? static_cast<size_t>(segment) : kReceiveSlot;
 }
 
-// Identifies the sender by its address; the packet only names the address to compare.
+// Returns the rank that the packet names as its sender if the packet comes from the address of that
+// rank, else -1.
 int Socket::sender_of(size_t i, const std::byte* packet, size_t bytes) const {
   WireHeader wire_header;
   if (bytes < sizeof wire_header) return -1;
@@ -257,9 +260,9 @@ int Socket::sender_of(size_t i, const std::byte* packet, size_t bytes) const {
   }
   const auto& a = reinterpret_cast<const sockaddr_in6&>(expected);
   const auto& b = reinterpret_cast<const sockaddr_in6&>(senders_[i]);
-  const bool same = a.sin6_port == b.sin6_port &&
-                    std::memcmp(&a.sin6_addr, &b.sin6_addr, sizeof a.sin6_addr) == 0;
-  return same ? wire_header.sender : -1;
+  const bool is_same_address = a.sin6_port == b.sin6_port &&
+                               std::memcmp(&a.sin6_addr, &b.sin6_addr, sizeof a.sin6_addr) == 0;
+  return is_same_address ? wire_header.sender : -1;
 }
 
 void Socket::wait(int wake_fd, std::chrono::nanoseconds timeout, bool until_readable) const {

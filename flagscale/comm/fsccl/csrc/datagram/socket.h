@@ -1,8 +1,9 @@
-// Datagram socket of a rank: many packets per system call, never longer than the path MTU, with the
-// kernel's count of packets that it dropped because they were not read in time. Packets of one
-// length to one rank pass through the kernel as one, which the network card, or the kernel just
-// before it, divides (UDP_SEGMENT); received packets are likewise merged (UDP_GRO). One thread at a
-// time calls.
+// UDP socket of a rank for the bounded all_reduce. It sends and receives many packets per system
+// call (sendmmsg, recvmmsg), never longer than the path MTU, and counts the packets that the kernel
+// dropped because they were not read in time. Consecutive packets of one length to one rank pass
+// through the kernel as one large packet, which the network card, or the kernel just before it,
+// divides (UDP_SEGMENT); received packets are likewise merged (UDP_GRO). One thread at a time
+// calls.
 #pragma once
 
 #include <netinet/in.h>
@@ -20,26 +21,27 @@ namespace fsccl::datagram {
 // UDP socket with batched, segmented sends and receives.
 class Socket {
  public:
-  static constexpr size_t kBatch = 16;  // runs of packets
+  static constexpr size_t kBatch = 16;  // runs per system call
+  // Maximum bytes of a packet, and bytes and packets of a run.
   static constexpr size_t kMaxPacket = 8192 + 256, kMaxRunBytes = 65'000, kMaxRunPackets = 64;
 
   // Binds to the host of a TCP address of this process, "tcp:<port>:<numeric host>", with another
   // port. Throws Error.
   explicit Socket(const std::string& tcp_address);
 
-  // Address for peers, at most 64 bytes.
+  // Address that peers pass to set_peers(), at most 64 bytes.
   const std::string& address() const { return address_; }
   // Sets the addresses of all ranks of the rail. Returns the largest size of a packet to any of
   // them.
   size_t set_peers(const std::vector<std::string>& addresses);
 
   // reserve() returns memory for the next packet, of at most `max_bytes`; send() queues the packet
-  // that is there. Packets are sent when there are many, or by flush().
+  // in that memory. Queued packets are sent when the queue is full, or by flush().
   std::byte* reserve(size_t max_bytes);
   void send(int to, size_t bytes);
   void flush();
-  // Receives at most one batch, and calls handle(from, packet, bytes) per packet, `from` being -1
-  // for an unknown sender. Returns whether there may be more.
+  // Receives at most kBatch runs, and calls handle(from, packet, bytes) for each packet. `from` is
+  // the sender's rank in the rail, -1 if it is unknown. Returns whether there may be more.
   template <class F>
   bool receive(F&& handle) {
     const size_t n = receive_batch();
@@ -57,9 +59,11 @@ class Socket {
   // packet can be read.
   void wait(int wake_fd, std::chrono::nanoseconds timeout, bool until_readable) const;
 
-  // Packets for this socket that the kernel dropped.
+  // Number of received packets that the kernel dropped because the socket buffer was full.
   uint32_t kernel_drops() const { return kernel_drops_; }
-  uint64_t refused() const { return refused_; }  // packets that the kernel refused to send
+  uint64_t refused_packets() const {
+    return refused_packets_;
+  }  // packets that the kernel refused to send
 
  private:
   static constexpr size_t kReceiveSlot = 65'536;
@@ -68,10 +72,13 @@ class Socket {
     sockaddr_storage address{};
     socklen_t length = 0;
   };
-  struct Run {  // packets of one length, of which the last may be shorter
+  // Queued packets to one rank of one length; the last packet may be shorter.
+  struct Run {
     int to = -1;
-    size_t at = 0, bytes = 0, segment = 0, packets = 0;
-    bool closed = false;
+    size_t offset = 0, bytes = 0;  // in send_buffer_
+    size_t segment = 0;            // bytes of a packet
+    size_t packets = 0;            // number of packets
+    bool closed = false;           // no packet can be added
   };
 
   bool fits_run(const Run& run, int to, size_t bytes) const;
@@ -94,7 +101,7 @@ class Socket {
   size_t queued_ = 0;               // bytes
   bool segmentation_works_ = true;  // the kernel accepts UDP_SEGMENT
   uint32_t kernel_drops_ = 0;
-  uint64_t refused_ = 0;
+  uint64_t refused_packets_ = 0;
 };
 
 }  // namespace fsccl::datagram

@@ -9,10 +9,10 @@ namespace {
 
 size_t offset_of(const Packet& data) { return size_t{data.position} * BucketLayout::kGrain; }
 
-constexpr double kBurstSeconds = 300e-6;
+constexpr double kBurstSeconds = 300e-6;         // time for which a burst lasts at the given rate
 constexpr size_t kMinBurst = 4, kMaxBurst = 32;  // packets
-constexpr double kMaxWakeupDelay = 2.5e-3;       // delay with which the thread may wake up
-constexpr double kLeadSeconds = 32e-3;
+constexpr double kMaxWakeupDelay = 2.5e-3;       // seconds by which the thread may wake up late
+constexpr double kMaxEarlySeconds = 32e-3;       // early data, as sending time at the given rate
 
 }  // namespace
 
@@ -23,10 +23,10 @@ Transfer::Transfer(const Rail& rail, size_t payload, const ProtocolLimits& limit
   if (payload_ == 0) fail_usage("packets of " + std::to_string(payload) + " bytes are too small");
 }
 
-void Transfer::begin_leading(const AllReduceJob& job, uint64_t operation, Time now) {
+void Transfer::begin_early_phase(const AllReduceJob& job, uint64_t operation, Time now) {
   job_ = job;
   operation_ = operation;
-  moving_ = false;
+  is_transferring_ = false;
   layout_ = {job.bytes, payload_, rail_.ranks};
   own_shard_ = layout_.shard(rail_.rank);
   const auto ranks = static_cast<size_t>(rail_.ranks);
@@ -36,7 +36,7 @@ void Transfer::begin_leading(const AllReduceJob& job, uint64_t operation, Time n
   part_counts_.assign(own_shard_.size(), 1);
   summed_ = Bitmap(own_shard_.size());
   sum_positions_.resize(own_shard_.size());
-  have_sums_ = Bitmap(layout_.pieces());
+  available_sums_ = Bitmap(layout_.pieces());
   part_streams_.assign(ranks, {});
   sum_streams_.assign(ranks, {});
   expected_ = 0;
@@ -57,17 +57,17 @@ void Transfer::begin_leading(const AllReduceJob& job, uint64_t operation, Time n
   sum_repairs_.clear();
   peer_requests_.assign(ranks, {});
   credit_time_ = now;
-  credit_ = burst_bytes();
-  lead_limit_ = std::min(double{kMaxLeadBytes}, job.rate * kLeadSeconds);
-  lead_sent_ = 0;
+  credit_bytes_ = burst_bytes();
+  max_early_bytes_ = std::min(double{kMaxEarlyBytes}, job.rate * kMaxEarlySeconds);
+  early_bytes_sent_ = 0;
 }
 
 void Transfer::handle_packet(const Packet& packet, Time now, DropCounters* drop_counters) {
-  // Others may have waited until now. But a first packet that arrives so late does not restart the
-  // clock.
-  if (!heard_start_ && now < start_time_ + limits_.patience) clock_start_ = now;
-  heard_start_ = heard_start_ || !packet.is_leading();
-  const uint64_t answered_requests = packet.kind == PacketKind::kMark ? packet.word : 0;
+  // The deadlines are relative to the first packet, because the others may have waited until now. A
+  // first packet after fallback_delay does not change them any more.
+  if (!start_confirmed_ && now < start_time_ + limits_.fallback_delay) clock_start_ = now;
+  start_confirmed_ = start_confirmed_ || !packet.is_early();
+  const uint64_t answered_requests = packet.kind == PacketKind::kStatus ? packet.status_word : 0;
   const bool is_request =
       packet.kind == PacketKind::kRequestParts || packet.kind == PacketKind::kRequestSums;
   if (is_request) return handle_request(packet, drop_counters);
@@ -77,7 +77,7 @@ void Transfer::handle_packet(const Packet& packet, Time now, DropCounters* drop_
                 now);
   update_stream(&sum_stream(packet.sender), sums_sent,
                 static_cast<uint32_t>(answered_requests >> 32), now);
-  if (packet.kind == PacketKind::kMark) return;
+  if (packet.kind == PacketKind::kStatus) return;
   if (packet.kind == PacketKind::kPart) return handle_part(packet, drop_counters);
   handle_sum(packet, drop_counters);
 }
@@ -117,7 +117,7 @@ void Transfer::handle_sum(const Packet& packet, DropCounters* drop_counters) {
   const Interval owned = layout_.shard(packet.sender);
   if (piece < owned.lo || piece >= owned.hi) {
     ++drop_counters->malformed;
-  } else if (!have_sums_.set(piece)) {
+  } else if (!available_sums_.set(piece)) {
     ++drop_counters->repeated;
   } else {
     std::copy(packet.payload, packet.payload + packet.length, result_.data() + offset_of(packet));
@@ -125,7 +125,8 @@ void Transfer::handle_sum(const Packet& packet, DropCounters* drop_counters) {
   }
 }
 
-// Pieces that have been sent but did not arrive are sent again; those still to be sent are not.
+// Queues the requested pieces that have been sent once. Those that are still to be sent are not
+// lost.
 void Transfer::handle_request(const Packet& packet, DropCounters* drop_counters) {
   const bool for_parts = packet.kind == PacketKind::kRequestParts;
   const Interval range = for_parts ? layout_.shard(packet.sender) : own_shard_;
@@ -137,7 +138,7 @@ void Transfer::handle_request(const Packet& packet, DropCounters* drop_counters)
   }
   RequestNumbers& numbers = peer_requests_[packet.sender];
   uint32_t& number = for_parts ? numbers.parts : numbers.sums;
-  number = std::max(number, static_cast<uint32_t>(packet.word));
+  number = std::max(number, static_cast<uint32_t>(packet.status_word));
   std::deque<QueuedPiece>& repairs = for_parts ? part_repairs_ : sum_repairs_;
   if (repairs.size() > 2 * layout_.pieces()) return;
   for (uint64_t i = 0; i < limit && packet.position + i < range.hi; ++i) {
@@ -154,7 +155,7 @@ void Transfer::handle_request(const Packet& packet, DropCounters* drop_counters)
 
 void Transfer::sum_piece(size_t piece) {
   const size_t index = piece - own_shard_.lo;
-  const Interval span = layout_.span(piece);
+  const Interval span = layout_.piece_interval(piece);
   std::vector<const void*> sources;
   for (int r = 0; r < rail_.ranks; ++r) {
     const auto q = static_cast<size_t>(r);
@@ -175,25 +176,25 @@ void Transfer::sum_piece(size_t piece) {
   reduce(reduction, result_.data() + span.lo, sources.data(), part_count,
          span.size() / reduction.width());
   summed_.set(index);
-  have_sums_.set(piece);
+  available_sums_.set(piece);
   sum_positions_[index] = sum_order_.size();
   sum_order_.push_back(piece);
 }
 
-void Transfer::check_deadlines(Time now, Network& net) {
-  if (!moving_) return;
-  if (!heard_start_ && now < start_time_ + limits_.patience) clock_start_ = now;
+void Transfer::check_deadlines(Time now, Network& network) {
+  if (!is_transferring_) return;
+  if (!start_confirmed_ && now < start_time_ + limits_.fallback_delay) clock_start_ = now;
   const Time parts_deadline = clock_start_ + job_.reduce_time,
              sums_deadline = clock_start_ + job_.total_time;
   bool all_given_up = true;
   for (int r = 0; r < rail_.ranks; ++r) {
     if (r == rail_.rank) continue;
     if (!summed_.all()) {
-      request_missing(&part_streams_, r, PacketKind::kRequestParts, parts_deadline, now, net);
+      request_missing(&part_streams_, r, PacketKind::kRequestParts, parts_deadline, now, network);
       all_given_up =
           all_given_up && (part_stream(r).missing == 0 || is_given_up(part_streams_, r, now));
     }
-    request_missing(&sum_streams_, r, PacketKind::kRequestSums, sums_deadline, now, net);
+    request_missing(&sum_streams_, r, PacketKind::kRequestSums, sums_deadline, now, network);
   }
   if (summed_.all() || !(now >= parts_deadline || all_given_up)) return;
   for (size_t piece = own_shard_.lo; piece < own_shard_.hi; ++piece) {
@@ -201,28 +202,29 @@ void Transfer::check_deadlines(Time now, Network& net) {
   }
 }
 
-// Time that all missing pieces together may take.
+// Returns the time after which a request is repeated: that for sending all missing pieces, plus
+// resend_interval.
 Time Transfer::request_interval(const std::vector<Stream>& streams) const {
   size_t missing = 0;
   for (const Stream& stream : streams) missing += stream.missing;
   const double bytes = static_cast<double>(missing * payload_);
-  return limits_.resend + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
+  return limits_.resend_interval + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
 }
 
 bool Transfer::is_given_up(const std::vector<Stream>& streams, int rank, Time now) const {
   const Stream& stream = streams[static_cast<size_t>(rank)];
-  return stream.requests > 0 && stream.requests >= limits_.repairs &&
+  return stream.requests > 0 && stream.requests >= limits_.max_requests &&
          now >= stream.last_request + request_interval(streams) + job_.repair_grace;
 }
 
-void Transfer::request_missing(std::vector<Stream>* streams, int from, PacketKind kind, Time until,
-                               Time now, Network& net) {
+void Transfer::request_missing(std::vector<Stream>* streams, int from, PacketKind kind,
+                               Time deadline, Time now, Network& network) {
   Stream* const stream = &(*streams)[static_cast<size_t>(from)];
-  if (stream->missing == 0 || stream->requests >= limits_.repairs) return;
+  if (stream->missing == 0 || stream->requests >= limits_.max_requests) return;
   const bool is_answered = stream->all_sent && stream->answered_request >= stream->requests;
   const bool is_due =
-      (is_answered && now >= stream->last_status + limits_.reorder) ||
-      (stream->requests == 0 ? now >= until - job_.total_time / 8
+      (is_answered && now >= stream->last_status + limits_.max_reorder_delay) ||
+      (stream->requests == 0 ? now >= deadline - job_.total_time / 8
                              : now >= stream->last_request + request_interval(*streams));
   if (!is_due) return;
   ++stream->requests;
@@ -234,11 +236,11 @@ void Transfer::request_missing(std::vector<Stream>* streams, int from, PacketKin
     const size_t hi = std::min(range.hi, lo + limit);
     Bitmap missing_bits(hi - lo);
     for (size_t p = lo; p < hi; ++p) {
-      const bool there = for_parts
-                             ? summed_.test(p - range.lo) ||
-                                   part_received_[static_cast<size_t>(from)].test(p - range.lo)
-                             : have_sums_.test(p);
-      if (!there) missing_bits.set(p - lo);
+      const bool is_here = for_parts
+                               ? summed_.test(p - range.lo) ||
+                                     part_received_[static_cast<size_t>(from)].test(p - range.lo)
+                               : available_sums_.test(p);
+      if (!is_here) missing_bits.set(p - lo);
     }
     if (missing_bits.count() == 0) continue;
     PacketHeader header;
@@ -248,9 +250,9 @@ void Transfer::request_missing(std::vector<Stream>* streams, int from, PacketKin
     header.flags = static_cast<uint8_t>(std::count_if(
         streams->begin(), streams->end(), [](const Stream& s) { return s.missing > 0; }));
     header.length = static_cast<uint16_t>(missing_bits.bytes().size());
-    std::byte* const buffer = net.reserve(max_packet_bytes());
+    std::byte* const buffer = network.reserve(max_packet_bytes());
     std::memcpy(buffer + header_bytes(kind), missing_bits.bytes().data(), header.length);
-    net.send(from, sign_packet(rail_, from, header, stream->requests, buffer));
+    network.send(from, sign_packet(rail_, from, header, stream->requests, buffer));
   }
 }
 
@@ -286,7 +288,7 @@ bool Transfer::is_sum_sent(int peer, size_t index) const {
 }
 
 bool Transfer::next_sum(QueuedPiece* out) {
-  if (sum_run_position_ == sum_run_length_) {  // all ranks have this run, or the next rank gets it
+  if (sum_run_position_ == sum_run_length_) {  // the turn is over: next rank, or next run
     if (sum_run_length_ == 0 || ++sum_turn_ == rail_.ranks) {
       sum_run_start_ += sum_run_length_;
       sum_turn_ = 1;
@@ -313,22 +315,23 @@ bool Transfer::next_piece(QueuedPiece* out) {
          next_repair(&sum_repairs_, out);
 }
 
-void Transfer::send_due(Time now, Network& net) {
+void Transfer::send_due(Time now, Network& network) {
   if (!may_send()) return;
   const double max_credit = std::max(2 * burst_bytes(), job_.rate * kMaxWakeupDelay);
-  credit_ = std::min(
-      max_credit, credit_ + job_.rate * 1e-9 * static_cast<double>((now - credit_time_).count()));
+  credit_bytes_ =
+      std::min(max_credit, credit_bytes_ + job_.rate * 1e-9 *
+                                               static_cast<double>((now - credit_time_).count()));
   credit_time_ = now;
   QueuedPiece out{};
-  while (credit_ > 0 && may_send()) {
-    if (moving_ ? !next_piece(&out) : !next_part(&out)) break;
-    send(out, net);
+  while (credit_bytes_ > 0 && may_send()) {
+    if (is_transferring_ ? !next_piece(&out) : !next_part(&out)) break;
+    send(out, network);
   }
-  if (moving_ && credit_ > 0) send_marks(now, net);
+  if (is_transferring_ && credit_bytes_ > 0) send_status(now, network);
 }
 
-void Transfer::send(const QueuedPiece& out, Network& net) {
-  const Interval span = layout_.span(out.piece);
+void Transfer::send(const QueuedPiece& out, Network& network) {
+  const Interval span = layout_.piece_interval(out.piece);
   PacketHeader header;
   header.kind = out.kind;
   header.flags = flags();
@@ -337,36 +340,37 @@ void Transfer::send(const QueuedPiece& out, Network& net) {
   header.length = static_cast<uint16_t>(span.size());
   const std::byte* const from =
       (out.kind == PacketKind::kPart ? job_.in : result_.data()) + span.lo;
-  std::byte* const buffer = net.reserve(max_packet_bytes());
+  std::byte* const buffer = network.reserve(max_packet_bytes());
   std::copy(from, from + span.size(), buffer + header_bytes(header.kind));
   const size_t bytes = sign_packet(rail_, out.to, header, 0, buffer);
-  net.send(out.to, bytes);
-  credit_ -= static_cast<double>(bytes) * out.concurrent_senders;
-  if (!moving_) lead_sent_ += static_cast<double>(bytes);
-  last_mark_ = Time::min();
+  network.send(out.to, bytes);
+  credit_bytes_ -= static_cast<double>(bytes) * out.concurrent_senders;
+  if (!is_transferring_) early_bytes_sent_ += static_cast<double>(bytes);
+  last_status_sent_ = Time::min();
 }
 
 uint8_t Transfer::flags() const {
   const bool parts_sent = all_parts_sent();
   const bool sums_sent = parts_sent && summed_.all() && sum_run_start_ == sum_order_.size();
   return (parts_sent ? PacketHeader::kPartsSent : 0) | (sums_sent ? PacketHeader::kSumsSent : 0) |
-         (moving_ ? PacketHeader::kAllReady : 0);
+         (is_transferring_ ? PacketHeader::kAllReady : 0);
 }
 
-// Sends marks at once when everything has been sent, and periodically.
-void Transfer::send_marks(Time now, Network& net) {
-  if (last_mark_ != Time::min() && now < last_mark_ + limits_.resend / 2) return;
-  last_mark_ = now;
+// Sends kStatus packets, immediately when everything has been sent, and then periodically.
+void Transfer::send_status(Time now, Network& network) {
+  if (last_status_sent_ != Time::min() && now < last_status_sent_ + limits_.resend_interval / 2)
+    return;
+  last_status_sent_ = now;
   for (int r = 0; r < rail_.ranks; ++r) {
     if (r == rail_.rank) continue;
     PacketHeader header;
-    header.kind = PacketKind::kMark;
+    header.kind = PacketKind::kStatus;
     header.flags = flags();
     const RequestNumbers& numbers = peer_requests_[static_cast<size_t>(r)];
     header.operation = operation_;
     const uint64_t answered_requests = numbers.parts | uint64_t{numbers.sums} << 32;
-    net.send(r, sign_packet(rail_, r, header, answered_requests,
-                            net.reserve(header_bytes(header.kind))));
+    network.send(r, sign_packet(rail_, r, header, answered_requests,
+                                network.reserve(header_bytes(header.kind))));
   }
 }
 
@@ -376,14 +380,14 @@ Time Transfer::next_send_time(Time now) const {
                     (sum_run_length_ > 0 && sum_turn_ + 1 < rail_.ranks);
   const bool idle = all_parts_sent() && !sums && part_repairs_.empty() && sum_repairs_.empty();
   if (!may_send() || idle) return Time::max();
-  const double missing_credit = burst_bytes() - credit_;
+  const double missing_credit = burst_bytes() - credit_bytes_;
   return missing_credit <= 0 ? now
                              : now + Time(static_cast<int64_t>(1e9 * missing_credit / job_.rate));
 }
 
 bool Transfer::is_finished(Time now) const {
-  if (!moving_) return false;
-  if (have_sums_.all() || now >= clock_start_ + job_.total_time) return summed_.all();
+  if (!is_transferring_) return false;
+  if (available_sums_.all() || now >= clock_start_ + job_.total_time) return summed_.all();
   if (!summed_.all()) return false;
   for (int r = 0; r < rail_.ranks; ++r) {
     const Stream& stream = sum_streams_[static_cast<size_t>(r)];
@@ -394,9 +398,9 @@ bool Transfer::is_finished(Time now) const {
 
 RankReport Transfer::report(Time now) const {
   const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - clock_start_).count();
-  const double led_us = 1e6 * lead_sent_ / job_.rate;
+  const double early_us = 1e6 * early_bytes_sent_ / job_.rate;
   return {static_cast<uint32_t>(expected_), static_cast<uint32_t>(lost_),
-          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us),
+          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + early_us),
           0};
 }
 

@@ -1,4 +1,4 @@
-// all_gather and broadcast of the device engine: data is copied, and all ranks know all sizes.
+// all_gather and broadcast of the device engine (engine.h). All ranks know the sizes of all parts.
 #include "operation.h"
 
 namespace fsccl {
@@ -6,7 +6,7 @@ namespace fsccl {
 void DeviceEngine::all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
                               size_t /*width*/) {
   const size_t bytes = total_bytes(out), longest = longest_part_bytes(out);
-  expect_place(in, out[static_cast<size_t>(rank_)]);
+  check_gather_sizes(in, out[static_cast<size_t>(rank_)]);
   if (bytes == 0) return;
   const auto body = [&](const CollectiveFingerprint& fingerprint) {
     const at::Tensor input = wrap_buffers({in}, at::kByte)[0];
@@ -30,11 +30,12 @@ void DeviceEngine::all_gather(const BufferList& in, const BufferLists& out, cons
         [&](PipelineChunk& c, size_t k) { begin_all_gather(c, outputs, k * window, window); },
         [&](PipelineChunk& c, size_t k) { end_all_gather(c, outputs, k * window, window); });
   };
-  run_operation(dense_fingerprint(OpCode::kAllGather, bytes, nullptr, -1, layout_of(out)), d, body);
+  run_operation(dense_fingerprint(OpCode::kAllGather, bytes, nullptr, -1, hash_of_sizes(out)), d,
+                body);
 }
 
-// Sends a window of this rank's part to its owners in the other clusters, and gathers it inside
-// this one.
+// Sends the window [lo, lo + window) of this rank's part to its owners in the other clusters, and
+// gathers the windows of this cluster's parts inside this cluster.
 void DeviceEngine::begin_all_gather(PipelineChunk& c, const Tensors& out, size_t lo,
                                     size_t window) {
   const size_t ranks = clusters_.own_ranks().size(), total = ranks * window;
@@ -61,7 +62,8 @@ void DeviceEngine::begin_all_gather(PipelineChunk& c, const Tensors& out, size_t
   c.native_done = streams_->record(StreamId::kNative);
 }
 
-// Receives the owned interval of the other clusters' windows, and gathers it inside this cluster.
+// Receives the interval of the other clusters' windows that this rank owns, and gathers the windows
+// inside this cluster.
 void DeviceEngine::end_all_gather(PipelineChunk& c, const Tensors& out, size_t lo, size_t window) {
   const size_t ranks = clusters_.own_ranks().size();
   const auto count = static_cast<size_t>(clusters_.count());
@@ -89,8 +91,8 @@ void DeviceEngine::end_all_gather(PipelineChunk& c, const Tensors& out, size_t l
   }
 }
 
-// Copies windows of a cluster's parts, which lie one after the other, to their outputs. This rank's
-// own is there already.
+// Copies the windows of a cluster's parts from `packed`, where they are consecutive, to the
+// outputs. This rank's own output is already complete.
 void DeviceEngine::unpack_window(const at::Tensor& packed, const Tensors& out, int cluster,
                                  size_t lo, size_t window) {
   for (size_t i = 0; i < size_of(cluster); ++i) {

@@ -5,8 +5,8 @@
 namespace fsccl {
 namespace {
 
-// torch 2.11 may lack getStreamNativeHandle, and a torch without it must still compile for the CPU:
-// the second overload is taken there.
+// Returns torch's native handle (CUstream) of a stream. torch 2.11 may lack getStreamNativeHandle;
+// then the second overload is chosen, so that fsccl still compiles for CPUs.
 template <class Guard>
 auto native_handle(const Guard& guard, const c10::Stream& s, int)
     -> decltype(guard.getStreamNativeHandle(s)) {
@@ -25,7 +25,7 @@ DeviceStreams::DeviceStreams(at::Device device)
   for (int s = 0; s < 3; ++s) {
     streams_.push_back(guard_.getStreamFromGlobalPool(device_, /*isHighPriority=*/true));
   }
-  record_on(current());  // makes the device's context this thread's, which the driver needs
+  record_on(current());  // makes the device's context current, as calls of the driver require
 }
 
 void* DeviceStreams::handle(StreamId s) const { return native_handle(guard_, *stream(s), 0); }
@@ -40,7 +40,7 @@ bool is_capturing(const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
   int status = cuda::kCaptureNone;
   cuda::check(cuda::driver().stream_capturing(native_handle(guard, stream, 0), &status),
-              "cannot ask a stream whether it is captured");
+              "cannot query whether a stream is captured");
   return status != cuda::kCaptureNone;
 }
 
@@ -50,7 +50,7 @@ cuda::DevicePointer DeviceStreams::address_of(const std::byte* host) const {
       return r.address + static_cast<cuda::DevicePointer>(host - r.memory);
     }
   }
-  throw Error(Fault::kSystem, -1, "host memory that the device does not see");
+  throw Error(Fault::kSystem, -1, "host memory is not registered with the device");
 }
 
 void DeviceStreams::write_word(StreamId s, Word& word, uint32_t value) {
@@ -62,13 +62,13 @@ void DeviceStreams::write_word(StreamId s, Word& word, uint32_t value) {
 void DeviceStreams::wait_word(StreamId s, Word& word, uint32_t value, int peer) {
   const auto address = address_of(reinterpret_cast<const std::byte*>(&word));
   cuda::check(driver_.stream_wait_value(handle(s), address, value, cuda::kWaitGreaterOrEqual),
-              "cannot have a stream wait for a word");
+              "cannot make a stream wait for a word");
   word_waits_.push_back({&word, value, peer});
 }
 
 std::shared_ptr<void> DeviceStreams::register_host_memory(std::byte* memory, size_t bytes) {
   cuda::check(driver_.host_register(memory, bytes, cuda::kHostPortableMapped),
-              "cannot make shared memory known to the GPU");
+              "cannot register shared memory with the GPU");
   cuda::DevicePointer address = 0;
   cuda::check(driver_.host_pointer(&address, memory, 0), "shared memory has no address on the GPU");
   registered_.push_back({memory, bytes, address});

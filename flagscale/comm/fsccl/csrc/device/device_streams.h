@@ -1,5 +1,5 @@
-// Streams of a device, on which every step is enqueued, by torch's device-generic interface and a
-// few calls of the CUDA driver.
+// Streams of a CUDA device (streams.h): every step is enqueued, by torch's device-generic interface
+// and a few calls of the CUDA driver.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -11,11 +11,11 @@
 
 namespace fsccl {
 
-// A wait for a word that has been enqueued on a stream.
+// A wait that has been enqueued on a stream: until `word` has reached `value`.
 struct WordWait {
   Word* word;
   uint32_t value;
-  int peer;  // that writes the word
+  int peer;  // the rank that writes the word
 };
 
 class DeviceStreams : public Streams {
@@ -33,7 +33,7 @@ class DeviceStreams : public Streams {
   std::shared_ptr<void> register_host_memory(std::byte* memory, size_t bytes) override;
   char* device_address(std::byte* host) const override;
 
-  // Returns the waits that were enqueued since the last call.
+  // Returns the waits that were enqueued since the last call of this method.
   std::vector<WordWait> take_word_waits();
   c10::Stream current() const { return guard_.getStream(device_); }
   StreamEvent record_on(const c10::Stream& stream) const;

@@ -17,7 +17,7 @@ namespace {
 // Time that shutdown() waits for other ranks.
 constexpr std::chrono::seconds kShutdownTimeout(5);
 
-// Returns whether the tensors lie one after the other.
+// Returns whether the tensors are consecutive in memory.
 bool is_consecutive(const std::vector<at::Tensor>& list) {
   const auto* next = static_cast<const std::byte*>(list[0].const_data_ptr());
   for (const at::Tensor& t : list) {
@@ -27,7 +27,7 @@ bool is_consecutive(const std::vector<at::Tensor>& list) {
   return true;
 }
 
-// Polls a condition; false if it is not met within `timeout`.
+// Polls a condition. Returns false if it is not met within `timeout`.
 template <class Condition>
 bool wait_until(Condition&& met, std::chrono::milliseconds timeout) {
   const Deadline d = Deadline::after(timeout);
@@ -98,14 +98,15 @@ void DeviceEngine::open_control_block(const Deadline& d) {
   }
   const size_t area = (config_.tiny_bytes + kCacheLine) * members.size();
   const size_t bytes = SharedControlBlock::segment_bytes(static_cast<int>(members.size()), area);
-  Segment segment = group_->open_shared_segment("board", members, bytes, bytes, d);
+  Segment segment = group_->open_shared_segment("control-block", members, bytes, bytes, d);
   control_block_ = std::make_unique<SharedControlBlock>(
       std::move(segment), rank_, std::move(members), clusters_.ranks, std::move(names), area);
   control_block_registration_ =
       streams_->register_host_memory(control_block_->memory(), control_block_->bytes());
 }
 
-// Every rank comes to the same answer, which follows from what all of them publish.
+// Opens the kernels for host memory, if all ranks support them. All ranks decide the same, because
+// the decision follows from values that all of them publish in the store.
 void DeviceEngine::open_kernels(const Deadline& d) {
   const int size = group_->size();
   if (!has_other_clusters() || !is_single_host() || size < 2 || size > nvlink::kMaxRanks) return;
@@ -117,7 +118,7 @@ void DeviceEngine::open_kernels(const Deadline& d) {
   nvlink::Engine* engine = nullptr;
   try {
     engine = nvlink::Engine::find_or_install(streams_->device().index());
-  } catch (const std::exception& e) {  // operations take pipes and the control block then
+  } catch (const std::exception& e) {  // operations then use pipes and the control block
     group_->log_debug([&] { return std::string("no kernels for host memory: ") + e.what(); });
   }
   group_->set_key(key + std::to_string(rank_), engine != nullptr ? engine->identity() : none);
@@ -134,9 +135,9 @@ void DeviceEngine::open_kernels(const Deadline& d) {
       std::make_unique<HostMemoryKernels>(*engine, rank_, size, std::move(segment), *streams_);
 }
 
-// Runs an operation of equal parts as one kernel; false if there is none for it. Kernels need parts
-// that lie one after the other. Whether this rank's do concerns no other rank, so it decides only
-// whether they are copied.
+// Runs an operation of equal parts as one kernel. Returns false, on all ranks, if there is none for
+// it. A kernel needs consecutive parts. Whether this rank's parts are consecutive is not known to
+// other ranks, so parts that are not are copied.
 bool DeviceEngine::run_as_kernel(nvlink::Collective collective, const Tensors& in,
                                  const Tensors& out, const Reduction& r,
                                  const CollectiveFingerprint& fingerprint, int root) {
@@ -194,7 +195,7 @@ Pipe& DeviceEngine::receive_pipe(int peer) {
   Segment segment =
       group_->open_shared_segment("pipe/" + std::to_string(rank_), ends, bytes, bytes, deadline_);
   auto ring = std::make_shared<Ring>(std::move(segment), config_.pipe_bytes, *streams_);
-  ring->opened().store(1, std::memory_order_release);
+  ring->receiver_mapped().store(1, std::memory_order_release);
   Pipe pipe(peer, group_->name(peer), std::move(ring), is_same_host(peer) ? nullptr : proxy_.get());
   return receive_pipes_.emplace(peer, std::move(pipe)).first->second;
 }
@@ -207,11 +208,11 @@ void DeviceEngine::check_peers() const {
   if (proxy_error_) throw Error(*proxy_error_);
 }
 
-// Called while a word of `peer` is waited for, and with -1 after the wait. Throws when the group
-// has failed or the deadline has passed.
+// Called during a wait for a word that `peer` writes, and with -1 after the wait. Throws if the
+// group has failed or the deadline has passed.
 //
-// A rank that waits for one of another host cannot see which rank that host's ranks wait for. It
-// gives them time to report who is at fault, as the core does.
+// A rank that waits for a rank of another host cannot see for which rank that one waits. It gives
+// that host's ranks extra time to report the rank at fault, as the core does.
 void DeviceEngine::check_wait(int peer) {
   control_block_->set_waiting_for(peer < 0 ? SharedControlBlock::kNobody : peer);
   if (peer < 0) return;
@@ -224,25 +225,27 @@ void DeviceEngine::check_wait(int peer) {
               group_->name(at_fault) + " did not come within " + deadline_.text());
 }
 
-// A native library does not report which rank is at fault; the ranks of this host often do. Returns
-// their error, or the rank that they wait for, in place of the library's error.
+// Finds the rank at fault for an error of a native library, which does not report it; the ranks of
+// this host often know it. Returns the error that they report, or a timeout of the rank for which
+// they wait, or else `error`.
 Error DeviceEngine::attribute_error(const Error& error) {
   if (error.fault != Fault::kSystem || error.rank >= 0) return error;
-  const std::string by_library = std::string(" (") + error.what() + ")";
+  const std::string library_error_text = std::string(" (") + error.what() + ")";
   std::unique_ptr<Error> reported;
   const auto is_reported = [&] {
     try {
       check_peers();
     } catch (const Error& e) {
-      reported = std::make_unique<Error>(e.fault, e.rank, e.what() + by_library);
+      reported = std::make_unique<Error>(e.fault, e.rank, e.what() + library_error_text);
     }
     return reported != nullptr;
   };
   if (wait_until(is_reported, std::chrono::milliseconds(500))) return *reported;
   const int at_fault = control_block_->find_stalled_rank(rank_);
   if (at_fault == rank_ || !deadline_.passed()) return error;
-  return Error(Fault::kTimeout, at_fault,
-               group_->name(at_fault) + " did not come within " + deadline_.text() + by_library);
+  return Error(
+      Fault::kTimeout, at_fault,
+      group_->name(at_fault) + " did not come within " + deadline_.text() + library_error_text);
 }
 
 void DeviceEngine::barrier(const Deadline& d) {
@@ -267,8 +270,8 @@ void DeviceEngine::fail(const char* operation, uint64_t sequence, const Error& e
   group_->fail(operation, sequence, reason);
 }
 
-// Waits, while nothing has failed, until other ranks have opened all shared memory of this one and
-// all messages have left.
+// Before it ends, waits until other ranks have mapped all shared memory of this rank and all
+// messages have been sent, unless the group has failed.
 void DeviceEngine::shutdown() {
   if (shut_down_) return;
   shut_down_ = true;
@@ -284,7 +287,7 @@ void DeviceEngine::shutdown() {
     proxy_->flush(kShutdownTimeout);
     const auto all_opened = [this, &healthy] {
       for (const auto& [peer, pipe] : send_pipes_) {
-        if (pipe.shared() && pipe.ring().opened().load(std::memory_order_acquire) == 0) {
+        if (pipe.shared() && pipe.ring().receiver_mapped().load(std::memory_order_acquire) == 0) {
           return !healthy();
         }
       }
@@ -329,10 +332,11 @@ size_t DeviceEngine::smallest_cluster_size() const {
   return smallest;
 }
 
-// Elements of a chunk of `count` of them, of which at most a slot lies in a part of 1/parts.
+// Returns the elements per chunk for a pipelined operation of `count` elements of `width` bytes. A
+// chunk is divided into `parts` parts, each of which must fit a slot of a pipe.
 //
-// Many chunks keep all streams busy. But a host takes some 150 us to enqueue one, in which 6 MiB
-// cross a GPU's bus; less crosses a network.
+// Many chunks keep all streams busy. But a host takes some 150 us to enqueue a chunk, in which time
+// 6 MiB can be transferred over a GPU's bus, and less over a network.
 size_t DeviceEngine::chunk_elements(size_t count, size_t width, size_t parts) const {
   if (!has_other_clusters()) return count;
   size_t chunks = 8, min_bytes = 256 << 10;
@@ -345,7 +349,7 @@ size_t DeviceEngine::chunk_elements(size_t count, size_t width, size_t parts) co
   return std::min(elements, slot_elements) * parts;
 }
 
-// Memory of the device as a flat tensor, which does not own it.
+// Returns a flat tensor that refers to memory of the device and does not own it.
 at::Tensor DeviceEngine::wrap_memory(const void* data, size_t count, at::ScalarType type) const {
   const auto options = at::TensorOptions(type).device(streams_->device());
   if (count == 0) return at::empty({0}, options);
@@ -360,7 +364,7 @@ DeviceEngine::Tensors DeviceEngine::wrap_buffers(const BufferLists& list,
   const size_t width = at::elementSize(type);
   Tensors out;
   for (const BufferList& p : list) {
-    const void* data = p.bytes() > 0 ? p.list()[0].data : nullptr;
+    const void* data = p.bytes() > 0 ? p.buffers()[0].data : nullptr;
     out.push_back(wrap_memory(data, p.bytes() / width, type));
   }
   return out;

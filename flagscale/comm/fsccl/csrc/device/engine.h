@@ -1,26 +1,27 @@
-// Collectives of a group whose ranks are divided into clusters by native library: the native
-// library inside a cluster, host memory between clusters.
+// Device engine: collectives of a group whose ranks have different native libraries. Inside a
+// cluster the native library transfers the data, between clusters host memory does.
 //
-// A cluster is the set of ranks that one native library joins. What crosses between clusters does
-// not depend on their libraries: ranks on GPUs and ranks on CPUs take part in the same operation,
-// each in its own cluster.
+// A native library is one that a rank uses for its tensors, such as NCCL or gloo. A cluster is the
+// set of ranks that use the same one. The exchange between clusters does not depend on their
+// libraries, so ranks on GPUs and ranks on CPUs take part in the same operation.
 //
-// A cluster of a ranks divides the data that crosses into a equal intervals, and rank i owns
-// interval i. The owner of an interval in one cluster exchanges with the owners in another the
-// intersection of their intervals, so every byte crosses once and every rank's link to its host is
-// used. Large buffers are cut into chunks; begin(k) reduces chunk k inside the cluster and sends
-// it, end(k) receives the other clusters' data of it, reduces and gathers it inside, and begin(k+2)
-// comes before end(k): two chunks cross at a time.
+// A cluster of n ranks divides the data that it exchanges with other clusters into n equal
+// intervals, and its rank i owns interval i. The owners of intervals in two clusters exchange the
+// intersections of their intervals, so every byte is sent once and every rank's link to its host is
+// used. Large buffers are divided into chunks: begin(k) reduces chunk k inside the cluster and
+// sends it, end(k) receives the other clusters' data of the chunk, reduces it and gathers it inside
+// the cluster. begin(k+2) comes before end(k), so two chunks are in flight.
 //
-// Reductions: the partial results of the clusters are reduced in the order of clusters by every
-// owner, with operations that round equally everywhere (tensor_reduce.h), and gathered from there:
-// all ranks get the same bits.
+// In a reduction every owner reduces the clusters' partial results in the order of clusters, with
+// operations that round in the same way on every device (tensor_reduce.h), so all ranks get the
+// same bits.
 //
-// Where up to eight ranks, all of one host, are on GPUs that have the kernels, one kernel does
-// operations of equal parts (host_memory_kernels.h) and of types it can reduce, up to the size at
-// which the bus takes longer than the steps that the kernel saves. Other operations of at most
-// tiny_bytes per rank take neither pipes nor the native library either: every rank writes its part
-// to the control block and reads all parts.
+// Small operations take other ways if all ranks are on one host:
+// - With at most eight ranks, all on GPUs that have the NVLink engine's kernels, one kernel runs an
+//   operation of equal parts (host_memory_kernels.h), up to the size from which the transfer over
+//   the bus takes longer than the steps that the kernel saves.
+// - Operations of at most tiny_bytes per rank: every rank writes its part to the control block
+//   (shared_control_block.h) and reads all parts.
 #pragma once
 
 #include <map>
@@ -39,18 +40,19 @@
 
 namespace fsccl {
 
-// Pointers of the collectives are into the memory of the streams' device. One thread at a time
-// calls them; methods that any thread may call are marked.
+// Pointers passed to the collectives are to memory of the streams' device. One thread at a time
+// calls the collectives; other methods say so if any thread may call them.
 class DeviceEngine final : public Collectives {
  public:
-  // Makes the streams, given what to call while a word of a peer is waited for.
+  // Creates the streams. Its argument is a function to call during a wait for a word that `peer`
+  // writes (HostStreams in streams.h).
   using MakeStreams = std::function<std::unique_ptr<Streams>(std::function<void(int peer)>)>;
-  // Makes the native library's backend for the group's cluster number `cluster`, which has these
-  // ranks and this one at `index`.
+  // Creates the native library's backend for cluster number `cluster` of the group, which consists
+  // of `ranks`, of which this one is at `index`.
   using MakeNative = std::function<LocalCommunicator::Backend(int cluster, int index,
                                                               const std::vector<int>& ranks)>;
 
-  // Waits for all ranks. Throws Error.
+  // Waits for all ranks. Throws Error, also at the deadline.
   DeviceEngine(std::shared_ptr<Group> group, const MakeStreams& make_streams,
                const MakeNative& make_native, const Deadline& d);
   ~DeviceEngine();
@@ -67,25 +69,25 @@ class DeviceEngine final : public Collectives {
   void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d) override;
   void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d) override;
   void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) override;
-  // In groups without devices: the group's barrier, in the order of operations here.
+  // The group's barrier, in order with this engine's operations. Only for groups without devices.
   void barrier(const Deadline& d) override;
 
   Streams& streams() { return *streams_; }
   Group& group() { return *group_; }
 
-  // Throws if a rank of this host has ended or the group has failed. Any thread.
+  // Throws if a rank of this host has ended or the group has failed. Any thread may call.
   void check_peers() const;
-  // Ends what waits in the native library or in a kernel. Any thread.
+  // Aborts operations that wait in the native library or in a kernel. Any thread may call.
   void abort();
   // See LocalCommunicator.
   bool abandoned() const { return local_->abandoned(); }
   bool has_kernels() const { return kernels_ != nullptr; }
-  // Throws the error of a kernel. Any thread.
+  // Throws if a kernel has failed. Any thread may call.
   void check_kernels() const {
     if (kernels_) kernels_->check();
   }
-  // Reports the error to all ranks of this host, ends the native library's calls, fails the group,
-  // and throws. Any thread.
+  // Reports the error to all ranks of this host, aborts calls of the native library, fails the
+  // group, and throws. Any thread may call.
   [[noreturn]] void fail(const char* operation, uint64_t sequence, const Error& error);
   void shutdown();
 
@@ -158,14 +160,14 @@ class DeviceEngine final : public Collectives {
   std::unique_ptr<Streams> streams_;
   std::unique_ptr<SharedControlBlock> control_block_;
   std::shared_ptr<void> control_block_registration_;
-  std::unique_ptr<HostMemoryKernels> kernels_;  // null: GPUs or settings do not allow them
+  std::unique_ptr<HostMemoryKernels> kernels_;  // null: not supported by all ranks, or disabled
   std::unique_ptr<LocalCommunicator> local_;
   std::unique_ptr<ScratchAllocator> scratch_;
   std::map<int, Pipe> send_pipes_, receive_pipes_;  // by peer
   mutable std::mutex proxy_error_mutex_;
   std::unique_ptr<Error> proxy_error_;
   uint64_t sequence_ = 0;
-  uint32_t exchange_step_ = 0;  // of tiny data
+  uint32_t exchange_step_ = 0;  // number of exchanges through the control block
   bool shut_down_ = false;
   Deadline deadline_ = Deadline::after(Deadline::Ms(0));  // of the current operation
   std::unique_ptr<ProxyThread> proxy_;                    // destroyed first

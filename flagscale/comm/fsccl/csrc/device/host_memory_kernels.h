@@ -1,10 +1,10 @@
-// Small and medium operations among GPUs of one host by one kernel each: kernels of the NVLink
-// engine, in host memory that every GPU reads and writes. The control block, or pipes and the
-// native library, take a dozen steps of the host for the same, each of which costs more than a
-// small message takes to cross.
+// Small and medium operations among GPUs of one host that have no NVLink between them, by one
+// kernel each. The kernels are those of the NVLink engine (nvlink/engine.h), whose arenas are here
+// in host memory that every GPU reads and writes. Without them, an operation takes a dozen steps of
+// the host, each of which takes longer than the transfer of a small message.
 //
-// Only among ranks that all have the NVLink engine's kernels, each on a GPU of its own: kernels of
-// two processes take turns on a GPU and would wait for each other.
+// All ranks must have the NVLink engine's kernels, and each a GPU of its own: a GPU runs kernels of
+// two processes in turns, so they would wait for each other for ever.
 #pragma once
 
 #include <memory>
@@ -21,33 +21,33 @@ class HostMemoryKernels {
  public:
   static size_t bytes(int ranks) { return static_cast<size_t>(ranks) * arena_bytes(); }
 
-  // `segment`: bytes() of memory that all ranks have mapped.
+  // `segment` has bytes() of shared memory, which all ranks have mapped.
   HostMemoryKernels(nvlink::Engine& engine, int rank, int ranks, Segment segment, Streams& streams)
       : segment_(std::move(segment)),
         registration_(streams.register_host_memory(segment_.data(), segment_.bytes())),
         communicator_(engine, rank, 0, {arenas(ranks, streams), kChannels, kSlotBytes}) {}
 
-  // Returns whether there is a kernel for the call, wherever its memory lies: all ranks get the
-  // same answer.
+  // Returns whether there is a kernel for the call. The result does not depend on the call's
+  // pointers, so it is the same on all ranks.
   bool supports(const nvlink::Call& call) { return communicator_.supports(call); }
-  // Puts such a call on its stream.
+  // Launches the kernel of a supported call on the call's stream.
   void run(const nvlink::Call& call) { communicator_.run(call); }
-  // Bytes that each of `ranks` writes at most: a measure of the call's time, because the bus is the
-  // bottleneck.
+  // Returns the bytes that each of `ranks` ranks writes at most. They determine the time of the
+  // call, because the bus is the bottleneck.
   static size_t written_bytes(const nvlink::Call& call, size_t ranks) {
     const size_t to_peers = call.bytes * (ranks - 1);
     return call.collective == nvlink::Collective::kAllReduce ? 2 * to_peers / ranks : to_peers;
   }
 
-  // Throws the error of a kernel: a rank that did not come.
+  // Throws if a kernel has failed because a rank did not come.
   void check() const {
     if (const auto error = communicator_.failure()) throw *error;
   }
-  // Ends all waiting. Any thread.
+  // Makes all kernels stop waiting. Any thread may call.
   void abort() { communicator_.abort(); }
 
  private:
-  // Enough to keep a GPU's bus busy, and little compared with the memory of a GPU.
+  // Enough to keep a GPU's bus busy.
   static constexpr nvlink::u32 kChannels = 32;
   static constexpr nvlink::u64 kSlotBytes = 16 << 10;
 

@@ -10,7 +10,7 @@
 namespace fsccl {
 namespace {
 
-// Types that every native library reduces.
+// Returns whether every native library can reduce this type.
 bool is_native_type(DType t) {
   switch (t) {
     case DType::kU8:
@@ -27,8 +27,8 @@ bool is_native_type(DType t) {
   }
 }
 
-// Returns whether every library computes the same. AVG and PREMUL_SUM are sums by the time they
-// come here.
+// Returns whether every native library computes this reduction as fsccl specifies it. Callers have
+// already replaced AVG and PREMUL_SUM by SUM.
 bool is_native_reduction(const Reduction& r) {
   return is_native_type(r.dtype) && (r.op == RedOp::kSum || r.op == RedOp::kProduct);
 }
@@ -36,10 +36,10 @@ bool is_native_reduction(const Reduction& r) {
 }  // namespace
 
 template <class F>
-void LocalCommunicator::call(const char* op, F&& f) {
+void LocalCommunicator::call_library(const char* op, F&& start_call) {
   hooks_.on_call(true);
   try {
-    wait_for(f(/*async=*/static_cast<bool>(hooks_.check_group)));
+    wait_for(start_call(/*async=*/static_cast<bool>(hooks_.check_group)));
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& e) {
@@ -51,8 +51,8 @@ void LocalCommunicator::call(const char* op, F&& f) {
   hooks_.on_call(false);
 }
 
-// Polls instead of waiting with a timeout, because gloo's works throw when the timeout of a wait
-// expires, which takes long.
+// Polls instead of waiting with a timeout, because a work of gloo whose wait times out throws,
+// which takes long.
 void LocalCommunicator::wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
   constexpr int kYields = 200, kPollsPerCheck = 500;
   constexpr std::chrono::microseconds kPollInterval(200);
@@ -84,7 +84,7 @@ void LocalCommunicator::reduce_scatter(const at::Tensor& in, const at::Tensor& o
     c10d::ReduceScatterOptions o;
     o.reduceOp = r.op == RedOp::kSum ? c10d::ReduceOp::SUM : c10d::ReduceOp::PRODUCT;
     at::Tensor from = in, to = out;
-    return call("reduce_scatter", [&](bool async) {
+    return call_library("reduce_scatter", [&](bool async) {
       o.asyncOp = async;
       return native_->_reduce_scatter_base(to, from, o);
     });
@@ -102,7 +102,7 @@ void LocalCommunicator::all_gather(const at::Tensor& in, const at::Tensor& out) 
   }
   c10d::AllgatherOptions o;
   at::Tensor from = in, to = out;
-  call("all_gather", [&](bool async) {
+  call_library("all_gather", [&](bool async) {
     o.asyncOp = async;
     return native_->_allgather_base(to, from, o);
   });
@@ -113,7 +113,7 @@ void LocalCommunicator::broadcast(const at::Tensor& bytes, int root) {
   c10d::BroadcastOptions o;
   o.rootRank = root;
   std::vector<at::Tensor> list{bytes};
-  call("broadcast", [&](bool async) {
+  call_library("broadcast", [&](bool async) {
     o.asyncOp = async;
     return native_->broadcast(list, o);
   });
@@ -128,7 +128,7 @@ void LocalCommunicator::all_to_all(const at::Tensor& in, const std::vector<int64
   c10d::AllToAllOptions o;
   at::Tensor from = in, to = out;
   std::vector<int64_t> send_sizes = in_sizes, recv_sizes = out_sizes;
-  call("all_to_all", [&](bool async) {
+  call_library("all_to_all", [&](bool async) {
     o.asyncOp = async;
     return native_->alltoall_base(to, from, recv_sizes, send_sizes, o);
   });
@@ -138,7 +138,7 @@ void LocalCommunicator::abort() {
   if (native_) native_->abort();
 }
 
-// A library with an abandoned call may wait for it when it is destroyed, so it is never destroyed.
+// The destructor of a backend with an abandoned call may wait for it, so such a backend is leaked.
 void LocalCommunicator::shutdown() {
   if (abandoned_) {
     static auto* const leaked = new std::vector<Backend>;

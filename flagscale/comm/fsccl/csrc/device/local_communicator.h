@@ -1,17 +1,17 @@
 // Collectives among the ranks of this rank's own cluster, by the cluster's native library.
 //
-// The library comes as a c10d::Backend of its own, over the cluster's ranks: NCCL, gloo, or fsccl's
-// shared memory. Nothing here links any of them. It gets only whole, equal parts of flat tensors.
-// It only moves types and reductions that it does not have, or would do otherwise than fsccl
-// promises (bitwise operations, 16-bit integers; a NaN in MIN and MAX); then every rank reduces its
-// part itself.
+// The library is given as a c10d::Backend over the cluster's ranks (NCCL, gloo, or fsccl's shared
+// memory), so nothing here is linked against it. It gets flat tensors of equal parts only.
+// Reductions that it does not support or would compute differently than fsccl specifies (bitwise
+// operations, 16-bit integers, MIN and MAX, which may lose a NaN) are not passed to it: then it
+// only transfers the data, and every rank reduces its part itself.
 //
-// Calls are made with the tensors' stream as the current one. With one rank they copy.
+// Calls are made with the tensors' stream as torch's current one. With one rank they copy.
 //
-// gloo has no abort. Its calls are therefore polled, with a check of the group now and then. A call
-// that is given up may still write to its tensors, so their owner must keep them: see abandoned().
-// gloo is used for moving only: its reduce_scatter is carried out by the waiting thread, in a wait
-// that never ends when a rank is gone.
+// gloo has no abort. Its calls are therefore polled, and the group is checked about ten times a
+// second. A call that is given up may still write to its tensors, so their owner must keep them:
+// see abandoned(). gloo is used for transfers only, because its reduce_scatter runs on the thread
+// that waits, in a wait that never ends after a rank has exited.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -32,12 +32,14 @@ class LocalCommunicator {
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
   struct Hooks {
-    std::function<void(bool)> on_call;  // a call of the library begins (true) or ends (false)
-    // Throws when the group has failed; empty: the library detects that itself.
+    // Called when a call of the library begins (true) or ends (false).
+    std::function<void(bool)> on_call;
+    // Throws if the group has failed. Empty: the library detects that itself.
     std::function<void()> check_group;
   };
 
-  // `description` of the cluster is for messages. `native` is null for a cluster of one rank.
+  // `native` is null for a cluster of one rank. `index` is this rank's in the cluster,
+  // `description` that of the cluster, for error messages.
   LocalCommunicator(Backend native, int size, int index, std::string description, Hooks hooks)
       : native_(std::move(native)),
         size_(size),
@@ -48,23 +50,24 @@ class LocalCommunicator {
   int size() const { return size_; }
   int index() const { return index_; }
 
-  // in: size() parts of out's size, of r.dtype; out: the reduction of all ranks' part index().
+  // in: size() parts of out's size, of r.dtype. out: the reduction of all ranks' parts number
+  // index().
   void reduce_scatter(const at::Tensor& in, const at::Tensor& out, const Reduction& r);
-  // in: bytes; out: size() times as many, in the order of ranks.
+  // in: uint8 of any size; out: size() times as many, in the order of ranks.
   void all_gather(const at::Tensor& in, const at::Tensor& out);
   void broadcast(const at::Tensor& bytes, int root);
-  // Sizes in bytes, by rank of the cluster, of parts that lie one after the other in flat bytes.
+  // in, out: uint8, consecutive parts by rank of the cluster; the sizes of the parts are in bytes.
   void all_to_all(const at::Tensor& in, const std::vector<int64_t>& in_sizes, const at::Tensor& out,
                   const std::vector<int64_t>& out_sizes);
 
   void abort();
   void shutdown();
-  // Returns whether a call was given up, whose tensors must stay for as long as the process lives.
+  // Returns whether a call was given up; its tensors must then be kept until the process ends.
   bool abandoned() const { return abandoned_; }
 
  private:
   template <class F>
-  void call(const char* op, F&& f);
+  void call_library(const char* op, F&& f);
   void wait_for(const c10::intrusive_ptr<c10d::Work>& work);
 
   Backend native_;

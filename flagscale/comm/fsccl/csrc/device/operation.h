@@ -1,4 +1,4 @@
-// Helpers of the device engine's operations. Included by their sources only.
+// Helpers of the device engine's operations (engine.h). Included by their sources only.
 #pragma once
 
 #include <array>
@@ -8,13 +8,17 @@
 
 namespace fsccl {
 
-// A chunk of a pipelined operation. Its memory is used again kChunksInFlight + 1 chunks later:
-// steps enqueued for that chunk wait for the events of this one.
+// Buffers and events of a chunk of a pipelined operation. The chunk kChunksInFlight + 1 later uses
+// the same buffers; its steps wait for the events of this one. A shard is the interval of a reduced
+// chunk that this rank owns.
 struct DeviceEngine::PipelineChunk {
-  at::Tensor work, shard, shard_memory, sum;
-  Tensors shards, shard_memories, received;  // by cluster
-  StreamEvent native_done;                   // steps of kNative that this chunk needs
-  StreamEvent sends_done;                    // copies of this chunk to host memory
+  at::Tensor work;   // a padded or packed input, or a gathered output
+  at::Tensor shard;  // result of the reduction inside the cluster, in shard_memory or the input
+  at::Tensor shard_memory;
+  at::Tensor sum;                            // the shard reduced over all clusters
+  Tensors shards, shard_memories, received;  // the same by cluster; data received from each
+  StreamEvent native_done;  // end of the steps on kNative whose results other streams use
+  StreamEvent sends_done;   // end of the copies of this chunk to host memory
 };
 
 template <class F>
@@ -33,9 +37,9 @@ void DeviceEngine::run_operation(CollectiveFingerprint fingerprint, const Deadli
   } catch (const Error& e) {
     if (e.fault == Fault::kUsage) throw;
     fail(name_of(fingerprint.op), fingerprint.sequence, e);
-  } catch (const std::exception& e) {  // such as no memory, while others wait for this rank
-    const auto* const of_torch = dynamic_cast<const c10::Error*>(&e);
-    const std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : e.what();
+  } catch (const std::exception& e) {  // such as out of memory: other ranks wait for this one
+    const auto* const c10_error = dynamic_cast<const c10::Error*>(&e);
+    const std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : e.what();
     fail(name_of(fingerprint.op), fingerprint.sequence,
          Error(Fault::kSystem, rank_, group_->name(rank_) + ": " + text));
   }
@@ -43,17 +47,18 @@ void DeviceEngine::run_operation(CollectiveFingerprint fingerprint, const Deadli
 
 template <class Begin, class End>
 void DeviceEngine::run_pipelined(size_t chunks, Begin&& begin, End&& end) {
-  constexpr size_t kLag = kChunksInFlight;
-  std::array<PipelineChunk, kLag + 1> ring;
+  constexpr size_t kLagChunks = kChunksInFlight;
+  std::array<PipelineChunk, kLagChunks + 1> ring;
   streams_->fork();
-  for (size_t k = 0; k < chunks + kLag; ++k) {
+  for (size_t k = 0; k < chunks + kLagChunks; ++k) {
     if (k < chunks) begin(ring[k % ring.size()], k);
-    if (k >= kLag && k - kLag < chunks) end(ring[(k - kLag) % ring.size()], k - kLag);
+    if (k >= kLagChunks && k - kLagChunks < chunks)
+      end(ring[(k - kLagChunks) % ring.size()], k - kLagChunks);
   }
   streams_->join();
 }
 
-// The i-th of `parts` equal parts of [0, n), of which the last may be short or empty.
+// Returns the i-th of `parts` equal parts of [0, n), of which the last ones may be short or empty.
 inline Interval equal_part(size_t n, size_t parts, size_t i) {
   const size_t part = ceil_div(n, parts);
   return {std::min(i * part, n), std::min((i + 1) * part, n)};
@@ -65,13 +70,13 @@ inline at::Tensor slice(const at::Tensor& t, size_t lo, size_t n) {
 
 inline at::Tensor as_bytes(const at::Tensor& t) { return t.view(at::kByte); }
 
-// Elements of a part that lie in the window [lo, lo + window).
+// Returns how many elements of a part lie in the window [lo, lo + window).
 inline size_t length_in_window(const at::Tensor& part, size_t lo, size_t window) {
   const auto n = static_cast<size_t>(part.numel());
   return n > lo ? std::min(n - lo, window) : 0;
 }
 
-// The first `n` elements of `memory`, which is allocated when it is too small.
+// Returns the first `n` elements of `memory`, after allocating it if it is too small.
 inline at::Tensor reserve(ScratchAllocator& scratch, at::Tensor& memory, size_t n,
                           at::ScalarType type) {
   if (!memory.defined() || static_cast<size_t>(memory.numel()) < n) {
@@ -80,17 +85,18 @@ inline at::Tensor reserve(ScratchAllocator& scratch, at::Tensor& memory, size_t 
   return slice(memory, 0, n);
 }
 
-// The fingerprint of an operation whose sizes all ranks know.
+// Returns the fingerprint of an operation whose sizes all ranks know; ranks compare fingerprints to
+// detect that they call different operations.
 inline CollectiveFingerprint dense_fingerprint(OpCode op, size_t bytes, const Reduction* r,
-                                               int root, uint64_t layout = 0) {
+                                               int root, uint64_t sizes_hash = 0) {
   CollectiveFingerprint fingerprint;
   fingerprint.op = op;
   fingerprint.bytes = bytes;
   fingerprint.root = root;
-  fingerprint.layout = layout;
+  fingerprint.sizes_hash = sizes_hash;
   if (r != nullptr) {
     fingerprint.dtype = r->dtype;
-    fingerprint.red = r->op;
+    fingerprint.red_op = r->op;
   }
   return fingerprint;
 }
@@ -107,7 +113,7 @@ inline size_t longest_part_bytes(const BufferLists& list) {
   return n;
 }
 
-// Distance between the parts of ranks in the control block's area.
+// Returns the distance in bytes between the ranks' parts in the control block's area.
 inline size_t aligned_stride(size_t bytes) { return ceil_div(bytes, kCacheLine) * kCacheLine; }
 
 }  // namespace fsccl

@@ -1,5 +1,5 @@
-// gather, scatter and all_to_all of the device engine: a rank knows only the sizes of the parts
-// that it sends and receives itself.
+// gather, scatter and all_to_all of the device engine (engine.h). A rank knows only the sizes of
+// the parts that it sends and receives itself.
 #include "operation.h"
 
 namespace fsccl {
@@ -76,7 +76,8 @@ void DeviceEngine::exchange_within_cluster(const Tensors& send, const Tensors& r
   }
 }
 
-// In rounds: each sends one slot to, and receives one slot from, every rank of the other clusters.
+// Exchanges parts in rounds: in each, this rank sends at most one slot to every rank of the other
+// clusters, and receives at most one from each.
 void DeviceEngine::exchange_across_clusters(const Tensors& send, const Tensors& recv) {
   const size_t slot_bytes = config_.pipe_bytes;
   std::vector<int> peers;

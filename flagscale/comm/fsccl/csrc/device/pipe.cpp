@@ -19,28 +19,29 @@ std::byte* Ring::slot(uint32_t n) const {
 }
 
 at::Tensor Pipe::slot_tensor(size_t bytes) const {
-  return at::from_blob(ring_->slot(count_), {static_cast<int64_t>(bytes)}, at::kByte);
+  return at::from_blob(ring_->slot(message_count_), {static_cast<int64_t>(bytes)}, at::kByte);
 }
 
 void Pipe::send(Streams& streams, const at::Tensor& bytes) {
-  if (count_ >= Ring::kSlots) {
-    streams.wait_word(StreamId::kToHost, ring_->consumed(), count_ + 1 - Ring::kSlots, peer_);
+  if (message_count_ >= Ring::kSlots) {
+    streams.wait_word(StreamId::kToHost, ring_->consumed(), message_count_ + 1 - Ring::kSlots,
+                      peer_);
   }
   {
     const StreamScope to_host(streams, StreamId::kToHost);
     slot_tensor(bytes.nbytes()).copy_(bytes, /*non_blocking=*/true);
   }
-  // A device fills the slot later than now, when the slot may not be free yet.
+  // Not for a device, which fills the slot later: the slot may still contain an earlier message.
   if (!streams.stream(StreamId::kToHost)) {
-    ring_->message_bytes(count_).store(static_cast<uint32_t>(bytes.nbytes()),
-                                       std::memory_order_relaxed);
+    ring_->message_bytes(message_count_)
+        .store(static_cast<uint32_t>(bytes.nbytes()), std::memory_order_relaxed);
   }
-  streams.write_word(StreamId::kToHost, ring_->posted(), ++count_);
-  if (proxy_ != nullptr) proxy_->send(peer_, ring_, count_ - 1, bytes.nbytes());
+  streams.write_word(StreamId::kToHost, ring_->posted(), ++message_count_);
+  if (proxy_ != nullptr) proxy_->send(peer_, ring_, message_count_ - 1, bytes.nbytes());
 }
 
 void Pipe::check_size(size_t expected) const {
-  const size_t actual = ring_->message_bytes(count_).load(std::memory_order_relaxed);
+  const size_t actual = ring_->message_bytes(message_count_).load(std::memory_order_relaxed);
   if (actual == expected || actual == kUnknownSize) return;
   throw Error(Fault::kMismatch, peer_,
               peer_name_ + " sends " + std::to_string(actual) + " bytes where this rank expects " +
@@ -48,15 +49,15 @@ void Pipe::check_size(size_t expected) const {
 }
 
 void Pipe::receive(Streams& streams, const at::Tensor& bytes) {
-  if (proxy_ != nullptr) proxy_->receive(peer_, ring_, count_, bytes.nbytes());
-  streams.wait_word(StreamId::kFromHost, ring_->posted(), count_ + 1, peer_);
-  // A device receives later than now, when the sender may have written sizes of other messages.
+  if (proxy_ != nullptr) proxy_->receive(peer_, ring_, message_count_, bytes.nbytes());
+  streams.wait_word(StreamId::kFromHost, ring_->posted(), message_count_ + 1, peer_);
+  // Not for a device, which receives later: the sender may not have written the size yet.
   if (shared() && !streams.stream(StreamId::kFromHost)) check_size(bytes.nbytes());
   {
     const StreamScope from_host(streams, StreamId::kFromHost);
     bytes.copy_(slot_tensor(bytes.nbytes()), /*non_blocking=*/true);
   }
-  streams.write_word(StreamId::kFromHost, ring_->consumed(), ++count_);
+  streams.write_word(StreamId::kFromHost, ring_->consumed(), ++message_count_);
 }
 
 }  // namespace fsccl

@@ -1,8 +1,8 @@
-// A pipe carries bytes from the device of one rank to the device of another, through host memory.
+// Pipe: transfers bytes from the device of one rank to the device of another, through host memory.
 //
-// It is a ring of slots and two words that only grow: `posted`, the number of slots that the sender
-// has filled, and `consumed`, the number that the receiver has emptied. Sending message n, of at
-// most a slot, is
+// It is a ring of slots and two words (32-bit counters that only grow): `posted`, the number of
+// slots that the sender has filled, and `consumed`, the number that the receiver has emptied.
+// Sending message n, which must fit a slot, is
 //
 //   wait for consumed >= n+1-kSlots;  copy device -> slot n % kSlots;  write posted = n+1
 //
@@ -10,14 +10,14 @@
 //
 //   wait for posted >= n+1;  copy slot n % kSlots -> device;  write consumed = n+1
 //
-// on kFromHost. Between ranks that share memory both ends map one ring, which the devices read and
-// write directly: no byte is copied by a processor, and on CUDA no thread waits. Between other
-// ranks each end has a ring of its own, and proxy threads carry messages from one to the other
+// on kFromHost (streams.h). Between ranks that share memory both ends map the same ring, which the
+// devices read and write directly: no processor copies a byte, and on CUDA no thread waits. Between
+// other ranks each end has a ring of its own, and proxy threads send messages from one to the other
 // (proxy_thread.h).
 //
-// A program may send at most kSlots messages before it receives the one that the same peer sent at
-// the same place of its own program. Then no ring is ever full while the rank that would empty it
-// waits.
+// To avoid a deadlock, an operation may send at most kSlots messages to a peer before it receives
+// the corresponding message of the same peer. Then no ring is full while the rank that would empty
+// it waits.
 #pragma once
 
 #include <memory>
@@ -39,8 +39,8 @@ class Ring {
 
   Word& posted() const { return word(0); }
   Word& consumed() const { return word(1); }
-  Word& opened() const { return word(2); }  // 1: the receiver has mapped it
-  // Bytes of the message in a slot, written where steps are done at once; devices leave it at zero.
+  Word& receiver_mapped() const { return word(2); }  // 1: the receiver has mapped the ring
+  // Bytes of the message in a slot. Only ranks on CPUs write it; devices leave it at zero.
   Word& message_bytes(uint32_t n) const { return word(3 + n % kSlots); }
   std::byte* slot(uint32_t n) const;
   const Segment& segment() const { return segment_; }
@@ -54,15 +54,15 @@ class Ring {
   std::shared_ptr<void> registration_;
 };
 
-// One end of a pipe: used by the thread that runs the engine's operations.
+// One end of a pipe. Used by the thread that runs the engine's operations.
 class Pipe {
  public:
-  // `peer_name` is for messages. `proxy` is null where both ends share the ring.
+  // `peer_name` is for error messages. `proxy` is null if both ends share the ring.
   Pipe(int peer, std::string peer_name, std::shared_ptr<Ring> ring, ProxyThread* proxy)
       : peer_(peer), peer_name_(std::move(peer_name)), ring_(std::move(ring)), proxy_(proxy) {}
 
-  // `bytes`: flat uint8 on the streams' device, at most a slot. Where both ends do steps at once, a
-  // message of another size throws Error(kMismatch).
+  // Sends or receives one message. `bytes`: flat uint8 on the streams' device, at most a slot. If
+  // both ends are on CPUs, receiving a message of another size throws Error(kMismatch).
   void send(Streams& streams, const at::Tensor& bytes);
   void receive(Streams& streams, const at::Tensor& bytes);
 
@@ -79,7 +79,7 @@ class Pipe {
   std::string peer_name_;
   std::shared_ptr<Ring> ring_;
   ProxyThread* proxy_;
-  uint32_t count_ = 0;  // messages sent, or received, so far
+  uint32_t message_count_ = 0;  // messages sent, or received, so far
 };
 
 }  // namespace fsccl

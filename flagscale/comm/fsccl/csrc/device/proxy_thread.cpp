@@ -7,7 +7,8 @@ namespace fsccl {
 namespace {
 
 constexpr std::chrono::microseconds kPollInterval(20);
-constexpr int kIdlePolls = 500;  // after these (10 ms) without progress it polls less often
+constexpr int kIdlePolls =
+    500;  // after so many (10 ms) without progress the thread polls less often
 constexpr std::chrono::microseconds kIdlePollInterval(200);
 
 }  // namespace
@@ -30,15 +31,15 @@ void ProxyThread::begin(const CollectiveFingerprint& fingerprint) {
 }
 
 void ProxyThread::send(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes) {
-  announce(peer, true, std::move(ring), n, bytes);
+  submit(peer, true, std::move(ring), n, bytes);
 }
 
 void ProxyThread::receive(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes) {
-  announce(peer, false, std::move(ring), n, bytes);
+  submit(peer, false, std::move(ring), n, bytes);
 }
 
-void ProxyThread::announce(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n,
-                           size_t bytes) {
+void ProxyThread::submit(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n,
+                         size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     PipeQueue& queue = queues_[{peer, sends}];
@@ -62,7 +63,7 @@ bool ProxyThread::idle() const {
 }
 
 void ProxyThread::run() {
-  begin_thread("fsccl-proxy");
+  set_up_thread("fsccl-proxy");
   std::unique_lock<std::mutex> lock(mutex_);
   int polls_without_progress = 0;
   while (!stop_ && !failed_) {
@@ -87,7 +88,8 @@ void ProxyThread::run() {
   }
 }
 
-// Returns whether anything happened. Messages of a queue finish in order, so the words only grow.
+// Returns whether a message made progress. Messages of a queue finish in order, so the words only
+// grow.
 bool ProxyThread::advance(PipeQueue& queue) {
   bool progressed = false;
   while (!queue.messages.empty() && queue.messages.front().request &&
@@ -110,10 +112,10 @@ bool ProxyThread::start_next(PipeQueue& queue) {
                            : has_reached(queue.ring->consumed(), message.n + 1 - Ring::kSlots);
     if (!ready) return false;
     const BufferList memory(queue.ring->slot(message.n), message.bytes);
-    const Deadline met = Deadline::after(Deadline::Ms(0));  // the group has met long ago
+    const Deadline no_wait = Deadline::after(Deadline::Ms(0));  // all ranks have joined long ago
     message.request = queue.sends
-                          ? group_.send(queue.peer, kPipeTag, memory, met, message.fingerprint)
-                          : group_.recv(queue.peer, kPipeTag, memory, met, message.fingerprint);
+                          ? group_.send(queue.peer, kPipeTag, memory, no_wait, message.fingerprint)
+                          : group_.recv(queue.peer, kPipeTag, memory, no_wait, message.fingerprint);
     return true;
   }
   return false;

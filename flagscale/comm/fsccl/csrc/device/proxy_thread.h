@@ -1,10 +1,11 @@
-// Proxy thread: carries the messages of pipes between ranks that share no memory.
+// Proxy thread: sends and receives the messages of pipes (pipe.h) between ranks that share no
+// memory.
 //
-// One thread per engine, started by the first message. A pipe announces each message as soon as it
-// is sent or received, with its size. The thread then polls the ring's words, which a device may
-// write: it sends a slot once that is posted, and has a message received into a slot once that is
-// free. A thread cannot sleep until a device writes a word, so while messages are in flight it
-// polls a few ten thousand times a second; else it sleeps.
+// One thread per device engine, started by the first message. A pipe submits each message with its
+// size when the operation is enqueued. The thread then polls the ring's words, which a device may
+// write: it sends a slot once that is posted, and receives a message into a slot once that is free.
+// A thread cannot sleep until a device writes a word, so while messages are in flight it polls a
+// few ten thousand times a second; else it sleeps.
 #pragma once
 
 #include <condition_variable>
@@ -23,16 +24,18 @@ class Ring;
 
 class ProxyThread {
  public:
-  // on_error(error) is called on the thread when a message fails; no message moves after that.
+  // on_error(error) is called on the proxy thread when a message fails; later messages are not
+  // sent.
   ProxyThread(Group& group, std::function<void(const Error&)> on_error);
   ~ProxyThread();
 
-  // Messages announced from now on are of this operation.
+  // Sets the operation to which messages submitted from now on belong.
   void begin(const CollectiveFingerprint& fingerprint);
-  // Announces message n of the pipe.
+  // Submits message n of the pipe to or from `peer`.
   void send(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
   void receive(int peer, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
-  // Waits until everything sent has left; false if it has not within `timeout`.
+  // Waits until all submitted messages have been sent or received. Returns false if they have not
+  // within `timeout`.
   bool flush(std::chrono::milliseconds timeout);
 
  private:
@@ -40,9 +43,9 @@ class ProxyThread {
     uint32_t n;
     size_t bytes;
     CollectiveFingerprint fingerprint;
-    RequestPtr request;  // null until the transport moves it
+    RequestPtr request;  // null until the message is handed to the transport
   };
-  // One direction of the traffic with a peer.
+  // Messages to one peer, or from it.
   struct PipeQueue {
     int peer;
     bool sends;
@@ -53,7 +56,7 @@ class ProxyThread {
   // Above the tags of users' messages, below those of the core's collectives.
   static constexpr uint64_t kPipeTag = uint64_t{1} << 62;
 
-  void announce(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
+  void submit(int peer, bool sends, std::shared_ptr<Ring> ring, uint32_t n, size_t bytes);
   void run();
   bool advance(PipeQueue& queue);
   bool start_next(PipeQueue& queue);

@@ -1,4 +1,5 @@
-// all_reduce, reduce and reduce_scatter of the device engine, and the exchange of tiny operations.
+// all_reduce, reduce and reduce_scatter of the device engine (engine.h), and the exchange of small
+// data through the control block.
 #include <cstring>
 
 #include "operation.h"
@@ -6,7 +7,8 @@
 namespace fsccl {
 namespace {
 
-// The reduction inside a cluster, of inputs that are multiplied already.
+// Returns the reduction inside a cluster, whose inputs are already multiplied by PREMUL_SUM's
+// factor.
 Reduction local_reduction(const Reduction& r) {
   Reduction first = r.first_stage();
   if (first.op == RedOp::kPremulSum) first.op = RedOp::kSum;
@@ -19,8 +21,8 @@ at::Tensor apply_factor(const Reduction& r, const at::Tensor& in) {
 
 }  // namespace
 
-// Exchanges a tiny part of each rank by the control block (shared_control_block.h), and returns all
-// parts, at multiples of `stride`. A rank with an empty part only reads.
+// All-gathers a part of each rank through the control block (shared_control_block.h), and returns a
+// tensor with all parts, at multiples of `stride` bytes. A rank with an empty part only reads.
 at::Tensor DeviceEngine::exchange_tiny(const at::Tensor& part, size_t stride) {
   const size_t n = control_block_->members().size();
   const uint32_t step = ++exchange_step_;
@@ -39,7 +41,7 @@ at::Tensor DeviceEngine::exchange_tiny(const at::Tensor& part, size_t stride) {
   return all.copy_(host_tensor(area, n * stride), true);
 }
 
-// The parts of exchange_tiny(), by rank.
+// Splits the result of exchange_tiny() into the first `bytes` of each rank's part.
 DeviceEngine::Tensors DeviceEngine::tiny_parts(const at::Tensor& exchanged, size_t stride,
                                                size_t bytes) const {
   Tensors out;
@@ -73,7 +75,7 @@ void DeviceEngine::reduce(const void* in, void* out, size_t count, const Reducti
                 });
 }
 
-// Reduces to all ranks (root -1), or to the root: then only its `out` is written.
+// Reduces to all ranks (root -1), or to the root; then only the root's `out` is written.
 void DeviceEngine::reduce_tensor(const at::Tensor& in, const at::Tensor& out, const Reduction& r,
                                  int root, const CollectiveFingerprint& fingerprint) {
   const auto n = static_cast<size_t>(in.numel());
@@ -103,8 +105,8 @@ void DeviceEngine::reduce_tensor(const at::Tensor& in, const at::Tensor& out, co
       [&](PipelineChunk& c, size_t k) { end_reduce(c, chunk_of(out, k), r, root); });
 }
 
-// Reduces a chunk inside the cluster, and sends the interval that this rank owns of the result to
-// all clusters or to one.
+// Reduces a chunk inside the cluster, and sends the interval of the result that this rank owns to
+// all other clusters (to_cluster -1) or to one.
 void DeviceEngine::begin_reduce(PipelineChunk& c, const at::Tensor& in, const Reduction& r,
                                 int to_cluster) {
   const auto n = static_cast<size_t>(in.numel()), ranks = clusters_.own_ranks().size();
@@ -137,8 +139,8 @@ void DeviceEngine::begin_reduce(PipelineChunk& c, const at::Tensor& in, const Re
   c.sends_done = streams_->record(StreamId::kToHost);
 }
 
-// Receives the other clusters' results of the owned interval, reduces them, and gathers the total
-// inside the cluster.
+// Receives the other clusters' results for the interval that this rank owns, reduces them, and
+// gathers the intervals inside the cluster.
 void DeviceEngine::end_reduce(PipelineChunk& c, const at::Tensor& out, const Reduction& r,
                               int root) {
   const auto n = static_cast<size_t>(out.numel()), ranks = clusters_.own_ranks().size();
@@ -205,7 +207,8 @@ void DeviceEngine::reduce_scatter(const BufferLists& in, const BufferList& out, 
           end_reduce_scatter(c, parts, result, k * window, window, r);
         });
   };
-  run_operation(dense_fingerprint(OpCode::kReduceScatter, bytes, &r, -1, layout_of(in)), d, body);
+  run_operation(dense_fingerprint(OpCode::kReduceScatter, bytes, &r, -1, hash_of_sizes(in)), d,
+                body);
 }
 
 void DeviceEngine::reduce_scatter_tiny(const Tensors& parts, const at::Tensor& out,
@@ -222,8 +225,8 @@ void DeviceEngine::reduce_scatter_tiny(const Tensors& parts, const at::Tensor& o
   if (out.numel() > 0) reduce_tensors(r.last_stage(), sources, out);
 }
 
-// Takes the same window of the parts of each cluster's ranks, reduces it inside this cluster, and
-// sends the interval that this rank owns of the result to the ranks whose parts these are.
+// For each cluster: reduces the window [lo, lo + window) of the parts for that cluster's ranks
+// inside this cluster, and sends the interval of the result that this rank owns to those ranks.
 void DeviceEngine::begin_reduce_scatter(PipelineChunk& c, const Tensors& in, size_t lo,
                                         size_t window, const Reduction& r) {
   const size_t ranks = clusters_.own_ranks().size();

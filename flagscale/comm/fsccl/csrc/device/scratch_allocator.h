@@ -9,11 +9,12 @@
 
 namespace fsccl {
 
-// Bump allocator. reset() frees all that an operation has allocated. An operation that needs more
-// than the block gets the rest from torch's allocator, and the next reset enlarges the block.
+// Bump allocator. reset() frees all memory that an operation has allocated. If an operation needs
+// more than the block, torch's allocator provides the rest, and the next reset enlarges the block.
 //
-// On CUDA the block belongs to the stream kNative, on which every operation begins and ends, so
-// steps enqueued before a reset are over before steps enqueued after it. One thread at a time.
+// On CUDA the block belongs to the stream kNative (streams.h), on which every operation begins and
+// ends, so steps enqueued before a reset end before steps enqueued after it begin. One thread at a
+// time may call.
 class ScratchAllocator {
  public:
   explicit ScratchAllocator(at::Device device)

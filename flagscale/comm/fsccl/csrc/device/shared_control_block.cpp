@@ -7,7 +7,7 @@
 namespace fsccl {
 namespace {
 
-constexpr size_t kErrorBytes = 2048;  // of the segment, before the states of ranks
+constexpr size_t kErrorBytes = 2048;  // at the beginning of the segment, for the group's error
 
 }  // namespace
 
@@ -45,10 +45,10 @@ SharedControlBlock::SharedControlBlock(Segment segment, int rank, std::vector<in
       area_bytes_(area_bytes) {
   index_ = index_of(rank);
   segment_.lock_rank(index_);
-  RankState& own = state_of(index_);
-  own.pid.store(getpid(), std::memory_order_relaxed);
-  own.waiting_for.store(kNobody, std::memory_order_relaxed);
-  own.joined.store(1, std::memory_order_release);
+  RankState& own_state = state_of(index_);
+  own_state.pid.store(getpid(), std::memory_order_relaxed);
+  own_state.waiting_for.store(kNobody, std::memory_order_relaxed);
+  own_state.joined.store(1, std::memory_order_release);
 }
 
 GroupError& SharedControlBlock::group_error() const {
@@ -75,19 +75,19 @@ std::byte* SharedControlBlock::area(uint32_t step) const {
 
 void SharedControlBlock::publish(const CollectiveFingerprint& fingerprint) {
   const uint64_t sequence = fingerprint.sequence;
-  RankState& own = state_of(index_);
-  RankState::FingerprintSlot& slot = own.fingerprints[sequence % kFingerprints];
+  RankState& own_state = state_of(index_);
+  RankState::FingerprintSlot& slot = own_state.fingerprints[sequence % kFingerprints];
   slot.sequence.store(0, std::memory_order_seq_cst);
   slot.fingerprint = fingerprint;
   slot.sequence.store(sequence, std::memory_order_seq_cst);
-  own.sequence.store(sequence, std::memory_order_release);
+  own_state.sequence.store(sequence, std::memory_order_release);
   for (size_t p = 0; p < members_.size(); ++p) {
-    const RankState::FingerprintSlot& of_peer =
+    const RankState::FingerprintSlot& peer_slot =
         state_of(static_cast<int>(p)).fingerprints[sequence % kFingerprints];
-    if (of_peer.sequence.load(std::memory_order_seq_cst) != sequence) continue;
-    const CollectiveFingerprint peer_fingerprint = of_peer.fingerprint;
+    if (peer_slot.sequence.load(std::memory_order_seq_cst) != sequence) continue;
+    const CollectiveFingerprint peer_fingerprint = peer_slot.fingerprint;
     // A rank that has gone on may have overwritten it meanwhile.
-    if (of_peer.sequence.load(std::memory_order_seq_cst) != sequence) continue;
+    if (peer_slot.sequence.load(std::memory_order_seq_cst) != sequence) continue;
     if (peer_fingerprint == fingerprint) continue;
     throw mismatch_error({members_[p], names_[static_cast<size_t>(members_[p])], peer_fingerprint},
                          {rank_, names_[static_cast<size_t>(rank_)], fingerprint}, members_[p]);
@@ -95,9 +95,9 @@ void SharedControlBlock::publish(const CollectiveFingerprint& fingerprint) {
 }
 
 void SharedControlBlock::set_waiting_for(int peer) {
-  RankState& own = state_of(index_);
-  if (peer == kInNativeLibrary) own.native_calls.fetch_add(1, std::memory_order_relaxed);
-  own.waiting_for.store(peer, std::memory_order_release);
+  RankState& own_state = state_of(index_);
+  if (peer == kInNativeLibrary) own_state.native_calls.fetch_add(1, std::memory_order_relaxed);
+  own_state.waiting_for.store(peer, std::memory_order_release);
 }
 
 Error SharedControlBlock::abort(const Error& error) {
@@ -132,7 +132,8 @@ void SharedControlBlock::check_peers() const {
   }
 }
 
-// Returns a rank that `group_rank` meets in the native library and that has not called it as often.
+// Returns a rank of `group_rank`'s cluster that has called the native library less often, so that
+// `group_rank` waits for it there; kNobody if there is none.
 int SharedControlBlock::find_late_member(int group_rank) const {
   const RankState& waiting = state_of(index_of(group_rank));
   for (const auto& cluster : clusters_) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kSweepInterval(2);
 constexpr int kSweepsPerCheck = 50;
-// Time that a kernel has after the deadline to report itself which rank it waits for.
+// Time after the deadline in which a kernel should report for which rank it waits.
 constexpr std::chrono::milliseconds kKernelReportTime(1000);
 
 }  // namespace
@@ -38,7 +38,7 @@ bool StreamWatchdog::drain(std::chrono::milliseconds timeout) {
 }
 
 void StreamWatchdog::run() {
-  begin_thread("fsccl-watchdog");
+  set_up_thread("fsccl-watchdog");
   int mode = cuda::kCaptureRelaxed;  // other threads may capture graphs while this one calls CUDA
   cuda::driver().capture_mode(&mode);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -61,17 +61,18 @@ void StreamWatchdog::run() {
   }
 }
 
-// Operations end in order. One whose kernel gave up waiting ends, too: throws the kernel's error.
+// Removes operations that have ended, which happens in order. An operation whose kernel gave up
+// waiting ends, too: then throws the kernel's error.
 void StreamWatchdog::retire_finished() {
-  while (!pending_.empty() && pending_.front()->end->query()) {
+  while (!pending_.empty() && pending_.front()->end_event->query()) {
     engine_.check_kernels();
     pending_.front()->keep_alive.reset();
-    pending_.front()->over = true;
+    pending_.front()->finished = true;
     pending_.pop_front();
   }
 }
 
-// Throws if the time of the first operation is over.
+// Throws if the deadline of the first operation has passed.
 void StreamWatchdog::check_deadline() const {
   const PendingOperation& first = *pending_.front();
   const bool reports_itself = first.word_waits.empty() && engine_.has_kernels();
@@ -98,9 +99,9 @@ void StreamWatchdog::fail_all(const Error& cause) {
     for (const WordWait& w : p->word_waits) {
       if (!has_reached(*w.word, w.value)) store_and_wake(*w.word, w.value);
     }
-    p->over = true;
+    p->finished = true;
   }
-  // Their tensors stay: the device may still touch them. The process is about to end anyway.
+  // The device may still access their tensors, so these are leaked; the process is about to end.
   static auto* const leaked = new std::deque<std::shared_ptr<PendingOperation>>;
   leaked->insert(leaked->end(), pending_.begin(), pending_.end());
   pending_.clear();

@@ -1,11 +1,12 @@
-// Watchdog of operations that have been enqueued on a device, one thread per engine.
+// Watchdog of operations that the device engine has enqueued on a device, one thread per engine.
 //
-// No host thread waits for such an operation. When its time is over, a rank has ended or the group
-// has failed elsewhere, the watchdog fails the group, naming the rank that is waited for, and
-// writes the words that this rank's streams still wait for, so that they do not hold the device for
-// ever. The data that they move then is garbage, and every work of the group reports the error.
+// No host thread waits for such an operation. If its deadline passes, a rank ends or the group
+// fails elsewhere, the watchdog fails the group with an error that names the rank for which this
+// one waits. Then it writes the words (streams.h) for which this rank's streams still wait, so that
+// they do not block the device for ever. Data that the streams then copy is invalid, and every work
+// of the group reports the error.
 //
-// It also keeps the tensors of an operation until the device is done with them.
+// It also holds references to the tensors of an operation until the device has finished it.
 #pragma once
 
 #include <condition_variable>
@@ -25,18 +26,18 @@ struct PendingOperation {
                    std::vector<WordWait> waits)
       : title(name),
         sequence(number),
-        end(std::move(last)),
+        end_event(std::move(last)),
         deadline(limit),
         word_waits(std::move(waits)) {}
 
   const char* title;
   uint64_t sequence;
-  StreamEvent end;
+  StreamEvent end_event;
   Deadline deadline;
   std::vector<WordWait> word_waits;
   std::shared_ptr<void> keep_alive;  // memory that the device needs until the end
-  std::exception_ptr error;          // written before `over`
-  std::atomic<bool> over{false};
+  std::exception_ptr error;          // written before `finished`
+  std::atomic<bool> finished{false};
 };
 
 class StreamWatchdog {
@@ -46,7 +47,7 @@ class StreamWatchdog {
 
   // Operations end in the order in which they are added.
   void add(std::shared_ptr<PendingOperation> operation);
-  // Waits until all operations are over; false if they are not within `timeout`.
+  // Waits until all operations have finished. Returns false if they have not within `timeout`.
   bool drain(std::chrono::milliseconds timeout);
 
  private:

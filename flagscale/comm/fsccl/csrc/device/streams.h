@@ -1,15 +1,16 @@
-// The three streams on which the steps of a device engine's operations run.
+// The three streams on which the steps of the device engine's operations (engine.h) run.
 //
-// An operation is a straight program of steps: native collectives, copies between the device and
-// host memory, reductions, and words of memory that are written and waited for. Each step is put on
-// one of three streams. A stream keeps its order; events order steps of different streams.
+// An operation is a sequence of steps: collectives of the native library, copies between the device
+// and host memory, reductions, and writes of and waits for words (32-bit counters in shared
+// memory). Each step is put on one of three streams. Steps of one stream run in order; events order
+// steps of different streams.
 //
-// On CUDA these are streams of the device and a step is enqueued: the program runs through in the
-// caller's thread without waiting for anything, and the device does the steps later. Writing a word
-// and waiting for one are stream operations too, so that no thread of the host takes part in moving
-// data. On the CPU every step is done before the call returns, in the order of the program, and
-// events mean nothing. Programs are written so that this order never blocks two ranks on each
-// other: a rank writes the words that its peers wait for before it waits for theirs.
+// On CUDA these are streams of the device, on which steps are enqueued: the caller's thread
+// enqueues all steps without waiting, and the device runs them later. Writing a word and waiting
+// for one are stream operations, too, so that no host thread takes part in the transfer of data. On
+// the CPU each step is run before the call returns, and events have no effect. Operations are
+// written such that this order never makes two ranks wait for each other: a rank writes the words
+// for which its peers wait before it waits for theirs.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,12 +27,12 @@
 namespace fsccl {
 
 enum class StreamId {
-  kNative,    // native collectives; the operation begins and ends here
+  kNative,    // collectives of the native library; an operation begins and ends on this stream
   kToHost,    // copies from the device to host memory
   kFromHost,  // copies from host memory to the device, and reductions
 };
 
-// A point on a stream; null where steps are done at once.
+// A point on a stream; null on the CPU.
 using StreamEvent = std::shared_ptr<c10::Event>;
 
 // Called by one thread at a time. Methods throw Error(kSystem) if the device refuses a step.
@@ -40,19 +41,21 @@ class Streams {
   virtual ~Streams() = default;
 
   virtual at::Device device() const = 0;
-  // The stream of the device; none where steps are done at once.
+  // The stream of the device; none on the CPU.
   virtual std::optional<c10::Stream> stream(StreamId s) const = 0;
 
   virtual StreamEvent record(StreamId s) = 0;
   virtual void wait_event(StreamId s, const StreamEvent& event) = 0;
 
-  // Steps enqueued on the stream before are visible to a reader that finds the word at `value` or
-  // beyond.
+  // Sets the word to `value` after all earlier steps of the stream, whose writes are visible to a
+  // reader that finds the word at `value` or beyond.
   virtual void write_word(StreamId s, Word& word, uint32_t value) = 0;
-  // The next step of the stream waits until the word, which `peer` writes, has reached `value`.
+  // Makes the next step of the stream wait until the word, which `peer` writes, has reached
+  // `value`.
   virtual void wait_word(StreamId s, Word& word, uint32_t value, int peer) = 0;
 
-  // Lets the device access host memory in which copies and words lie, until the handle is released.
+  // Lets the device access host memory that contains words and copied data, until the returned
+  // handle is destroyed.
   virtual std::shared_ptr<void> register_host_memory(std::byte* memory, size_t bytes) = 0;
   // The device's address of a byte in registered host memory.
   virtual char* device_address(std::byte* host) const = 0;
@@ -80,22 +83,23 @@ class StreamScope {
   std::optional<c10::StreamGuard> guard_;
 };
 
-// Words only grow, and wrap: a word has reached a value if it is less than 2^31 beyond it.
+// Returns whether a word has reached a value. Words only grow, and wrap, so that is the case if the
+// word is less than 2^31 beyond the value.
 inline bool has_reached(const Word& word, uint32_t value) {
   return static_cast<int32_t>(word.load(std::memory_order_acquire) - value) >= 0;
 }
 
-// Writes a word on the host, and wakes threads that sleep on it.
+// Writes a word from the host, and wakes threads that sleep on it (futex).
 inline void store_and_wake(Word& word, uint32_t value) {
   word.store(value, std::memory_order_release);
   futex_wake_all(word);
 }
 
-// Streams of ranks on CPUs: each step is done in the calling thread.
+// Streams of ranks on CPUs: each step runs in the calling thread.
 class HostStreams : public Streams {
  public:
-  // While a word is waited for, check_wait(peer) is called ten times a second and throws to end the
-  // wait. After the wait it is called once more, with -1, if it was called at all.
+  // During a wait for a word, check_wait(peer) is called ten times a second and may throw to end
+  // the wait. If it was called, check_wait(-1) is called after the wait.
   HostStreams(SpinPolicy spin, std::function<void(int peer)> check_wait)
       : spin_(spin), check_wait_(std::move(check_wait)) {}
 

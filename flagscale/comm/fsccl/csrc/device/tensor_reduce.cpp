@@ -3,7 +3,8 @@
 namespace fsccl {
 namespace {
 
-// A signed type of the same width: sums, products and bits are the same in both.
+// Returns the signed type of the same width, because torch has few operations on unsigned types.
+// Sums, products and bitwise operations give the same bits in both.
 at::ScalarType signed_type(DType t) {
   switch (t) {
     case DType::kU16:
@@ -21,13 +22,15 @@ bool is_half(DType t) { return t == DType::kF16 || t == DType::kBF16; }
 
 bool is_float(DType t) { return is_half(t) || t == DType::kF32 || t == DType::kF64; }
 
-// Order and division depend on the sign bit, so unsigned numbers need a wider type.
+// Returns whether the reduction needs a wider type: comparison and division would take the highest
+// bit of an unsigned number for its sign.
 bool needs_wide_type(const Reduction& r) {
   const bool is_unsigned = r.dtype == DType::kU16 || r.dtype == DType::kU32;
   return is_unsigned && (r.op == RedOp::kMin || r.op == RedOp::kMax || r.op == RedOp::kAvg);
 }
 
-// The sum of narrow integers wraps, and the wrapped sum is divided.
+// Reduces a wide integer modulo the range of the unsigned type: the sum of 16- or 32-bit integers
+// wraps, and AVG divides the wrapped sum.
 at::Tensor wrap_narrow(const at::Tensor& wide, DType t) {
   return wide.bitwise_and(at::Scalar(t == DType::kU16 ? int64_t{0xffff} : int64_t{0xffffffff}));
 }
@@ -70,11 +73,11 @@ void accumulate(const Reduction& r, at::Tensor& acc, const at::Tensor& next) {
 void divide(const Reduction& r, at::Tensor& acc) {
   if (needs_wide_type(r)) acc = wrap_narrow(acc, r.dtype);
   if (is_float(r.dtype)) {
-    // The divisor is in the device's memory: for a number of the host, CUDA multiplies by its
-    // inverse.
+    // The divisor is a tensor on the device: by a number, torch's CUDA kernel multiplies with its
+    // reciprocal, which rounds differently.
     acc.div_(at::full({}, r.divisor, acc.options()));
   } else {
-    // A narrow integer may not hold the divisor.
+    // Divides in 64 bits, because a narrow integer may not hold the divisor.
     acc = acc.to(at::kLong).div_(at::Scalar(r.divisor), "trunc");
   }
 }
@@ -123,7 +126,8 @@ void reduce_tensors(const Reduction& r, const std::vector<at::Tensor>& sources,
                     const at::Tensor& out) {
   if (r.dtype == DType::kU64 &&
       (r.op == RedOp::kMin || r.op == RedOp::kMax || r.op == RedOp::kAvg)) {
-    fail_usage(std::string("reduction ") + name_of(r.op) + " of uint64 is not done on devices");
+    fail_usage(std::string("reduction ") + name_of(r.op) +
+               " of uint64 is not supported on devices");
   }
   at::Tensor target = out.view(signed_type(r.dtype));
   const bool in_place = !is_half(r.dtype) && !needs_wide_type(r) && r.op != RedOp::kAvg;

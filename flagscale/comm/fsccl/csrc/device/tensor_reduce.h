@@ -1,5 +1,5 @@
-// Reductions in the memory of a device, by torch's kernels, so they run on all of its
-// devices.
+// Reductions of tensors by torch's operations, so that they run on every device that torch
+// supports.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,9 +12,10 @@ namespace fsccl {
 
 at::ScalarType scalar_type(DType t);
 
-// Reduces the sources, in order, into `out`, which is none of them but may be the first. The same
+// Reduces the sources, in order, into `out`, which may be the first source but no other. The same
 // sources give the same bits on every device: 16-bit floats are reduced in float32 and rounded
-// once, and each step is one that IEEE 754 defines exactly. All tensors are flat, of r.dtype.
+// once, and IEEE 754 defines the result of each step exactly. All tensors are flat, of type
+// r.dtype.
 void reduce_tensors(const Reduction& r, const std::vector<at::Tensor>& sources,
                     const at::Tensor& out);
 

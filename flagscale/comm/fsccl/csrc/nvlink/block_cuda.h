@@ -1,5 +1,5 @@
-// A block of CUDA threads, the `B` of block_primitives.h. Needs no header of CUDA's, so that NVRTC
-// can compile it.
+// A thread of a CUDA block: the template argument `B` of the kernels, whose interface
+// block_primitives.h describes. Includes no CUDA header, so that NVRTC can compile it.
 #pragma once
 
 #include "block_primitives.h"
@@ -15,8 +15,8 @@ class CudaBlock {
   FSCCL_FN u32 threads() const { return blockDim.x; }
   FSCCL_FN u32 channel() const { return blockIdx.x; }
   FSCCL_FN u32 channels() const { return gridDim.x; }
-  // Waits until the previous kernel of the stream has ended: a kernel launched early (device.h)
-  // begins before that. Then lets the next kernel begin, which waits here.
+  // Waits until the stream's previous kernel has ended (a kernel that is launched early, see
+  // device.h, begins before that), and then lets the next kernel begin, which waits here in turn.
   FSCCL_FN void wait_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -24,7 +24,7 @@ class CudaBlock {
 #endif
   }
   FSCCL_FN void sync() { __syncthreads(); }
-  FSCCL_FN bool any(bool mine) { return __syncthreads_or(mine); }
+  FSCCL_FN bool any(bool condition) { return __syncthreads_or(condition); }
   FSCCL_FN void fence() { __threadfence_system(); }
   FSCCL_FN void pause() {}
 
@@ -49,7 +49,7 @@ class CudaBlock {
     return step;
   }
 
-  // One instruction; each of the two words is single-copy atomic, the pair need not be.
+  // One instruction. Each of the two words is single-copy atomic, the pair need not be.
   FSCCL_FN void send(Packet* to, u64 low, u64 high) {
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(low), "l"(high)
                  : "memory");
@@ -61,8 +61,8 @@ class CudaBlock {
                  : "memory");
   }
 
-  // A thread's 16 bytes of a bundle. Lines stay whole only if all threads of a warp access them by
-  // one instruction, so they synchronize before it.
+  // A thread's 16 bytes of a bundle. A line becomes visible as a whole only if all threads of a
+  // warp access it by one instruction, so they synchronize before it.
   struct Share {
     u64 word[2];
   };

@@ -19,46 +19,48 @@ namespace {
 using cuda::check;
 using cuda::driver;
 
-// A handle of memory. One may be opened only once in a process, and ranks may be threads of one
-// process.
+// Content of a memory handle. CUDA lets a process open an IPC handle only once, and not its own,
+// but ranks may be threads of one process.
 struct MemoryHandle {
   u64 process;  // random, because process numbers repeat in other containers
   u64 base;
   cuda::IpcHandle ipc;
 };
 
-u64 this_process() {
+u64 process_identity() {
   static const u64 number =
       (u64{std::random_device{}()} << 32) ^ std::random_device{}() ^ static_cast<u64>(getpid());
   return number;
 }
 
-MemoryHandle parse_handle(const std::string& text) {
+MemoryHandle parse_handle(const std::string& handle_text) {
   MemoryHandle handle;
-  if (text.size() != sizeof handle) {
-    throw Error(Fault::kSystem, -1, "NVLink engine: memory that another version shares");
+  if (handle_text.size() != sizeof handle) {
+    throw Error(Fault::kSystem, -1, "NVLink engine: memory handle of another version");
   }
-  memcpy(&handle, text.data(), sizeof handle);
+  memcpy(&handle, handle_text.data(), sizeof handle);
   return handle;
 }
 
-cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::DevicePointer>(at); }
+cuda::DevicePointer pointer(const char* address) {
+  return reinterpret_cast<cuda::DevicePointer>(address);
+}
 
 class CudaDevice : public Device {
  public:
   CudaDevice(int number, const std::map<std::string, std::string>& cubins) {
     check(driver().init(0), "starting CUDA's driver");
     check(driver().device_get(&device_, number), "finding the device");
-    check(driver().device_uuid(&uuid_, device_), "asking for the device's identity");
+    check(driver().device_uuid(&uuid_, device_), "querying the device's UUID");
     int version = 0, major = 0;
-    check(driver().version(&version), "asking for the driver's version");
-    check(driver().device_attribute(&major, cuda::kDeviceMajor, device_),
-          "asking for the compute capability");
-    can_launch_early_ = version >= cuda::kLaunchEarlyVersion && major >= 9;
-    check(driver().context_retain(&context_, device_), "the device's context");
+    check(driver().version(&version), "querying the driver's version");
+    check(driver().device_attribute(&major, cuda::kComputeCapabilityMajor, device_),
+          "querying the compute capability");
+    can_launch_early_ = version >= cuda::kMinEarlyLaunchVersion && major >= 9;
+    check(driver().context_retain(&context_, device_), "retaining the device's context");
     const CurrentContext current(context_);
-    check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
-    check(driver().event_create(&event_, cuda::kEventDisableTiming), "making an event");
+    check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "creating a stream");
+    check(driver().event_create(&event_, cuda::kEventDisableTiming), "creating an event");
     for (const auto& [unit, cubin] : cubins) {
       check(driver().module_load(&modules_[unit], cubin.data()), "loading the kernels");
     }
@@ -66,19 +68,21 @@ class CudaDevice : public Device {
 
   std::string identity() override { return std::string(uuid_.bytes, sizeof uuid_.bytes); }
 
-  // NVML is queried about a GPU that this process does not see (CUDA_VISIBLE_DEVICES). An unknown
-  // link is taken for no NVLink: over PCIe lines may arrive in parts, which nothing would detect.
+  // NVML is queried for a GPU that this process does not see (CUDA_VISIBLE_DEVICES). An unknown
+  // link counts as no NVLink: over PCIe a line of a bundle may arrive in parts, which nothing would
+  // detect.
   bool has_nvlink_to(const std::string& identity) override {
     int count = 0;
     check(driver().device_count(&count), "counting devices");
     for (int i = 0; i < count; ++i) {
-      int other = 0, atomics = 0;
+      int other_device = 0, atomics = 0;
       cuda::Uuid uuid;
-      check(driver().device_get(&other, i), "finding a device");
-      check(driver().device_uuid(&uuid, other), "asking for a device's identity");
-      if (identity != std::string(uuid.bytes, sizeof uuid.bytes) || other == device_) continue;
-      check(driver().device_p2p_attribute(&atomics, cuda::kNativeAtomics, device_, other),
-            "asking how devices are connected");
+      check(driver().device_get(&other_device, i), "finding a device");
+      check(driver().device_uuid(&uuid, other_device), "querying a device's UUID");
+      if (identity != std::string(uuid.bytes, sizeof uuid.bytes) || other_device == device_)
+        continue;
+      check(driver().device_p2p_attribute(&atomics, cuda::kP2pNativeAtomics, device_, other_device),
+            "querying how devices are connected");
       return atomics != 0;
     }
     const std::string own = this->identity();
@@ -87,43 +91,43 @@ class CudaDevice : public Device {
 
   char* allocate(u64 bytes) override {
     const CurrentContext current(context_);
-    cuda::DevicePointer at = 0;
-    check(driver().memory_allocate(&at, bytes), "allocating memory");
-    auto* const memory = reinterpret_cast<char*>(at);
+    cuda::DevicePointer device_address = 0;
+    check(driver().memory_allocate(&device_address, bytes), "allocating memory");
+    auto* const memory = reinterpret_cast<char*>(device_address);
     clear(memory, bytes, nullptr);
     return memory;
   }
 
-  void clear(char* at, u64 bytes, const Stream* after) override {
+  void clear(char* address, u64 bytes, const Stream* after) override {
     const CurrentContext current(context_);
     if (after != nullptr) order_streams(*after, stream_);
-    check(driver().memory_set(pointer(at), 0, bytes, stream_), "clearing memory");
+    check(driver().memory_set(pointer(address), 0, bytes, stream_), "clearing memory");
     check(driver().stream_synchronize(stream_), "clearing memory");
   }
 
-  std::string export_memory(const char* at, u64* offset) override {
+  std::string export_memory(const char* address, u64* offset) override {
     const CurrentContext current(context_);
     MemoryHandle handle{};
     cuda::DevicePointer base = 0;
     size_t size = 0;
-    check(driver().memory_range(&base, &size, pointer(at)), "looking up memory");
+    check(driver().memory_range(&base, &size, pointer(address)), "looking up memory");
     check(driver().ipc_get(&handle.ipc, base),
           "sharing memory with other processes (memory of an expandable segment cannot be)");
-    handle.process = this_process();
+    handle.process = process_identity();
     handle.base = base;
-    *offset = pointer(at) - base;
+    *offset = pointer(address) - base;
     return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
   }
 
-  bool is_own_memory(const std::string& text) override {
-    return parse_handle(text).process == this_process();
+  bool is_own_memory(const std::string& handle_text) override {
+    return parse_handle(handle_text).process == process_identity();
   }
 
-  char* import_memory(const std::string& text) override {
-    const MemoryHandle handle = parse_handle(text);
-    if (handle.process == this_process()) return reinterpret_cast<char*>(handle.base);
+  char* import_memory(const std::string& handle_text) override {
+    const MemoryHandle handle = parse_handle(handle_text);
+    if (handle.process == process_identity()) return reinterpret_cast<char*>(handle.base);
     std::lock_guard<std::mutex> lock(mapped_memory_mutex());
-    MappedMemory& mapping = mapped_memory()[{context_, text}];
+    MappedMemory& mapping = mapped_memory()[{context_, handle_text}];
     if (mapping.address == nullptr) {
       const CurrentContext current(context_);
       cuda::DevicePointer mapped = 0;
@@ -135,26 +139,28 @@ class CudaDevice : public Device {
     return mapping.address;
   }
 
-  void release_memory(const std::string& text) override {
-    if (is_own_memory(text)) return;
+  void release_memory(const std::string& handle_text) override {
+    if (is_own_memory(handle_text)) return;
     std::lock_guard<std::mutex> lock(mapped_memory_mutex());
-    const auto mapping = mapped_memory().find({context_, text});
+    const auto mapping = mapped_memory().find({context_, handle_text});
     if (mapping == mapped_memory().end() || --mapping->second.users > 0) return;
     const CurrentContext current(context_);
     const cuda::DevicePointer mapped = pointer(mapping->second.address);
     mapped_memory().erase(mapping);
-    check(driver().ipc_close(mapped), "giving back a peer's memory");
+    check(driver().ipc_close(mapped), "unmapping a peer's memory");
   }
 
   char* allocate_host(u64 bytes) override {
     const CurrentContext current(context_);
-    void* at = nullptr;
-    check(driver().host_allocate(&at, bytes, cuda::kHostPortableMapped), "allocating host memory");
-    memset(at, 0, bytes);
-    return static_cast<char*>(at);
+    void* memory = nullptr;
+    check(driver().host_allocate(&memory, bytes, cuda::kHostPortableMapped),
+          "allocating host memory");
+    memset(memory, 0, bytes);
+    return static_cast<char*>(memory);
   }
 
-  // Loads the code now: at the first launch that could wait for kernels that wait for peers.
+  // Loads the code now. CUDA would otherwise load it at the first launch, and might first wait for
+  // running kernels, which wait for peers.
   Function find_kernel(const std::string& name) override {
     const auto module = modules_.find(unit_of(name));
     if (module == modules_.end()) return nullptr;
@@ -168,21 +174,21 @@ class CudaDevice : public Device {
     return function;
   }
 
-  void launch(Function f, u32 blocks, u32 threads, const KernelArgs& args, Stream stream,
+  void launch(Function kernel, u32 blocks, u32 threads, const KernelArgs& args, Stream stream,
               bool early) override {
     const CurrentContext current(context_);
     void* parameters[] = {const_cast<KernelArgs*>(&args)};
     cuda::LaunchAttribute attribute{};
-    attribute.id = cuda::kLaunchEarly;
-    attribute.allowed = 1;
+    attribute.id = cuda::kProgrammaticStreamSerialization;
+    attribute.is_allowed = 1;
     const unsigned attributes = early && can_launch_early_ ? 1 : 0;
     const cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0,
                                     stream,         &attribute,      attributes};
-    check(driver().launch(&config, f, parameters, nullptr), "launching a kernel");
+    check(driver().launch(&config, kernel, parameters, nullptr), "launching a kernel");
   }
 
-  // Streams cannot be ordered across the edge of a graph's capture; a program that captures must
-  // have waited for earlier operations, as with any other library.
+  // A stream that captures a graph cannot be ordered after one that does not; a program that
+  // captures must have waited for earlier operations, as with any other library.
   void order_streams(Stream earlier, Stream later) override {
     const CurrentContext current(context_);
     int before = cuda::kCaptureNone, after = cuda::kCaptureNone;
@@ -201,12 +207,12 @@ class CudaDevice : public Device {
   }
 
  private:
-  // Makes the context current for a scope. A thread that has made no call of CUDA's runtime yet has
-  // none.
+  // Makes the context current for a scope. A thread that has not called CUDA's runtime yet has no
+  // current context.
   class CurrentContext {
    public:
     explicit CurrentContext(void* context) : context_(context) {
-      check(driver().context_current(&previous_), "asking for the context");
+      check(driver().context_current(&previous_), "querying the current context");
       if (previous_ != context_) check(driver().context_set(context_), "setting the context");
     }
     ~CurrentContext() {
@@ -218,8 +224,8 @@ class CudaDevice : public Device {
     void* previous_ = nullptr;
   };
 
-  // Memory of peers that is mapped, of all devices of the process. Never destroyed: kernels may
-  // still run when the process ends.
+  // Mapped memory of peers, for all devices of the process, by context and handle. Never destroyed:
+  // kernels may still run when the process ends.
   struct MappedMemory {
     char* address = nullptr;
     int users = 0;

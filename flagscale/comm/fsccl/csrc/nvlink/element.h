@@ -1,8 +1,9 @@
-// Elements in registers: sixteen or eight bytes of them, reduced in the order of ranks.
+// Element types, and the reduction of sixteen or eight bytes of elements in registers.
 //
-// 16-bit floats are summed in float and rounded once; integers wrap; a NaN wins MIN and MAX: the
-// same rules as in core/reduce.cpp, against which the tests compare bit by bit. The kernels are
-// compiled without contraction of a*b+c, which could differ between two of them.
+// Inputs are reduced in the order of ranks. 16-bit floats are summed in float and rounded once;
+// integers wrap; MIN and MAX with a NaN give NaN. core/reduce.cpp has the same rules, and the tests
+// compare the results bit by bit. The kernels are compiled without contraction of a*b+c, which the
+// compiler could apply differently in two of them.
 #pragma once
 
 #include "kernel_args.h"
@@ -13,11 +14,15 @@
 namespace fsccl {
 namespace nvlink {
 
+// Element types define: Stored, the type in memory; Sum, the type in which elements are reduced;
+// the conversions load() and store(); and kStoredInPairs, whether store_pair() rounds two at once.
+
+// An element of a C++ arithmetic type, reduced in that type.
 template <class T>
-struct Plain {
+struct BuiltinElement {
   using Stored = T;
   using Sum = T;
-  static constexpr bool kPairs = false;
+  static constexpr bool kStoredInPairs = false;
   static FSCCL_FN Sum load(Stored v) { return v; }
   static FSCCL_FN Stored store(Sum v) { return v; }
 };
@@ -25,7 +30,7 @@ struct Plain {
 struct Float16 {
   using Stored = u16;
   using Sum = float;
-  static constexpr bool kPairs = true;  // two are stored at once
+  static constexpr bool kStoredInPairs = true;  // two are stored at once
   static FSCCL_FN Sum load(Stored v) {
 #if defined(__CUDACC__)
     float f;
@@ -58,7 +63,7 @@ struct Float16 {
 struct BFloat16 {
   using Stored = u16;
   using Sum = float;
-  static constexpr bool kPairs = true;  // two are stored at once
+  static constexpr bool kStoredInPairs = true;  // two are stored at once
   static FSCCL_FN Sum load(Stored v) {
     const u32 bits = static_cast<u32>(v) << 16;
     float f;
@@ -85,19 +90,19 @@ struct BFloat16 {
   }
 };
 
-// Properties of a type of elements.
+// Properties of a type in which elements are reduced.
 template <class T>
 struct Traits {
-  using Wrap = T;
-  using Wide = T;
+  using WrappingType = T;
+  using DivisionType = T;
   static constexpr bool kInteger = false;
 };
-#define FSCCL_INTEGER(T, W, D)             \
-  template <>                              \
-  struct Traits<T> {                       \
-    using Wrap = W; /* does not overflow */ \
-    using Wide = D; /* holds a divisor */  \
-    static constexpr bool kInteger = true; \
+#define FSCCL_INTEGER(T, W, D)                                      \
+  template <>                                                       \
+  struct Traits<T> {                                                \
+    using WrappingType = W; /* unsigned: its overflow is defined */ \
+    using DivisionType = D; /* holds every value and divisor */     \
+    static constexpr bool kInteger = true;                          \
   };
 FSCCL_INTEGER(u8, u32, long long)
 FSCCL_INTEGER(signed char, u32, long long)
@@ -109,26 +114,27 @@ FSCCL_INTEGER(u64, u64, u64)
 FSCCL_INTEGER(long long, u64, long long)
 #undef FSCCL_INTEGER
 
+// Returns `a` reduced with `b`. PREMUL_SUM and AVG are sums here.
 template <class T>
-FSCCL_FN T combine(T a, T b, Math math) {
-  using W = typename Traits<T>::Wrap;
-  switch (math) {
-    case Math::kProduct:
+FSCCL_FN T combine(T a, T b, KernelOp op) {
+  using W = typename Traits<T>::WrappingType;
+  switch (op) {
+    case KernelOp::kProduct:
       return static_cast<T>(static_cast<W>(a) * static_cast<W>(b));
-    case Math::kMin:
+    case KernelOp::kMin:
       return (b < a || b != b) ? b : a;
-    case Math::kMax:
+    case KernelOp::kMax:
       return (a < b || b != b) ? b : a;
     default:
       break;
   }
   if constexpr (Traits<T>::kInteger) {
-    switch (math) {
-      case Math::kBand:
+    switch (op) {
+      case KernelOp::kBand:
         return static_cast<T>(a & b);
-      case Math::kBor:
+      case KernelOp::kBor:
         return static_cast<T>(a | b);
-      case Math::kBxor:
+      case KernelOp::kBxor:
         return static_cast<T>(a ^ b);
       default:
         break;
@@ -139,82 +145,85 @@ FSCCL_FN T combine(T a, T b, Math math) {
 
 template <class T>
 FSCCL_FN T divide(T a, int divisor) {
-  using D = typename Traits<T>::Wide;
+  using D = typename Traits<T>::DivisionType;
   return static_cast<T>(static_cast<D>(a) / static_cast<D>(divisor));
 }
 
+// The widest access of a thread: 16 bytes.
 struct alignas(16) Vec {
   u32 word[4];
 };
 
-// The running reduction of one Raw (Vec or u64) of elements E. `KernelArgs` has the operation.
+// The running reduction of the elements of type E in one Raw (Vec or u64). KernelArgs::op is the
+// operation.
 template <class E, class Raw>
 class Sum {
  public:
-  FSCCL_FN void add(const KernelArgs& a, bool first, const Raw& raw) {
-    typename E::Stored next[kCount];
-    memcpy(next, &raw, sizeof raw);
-    const bool scale = a.math == Math::kPremulSum;
+  FSCCL_FN void add(const KernelArgs& a, bool first, const Raw& packed) {
+    typename E::Stored stored_values[kCount];
+    memcpy(stored_values, &packed, sizeof packed);
+    const bool premultiply = a.op == KernelOp::kPremulSum;
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
-      S x = E::load(next[i]);
-      if (scale) x = combine<S>(x, static_cast<S>(a.factor), Math::kProduct);
-      sum_[i] = first ? x : combine<S>(sum_[i], x, a.math);
+      S x = E::load(stored_values[i]);
+      if (premultiply) x = combine<S>(x, static_cast<S>(a.factor), KernelOp::kProduct);
+      sum_[i] = first ? x : combine<S>(sum_[i], x, a.op);
     }
   }
 
   FSCCL_FN Raw finish(const KernelArgs& a) {
-    if (a.math == Math::kAvg) {
+    if (a.op == KernelOp::kAvg) {
       FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = divide<S>(sum_[i], a.ranks);
     }
-    return stored();
+    return pack_sums();
   }
 
-  // The same with few instructions, for the most frequent reductions: sums of inputs as they are,
-  // and means whose division is an exact multiplication.
+  // The following methods do the same with few instructions, for the most frequent reductions:
+  // sums, and averages of floats over a power of two of ranks, where multiplication by the
+  // reciprocal is exact.
   static FSCCL_FN bool is_simple(const KernelArgs& a) {
-    const bool halves = !Traits<S>::kInteger && (a.ranks & (a.ranks - 1)) == 0;
-    return a.math == Math::kSum || (a.math == Math::kAvg && halves);
+    const bool exact_reciprocal = !Traits<S>::kInteger && (a.ranks & (a.ranks - 1)) == 0;
+    return a.op == KernelOp::kSum || (a.op == KernelOp::kAvg && exact_reciprocal);
   }
-  FSCCL_FN void begin_simple(const Raw& raw) {
-    typename E::Stored next[kCount];
-    memcpy(next, &raw, sizeof raw);
-    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = E::load(next[i]);
+  FSCCL_FN void begin_simple(const Raw& packed) {
+    typename E::Stored stored_values[kCount];
+    memcpy(stored_values, &packed, sizeof packed);
+    FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = E::load(stored_values[i]);
   }
-  FSCCL_FN void add_simple(const Raw& raw) {
-    typename E::Stored next[kCount];
-    memcpy(next, &raw, sizeof raw);
+  FSCCL_FN void add_simple(const Raw& packed) {
+    typename E::Stored stored_values[kCount];
+    memcpy(stored_values, &packed, sizeof packed);
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
-      sum_[i] = combine<S>(sum_[i], E::load(next[i]), Math::kSum);
+      sum_[i] = combine<S>(sum_[i], E::load(stored_values[i]), KernelOp::kSum);
     }
   }
   FSCCL_FN Raw finish_simple(const KernelArgs& a) {
     if constexpr (!Traits<S>::kInteger) {
-      if (a.math == Math::kAvg) {
-        const S part = S{1} / static_cast<S>(a.ranks);
-        FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] *= part;
+      if (a.op == KernelOp::kAvg) {
+        const S reciprocal = S{1} / static_cast<S>(a.ranks);
+        FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] *= reciprocal;
       }
     }
-    return stored();
+    return pack_sums();
   }
 
  private:
   using S = typename E::Sum;
   static constexpr int kCount = sizeof(Raw) / sizeof(typename E::Stored);
 
-  FSCCL_FN Raw stored() const {
-    Raw raw;
-    if constexpr (E::kPairs) {
+  FSCCL_FN Raw pack_sums() const {
+    Raw packed;
+    if constexpr (E::kStoredInPairs) {
       u32 pairs[kCount / 2];
       FSCCL_UNROLL for (int i = 0; i < kCount / 2; ++i) {
         pairs[i] = E::store_pair(sum_[2 * i], sum_[2 * i + 1]);
       }
-      memcpy(&raw, pairs, sizeof raw);
+      memcpy(&packed, pairs, sizeof packed);
     } else {
-      typename E::Stored last[kCount];
-      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) last[i] = E::store(sum_[i]);
-      memcpy(&raw, last, sizeof raw);
+      typename E::Stored rounded[kCount];
+      FSCCL_UNROLL for (int i = 0; i < kCount; ++i) rounded[i] = E::store(sum_[i]);
+      memcpy(&packed, rounded, sizeof packed);
     }
-    return raw;
+    return packed;
   }
 
   S sum_[kCount] = {};

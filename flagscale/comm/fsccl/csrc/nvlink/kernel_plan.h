@@ -1,5 +1,6 @@
-// Choice of the kernel and the grid of an operation. Ranks must come to the same answer, so it
-// depends only on the operation, its size, the number of ranks, and the table that they share.
+// Choice of the kernel of an operation and its grid, for engine.h. All ranks must choose the same,
+// so the choice depends only on the operation, its size, the number of ranks, and the tuning table
+// that they share.
 #pragma once
 
 #include <string>
@@ -13,7 +14,7 @@ namespace nvlink {
 
 enum class Collective : uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast };
 enum class Algorithm : uint8_t {
-  kOther,    // none: another library is faster here
+  kOther,    // no kernel: another library is faster at this size
   kFlagged,  // flagged.h, of packets
   kLines,    // flagged.h, of bundles
   kTwoShot,  // flagged.h, of bundles: all_reduce in two steps
@@ -22,7 +23,7 @@ enum class Algorithm : uint8_t {
 };
 constexpr int kCollectives = 5, kAlgorithms = 6;
 
-// Returns whether its kernels send cells (cells.h).
+// Returns whether the algorithm's kernels send cells (cells.h).
 constexpr bool uses_cells(Algorithm a) {
   return a == Algorithm::kFlagged || a == Algorithm::kLines || a == Algorithm::kTwoShot;
 }
@@ -30,31 +31,33 @@ constexpr bool uses_cells(Algorithm a) {
 const char* name_of(Collective c);
 const char* name_of(Algorithm a);
 
+// An algorithm, and the grid of its kernel.
 struct KernelShape {
   Algorithm algorithm = Algorithm::kOther;
   u32 blocks = 0;   // 0: chosen by size
   u32 threads = 0;  // 0: as many as are useful
 };
 
-// The kernels that were measured to be fastest, by size. As text, a line each, which ranks compare:
+// The fastest measured kernel for each message size. The text form, which ranks exchange and
+// flagscale/comm/fsccl/tune.py stores, has one line per range of sizes:
 //
-//   <collective> <ordinary|registered> <most bytes> <algorithm> <blocks> <threads>
+//   <collective> <ordinary|registered> <max bytes> <algorithm> <blocks> <threads>
 //
-// Sizes ascend; the last line of a collective holds for larger sizes, too. Sizes are those that
-// benchmarks print: the whole message of all_reduce and broadcast, and ranks times a part of the
-// others.
+// `registered`: for memory that peers have mapped (engine.h). Sizes ascend; the last line of a
+// collective also applies to larger sizes. Sizes are counted as benchmarks print them: the whole
+// message of all_reduce and broadcast, and the number of ranks times a part of the others.
 class TuningTable {
  public:
   // Throws Error(kUsage) naming the line.
   static TuningTable parse(const std::string& text);
-  // The table without measurements on this machine.
+  // The table for machines on which nothing was measured.
   static TuningTable default_table(int ranks);
-  KernelShape find(Collective c, bool registered, u64 bytes) const;
+  KernelShape choose_shape(Collective c, bool registered, u64 bytes) const;
   std::string text() const;
 
  private:
   struct Entry {
-    u64 most;
+    u64 max_bytes;
     KernelShape shape;
   };
   std::vector<Entry>& rows(Collective c, bool registered) {
@@ -63,33 +66,33 @@ class TuningTable {
   std::vector<Entry> rows_[kCollectives * 2];
 };
 
-// A kernel and its grid. `kernel` is empty if the algorithm cannot take so large a message, or does
-// not exist for the collective.
+// Name of a kernel, and its grid. `kernel` is empty if the algorithm does not support such a large
+// message or the collective.
 struct KernelPlan {
   std::string kernel;
   u32 blocks = 0, threads = 0;
 };
 
-// Plans the kernel of an operation. `bytes` as in KernelArgs: of the whole for all_reduce and
-// broadcast, else of a part. The grid has no more than `most` blocks, whatever the shape has, and
-// blocks have a multiple of `warp` threads.
+// Plans the kernel of an operation. `bytes` is that of KernelArgs. The grid has at most
+// `max_blocks` blocks, even if the shape has more, and a block has a multiple of `warp` threads.
 KernelPlan plan_kernel(Collective c, const KernelShape& shape, DType dtype, u64 bytes, int ranks,
-                       u32 most = kChannels, u32 warp = 32);
+                       u32 max_blocks = kChannels, u32 warp = 32);
 
-// The unit in which a kernel is compiled (nvlink_compile.py): that of its element, or "movers".
+// The compilation unit of a kernel (UNITS in nvlink_compile.py): its element, or "copy".
 std::string unit_of(const std::string& kernel);
 
-// Partitions the message: sets args->cells, rounds and piece by the other fields.
+// Partitions the message: sets args->cells_per_source, rounds and piece_bytes from the other
+// fields.
 void set_partition(Collective c, Algorithm algorithm, u32 blocks, KernelArgs* args);
 
-// The arguments that follow from the call; the group adds its memory.
+// Returns the arguments that follow from the call; Communicator::run() adds the group's memory.
 KernelArgs make_kernel_args(Collective c, const void* in, void* out, u64 bytes, int rank, int ranks,
                             int root);
 
-// Returns whether there is a kernel for this reduction; and the operation that it runs: booleans
-// are bytes.
+// Returns whether there is a kernel for this reduction.
 bool has_reduction_kernel(const Reduction& r);
-Math math_of(const Reduction& r);
+// Returns the operation that the kernel runs. Booleans are reduced as bytes, by bitwise operations.
+KernelOp kernel_op_of(const Reduction& r);
 
 // The widest access, 1 to 16 bytes, that all of these addresses and strides allow.
 u32 common_width(std::initializer_list<u64> addresses);

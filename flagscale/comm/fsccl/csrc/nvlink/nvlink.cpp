@@ -1,4 +1,4 @@
-// The host's side of the engine as one translation unit.
+// The host code of the NVLink engine as one translation unit.
 #include "../cuda/driver.cpp"
 #include "cuda_device.cpp"
 #include "engine.cpp"

@@ -7,14 +7,13 @@ namespace nvlink {
 
 enum class Link { kNvlink, kOther, kUnknown };
 
-// Queries NVML how two GPUs are connected, by the 16 bytes of their identities. NVML has GPUs that
-// this process does not see (CUDA_VISIBLE_DEVICES), too. The answer is kUnknown where there is no
-// NVML, or where it has not both, as in a container that has one of them.
-Link query_link(const std::string& one, const std::string& other);
+// Asks NVML how two GPUs are connected. GPUs are given by their UUIDs of 16 bytes. NVML also lists
+// GPUs that are hidden from this process by CUDA_VISIBLE_DEVICES. Returns kUnknown if NVML is not
+// installed or does not list both GPUs, as in a container that has one of them.
+Link query_link(const std::string& first_identity, const std::string& second_identity);
 
-// Formats an identity as NVML does: GPU-, and the bytes in hexadecimal, in groups of 4, 2, 2, 2 and
-// 6.
-std::string name_of(const std::string& identity);
+// Formats a UUID as NVML does: "GPU-" and the bytes in hexadecimal, in groups of 4, 2, 2, 2 and 6.
+std::string nvml_uuid_of(const std::string& identity);
 
 }  // namespace nvlink
 }  // namespace fsccl

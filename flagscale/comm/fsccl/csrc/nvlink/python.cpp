@@ -1,5 +1,5 @@
-// Python bindings of the engine: installing it, and calling it without a torch process group to
-// check and to measure it.
+// Python bindings of the NVLink engine: its installation, and calls without a torch process group,
+// for tests and measurements. flagscale/comm/fsccl/nvlink.py is their only user.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,11 +13,11 @@ namespace nvlink {
 namespace {
 
 template <class T>
-T parse_name(int count, const std::string& name, const char* what) {
+T parse_name(int count, const std::string& name, const char* kind) {
   for (int i = 0; i < count; ++i) {
     if (name == name_of(static_cast<T>(i))) return static_cast<T>(i);
   }
-  fail_usage(std::string("there is no ") + what + " '" + name + "'");
+  fail_usage(std::string("there is no ") + kind + " '" + name + "'");
 }
 
 std::vector<std::string> strings(const std::vector<py::bytes>& list) {
@@ -41,9 +41,9 @@ bool run(Communicator& c, const std::string& collective, uintptr_t in, uintptr_t
   call.stream = reinterpret_cast<Stream>(stream);
   const py::gil_scoped_release released;
   if (algorithm.empty()) return c.run(call);
-  const KernelShape forced{parse_name<Algorithm>(kAlgorithms, algorithm, "algorithm"), blocks,
-                           threads};
-  return c.run(call, &forced);
+  const KernelShape forced_shape{parse_name<Algorithm>(kAlgorithms, algorithm, "algorithm"), blocks,
+                                 threads};
+  return c.run(call, &forced_shape);
 }
 
 std::unique_ptr<Communicator> make_communicator(int device, int rank, int size, u64 timeout_ms) {

@@ -1,4 +1,5 @@
-// Life of a group, and its messages. The collectives are in operations.cpp.
+// Construction, shutdown and point-to-point messages of a group's backend. The collectives are in
+// operations.cpp.
 #include "backend.h"
 
 #include <Python.h>
@@ -11,8 +12,8 @@
 namespace fsccl {
 namespace {
 
-GroupConfig group_config(int rank, int size, const TorchBackend::Options& options,
-                         const NativeLibrary& native) {
+GroupConfig make_group_config(int rank, int size, const TorchBackend::Options& options,
+                              const NativeLibrary& native) {
   GroupConfig config;
   config.rank = rank;
   config.size = size;
@@ -28,7 +29,7 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
   }
   if (options.tail) {
     config.settings.bounded.enabled = BoundedSettings::parse_mode(*options.tail);
-    config.settings.bounded.group_patterns.clear();  // this one is meant
+    config.settings.bounded.group_patterns.clear();  // the option is for this group itself
   }
   config.settings.check_pipeline();
   // torch gives the default group, of all ranks, an empty list.
@@ -37,12 +38,12 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
   return config;
 }
 
-// Releases the interpreter's lock, if this thread has it: threads that end meanwhile may need it
-// for a callback.
-class WithoutGil {
+// Releases Python's GIL for a scope, if this thread holds it: threads that the scope waits for may
+// need it for a callback.
+class GilRelease {
  public:
-  WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
+  GilRelease() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~GilRelease() {
     if (saved_ != nullptr) PyEval_RestoreThread(saved_);
   }
 
@@ -69,17 +70,17 @@ std::shared_ptr<Group> make_group(c10::intrusive_ptr<c10d::Store> store, GroupCo
 }  // namespace
 
 void TorchBackend::shutdown_all() {
-  WithoutGil released;
+  GilRelease gil_release;
   std::unique_lock<std::mutex> lock(live_backends().mutex);
   const std::vector<TorchBackend*> all(live_backends().all.begin(), live_backends().all.end());
   for (TorchBackend* backend : all) {
-    // One may own another, of its native cluster, and end it.
+    // A backend may own another one, of its cluster's native library, and have shut it down.
     if (live_backends().all.count(backend) == 0) continue;
     lock.unlock();
     backend->shutdown();
     lock.lock();
   }
-  Segment::wait_until_released(Router::kDeviceDrain);
+  Segment::wait_until_released(Router::kDeviceDrainTimeout);
 }
 
 TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -87,7 +88,7 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
                            DeviceEngine::MakeNative make_native)
     : Backend(rank, size),
       options_(std::move(options)),
-      group_(make_group(std::move(store), group_config(rank, size, *options_, native))),
+      group_(make_group(std::move(store), make_group_config(rank, size, *options_, native))),
       callbacks_(std::make_shared<Executor>()),
       queue_(rank, group_, options_),
       router_(queue_, std::move(native), std::move(make_native)),
@@ -98,11 +99,11 @@ TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int 
 }
 
 TorchBackend::~TorchBackend() {
-  if (group_->forked()) {  // all of it is the parent's, and stays as it is
+  if (group_->is_forked_child()) {  // all resources belong to the parent process
     router_.leak();
     return;
   }
-  WithoutGil released;
+  GilRelease gil_release;
   {
     std::lock_guard<std::mutex> lock(live_backends().mutex);
     live_backends().all.erase(this);
@@ -127,15 +128,15 @@ void TorchBackend::eagerConnectSingleDevice(at::Device) {
 }
 
 void TorchBackend::abort() {
-  if (group_->forked()) return;
+  if (group_->is_forked_child()) return;
   group_->abort("the program aborted the group");
   router_.abort();
 }
 
-// Queued operations may still finish; operations that make no progress then are aborted.
+// Lets queued operations finish; aborts them once they make no progress.
 void TorchBackend::shutdown() {
-  if (group_->forked()) return;
-  WithoutGil released;
+  if (group_->is_forked_child()) return;
+  GilRelease gil_release;
   if (!queue_.finish()) {
     group_->abort("the program ended with operations under way");
     router_.abort();
@@ -148,7 +149,8 @@ void TorchBackend::shutdown() {
 
 namespace {
 
-std::map<int, std::pair<uint64_t, uint64_t>> by_rank(const std::vector<Transport::Traffic>& sent) {
+std::map<int, std::pair<uint64_t, uint64_t>> traffic_by_rank(
+    const std::vector<Transport::Traffic>& sent) {
   std::map<int, std::pair<uint64_t, uint64_t>> out;
   for (const Transport::Traffic& t : sent) {
     const int rank = static_cast<int>(out.size());
@@ -160,11 +162,11 @@ std::map<int, std::pair<uint64_t, uint64_t>> by_rank(const std::vector<Transport
 }  // namespace
 
 std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::traffic() const {
-  return by_rank(group_->traffic());
+  return traffic_by_rank(group_->traffic());
 }
 
 std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::datagrams() const {
-  return by_rank(group_->datagram_traffic());
+  return traffic_by_rank(group_->datagram_traffic());
 }
 
 WorkPtr TorchBackend::send(Tensors& tensors, int to, int tag) {

@@ -1,13 +1,16 @@
-// The c10d backend: collectives and messages of torch's tensors over a core group.
+// TorchBackend: fsccl as a c10d backend of torch.distributed. Runs collectives and messages of
+// torch's tensors over a core group (core/group.h).
 //
 // The parts of this directory:
-//   backend       life of a group, messages, torch's interface
-//   operations    the collectives: check the arguments, describe the call (sparse: sparse tensors)
-//   dispatch      offers a call to the paths that may carry it out, and runs it
-//   router        chooses and owns the libraries behind the paths
-//   operation_queue  numbers operations, runs those of the host in order, coalesces
-//   bounded_path, nvlink_path  two of the paths
-//   work, device_work  what operations return
+//   backend           construction and shutdown of a group, messages, torch's interface
+//   operations        the collectives: check the arguments and describe the call
+//   sparse            all_reduce of sparse tensors
+//   dispatch          offers a call to the paths that may run it, in turn
+//   router            chooses and owns the libraries that the paths use
+//   operation_queue   numbers operations, runs those on host memory in order, coalesces
+//   bounded_path      path for all_reduces in bounded time
+//   nvlink_path       path for the NVLink engine
+//   work, device_work the c10d::Work that an operation returns
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -27,7 +30,7 @@
 
 namespace fsccl {
 
-// One group of one rank. torch calls it from one thread at a time.
+// The backend of one rank for one group. torch calls it from one thread at a time.
 class TorchBackend : public c10d::Backend {
  public:
   using TensorLists = std::vector<Tensors>;
@@ -35,15 +38,18 @@ class TorchBackend : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(Milliseconds timeout = kBackendDefaultTimeout)
         : c10d::Backend::Options("fsccl", timeout) {}
-    // Unset options have the value of the environment.
-    std::optional<std::string> algorithm;  // of all_reduce between nodes
-    std::optional<int> pipeline_k;         // of pipelined schedules, as is the next
-    std::optional<int64_t> pipeline_nelem;
-    std::optional<std::string> tail;  // "bounded" or "exact"
+    // An option that is not set takes its value from the environment (FSCCL_* variables).
+    std::optional<std::string> algorithm;   // of all_reduce between nodes
+    std::optional<int> pipeline_k;          // pipelined schedules: number of chunks; 0: do not use
+    std::optional<int64_t> pipeline_nelem;  // pipelined schedules: elements per send
+    // "bounded": all_reduces may omit contributions of late ranks to finish in bounded time
+    // (datagram/bounded_all_reduce.h); "exact": never.
+    std::optional<std::string> tail;
   };
 
-  // `native` describes the library that moves this rank's tensors among ranks of its kind, and
-  // `make_native` makes that library's backend for one of the group's native clusters.
+  // `native` describes the native library of this rank: the one that transfers its tensors to other
+  // ranks with the same library (such as NCCL), which together form a native cluster. `make_native`
+  // creates that library's backend for this rank's cluster.
   TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                c10::intrusive_ptr<Options> options, NativeLibrary native,
                DeviceEngine::MakeNative make_native);
@@ -61,8 +67,9 @@ class TorchBackend : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   void abort() override;
   void shutdown() override;
-  // Shuts down all backends of this process. torch keeps them alive without Python's knowing, and a
-  // thread that still runs when the process ends would abort it.
+  // Shuts down all backends of this process. To be called before the process ends: torch keeps
+  // backends alive without a reference in Python, and a thread that still ran at exit would abort
+  // the process.
   static void shutdown_all();
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
@@ -93,8 +100,8 @@ class TorchBackend : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // Returns how a tensor's collectives are done: "core", "engine" or the native library's name.
-  // Waits until all ranks are known.
+  // Returns which library runs collectives of a tensor: "core", "engine" (the device engine) or the
+  // native library's name. Waits until all ranks are known.
   std::string path_of(const at::Tensor& t) { return router_.path_of(t); }
   // See Router.
   void register_memory(const std::string& name, Regions regions) {
@@ -103,9 +110,9 @@ class TorchBackend : public c10d::Backend {
   void deregister_memory(const std::string& name) { router_.deregister_memory(name); }
   // Description of the algorithm of the last operation.
   std::string last_algorithm() const { return group_->last_algorithm(); }
-  // Messages and bytes that this rank has sent, by group rank.
+  // Messages and bytes that this rank has sent, by group rank of the receiver.
   std::map<int, std::pair<uint64_t, uint64_t>> traffic() const;
-  // Datagrams, and bytes with their headers.
+  // The same for datagrams; bytes include their headers.
   std::map<int, std::pair<uint64_t, uint64_t>> datagrams() const;
   // Counters of the all_reduces in bounded time, by name.
   std::map<std::string, double> tail_statistics() const { return group_->bounded_statistics(); }
@@ -128,7 +135,8 @@ class TorchBackend : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   const std::shared_ptr<Group> group_;
-  const std::shared_ptr<Executor> callbacks_;  // of messages: no operation waits behind one
+  // Runs callbacks of messages, on a thread of their own so that no operation waits for one.
+  const std::shared_ptr<Executor> callbacks_;
   OperationQueue queue_;
   Router router_;
   BoundedPath bounded_;

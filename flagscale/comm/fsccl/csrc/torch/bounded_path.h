@@ -1,9 +1,9 @@
-// Path for all_reduces in bounded time (datagram/bounded_all_reduce.h) of groups that have ranks on
+// Path for all_reduces in bounded time (datagram/bounded_all_reduce.h) in groups that have ranks on
 // devices.
 //
-// The core does such an all_reduce in host memory. A tensor of a device is copied there, reduced
-// over all ranks by their core, and copied back, on two streams of its own next to the caller's
-// work.
+// The core runs such an all_reduce in host memory. A tensor on a device is copied there, reduced
+// over all ranks by the core, and copied back. The copies use two separate streams, so that they
+// overlap with the caller's work.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -20,23 +20,23 @@
 
 namespace fsccl {
 
-// Called by the thread that calls the backend. Ranks take the path or leave it together: the choice
-// follows from the settings and from what is the same in all of their calls.
+// Called by the thread that calls the backend. All ranks choose the path or none: the choice
+// follows from the settings and from properties that are the same in all of their calls.
 class BoundedPath {
  public:
   BoundedPath(OperationQueue& queue, Router& router) : queue_(queue), router_(router) {}
 
-  // An all_reduce in place by this path; nullopt where the settings do not ask for one, the tensors
-  // do not allow it, or all ranks are on hosts, whose core decides by itself. `reductions` is
-  // called at most once, and gives one entry per tensor.
+  // Runs an all_reduce in place by this path. Returns nullopt if the settings do not enable it, the
+  // tensors are not suitable, or all ranks use host memory: then the core itself decides.
+  // `reductions` is called at most once, and returns one entry per tensor.
   template <class F>
   std::optional<WorkPtr> all_reduce(const OperationInfo& info, Tensors& tensors, F&& reductions) {
-    if (!allows(tensors)) return std::nullopt;
+    if (!supports_tensors(tensors)) return std::nullopt;
     return all_reduce_as(info, tensors, reductions());
   }
 
  private:
-  // Two streams of a device: copies to the host are enqueued on one, those from it on the other.
+  // Two streams of a device: one for copies to host memory, one for copies from it.
   struct CopyStreams {
     explicit CopyStreams(at::Device device)
         : guard(device.type()),
@@ -47,7 +47,7 @@ class BoundedPath {
     c10::Stream to_host, to_device;
   };
 
-  bool allows(const Tensors& tensors) const;
+  bool supports_tensors(const Tensors& tensors) const;
   std::optional<WorkPtr> all_reduce_as(const OperationInfo& info, Tensors& tensors,
                                        std::vector<Reduction> reductions);
   bool connect();
@@ -60,46 +60,48 @@ class BoundedPath {
   std::unique_ptr<CopyStreams> streams_;
 };
 
-// An all_reduce that ends on a stream of a device after the host's part of it.
+// Work of an all_reduce in host memory whose result is then copied to a device.
 //
-// As with gloo, wait() blocks the caller until the result is there, because it cannot be predicted
-// how long the network takes; then it makes the caller's current stream wait for the copy back.
+// As with gloo, wait() blocks the caller until the reduction has ended, because the time that the
+// network takes cannot be predicted; then it makes the caller's current stream wait for the copy.
 class StagedWork : public CollectiveWork {
  public:
-  // `last_stream`: where the operation ends.
+  // `last_stream` is the stream on which the result is copied to the device.
   StagedWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
              std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
              std::weak_ptr<Executor> executor, c10::Stream last_stream)
       : CollectiveWork(rank, type, title, sequence, std::move(outputs), std::move(group),
                        std::move(executor)),
         last_stream_(last_stream),
-        end_(last_stream.device_type()) {}
+        end_event_(last_stream.device_type()) {}
 
-  // The last step has been enqueued. Call before finish_operation().
+  // Records that the last step has been enqueued. To be called before finish_operation().
   void record_end() {
-    end_.record(last_stream_);
-    recorded_ = true;
+    end_event_.record(last_stream_);
+    is_end_recorded_ = true;
   }
 
-  bool isCompleted() override { return Work::isCompleted() && (!recorded_ || end_.query()); }
+  bool isCompleted() override {
+    return Work::isCompleted() && (!is_end_recorded_ || end_event_.query());
+  }
   // torch calls it at the end of wait(), where it holds the work's lock.
   void synchronize() override {
-    if (!recorded_) return;
-    end_.block(
+    if (!is_end_recorded_) return;
+    end_event_.block(
         c10::impl::VirtualGuardImpl(last_stream_.device_type()).getStream(last_stream_.device()));
   }
 
  private:
   FuturePtr make_future() const override { return new_future({last_stream_.device()}); }
   void set_result(c10::ivalue::Future& future, const std::exception_ptr& error) override {
-    // A user of the value has his stream wait for the current one.
+    // torch makes the stream of a user of the value wait for the stream that is current here.
     const c10::StreamGuard current(last_stream_);
     CollectiveWork::set_result(future, error);
   }
 
   const c10::Stream last_stream_;
-  c10::Event end_;
-  std::atomic<bool> recorded_{false};
+  c10::Event end_event_;
+  std::atomic<bool> is_end_recorded_{false};
 };
 
 }  // namespace fsccl

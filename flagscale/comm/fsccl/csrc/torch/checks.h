@@ -8,9 +8,8 @@
 
 namespace fsccl {
 
-// A number for a message of TORCH_CHECK, which would write it by a C++ stream. In a process with
-// torch on Ubuntu 24.04 (gcc 13) streams read no numbers, and a message that wrote some ended the
-// process.
+// Formats a number for a message of TORCH_CHECK, which would use a C++ stream. In a process with
+// torch on Ubuntu 24.04 (gcc 13), formatting a number with a C++ stream ended the process.
 template <class T>
 std::string digits(T number) {
   return std::to_string(number);
@@ -21,10 +20,10 @@ inline void check_dense(const at::Tensor& t, const char* op) {
                    " needs dense tensors, got ", t.layout());
 }
 
-// The entry of a list that torch's interface has per device, which here is always one.
+// Returns the only entry of a list with one entry per device of a rank: a rank has one device.
 template <class T>
 T& single_entry(std::vector<T>& list, const char* op) {
-  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ",
+  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor per rank, got ",
                     digits(list.size()));
   return list[0];
 }
@@ -39,13 +38,14 @@ inline void check_root(int root, int ranks, const char* op) {
                     " is not in the group of ", digits(ranks), " ranks");
 }
 
-// This rank's input of a gather against its place in the output.
+// Checks that this rank's entry in the output list of an all_gather fits its input.
 inline void check_own_output(const at::Tensor& output, const at::Tensor& input, const char* op) {
-  TORCH_CHECK_VALUE(output.numel() == input.numel(), "fsccl: ", op, ": this rank's place has ",
-                    digits(output.numel()), " elements for ", digits(input.numel()));
+  TORCH_CHECK_VALUE(output.numel() == input.numel(), "fsccl: ", op,
+                    ": the output for this rank has ", digits(output.numel()),
+                    " elements and its input ", digits(input.numel()));
 }
 
-// `whole` has one `part` per rank.
+// Checks that `whole` consists of one tensor like `part` per rank.
 inline void check_whole_and_part(const at::Tensor& whole, const at::Tensor& part, int ranks,
                                  const char* op) {
   TORCH_CHECK_VALUE(

@@ -1,4 +1,4 @@
-// Conversion of torch's tensors, types and reductions to the core's.
+// Conversion of torch's tensors, element types and reductions to those of the core.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,14 +15,13 @@
 
 namespace fsccl {
 
-// The device on which an operation is done: the CPU or another one. Tensors that lie elsewhere are
-// copied there.
+// The device on which an operation runs. Tensors on other devices are copied to it.
 struct Placement {
-  const char* op;  // for messages
+  const char* op;  // name of the operation, for error messages
   at::Device device;
 };
 
-// The element type of a reduction. A complex number is reduced as two floats.
+// Returns the element type for a reduction. A complex number is reduced as two floats.
 inline DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
     case at::kByte:
@@ -64,7 +63,8 @@ inline const c10d::NCCLPreMulSumSupplement& factor_of(const c10d::ReduceOp& op) 
   return *factor;
 }
 
-// Such a factor may lie on a device, where reading it would block.
+// Returns whether PREMUL_SUM's factor is a tensor. It may be on a device, where reading it would
+// block.
 inline bool factor_is_tensor(const c10d::ReduceOp& op) {
   return op.op_ == c10d::ReduceOp::PREMUL_SUM && factor_of(op).tensor_factor.defined();
 }
@@ -126,42 +126,43 @@ inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
 inline size_t element_size_of(const at::Tensor& t) { return static_cast<size_t>(t.element_size()); }
 
 // Direction in which an operation uses a tensor.
-enum class Access { kRead, kWrite, kReadWrite };
+enum class TensorAccess { kRead, kWrite, kReadWrite };
 
-// A tensor as one run of memory at the placement of an operation, in its logical order whatever its
-// strides: the tensor itself where it lies so, else a copy, which write_back() copies to the
-// tensor. Holds references, so copying it copies no data.
+// Contiguous view of a tensor on the device of an operation: the tensor itself if it is contiguous
+// there, else a contiguous copy, from which write_back() updates the tensor. Holds references, so
+// copying a ContiguousTensor copies no data.
 class ContiguousTensor {
  public:
-  ContiguousTensor(const at::Tensor& t, Access access, const Placement& placement)
-      : user_(t), access_(access) {
+  ContiguousTensor(const at::Tensor& t, TensorAccess access, const Placement& placement)
+      : caller_tensor_(t), access_(access) {
     check_dense(t, placement.op);
     const bool in_place = t.device() == placement.device;
     if (in_place && t.is_contiguous() && !t.is_conj() && !t.is_neg()) {
       buffer_ = t;
-    } else if (access == Access::kWrite || !in_place) {
+    } else if (access == TensorAccess::kWrite || !in_place) {
       // Pinned where a device copies from or to it.
       const bool pinned = placement.device.is_cpu() && !t.is_cpu();
       buffer_ = at::empty(t.sizes(), t.options().device(placement.device).pinned_memory(pinned));
-      if (access != Access::kWrite) buffer_.copy_(t.detach());
+      if (access != TensorAccess::kWrite) buffer_.copy_(t.detach());
     } else {
       buffer_ = t.resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
     }
   }
   const at::Tensor& get() const { return buffer_; }
   void write_back() const {
-    if (access_ != Access::kRead && !buffer_.is_same(user_)) user_.copy_(buffer_);
+    if (access_ != TensorAccess::kRead && !buffer_.is_same(caller_tensor_))
+      caller_tensor_.copy_(buffer_);
   }
 
  private:
-  at::Tensor user_, buffer_;
-  Access access_;
+  at::Tensor caller_tensor_, buffer_;
+  TensorAccess access_;
 };
 
 using ContiguousTensors = std::vector<ContiguousTensor>;
 
-inline ContiguousTensors contiguous_tensors(const std::vector<at::Tensor>& list, Access access,
-                                            const Placement& placement) {
+inline ContiguousTensors contiguous_tensors(const std::vector<at::Tensor>& list,
+                                            TensorAccess access, const Placement& placement) {
   ContiguousTensors out;
   for (const at::Tensor& t : list) out.emplace_back(t, access, placement);
   return out;
@@ -177,7 +178,8 @@ inline BufferLists buffers_of(const ContiguousTensors& list) {
   return out;
 }
 
-// The body of all_reduces in place of several tensors, one after the other.
+// Returns the CollectiveBody (dispatch.h) that all-reduces several tensors in place, one after the
+// other.
 inline auto all_reduce_each(ContiguousTensors buffers, std::vector<Reduction> reductions) {
   return [buffers = std::move(buffers), reductions = std::move(reductions)](Collectives& group,
                                                                             const Deadline& d) {
@@ -189,7 +191,7 @@ inline auto all_reduce_each(ContiguousTensors buffers, std::vector<Reduction> re
   };
 }
 
-// A contiguous tensor as `parts` equal parts, one after the other.
+// Divides a contiguous tensor into `parts` equal consecutive parts.
 inline BufferLists equal_parts(const at::Tensor& t, int parts) {
   const size_t part_bytes = t.nbytes() / static_cast<size_t>(parts);
   const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
@@ -200,22 +202,23 @@ inline BufferLists equal_parts(const at::Tensor& t, int parts) {
   return out;
 }
 
-// A contiguous tensor cut along its first dimension: `rows` has the rows of each part; if it is
-// empty, parts are equal.
+// Splits a contiguous tensor along its first dimension. `rows` has the rows of each part; if it is
+// empty, the parts are equal.
 inline BufferLists split_rows(const at::Tensor& t, const std::vector<int64_t>& rows, int parts,
                               const char* op) {
   const int64_t total = t.dim() > 0 ? t.size(0) : 1;
   std::vector<int64_t> counts = rows;
   if (counts.empty()) {
     TORCH_CHECK_VALUE(total % parts == 0, "fsccl: ", op, ": the first dimension, ", digits(total),
-                      ", does not divide by the ", digits(parts), " ranks");
+                      ", is not divisible by the ", digits(parts), " ranks");
     counts.assign(static_cast<size_t>(parts), total / parts);
   }
-  int64_t sum = 0;
-  for (const int64_t c : counts) sum += c;
-  TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && sum == total, "fsccl: ", op,
-                    ": ", digits(counts.size()), " split sizes with sum ", digits(sum), " for ",
-                    digits(parts), " ranks and ", digits(total), " rows");
+  int64_t requested_rows = 0;
+  for (const int64_t c : counts) requested_rows += c;
+  TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && requested_rows == total,
+                    "fsccl: ", op, ": ", digits(counts.size()), " split sizes with sum ",
+                    digits(requested_rows), " for ", digits(parts), " ranks and ", digits(total),
+                    " rows");
   const size_t row_bytes = total > 0 ? t.nbytes() / static_cast<size_t>(total) : 0;
   const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
   BufferLists out;

@@ -1,7 +1,7 @@
-// A collective that has been enqueued on a device.
+// DeviceWork: a collective that has been enqueued on a device by the device engine.
 //
-// wait() makes the caller's current stream wait, never the caller. Until the device is done, or
-// until wait(), tensors are kept, so that their memory is not used for anything else meanwhile.
+// wait() makes the caller's current stream wait and does not block the caller. References to the
+// tensors are kept until the device has finished, so that their memory is not reused meanwhile.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -19,7 +19,7 @@ namespace fsccl {
 
 class DeviceWork : public c10d::Work {
  public:
-  // `stream`: where the operation ends.
+  // `stream` is the stream on which the operation ends.
   DeviceWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
              std::vector<at::Tensor> outputs, std::shared_ptr<PendingOperation> pending,
              c10::Stream stream)
@@ -29,22 +29,23 @@ class DeviceWork : public c10d::Work {
         device_(stream.device()),
         sequence_(sequence),
         future_(new_future({device_})) {
-    // A future of a device is complete at once: the stream of a user of its value waits.
+    // A future of device tensors completes at once: torch makes the stream of a user of its value
+    // wait.
     const c10::StreamGuard current(stream);
     future_->markCompleted(c10::IValue(outputs_));
   }
 
-  bool isCompleted() override { return pending_->over || pending_->end->query(); }
-  bool isSuccess() const override { return !exception() && pending_->end->query(); }
+  bool isCompleted() override { return pending_->finished || pending_->end_event->query(); }
+  bool isSuccess() const override { return !exception() && pending_->end_event->query(); }
   std::exception_ptr exception() const override {
-    return pending_->over ? pending_->error : nullptr;
+    return pending_->finished ? pending_->error : nullptr;
   }
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   FuturePtr getFuture() override { return future_; }
   void synchronize() override {
     if (auto error = exception()) std::rethrow_exception(error);
-    pending_->end->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    pending_->end_event->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
     if (recordFunctionEndCallback_) {
       recordFunctionEndCallback_();
       recordFunctionEndCallback_ = nullptr;

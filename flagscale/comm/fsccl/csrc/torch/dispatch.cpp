@@ -1,4 +1,4 @@
-// The paths of a collective, and messages.
+// Dispatch of collectives to the paths that dispatch.h lists, and of point-to-point messages.
 #include "dispatch.h"
 
 #include <algorithm>
@@ -31,7 +31,8 @@ WorkPtr TorchBackend::dispatch(const CollectiveCall& call, NativeCall native_cal
   return run_on_device(call.info, placement, std::move(prepared));
 }
 
-// Ranks must come to the same answer: it follows from what is the same in all of their calls.
+// All ranks must choose the same path, so the choice follows from properties that are the same in
+// all of their calls.
 std::optional<WorkPtr> TorchBackend::run_on_nvlink(const OperationInfo& info,
                                                    const NvlinkOperands& operands) {
   const auto [collective, in, out, reduce_op, root] = operands;
@@ -88,44 +89,45 @@ WorkPtr TorchBackend::run_on_host(const OperationInfo& info, PreparedCollective 
                       try {
                         body(*engine, d);
                       } catch (const Error&) {
-                        // Its tensors are still written to, so they must stay.
+                        // The abandoned call may still write to its tensors, so they are leaked.
                         if (engine->abandoned()) new CollectiveBody(body);
                         throw;
                       }
                     });
 }
 
-// Enqueues the operation on the engine's streams, between the caller's work so far and, unless it
-// is asynchronous, all that the caller does later.
+// Enqueues the operation on the engine's streams, after the caller's work so far and, unless it is
+// asynchronous, before the caller's later work.
 WorkPtr TorchBackend::run_on_device(const OperationInfo& info, const Placement& placement,
                                     PreparedCollective prepared) {
   queue_.check_process();
   const Deadline d = Deadline::after(queue_.timeout_of(info.timeout));
   TORCH_CHECK_VALUE(!queue_.coalesces_native(), "fsccl: ", placement.op,
                     " between clusters cannot be coalesced with messages inside one");
-  const c10::Stream user =
+  const c10::Stream caller_stream =
       c10::impl::VirtualGuardImpl(placement.device.type()).getStream(placement.device);
   router_.group_kind();
-  const auto held = router_.lock();
+  const auto router_lock = router_.lock();
   try {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !is_capturing(user), "fsccl: ", placement.op,
-        " between clusters cannot be captured in a CUDA graph: what other clusters send is not "
-        "part of the graph; groups of one cluster can be captured");
+        !is_capturing(caller_stream), "fsccl: ", placement.op,
+        " between clusters cannot be captured in a CUDA graph, because the data that other "
+        "clusters "
+        "send is not part of the graph; groups of one cluster can be captured");
     DeviceEngine& engine = router_.engine(d);
     auto& streams = static_cast<DeviceStreams&>(engine.streams());
     TORCH_CHECK_VALUE(placement.device == streams.device(), "fsccl: ", placement.op,
                       " got a tensor on ", placement.device, ", but this group works on ",
                       streams.device());
-    streams.wait_event(StreamId::kNative, streams.record_on(user));
+    streams.wait_event(StreamId::kNative, streams.record_on(caller_stream));
     const StreamScope native(streams, StreamId::kNative);
     prepared.body(engine, d);
     auto pending = std::make_shared<PendingOperation>(info.title, queue_.next_sequence(),
                                                       streams.record(StreamId::kNative), d,
                                                       streams.take_word_waits());
-    // The operation's tensors live in its body, those of the caller as well as copies of them.
+    // The body holds references to the operation's tensors, the caller's as well as copies of them.
     pending->keep_alive = std::make_shared<CollectiveBody>(std::move(prepared.body));
-    if (!info.async && !queue_.coalescing()) pending->end->block(user);
+    if (!info.async && !queue_.coalescing()) pending->end_event->block(caller_stream);
     router_.watchdog().add(pending);
     return queue_.collect(c10::make_intrusive<DeviceWork>(
         rank_, info.type, info.title, queue_.sequence(), std::move(prepared.outputs),
@@ -142,7 +144,8 @@ WorkPtr TorchBackend::send_or_receive(c10d::OpType type, const char* title, Tens
   queue_.check_process();
   if (auto work = send_or_receive_natively(type, tensors, peer, tag)) return *work;
   const bool sends = type == c10d::OpType::SEND;
-  ContiguousTensor buffer(tensors[0], sends ? Access::kRead : Access::kWrite, {title, at::kCPU});
+  ContiguousTensor buffer(tensors[0], sends ? TensorAccess::kRead : TensorAccess::kWrite,
+                          {title, at::kCPU});
   const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));
   const Deadline deadline = Deadline::after(options_->timeout);
   RequestPtr request;
@@ -157,9 +160,9 @@ WorkPtr TorchBackend::send_or_receive(c10d::OpType type, const char* title, Tens
       tensors[0], callbacks_));
 }
 
-// Messages of a device's tensors inside a cluster are the native library's. All others go through
-// host memory. Only two ranks take part in a message, so the device engine, which all ranks make
-// together, does none.
+// The native library sends messages of device tensors inside a cluster. All other messages go
+// through host memory. The device engine sends none, because all ranks create it together, and only
+// two ranks take part in a message.
 std::optional<WorkPtr> TorchBackend::send_or_receive_natively(c10d::OpType type, Tensors& tensors,
                                                               int peer, int tag) {
   const at::Tensor& t = tensors[0];
@@ -173,7 +176,7 @@ std::optional<WorkPtr> TorchBackend::send_or_receive_natively(c10d::OpType type,
   if (auto work = run_natively(t, call_for(peer))) return work;
   if (router_.placement_of(t, "send or recv").device.is_cpu() || t.is_cpu()) return std::nullopt;
   router_.group_kind();
-  const auto held = router_.lock();
+  const auto router_lock = router_.lock();
   try {
     router_.check_running();
     const RankPartition& clusters = router_.native_clusters();

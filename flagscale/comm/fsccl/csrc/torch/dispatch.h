@@ -1,16 +1,15 @@
-// One collective call, as the paths that may carry it out need it.
+// Description of a collective call for the paths that may run it.
 //
-// Every collective of the backend has the same course: its function in operations.cpp checks the
-// arguments and describes the call; TorchBackend::dispatch() offers it to the paths in turn and
-// returns the work of the first that takes it:
+// Every collective of the backend proceeds in the same way: its function in operations.cpp checks
+// the arguments and describes the call; TorchBackend::dispatch() offers the call to the paths in
+// turn and returns the work of the first one that accepts it:
 //
-//   1. bounded   all_reduces in bounded time of groups with devices (bounded_path.h)
+//   1. bounded   all_reduces in bounded time in groups with devices (bounded_path.h)
 //   2. NVLink    one kernel of the NVLink engine (nvlink_path.h)
-//   3. native    the native library, where it joins all ranks
-//   4. general   the core Group or the device engine, whose operations have one interface
-//                (core/collectives.h)
+//   3. native    the native library, such as NCCL, if all ranks of the group use the same one
+//   4. general   the core Group or the device engine, which share an interface (core/collectives.h)
 //
-// Paths 1 to 3 take the tensors as they are; only the last needs contiguous ones (`prepare`).
+// Paths 1 to 3 accept any tensors; only the last one needs contiguous ones (`prepare`).
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -26,11 +25,11 @@
 
 namespace fsccl {
 
-// The operation itself, for whichever of Group and device engine does it.
+// The operation itself; it is called with the core Group or the device engine.
 using CollectiveBody = std::function<void(Collectives&, const Deadline&)>;
 
 struct PreparedCollective {
-  Tensors outputs;  // of the work
+  Tensors outputs;  // result of the c10d::Work
   CollectiveBody body;
 };
 
@@ -43,7 +42,7 @@ struct NvlinkOperands {
   int root = 0;                               // of a broadcast
 };
 
-// An all_reduce in place that settings may put under a bound of time.
+// Operands of an all_reduce in place, which may run in bounded time.
 struct InPlaceAllReduce {
   Tensors& tensors;
   const c10d::ReduceOp& reduce_op;
@@ -53,13 +52,13 @@ struct CollectiveCall {
   OperationInfo info;
   const char* op;               // in error messages: "all_reduce"
   const at::Tensor& reference;  // its device decides the path; undefined: the call has no tensor
-  std::optional<NvlinkOperands> nvlink;      // unset: no kernel does it
-  std::optional<InPlaceAllReduce> in_place;  // unset: never in bounded time
+  std::optional<NvlinkOperands> nvlink;      // unset: the NVLink engine has no kernel for it
+  std::optional<InPlaceAllReduce> in_place;  // unset: never runs in bounded time
 };
 
-// Hands the whole call to a native library.
+// Passes the whole call to a native library.
 using NativeCall = c10::function_ref<WorkPtr(c10d::Backend&)>;
-// Makes the tensors contiguous at a placement, and the body.
+// Makes the tensors contiguous on the device of a placement, and creates the body.
 using Prepare = c10::function_ref<PreparedCollective(const Placement&)>;
 
 }  // namespace fsccl

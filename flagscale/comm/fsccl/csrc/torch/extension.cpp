@@ -1,6 +1,6 @@
-// All sources that need torch's headers as one translation unit: reading these headers takes most
-// of the time of compiling, so they are read once. Names in anonymous namespaces are therefore
-// unique over all files.
+// All sources that need torch's headers as one translation unit: most of the compilation time is
+// spent on these headers, so they are parsed once. Names in anonymous namespaces must therefore be
+// unique over all these files.
 #include "../device/all_gather_broadcast.cpp"
 #include "../device/device_streams.cpp"
 #include "../device/engine.cpp"

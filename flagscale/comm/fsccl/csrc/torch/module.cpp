@@ -1,4 +1,5 @@
-// The Python module.
+// Python bindings of the backend: the extension module `_fsccl`, which
+// flagscale/comm/fsccl/build.py compiles and loads.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -16,9 +17,10 @@ void bind(py::module_& parent);
 
 namespace {
 
-// The segments of a torch.cuda.MemPool, one region each. The sizes of its blocks are its layout.
+// Returns the segments of a torch.cuda.MemPool as regions for registration.h. A region's layout is
+// the sizes of the segment's blocks.
 fsccl::Regions segments_of(const py::object& pool) {
-  fsccl::Regions out;
+  fsccl::Regions regions;
   for (const py::handle& segment : pool.attr("snapshot")()) {
     fsccl::Region region{"", reinterpret_cast<const void*>(segment["address"].cast<uintptr_t>()),
                          segment["total_size"].cast<size_t>()};
@@ -26,9 +28,9 @@ fsccl::Regions segments_of(const py::object& pool) {
       region.layout +=
           (region.layout.empty() ? "" : "+") + std::to_string(block["size"].cast<size_t>());
     }
-    out.push_back(std::move(region));
+    regions.push_back(std::move(region));
   }
-  return out;
+  return regions;
 }
 
 std::string name_of(const py::object& pool) { return py::str(pool.attr("id")); }
@@ -36,7 +38,7 @@ std::string name_of(const py::object& pool) { return py::str(pool.attr("id")); }
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  py::module_::import("torch.distributed");  // has the base classes
+  py::module_::import("torch.distributed");  // defines the base classes
   m.def("shutdown_all", &TorchBackend::shutdown_all);
   fsccl::nvlink::bind(m);
   m.attr("protocol_version") = fsccl::kProtocolVersion;
@@ -66,12 +68,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& name,
-                       std::vector<uint64_t> global_ranks, const Options* given,
+                       std::vector<uint64_t> global_ranks, const Options* user_options,
                        const std::vector<std::string>& native,
                        fsccl::DeviceEngine::MakeNative make_native) {
              TORCH_CHECK_VALUE(native.size() == 4, "native: device, vendor, library, reach");
-             auto options = given != nullptr ? c10::make_intrusive<Options>(*given)
-                                             : c10::make_intrusive<Options>();
+             auto options = user_options != nullptr ? c10::make_intrusive<Options>(*user_options)
+                                                    : c10::make_intrusive<Options>();
              options->timeout = timeout;
              options->group_name = name;
              options->global_ranks_in_group = std::move(global_ranks);
@@ -93,11 +95,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           [](TorchBackend& b, const py::object& pool, bool symm) {
             TORCH_CHECK_NOT_IMPLEMENTED(
                 symm,
-                "fsccl: register_mem_pool: ranks reach registered memory where it lies on "
-                "this rank; with symm=True you say that all have allocated alike");
+                "fsccl: register_mem_pool: all ranks must have made the same allocations in the "
+                "pool; pass symm=True to confirm that");
             auto memory = segments_of(pool);
             const std::string name = name_of(pool);
-            const py::gil_scoped_release released;
+            const py::gil_scoped_release gil_release;
             b.register_memory(name, std::move(memory));
           },
           py::arg("pool"), py::arg("symm") = false)
@@ -105,11 +107,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "deregister_mem_pool",
           [](TorchBackend& b, const py::object& pool) {
             const std::string name = name_of(pool);
-            const py::gil_scoped_release released;
+            const py::gil_scoped_release gil_release;
             b.deregister_memory(name);
           },
           py::arg("pool"))
-      // An allocator of ordinary memory, for torch.cuda.MemPool.
+      // None: torch.cuda.MemPool then uses ordinary memory.
       .def_property_readonly("mem_allocator", [](TorchBackend&) { return py::none(); })
       .def("path_of", &TorchBackend::path_of, py::arg("tensor"),
            py::call_guard<py::gil_scoped_release>())

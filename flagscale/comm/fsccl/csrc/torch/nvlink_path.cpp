@@ -9,20 +9,22 @@
 namespace fsccl {
 namespace {
 
-// Bytes from which an asynchronous operation goes to a side stream: below, the two events cost more
-// than the overlap saves.
+// An asynchronous operation of more bytes runs on a side stream. For fewer, the two events that
+// this takes cost more than the overlap saves.
 constexpr size_t kSideStreamBytes = 1 << 20;
-// The first character of the error that ranks exchange while they connect.
-const std::string kExpected = "=", kUnexpected = "!";
+// First character of the errors that ranks exchange while they connect: whether a rank could not
+// connect for an expected reason, such as GPUs without NVLink.
+const std::string kExpectedErrorMark = "=", kUnexpectedErrorMark = "!";
 
 }  // namespace
 
 std::exception_ptr NvlinkWork::exception() const {
-  const auto of_kernel = kernels_->failure();
-  if (!of_kernel) return nullptr;
+  const auto kernel_error = kernels_->failure();
+  if (!kernel_error) return nullptr;
   // If the host has ended the wait, the group's error names the cause.
-  const auto of_group = group_->failure();
-  return torch_error(of_group ? Error(of_kernel->fault, of_kernel->rank, *of_group) : *of_kernel);
+  const auto group_error = group_->failure();
+  return torch_error(group_error ? Error(kernel_error->fault, kernel_error->rank, *group_error)
+                                 : *kernel_error);
 }
 
 void NvlinkWork::synchronize() {
@@ -44,16 +46,17 @@ FuturePtr NvlinkWork::getFuture() {
 }
 
 c10::Event& NvlinkWork::end() {
-  if (!end_) {
-    end_.emplace(stream_.device_type());
-    end_->record(stream_);
+  if (!end_event_) {
+    end_event_.emplace(stream_.device_type());
+    end_event_->record(stream_);
   }
-  return *end_;
+  return *end_event_;
 }
 
 std::unique_ptr<NvlinkPath> NvlinkPath::connect(int device, const std::shared_ptr<Group>& group,
                                                 std::chrono::milliseconds timeout,
-                                                const Exchange& exchange, Refusal* refusal) {
+                                                const Exchange& exchange,
+                                                ConnectFailure* connect_failure) {
   std::unique_ptr<NvlinkPath> path(new NvlinkPath(group));
   const int rank = group->rank(), size = group->size();
   std::string own_info, own_error;
@@ -61,9 +64,10 @@ std::unique_ptr<NvlinkPath> NvlinkPath::connect(int device, const std::shared_pt
     try {
       if (own_error.empty()) step();
     } catch (const Error& e) {
-      own_error = (e.fault == Fault::kMismatch ? kExpected : kUnexpected) + e.what();
+      own_error =
+          (e.fault == Fault::kMismatch ? kExpectedErrorMark : kUnexpectedErrorMark) + e.what();
     } catch (const std::exception& e) {
-      own_error = kUnexpected + e.what();
+      own_error = kUnexpectedErrorMark + e.what();
     }
   };
   attempt([&] {
@@ -78,12 +82,14 @@ std::unique_ptr<NvlinkPath> NvlinkPath::connect(int device, const std::shared_pt
   const auto infos = exchange(own_info);
   attempt([&] { path->kernels_->connect(infos); });
   for (const std::string& error : exchange(own_error)) {
-    // An error of one rank causes errors on others, so the first unexpected one is the cause.
-    const bool unexpected = error.rfind(kUnexpected, 0) == 0;
-    if (error.empty() || refusal->unexpected || (!unexpected && !refusal->text.empty())) continue;
-    *refusal = {unexpected, error.substr(kExpected.size())};
+    // An error of one rank causes errors on others, so the first unexpected one is reported.
+    const bool is_unexpected = error.rfind(kUnexpectedErrorMark, 0) == 0;
+    if (error.empty() || connect_failure->is_unexpected ||
+        (!is_unexpected && !connect_failure->text.empty()))
+      continue;
+    *connect_failure = {is_unexpected, error.substr(kExpectedErrorMark.size())};
   }
-  if (!refusal->text.empty()) return nullptr;
+  if (!connect_failure->text.empty()) return nullptr;
   std::vector<std::string> names;
   for (int p = 0; p < size; ++p) names.push_back(group->name(p));
   path->kernels_->set_rank_names(std::move(names));
@@ -106,18 +112,18 @@ std::optional<WorkPtr> NvlinkPath::run(nvlink::Call call, const OperationInfo& i
                                        const at::Tensor& out) {
   const c10::Device device = out.device();
   const c10::impl::VirtualGuardImpl guard(device.type());
-  const c10::Stream user = guard.getStream(device);
-  const bool on_side = info.async && out.nbytes() + in.nbytes() > kSideStreamBytes;
-  const c10::Stream stream = on_side ? side_stream(user) : user;
-  if (on_side) {
+  const c10::Stream caller_stream = guard.getStream(device);
+  const bool use_side_stream = info.async && out.nbytes() + in.nbytes() > kSideStreamBytes;
+  const c10::Stream stream = use_side_stream ? side_stream(caller_stream) : caller_stream;
+  if (use_side_stream) {
     c10::Event begin(device.type());
-    begin.record(user);
+    begin.record(caller_stream);
     begin.block(stream);
   }
   call.stream = stream.native_handle();
   if (!kernels_->run(call)) return std::nullopt;
   std::optional<c10::Event> end;
-  if (on_side) {
+  if (use_side_stream) {
     end.emplace(device.type()).record(stream);
     in.record_stream(stream);
     out.record_stream(stream);
@@ -127,16 +133,17 @@ std::optional<WorkPtr> NvlinkPath::run(nvlink::Call call, const OperationInfo& i
 }
 
 const char* NvlinkPath::last_algorithm() const {
-  constexpr const char* kNames[] = {"NVLink",           "NVLink, flagged", "NVLink, lines",
-                                    "NVLink, two-shot", "NVLink, staged",  "NVLink, direct"};
-  static_assert(std::size(kNames) == nvlink::kAlgorithms, "one for each");
-  return kNames[static_cast<size_t>(kernels_->last_algorithm())];
+  constexpr const char* kAlgorithmNames[] = {"NVLink",         "NVLink, flagged",
+                                             "NVLink, lines",  "NVLink, two-shot",
+                                             "NVLink, staged", "NVLink, direct"};
+  static_assert(std::size(kAlgorithmNames) == nvlink::kAlgorithms, "one for each");
+  return kAlgorithmNames[static_cast<size_t>(kernels_->last_algorithm())];
 }
 
-const c10::Stream& NvlinkPath::side_stream(const c10::Stream& user) {
+const c10::Stream& NvlinkPath::side_stream(const c10::Stream& caller_stream) {
   if (!side_stream_) {
-    side_stream_ = c10::impl::VirtualGuardImpl(user.device_type())
-                       .getStreamFromGlobalPool(user.device(), /*isHighPriority=*/true);
+    side_stream_ = c10::impl::VirtualGuardImpl(caller_stream.device_type())
+                       .getStreamFromGlobalPool(caller_stream.device(), /*isHighPriority=*/true);
   }
   return *side_stream_;
 }

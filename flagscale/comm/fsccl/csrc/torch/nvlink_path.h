@@ -1,4 +1,5 @@
-// Path for a group's collectives of CUDA tensors on the NVLink engine: one kernel on a stream.
+// Path for a group's collectives of CUDA tensors by the NVLink engine (nvlink/engine.h), which runs
+// each as one kernel on a stream.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -20,9 +21,10 @@
 
 namespace fsccl {
 
-// A kernel on a stream. One on the caller's own stream records an event only when a user on another
-// stream waits for it, who then also waits for later work on that stream. One on a side
-// stream has its own `end`: asynchronous operations are there to be overlapped.
+// Work of a collective that is one kernel on a stream. If the kernel is on the caller's stream, an
+// event is recorded only when another stream waits for the work, which then also waits for later
+// work on the caller's stream. If it is on a side stream, the event is recorded at once, so that
+// later work can overlap.
 class NvlinkWork : public c10d::Work {
  public:
   NvlinkWork(int rank, const OperationInfo& info, uint64_t sequence,
@@ -35,7 +37,7 @@ class NvlinkWork : public c10d::Work {
         kernels_(std::move(kernels)),
         group_(std::move(group)),
         sequence_(sequence),
-        end_(std::move(end)) {}
+        end_event_(std::move(end)) {}
 
   bool isCompleted() override { return exception() || end().query(); }
   bool isSuccess() const override { return !exception(); }
@@ -57,7 +59,7 @@ class NvlinkWork : public c10d::Work {
   std::shared_ptr<nvlink::Communicator> kernels_;
   std::shared_ptr<Group> group_;
   uint64_t sequence_;
-  std::optional<c10::Event> end_;  // recorded; unset: not yet needed
+  std::optional<c10::Event> end_event_;  // unset: not recorded yet
 };
 
 // A group's connection to the NVLink engine of this rank's GPU.
@@ -68,28 +70,30 @@ class NvlinkPath {
  public:
   using Exchange = MemoryRegistration::Exchange;
 
-  // Why there is no connection: the GPUs are not linked (expected), or something does not work
+  // Reason for which the ranks could not connect: their GPUs are not linked (expected), or an error
   // (unexpected).
-  struct Refusal {
-    bool unexpected = false;
-    std::string text;  // empty: connected
+  struct ConnectFailure {
+    bool is_unexpected = false;
+    std::string text;  // empty: the ranks are connected
   };
 
-  // Every rank calls it. Null on all of them if any cannot connect; then `refusal` is set.
+  // Connects the ranks of the group, all of which call it. Returns null on all ranks if any cannot
+  // connect, and sets `connect_failure`. `exchange` is an all-gather of one string per rank.
   static std::unique_ptr<NvlinkPath> connect(int device, const std::shared_ptr<Group>& group,
                                              std::chrono::milliseconds timeout,
-                                             const Exchange& exchange, Refusal* refusal);
+                                             const Exchange& exchange,
+                                             ConnectFailure* connect_failure);
   ~NvlinkPath();
 
-  // Waits until the work on the streams has ended; ends what still waits for peers after `timeout`.
+  // Waits until all kernels have ended; aborts those that still wait for peers after `timeout`.
   void finish(std::chrono::milliseconds timeout);
 
-  // Puts the operation on a stream; nullopt, on all ranks, if another library is faster at its
-  // size.
+  // Launches the operation's kernel. Returns nullopt, on all ranks, if another library is faster at
+  // its size.
   //
-  // An asynchronous operation that takes long goes to a side stream, so that the caller's next
-  // kernels run at the same time. A rank decides that alone. The choice of the library is one of
-  // all ranks, so it does not depend on whether the call is asynchronous.
+  // A large asynchronous operation runs on a side stream, so that the caller's next kernels run at
+  // the same time. Each rank decides that by itself. All ranks must choose the same library, so
+  // that choice does not depend on whether the call is asynchronous.
   std::optional<WorkPtr> run(nvlink::Call call, const OperationInfo& info, int rank,
                              uint64_t sequence, const at::Tensor& in, const at::Tensor& out);
 
@@ -104,7 +108,7 @@ class NvlinkPath {
  private:
   explicit NvlinkPath(std::shared_ptr<Group> group) : group_(std::move(group)) {}
 
-  const c10::Stream& side_stream(const c10::Stream& user);
+  const c10::Stream& side_stream(const c10::Stream& caller_stream);
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<nvlink::Communicator> kernels_;

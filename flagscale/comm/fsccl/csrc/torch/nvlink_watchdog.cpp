@@ -38,7 +38,7 @@ void NvlinkWatchdog::remove(const nvlink::Communicator* kernels) {
 }
 
 void NvlinkWatchdog::run() {
-  begin_thread("fsccl-nvlink");
+  set_up_thread("fsccl-nvlink");
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return !watched_.empty(); });
@@ -61,7 +61,7 @@ void NvlinkWatchdog::check(WatchedGroup& watched) {
     watched.kernels->abort();
     if (error.fault == Fault::kAborted) return;  // on purpose
     watched.group->warn(watched.group->failure().value_or(error.what()) +
-                        "; what its GPUs have computed since is worth nothing");
+                        "; results that its GPUs have computed since are invalid");
   }
 }
 

@@ -1,10 +1,10 @@
 // Watchdog of the NVLink engine's kernels, one thread for all groups of the process.
 //
-// No host thread waits for a kernel. One that waits for a peer for long sets a word in host memory;
-// then the watchdog checks whether a rank of its group has ended or the group has failed elsewhere,
-// and ends the wait. A kernel that has given up has reported that to its own rank's host only: the
-// watchdog fails the group, so that all ranks get the error, and warns the user, whose program may
-// be using results that are worth nothing.
+// No host thread waits for a kernel. A kernel that waits long for a peer sets a word in host
+// memory; then the watchdog checks whether a rank of its group has ended or the group has failed
+// elsewhere, and if so ends the wait. A kernel that has given up reports that to its own rank's
+// host only: the watchdog fails the group, so that all ranks get the error, and warns the user,
+// whose program may be using invalid results.
 #pragma once
 
 #include <condition_variable>
@@ -17,13 +17,14 @@
 
 namespace fsccl {
 
-// Any thread may call.
+// Any thread may call. `kernels` are a group's connection to the NVLink engine.
 class NvlinkWatchdog {
  public:
   static NvlinkWatchdog& get();
 
   void add(std::shared_ptr<Group> group, std::shared_ptr<nvlink::Communicator> kernels);
-  // Returns when the thread does not use them any more. Kernels that were never added are allowed.
+  // Stops watching. Afterwards the watchdog's thread does not use `kernels` any more, which need
+  // not have been added.
   void remove(const nvlink::Communicator* kernels);
 
  private:

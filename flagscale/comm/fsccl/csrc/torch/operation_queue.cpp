@@ -5,8 +5,8 @@
 namespace fsccl {
 namespace {
 
-// Time without progress after which finish() gives operations up.
-constexpr Milliseconds kNoProgress{1000};
+// Time without progress after which finish() returns false.
+constexpr Milliseconds kNoProgressTimeout{1000};
 
 }  // namespace
 
@@ -58,10 +58,10 @@ WorkPtr OperationQueue::end_coalescing() {
 
 bool OperationQueue::finish() {
   for (uint64_t progress = group_->progress();;) {
-    if (executor_->drain(kNoProgress)) return true;
-    const uint64_t now = group_->progress();
-    if (now == progress) return false;
-    progress = now;
+    if (executor_->drain(kNoProgressTimeout)) return true;
+    const uint64_t current_progress = group_->progress();
+    if (current_progress == progress) return false;
+    progress = current_progress;
   }
 }
 

@@ -1,5 +1,5 @@
-// Queue of a group's operations: numbers them, runs those of the host on the group's executor, and
-// collects the works of a coalesced block.
+// Queue of a group's operations: numbers them, runs those on host memory on the group's executor
+// (core/executor.h), and collects the works of a coalesced block.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -28,16 +28,17 @@ using Milliseconds = std::chrono::milliseconds;
 struct OperationInfo {
   c10d::OpType type;
   const char* title;     // for the profiler and for messages: "fsccl:all_reduce"
-  bool async;            // else the call returns once the operation is done (host) or enqueued
-  Milliseconds timeout;  // c10d::kUnsetTimeout: the group's
+  bool async;            // false: the call returns when the operation has ended (host memory) or
+                         // has been enqueued (device)
+  Milliseconds timeout;  // c10d::kUnsetTimeout: the group's timeout
 };
 
 // Operations of one group run one after the other on its executor, in the order of the calls; a
-// synchronous one runs on its caller's thread where the executor allows it (core/executor.h).
+// synchronous one runs on its caller's thread if the executor allows it.
 //
-// Between start_coalescing() and end_coalescing() every work is also kept, and end_coalescing()
-// returns them as one. A native library takes part from its first call in the block on: the
-// others are not its own.
+// Between start_coalescing() and end_coalescing() all works are collected, and end_coalescing()
+// returns one work for all of them. A native library coalesces its own calls, from the first one in
+// the block on.
 //
 // Called by the thread that calls the backend, except nvlink() and failed(), which any thread
 // may call.
@@ -51,10 +52,11 @@ class OperationQueue {
   Group& group() const { return *group_; }
   const std::shared_ptr<Group>& shared_group() const { return group_; }
 
-  // Number of the last operation. Every path counts the same calls, so ranks agree on numbers.
+  // Number of the last operation. Calls of all paths are counted, so the numbers are the same on
+  // all ranks.
   uint64_t sequence() const { return sequence_; }
   uint64_t next_sequence() { return ++sequence_; }
-  // The group's timeout where a call sets none.
+  // Returns a call's timeout: the group's, if the call does not set one.
   Milliseconds timeout_of(Milliseconds requested) const {
     return requested == c10d::kUnsetTimeout ? options_->timeout : requested;
   }
@@ -62,10 +64,10 @@ class OperationQueue {
 
   // Throws in a child forked from the process that made the group.
   void check_process() const;
-  // Throws if the group has failed, or kernels of the NVLink engine have: then also reports to all
-  // ranks. Without an NVLink path an operation finds out itself.
+  // Throws if the group has an NVLink path and has failed. A failure of the path's kernels is first
+  // reported to all ranks. Without an NVLink path does nothing: operations detect the failure.
   void check_failure(const char* title);
-  // Kernels whose failure fails the group from now on; null: none.
+  // Sets the path whose kernels' failure fails the group; null: none.
   void set_nvlink(NvlinkPath* path) { nvlink_ = path; }
   NvlinkPath* nvlink() const { return nvlink_; }
   bool failed() const;
@@ -81,7 +83,7 @@ class OperationQueue {
                                             std::move(outputs), group_, executor_),
         std::move(body));
   }
-  // As run(), for a work that the caller has numbered.
+  // run() for a work that the caller has created and numbered.
   template <class Body>
   WorkPtr enqueue(const OperationInfo& info, c10::intrusive_ptr<CollectiveWork> work, Body body);
 
@@ -90,9 +92,9 @@ class OperationQueue {
   bool coalesces_native() const { return static_cast<bool>(coalescing_native_); }
   void start_coalescing() { coalescing_ = true; }
   WorkPtr end_coalescing();
-  // Returns its argument.
+  // Adds the work to the coalesced block, if there is one. Returns its argument.
   WorkPtr collect(WorkPtr work);
-  // Calls call(c10d::Backend&), inside the library's own coalesced block where there is one.
+  // Calls call(c10d::Backend&); in a coalesced block, inside a coalesced block of that library.
   template <class F>
   WorkPtr call_native(const NativePtr& native, F&& call) {
     if (coalescing_ && !coalescing_native_) {
@@ -103,7 +105,7 @@ class OperationQueue {
   }
 
   const std::shared_ptr<Executor>& executor() const { return executor_; }
-  // Waits until all has run. False if operations stood still meanwhile.
+  // Waits until all operations have ended. Returns false if they make no progress for a second.
   bool finish();
 
  private:

@@ -1,4 +1,4 @@
-// torch's collectives: each checks its arguments, describes the call and dispatches it
+// The collectives of c10d::Backend: each checks its arguments, describes the call and dispatches it
 // (dispatch.h).
 #include "backend.h"
 #include "dispatch.h"
@@ -28,7 +28,7 @@ WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
   return dispatch(
       call, [&](c10d::Backend& b) { return b.broadcast(tensors, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor buffer(t, Access::kReadWrite, placement);
+        const ContiguousTensor buffer(t, TensorAccess::kReadWrite, placement);
         return {tensors, [buffer, root](Collectives& group, const Deadline& d) {
                   group.broadcast(buffers_of(buffer.get()), root, d);
                   buffer.write_back();
@@ -36,7 +36,8 @@ WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
       });
 }
 
-// `exact` unless the group is one of those whose all_reduces may leave something out.
+// Returns the reduction of an all_reduce. It is exact unless the settings allow bounded
+// all_reduces, which may omit contributions, for this group.
 Reduction TorchBackend::all_reduction_of(const at::Tensor& t, const c10d::ReduceOp& op) const {
   Reduction r = reduction_of(t, op, size_);
   r.exact = !group_->config().settings.bounded.applies_to(getGroupDesc());
@@ -58,7 +59,7 @@ WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
             tensors, o, [&](auto& options) { return b.allreduce(tensors, options); });
       },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor buffer(t, Access::kReadWrite, placement);
+        const ContiguousTensor buffer(t, TensorAccess::kReadWrite, placement);
         const Reduction r = all_reduction_of(t, o.reduceOp);
         return {tensors, [buffer, r](Collectives& group, const Deadline& d) {
                   void* const data = buffer.get().data_ptr();
@@ -84,7 +85,7 @@ WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
             tensors, o, [&](auto& options) { return b.allreduce_coalesced(tensors, options); });
       },
       [&](const Placement& placement) -> PreparedCollective {
-        auto buffers = contiguous_tensors(tensors, Access::kReadWrite, placement);
+        auto buffers = contiguous_tensors(tensors, TensorAccess::kReadWrite, placement);
         std::vector<Reduction> reductions;
         for (const at::Tensor& t : tensors) reductions.push_back(all_reduction_of(t, o.reduceOp));
         return {tensors, all_reduce_each(std::move(buffers), std::move(reductions))};
@@ -108,7 +109,7 @@ WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
             tensors, o, [&](Tensors& inputs, auto& options) { return b.reduce(inputs, options); });
       },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor buffer(t, Access::kReadWrite, placement);
+        const ContiguousTensor buffer(t, TensorAccess::kReadWrite, placement);
         const Reduction r = reduction_of(t, o.reduceOp, size_);
         return {tensors, [buffer, r, root](Collectives& group, const Deadline& d) {
                   void* const data = buffer.get().data_ptr();
@@ -129,12 +130,12 @@ WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in, const c10d::Allga
   return dispatch(
       call, [&](c10d::Backend& b) { return b.allgather(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor from(input, Access::kRead, placement);
-        const auto to = contiguous_tensors(outputs, Access::kWrite, placement);
-        return {outputs, [from, to](Collectives& group, const Deadline& d) {
-                  group.all_gather(buffers_of(from.get()), buffers_of(to), d,
-                                   element_size_of(from.get()));
-                  write_back(to);
+        const ContiguousTensor input_buffer(input, TensorAccess::kRead, placement);
+        const auto output_buffer = contiguous_tensors(outputs, TensorAccess::kWrite, placement);
+        return {outputs, [input_buffer, output_buffer](Collectives& group, const Deadline& d) {
+                  group.all_gather(buffers_of(input_buffer.get()), buffers_of(output_buffer), d,
+                                   element_size_of(input_buffer.get()));
+                  write_back(output_buffer);
                 }};
       });
 }
@@ -168,14 +169,16 @@ WorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
                               : b.allgather_into_tensor_coalesced(out, in, o);
       },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(in, Access::kRead, placement);
-        const auto to = contiguous_tensors(out, Access::kWrite, placement);
-        return {out, [from, to, ranks = size_](Collectives& group, const Deadline& d) {
-                  for (size_t i = 0; i < to.size(); ++i) {
-                    group.all_gather(buffers_of(from[i].get()), equal_parts(to[i].get(), ranks), d,
-                                     element_size_of(from[i].get()));
+        const auto input_buffer = contiguous_tensors(in, TensorAccess::kRead, placement);
+        const auto output_buffer = contiguous_tensors(out, TensorAccess::kWrite, placement);
+        return {out, [input_buffer, output_buffer, ranks = size_](Collectives& group,
+                                                                  const Deadline& d) {
+                  for (size_t i = 0; i < output_buffer.size(); ++i) {
+                    group.all_gather(buffers_of(input_buffer[i].get()),
+                                     equal_parts(output_buffer[i].get(), ranks), d,
+                                     element_size_of(input_buffer[i].get()));
                   }
-                  write_back(to);
+                  write_back(output_buffer);
                 }};
       });
 }
@@ -184,11 +187,11 @@ WorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
 WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
                                           const c10d::AllgatherOptions& o) {
   check_rank_count(out.size(), size_, "all_gather_coalesced");
-  for (const Tensors& of_rank : out) {
-    TORCH_CHECK_VALUE(of_rank.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
-                      digits(of_rank.size()), " and of ", digits(in.size()), " tensors");
+  for (const Tensors& rank_outputs : out) {
+    TORCH_CHECK_VALUE(rank_outputs.size() == in.size(), "fsccl: all_gather_coalesced: lists of ",
+                      digits(rank_outputs.size()), " and of ", digits(in.size()), " tensors");
     for (size_t i = 0; i < in.size(); ++i) {
-      check_same_dtype({of_rank[i]}, in[i], "all_gather_coalesced");
+      check_same_dtype({rank_outputs[i]}, in[i], "all_gather_coalesced");
     }
   }
   for (size_t i = 0; i < in.size(); ++i) {
@@ -204,20 +207,22 @@ WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
   return dispatch(
       call, [&](c10d::Backend& b) { return b.allgather_coalesced(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(in, Access::kRead, placement);
-        std::vector<ContiguousTensors> to(in.size());  // by input
+        const auto input_buffer = contiguous_tensors(in, TensorAccess::kRead, placement);
+        std::vector<ContiguousTensors> output_buffer(in.size());  // by input
         Tensors outputs;
-        for (const Tensors& of_rank : out) {
+        for (const Tensors& rank_outputs : out) {
           for (size_t i = 0; i < in.size(); ++i) {
-            to[i].emplace_back(of_rank[i], Access::kWrite, placement);
-            outputs.push_back(of_rank[i]);
+            output_buffer[i].emplace_back(rank_outputs[i], TensorAccess::kWrite, placement);
+            outputs.push_back(rank_outputs[i]);
           }
         }
-        return {std::move(outputs), [from, to](Collectives& group, const Deadline& d) {
-                  for (size_t i = 0; i < from.size(); ++i) {
-                    group.all_gather(buffers_of(from[i].get()), buffers_of(to[i]), d,
-                                     element_size_of(from[i].get()));
-                    write_back(to[i]);
+        return {std::move(outputs),
+                [input_buffer, output_buffer](Collectives& group, const Deadline& d) {
+                  for (size_t i = 0; i < input_buffer.size(); ++i) {
+                    group.all_gather(buffers_of(input_buffer[i].get()),
+                                     buffers_of(output_buffer[i]), d,
+                                     element_size_of(input_buffer[i].get()));
+                    write_back(output_buffer[i]);
                   }
                 }};
       });
@@ -238,11 +243,12 @@ WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in, const c10d::GatherOp
   return dispatch(
       call, [&](c10d::Backend& b) { return b.gather(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor from(input, Access::kRead, placement);
-        const auto to = contiguous_tensors(outputs, Access::kWrite, placement);
-        return {outputs, [from, to, root](Collectives& group, const Deadline& d) {
-                  group.gather(buffers_of(from.get()), buffers_of(to), root, d);
-                  write_back(to);
+        const ContiguousTensor input_buffer(input, TensorAccess::kRead, placement);
+        const auto output_buffer = contiguous_tensors(outputs, TensorAccess::kWrite, placement);
+        return {outputs,
+                [input_buffer, output_buffer, root](Collectives& group, const Deadline& d) {
+                  group.gather(buffers_of(input_buffer.get()), buffers_of(output_buffer), root, d);
+                  write_back(output_buffer);
                 }};
       });
 }
@@ -262,11 +268,11 @@ WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in, const c10d::Scatter
   return dispatch(
       call, [&](c10d::Backend& b) { return b.scatter(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(inputs, Access::kRead, placement);
-        const ContiguousTensor to(output, Access::kWrite, placement);
-        return {out, [from, to, root](Collectives& group, const Deadline& d) {
-                  group.scatter(buffers_of(from), buffers_of(to.get()), root, d);
-                  to.write_back();
+        const auto input_buffer = contiguous_tensors(inputs, TensorAccess::kRead, placement);
+        const ContiguousTensor output_buffer(output, TensorAccess::kWrite, placement);
+        return {out, [input_buffer, output_buffer, root](Collectives& group, const Deadline& d) {
+                  group.scatter(buffers_of(input_buffer), buffers_of(output_buffer.get()), root, d);
+                  output_buffer.write_back();
                 }};
       });
 }
@@ -294,12 +300,13 @@ WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in,
         });
       },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(inputs, Access::kRead, placement);
-        const ContiguousTensor to(output, Access::kWrite, placement);
+        const auto input_buffer = contiguous_tensors(inputs, TensorAccess::kRead, placement);
+        const ContiguousTensor output_buffer(output, TensorAccess::kWrite, placement);
         const Reduction r = reduction_of(output, o.reduceOp, size_);
-        return {out, [from, to, r](Collectives& group, const Deadline& d) {
-                  group.reduce_scatter(buffers_of(from), buffers_of(to.get()), r, d);
-                  to.write_back();
+        return {out, [input_buffer, output_buffer, r](Collectives& group, const Deadline& d) {
+                  group.reduce_scatter(buffers_of(input_buffer), buffers_of(output_buffer.get()), r,
+                                       d);
+                  output_buffer.write_back();
                 }};
       });
 }
@@ -337,16 +344,17 @@ WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
         });
       },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(in, Access::kRead, placement);
-        const auto to = contiguous_tensors(out, Access::kWrite, placement);
+        const auto input_buffer = contiguous_tensors(in, TensorAccess::kRead, placement);
+        const auto output_buffer = contiguous_tensors(out, TensorAccess::kWrite, placement);
         std::vector<Reduction> reductions;
         for (const at::Tensor& t : out) reductions.push_back(reduction_of(t, o.reduceOp, size_));
-        return {out, [from, to, reductions, ranks = size_](Collectives& group, const Deadline& d) {
-                  for (size_t i = 0; i < to.size(); ++i) {
-                    group.reduce_scatter(equal_parts(from[i].get(), ranks), buffers_of(to[i].get()),
-                                         reductions[i], d);
+        return {out, [input_buffer, output_buffer, reductions, ranks = size_](Collectives& group,
+                                                                              const Deadline& d) {
+                  for (size_t i = 0; i < output_buffer.size(); ++i) {
+                    group.reduce_scatter(equal_parts(input_buffer[i].get(), ranks),
+                                         buffers_of(output_buffer[i].get()), reductions[i], d);
                   }
-                  write_back(to);
+                  write_back(output_buffer);
                 }};
       });
 }
@@ -355,7 +363,7 @@ WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& in, std::vector
                                     std::vector<int64_t>& in_rows, const c10d::AllToAllOptions& o) {
   check_same_dtype({out}, in, "all_to_all_single");
   std::optional<NvlinkOperands> nvlink;
-  // Only a call without sizes guarantees that all ranks have equal parts.
+  // Only a call without split sizes guarantees that all ranks have equal parts.
   if (out_rows.empty() && in_rows.empty()) {
     TORCH_CHECK_VALUE(in.numel() == out.numel() && in.numel() % size_ == 0,
                       "fsccl: all_to_all_single: ", digits(in.numel()), " elements for ",
@@ -370,14 +378,15 @@ WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& in, std::vector
   return dispatch(
       call, [&](c10d::Backend& b) { return b.alltoall_base(out, in, out_rows, in_rows, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const ContiguousTensor from(in, Access::kRead, placement);
-        const ContiguousTensor to(out, Access::kWrite, placement);
-        const auto send = split_rows(from.get(), in_rows, size_, "all_to_all_single");
-        const auto recv = split_rows(to.get(), out_rows, size_, "all_to_all_single");
+        const ContiguousTensor input_buffer(in, TensorAccess::kRead, placement);
+        const ContiguousTensor output_buffer(out, TensorAccess::kWrite, placement);
+        const auto send = split_rows(input_buffer.get(), in_rows, size_, "all_to_all_single");
+        const auto recv = split_rows(output_buffer.get(), out_rows, size_, "all_to_all_single");
         // Buffers hold no reference: the tensors keep them alive.
-        return {{out}, [from, to, send, recv](Collectives& group, const Deadline& d) {
+        return {{out},
+                [input_buffer, output_buffer, send, recv](Collectives& group, const Deadline& d) {
                   group.all_to_all(send, recv, d);
-                  to.write_back();
+                  output_buffer.write_back();
                 }};
       });
 }
@@ -392,21 +401,21 @@ WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOp
   return dispatch(
       call, [&](c10d::Backend& b) { return b.alltoall(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
-        const auto from = contiguous_tensors(in, Access::kRead, placement);
-        const auto to = contiguous_tensors(out, Access::kWrite, placement);
-        return {out, [from, to](Collectives& group, const Deadline& d) {
-                  group.all_to_all(buffers_of(from), buffers_of(to), d);
-                  write_back(to);
+        const auto input_buffer = contiguous_tensors(in, TensorAccess::kRead, placement);
+        const auto output_buffer = contiguous_tensors(out, TensorAccess::kWrite, placement);
+        return {out, [input_buffer, output_buffer](Collectives& group, const Deadline& d) {
+                  group.all_to_all(buffers_of(input_buffer), buffers_of(output_buffer), d);
+                  write_back(output_buffer);
                 }};
       });
 }
 
-// A barrier is always one of the ranks' hosts. As with NCCL, everything enqueued on their devices
-// before it is done when it ends.
+// A barrier synchronizes the host threads of the ranks. As with NCCL, when it ends all work that
+// the ranks had enqueued on their devices' current streams before it has ended, too.
 WorkPtr TorchBackend::barrier(const c10d::BarrierOptions& o) {
   router_.synchronize_device();
-  // In the order of all other operations where that is possible, so that ranks that call other
-  // ones get a mismatch error.
+  // Runs in order with all other operations if possible, so that ranks that call another operation
+  // instead get a mismatch error.
   if (router_.on_host()) {
     const at::Tensor empty = at::empty({0});
     if (auto work = run_natively(empty, [&](c10d::Backend& b) { return b.barrier(o); })) {

@@ -1,4 +1,5 @@
-// PREMUL_SUM for NCCL, which multiplies bfloat16 by a wrong factor.
+// Workaround for PREMUL_SUM (multiply each input by a factor, then sum) of bfloat16 by NCCL, which
+// multiplies by a wrong factor.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,8 +12,9 @@
 
 namespace fsccl {
 
-// For bfloat16, torch hands NCCL a PREMUL_SUM's factor as a float, and NCCL takes the first two
-// bytes of it: zero, most often (pytorch#190745). Such inputs are multiplied here and then summed.
+// Returns whether inputs must be multiplied before the call of NCCL. For bfloat16, torch passes the
+// factor to NCCL as a float, and NCCL reads the first two bytes of it, which are usually zero
+// (pytorch#190745).
 inline bool needs_premul(const c10d::ReduceOp& op, const std::vector<at::Tensor>& in) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return false;
   const auto is_bf16 = [](const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; };
@@ -25,7 +27,8 @@ inline at::Tensor premultiply(const at::Tensor& t, const c10d::ReduceOp& op) {
   return t.mul(factor.tensor_factor.to(t.scalar_type()));
 }
 
-// Calls call(inputs, options) with inputs that are multiplied where they have to be.
+// Calls call(inputs, options). If needed, the inputs are multiplied copies and the reduction is
+// SUM.
 template <class Options, class F>
 auto with_nccl_premul(const std::vector<at::Tensor>& in, const Options& o, F call) {
   std::vector<at::Tensor> inputs = in;
@@ -37,7 +40,7 @@ auto with_nccl_premul(const std::vector<at::Tensor>& in, const Options& o, F cal
   return call(inputs, options);
 }
 
-// The same for results that take the place of the inputs: call(options).
+// The same for operations in place: multiplies `tensors` if needed, and calls call(options).
 template <class Options, class F>
 auto with_nccl_premul_in_place(std::vector<at::Tensor>& tensors, const Options& o, F call) {
   Options options = o;

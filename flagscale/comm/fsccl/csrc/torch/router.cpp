@@ -11,10 +11,11 @@ namespace {
 
 bool on_host(const NativeLibrary& n) { return n.device == "cpu"; }
 
-// Moved by the core itself, without a device engine.
-bool moved_by_core(const NativeLibrary& n) { return on_host(n) && n.library == "own"; }
+// Returns whether the core itself transfers the rank's tensors, without a device engine.
+bool is_moved_by_core(const NativeLibrary& n) { return on_host(n) && n.library == "own"; }
 
-// Libraries that have all of c10d's operations, so that they can be handed whole ones.
+// Returns whether the library supports all operations of c10d, so that whole calls can be passed to
+// it.
 bool has_all_operations(const NativeLibrary& n) {
   return n.library.rfind("nccl", 0) == 0 || n.library == "fsccl";
 }
@@ -34,18 +35,20 @@ c10::impl::VirtualGuardImpl Router::device_guard() const {
 }
 
 Router::GroupKind Router::group_kind() {
-  const auto held = lock();
+  const auto router_lock = lock();
   if (kind_) return *kind_;
-  bool all_core = true, all_devices = true;
+  bool all_moved_by_core = true, all_on_devices = true;
   try {
     for (const Identity& rank : group_.identities(Deadline::after(queue_.timeout()))) {
-      all_core = all_core && moved_by_core(rank.native);
-      all_devices = all_devices && !fsccl::on_host(rank.native);
+      all_moved_by_core = all_moved_by_core && is_moved_by_core(rank.native);
+      all_on_devices = all_on_devices && !fsccl::on_host(rank.native);
     }
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
-  kind_ = all_core ? GroupKind::kHost : all_devices ? GroupKind::kDevice : GroupKind::kMixed;
+  kind_ = all_moved_by_core ? GroupKind::kHost
+          : all_on_devices  ? GroupKind::kDevice
+                            : GroupKind::kMixed;
   return *kind_;
 }
 
@@ -57,16 +60,17 @@ bool Router::is_engine_of_hosts() {
   return true;
 }
 
-// Fails the group by what body() throws, because other ranks may wait for this one.
+// Calls body(). If it throws, fails the group with that error, because other ranks may wait for
+// this one.
 template <class F>
-auto Router::or_fail(const char* what, F&& body) -> decltype(body()) {
+auto Router::fail_group_on_error(const char* what, F&& body) -> decltype(body()) {
   try {
     return body();
   } catch (const Error& e) {
     group_.fail(what, 0, e);
   } catch (const std::exception& e) {
-    const auto* const of_torch = dynamic_cast<const c10::Error*>(&e);
-    const std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : e.what();
+    const auto* const c10_error = dynamic_cast<const c10::Error*>(&e);
+    const std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : e.what();
     group_.fail(what, 0,
                 Error(Fault::kSystem, group_.rank(), group_.name(group_.rank()) + ": " + text));
   }
@@ -80,9 +84,9 @@ Placement Router::placement_of(const at::Tensor& t, const char* op) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       !on_host() && t.device().type() == c10::Device(native_.device).type(), "fsccl: ", op,
-      " got a tensor on ", t.device(), ", and this rank moves tensors of ", native_.device,
-      " only: FSCCL_DEVICE=cpu or FSCCL_CUDA=0 make it so, or there was no usable GPU when the "
-      "group was made");
+      " got a tensor on ", t.device(), ", and this rank supports tensors on ", native_.device,
+      " only: because of FSCCL_DEVICE=cpu or FSCCL_CUDA=0, or because there was no usable GPU when "
+      "the group was created");
   return {op, t.device()};
 }
 
@@ -101,12 +105,12 @@ NativePtr Router::group_native(const at::Tensor& t) {
   if (!t.defined() || !has_all_operations(native_)) return nullptr;
   if (t.is_cpu() != on_host()) return nullptr;
   if (group_kind() == GroupKind::kHost) return nullptr;
-  const auto held = lock();
+  const auto router_lock = lock();
   if (!group_native_) {
     try {
       const RankPartition& clusters = native_clusters();
       check_running();
-      group_native_ = or_fail("connecting", [&] {
+      group_native_ = fail_group_on_error("connecting", [&] {
         return clusters.count() == 1 ? make_native_(0, group_.rank(), clusters.own_ranks())
                                      : nullptr;
       });
@@ -118,7 +122,7 @@ NativePtr Router::group_native(const at::Tensor& t) {
   return *group_native_;
 }
 
-// All-gather of one short text per rank by the core.
+// All-gather of one string per rank, by the core.
 std::vector<std::string> Router::exchange(const std::string& text) {
   constexpr size_t kEntryBytes = MemoryRegistration::kMaxExchangeBytes + sizeof(uint32_t);
   std::string entry = text.substr(0, MemoryRegistration::kMaxExchangeBytes);
@@ -149,22 +153,24 @@ NvlinkPath* Router::nvlink_path(const at::Tensor& t) {
   const int size = group_.size();
   if (size < 2 || size > nvlink::kMaxRanks || !t.is_cuda() || !group_native(t)) return nullptr;
   if (nvlink_) return nvlink_->get();
-  NvlinkPath::Refusal refusal;
+  NvlinkPath::ConnectFailure connect_failure;
   nvlink_ = NvlinkPath::connect(
       t.get_device(), queue_.shared_group(), queue_.timeout(),
-      [this](const std::string& text) { return exchange(text); }, &refusal);
+      [this](const std::string& text) { return exchange(text); }, &connect_failure);
   queue_.set_nvlink(nvlink_->get());
-  if (refusal.unexpected) {
+  if (connect_failure.is_unexpected) {
     const char* const variable = std::getenv("FSCCL_NVLINK");
     TORCH_CHECK_NOT_IMPLEMENTED(
         variable == nullptr || std::string(variable) != "1",
-        "fsccl: FSCCL_NVLINK=1, and the NVLink engine cannot be used: ", refusal.text);
+        "fsccl: FSCCL_NVLINK=1, and the NVLink engine cannot be used: ", connect_failure.text);
     if (group_.rank() == 0) {
-      group_.warn("the NVLink engine cannot be used, NCCL does its operations: " + refusal.text);
+      group_.warn("the NVLink engine cannot be used, so NCCL runs its operations: " +
+                  connect_failure.text);
     }
   }
-  group_.log_debug(
-      [&] { return "NVLink engine " + (refusal.text.empty() ? "connected" : refusal.text); });
+  group_.log_debug([&] {
+    return "NVLink engine " + (connect_failure.text.empty() ? "connected" : connect_failure.text);
+  });
   return nvlink_->get();
 }
 
@@ -172,8 +178,8 @@ NvlinkPath& Router::nvlink_path_for(const char* what) {
   const at::Tensor probe = on_host() ? at::Tensor() : at::empty({1}, at::TensorOptions(at::kCUDA));
   NvlinkPath* const path = on_host() ? nullptr : nvlink_path(probe);
   TORCH_CHECK_NOT_IMPLEMENTED(path != nullptr, "fsccl: ", what, ": memory is registered with the ",
-                              "NVLink engine, which this group has not: it takes GPUs of one host "
-                              "with NVLink between them, and no FSCCL_NVLINK=0");
+                              "NVLink engine, which this group does not use: it needs "
+                              "GPUs of one host with NVLink between them, and not FSCCL_NVLINK=0");
   return *path;
 }
 
@@ -193,7 +199,7 @@ void Router::deregister_memory(const std::string& name) {
   const auto pool = registered_.find(name);
   TORCH_CHECK_VALUE(pool != registered_.end(), "fsccl: this pool is not registered");
   try {
-    // Operations on any stream may be reading it.
+    // Operations on any stream may be accessing the memory.
     const auto guard = device_guard();
     guard.synchronizeDevice(guard.getDevice().index());
     path.registration([this](const std::string& text) { return exchange(text); })
@@ -206,8 +212,8 @@ void Router::deregister_memory(const std::string& name) {
 
 std::string Router::path_of(const at::Tensor& t) {
   if (group_native(t)) return native_.library;
-  const bool device = !placement_of(t, "path_of").device.is_cpu();
-  return device || group_kind() == GroupKind::kMixed ? "engine" : "core";
+  const bool is_on_device = !placement_of(t, "path_of").device.is_cpu();
+  return is_on_device || group_kind() == GroupKind::kMixed ? "engine" : "core";
 }
 
 void Router::check_running() const {
@@ -216,7 +222,7 @@ void Router::check_running() const {
 
 DeviceEngine* Router::host_engine(const Deadline& d) {
   if (!on_host() || group_kind() != GroupKind::kMixed) return nullptr;
-  const auto held = lock();
+  const auto router_lock = lock();
   return &engine(d);
 }
 
@@ -237,7 +243,7 @@ DeviceEngine& Router::engine(const Deadline& d) {
   const auto make_native = [this](int cluster, int index, const std::vector<int>& ranks) {
     return cluster_native(cluster, index, ranks);
   };
-  engine_ = or_fail("connecting", [&] {
+  engine_ = fail_group_on_error("connecting", [&] {
     return std::make_unique<DeviceEngine>(queue_.shared_group(), make_streams, make_native, d);
   });
   if (!on_host()) watchdog_ = std::make_unique<StreamWatchdog>(*engine_);
@@ -245,20 +251,20 @@ DeviceEngine& Router::engine(const Deadline& d) {
 }
 
 void Router::set_timeout(Milliseconds timeout) {
-  const auto held = lock();
+  const auto router_lock = lock();
   if (group_native_ && *group_native_) (*group_native_)->setTimeout(timeout);
   if (cluster_native_) cluster_native_->setTimeout(timeout);
 }
 
 void Router::synchronize_device() {
-  // A program that has given this group no tensor of a device may not even have a context there.
+  // If the group has not used a tensor on a device, the program may not have created a context.
   if (on_host() || !(engine_ || cluster_native_ || (group_native_ && *group_native_))) return;
   const auto guard = device_guard();
   guard.synchronizeStream(guard.getStream(guard.getDevice()));
 }
 
 void Router::abort() {
-  // Without the lock: an operation that never ends may hold it.
+  // Does not take the lock: an operation that never ends may hold it.
   if (engine_) {
     engine_->abort();
   } else if (cluster_native_) {
@@ -269,8 +275,8 @@ void Router::abort() {
 }
 
 void Router::stop() {
-  const bool device = watchdog_ != nullptr;
-  if (device && !group_.failure() && !watchdog_->drain(kDeviceDrain)) {
+  const bool has_device_operations = watchdog_ != nullptr;
+  if (has_device_operations && !group_.failure() && !watchdog_->drain(kDeviceDrainTimeout)) {
     group_.abort("the program ended with operations under way");
     abort();
   }
@@ -280,16 +286,17 @@ void Router::stop() {
   } else if (cluster_native_) {
     cluster_native_->shutdown();
   }
-  if (nvlink_ && *nvlink_) (*nvlink_)->finish(kDeviceDrain);
-  // Memory that a device may still copy from and to stays; the process is about to end.
-  if (device && group_.failure()) static_cast<void>(engine_.release());
+  if (nvlink_ && *nvlink_) (*nvlink_)->finish(kDeviceDrainTimeout);
+  // A device may still access the engine's memory, so the engine is leaked; the process is about to
+  // end.
+  if (has_device_operations && group_.failure()) static_cast<void>(engine_.release());
   engine_.reset();
   cluster_native_.reset();
   queue_.set_nvlink(nullptr);
   nvlink_.reset();
   if (group_native_ && *group_native_) (*group_native_)->shutdown();
   group_native_.reset();
-  make_native_ = nullptr;  // Python's: it must not outlive the interpreter
+  make_native_ = nullptr;  // a Python function: it must not outlive the interpreter
 }
 
 void Router::leak() {

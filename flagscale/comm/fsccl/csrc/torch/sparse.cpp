@@ -10,8 +10,8 @@ namespace {
 
 constexpr size_t kMaxSparseDims = 12;
 
-// Exchanged before the parts of a sparse tensor. All fields but `entries` must be equal on all
-// ranks.
+// Description of a rank's sparse tensor, exchanged before its indices and values. All fields but
+// `entries` must be equal on all ranks.
 struct SparseMetadata {
   int64_t entries = 0, sparse_dims = 0, dense_dims = 0, type = 0;
   std::array<int64_t, kMaxSparseDims> sizes{};
@@ -29,29 +29,29 @@ struct SparseMetadata {
   }
 };
 
-std::vector<SparseMetadata> exchange_metadata(Group& g, const SparseMetadata& own,
+std::vector<SparseMetadata> exchange_metadata(Group& g, const SparseMetadata& own_metadata,
                                               const Deadline& d) {
-  std::vector<SparseMetadata> all(static_cast<size_t>(g.size()), own);
+  std::vector<SparseMetadata> all_metadata(static_cast<size_t>(g.size()), own_metadata);
   BufferLists outputs;
-  for (SparseMetadata& metadata : all) outputs.emplace_back(&metadata, sizeof metadata);
-  g.all_gather(BufferList(&own, sizeof own), outputs, d);
+  for (SparseMetadata& metadata : all_metadata) outputs.emplace_back(&metadata, sizeof metadata);
+  g.all_gather(BufferList(&own_metadata, sizeof own_metadata), outputs, d);
   for (int r = 1; r < g.size(); ++r) {
-    if (all[static_cast<size_t>(r)].matches(all[0])) continue;
+    if (all_metadata[static_cast<size_t>(r)].matches(all_metadata[0])) continue;
     throw Error(Fault::kMismatch, r,
                 "all_reduce: " + g.name(r) + " has a sparse tensor of other sizes, dimensions or " +
                     "type than " + g.name(0));
   }
-  return all;
+  return all_metadata;
 }
 
-// All ranks' parts, concatenated along the dimension in which their sizes differ.
+// Returns the parts of all ranks, concatenated along the dimension in which their sizes differ.
 at::Tensor gather_along(Group& g, const at::Tensor& part, int64_t dim,
                         const std::vector<SparseMetadata>& metadata, const Deadline& d) {
   std::vector<at::Tensor> parts;
   BufferLists outputs;
-  for (const SparseMetadata& of_rank : metadata) {
+  for (const SparseMetadata& rank_metadata : metadata) {
     std::vector<int64_t> sizes = part.sizes().vec();
-    sizes[static_cast<size_t>(dim)] = of_rank.entries;
+    sizes[static_cast<size_t>(dim)] = rank_metadata.entries;
     parts.push_back(at::empty(sizes, part.options()));
     outputs.push_back(buffers_of(parts.back()));
   }
@@ -67,7 +67,7 @@ WorkPtr TorchBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
                    "fsccl: all_reduce takes dense tensors, and sparse ones (COO) on the CPU, got ",
                    t.layout(), " on ", t.device());
   TORCH_CHECK_VALUE(o.reduceOp.op_ == c10d::ReduceOp::SUM,
-                    "fsccl: all_reduce of sparse tensors sums only");
+                    "fsccl: all_reduce of sparse tensors supports only SUM");
   TORCH_CHECK_VALUE(t.dim() <= static_cast<int64_t>(kMaxSparseDims),
                     "fsccl: all_reduce of a sparse ", "tensor of ", digits(t.dim()),
                     " dimensions: expected at most ", digits(kMaxSparseDims));

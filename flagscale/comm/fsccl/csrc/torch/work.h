@@ -1,4 +1,4 @@
-// Works: what operations return, for the caller to wait for.
+// Implementations of c10d::Work, the handle on which a caller waits for an operation.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -22,7 +22,7 @@ inline FuturePtr new_future(std::vector<c10::Device> devices = {}) {
                                                   std::move(devices));
 }
 
-// The exception that torch's own backends throw for such an error.
+// Returns the exception type that torch's own backends throw for such an error.
 inline std::exception_ptr torch_error(const std::exception& e) {
   const std::string text = e.what();
   const std::string prefixed = text.rfind("fsccl: ", 0) == 0 ? text : "fsccl: " + text;
@@ -33,11 +33,12 @@ inline std::exception_ptr torch_error(const std::exception& e) {
   return std::make_exception_ptr(c10::DistBackendError(here, prefixed));
 }
 
-// A collective of the host. The thread that ran it completes it.
+// A collective in host memory. The thread that ran it completes the work.
 class CollectiveWork : public c10d::Work {
  public:
-  // `group` names the rank that the operation waits for. `executor` runs it; a callback there that
-  // waits for the work has it run (core/executor.h).
+  // `group` names the rank for which the operation waits, in messages. `executor` runs the
+  // operation; if a callback on the executor's thread waits for this work, the wait runs the queue
+  // (core/executor.h).
   CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
                  std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
                  std::weak_ptr<Executor> executor)
@@ -48,7 +49,7 @@ class CollectiveWork : public c10d::Work {
         group_(std::move(group)),
         executor_(std::move(executor)) {}
 
-  // A timeout ends the wait and not the operation, which may be waited for again: as with gloo.
+  // As with gloo, a timeout ends this wait but not the operation; wait() may be called again.
   bool wait(std::chrono::milliseconds timeout) override {
     run_queue();
     if (timeout != kNoTimeout && !completes_within(timeout)) {
@@ -57,7 +58,7 @@ class CollectiveWork : public c10d::Work {
     return Work::wait(kNoTimeout);
   }
 
-  // Completes the work, with an error or null, and wakes those that wait for it.
+  // Completes the work, with an error or null, and wakes the threads that wait for it.
   void finish_operation(std::exception_ptr error) { finish(std::move(error)); }
   // Completes the future, if there is one, which calls the user's callbacks.
   void complete_future() {
@@ -93,7 +94,7 @@ class CollectiveWork : public c10d::Work {
   }
 
  private:
-  // In a callback on the executor's thread: runs the queue as far as this operation.
+  // If called in a callback on the executor's thread, runs the queue up to this operation.
   void run_queue() {
     const auto completed = [this] { return Work::isCompleted(); };
     if (completed()) return;
@@ -125,10 +126,10 @@ class CollectiveWork : public c10d::Work {
   bool operation_finished_ = false;
 };
 
-// A send or a receive, which the core's transport does in the background.
+// A send or a receive, which the core's transport runs in the background.
 class MessageWork : public c10d::Work {
  public:
-  // `buffer` is what the transport reads or writes, `tensor` the user's.
+  // The transport reads or writes `buffer`, which may be a copy of the caller's `tensor`.
   MessageWork(int rank, c10d::OpType type, const char* title, std::shared_ptr<Group> group,
               RequestPtr request, ContiguousTensor buffer, Deadline::Ms timeout,
               const at::Tensor& tensor, std::shared_ptr<Executor> callbacks)
@@ -139,13 +140,13 @@ class MessageWork : public c10d::Work {
         timeout_(timeout),
         tensor_(tensor),
         callbacks_(std::move(callbacks)) {}
-  // A work that is dropped unfinished must not leave the transport writing to memory that is gone.
+  // If the request has not finished, keeps its memory until it has.
   ~MessageWork() override {
-    if (request_->finished() || group_->forked()) return;
+    if (request_->finished() || group_->is_forked_child()) return;
     group_->notify(request_, [buffer = buffer_, tensor = tensor_] {});
   }
 
-  // Once it returns true the tensor may be read, without a wait().
+  // When it returns true, the tensor may be read without wait().
   bool isCompleted() override {
     if (!request_->finished()) return false;
     write_back_once();
@@ -177,8 +178,8 @@ class MessageWork : public c10d::Work {
       set_result(*future);
       return future;
     }
-    // Keeps this work, and with it the memory, until the request has finished. Not on the thread of
-    // the transport, which callbacks need.
+    // Keeps this work, and with it the memory, until the request has finished. Callbacks do not run
+    // on the transport's thread, because they may wait for messages.
     auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
     group_->notify(request_, [self, future, callbacks = callbacks_] {
       callbacks->run({[] {}, [self, future] { self->set_result(*future); }}, false);
@@ -218,7 +219,7 @@ class MessageWork : public c10d::Work {
   bool written_back_ = false;
 };
 
-// The works of a coalesced block as one.
+// One work for all works of a coalesced block.
 class CoalescedWork : public c10d::Work {
  public:
   explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)

@@ -1,5 +1,6 @@
-"""Conversion between a model's arguments and a config.json of Hugging Face.
+"""Conversion between the arguments of a model and a config.json of Hugging Face.
 
-No torch: the launcher fills in what a YAML leaves out, and refuses what disagrees, before anything
-starts. What megatron.core cannot express is refused with the reason.
+No torch: before anything starts, the launcher fills in arguments that a YAML leaves out from the
+config.json of ``pretrained_checkpoint``, and rejects arguments that contradict it. Models that
+megatron.core does not support are rejected with the reason.
 """

@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it in a few settings (Qwen, Mistral, Mixtral)."""
+"""Llama and families derived from it: Qwen, Mistral, Mixtral, Gemma, Gemma 2 and 3 (text)."""
 
 from __future__ import annotations
 
@@ -6,77 +6,79 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flagscale.config.arguments.compat.huggingface.reading import (
-    MOST_LAYERS,
+from flagscale.config.arguments.compat.huggingface.config_reader import (
+    MAX_LAYERS,
+    QUANTIZATION_REASON,
+    SWIGLU_REASON,
     ConfigReader,
+    is_number,
     rope_arguments,
     rope_scaling,
 )
 from flagscale.config.arguments.spec.argument import Values
 
-KINDS = ("sliding_attention", "full_attention")
-"""Of layers: with a window, and without."""
+LAYER_TYPES = ("sliding_attention", "full_attention")
+"""Values of ``layer_types`` in config.json: layers with a sliding window, and without."""
 
 
 @dataclass(frozen=True)
 class LlamaLike:
-    """RMSNorm, rotary positions, SwiGLU, no biases but where said.
-
-    ``absent`` is what keys of config.json mean where they are missing, as transformers has it.
-    """
+    """Family of models with RMSNorm, rotary positions, SwiGLU, and no biases by default."""
 
     model_type: str
     architecture: str
     qkv_bias: bool = False
+    """True if queries, keys and values have biases."""
     qk_norm: bool = False
+    """True if queries and keys are normalized."""
     biases: bool = False
-    """True if config.json may ask for biases of all projections."""
+    """True if config.json may enable biases of all projections."""
     experts: Literal["", "mixtral", "qwen3"] = ""
+    """Keys of config.json that describe experts; empty for dense models."""
     windows: Literal["", "all", "switched"] = ""
-    """Sliding windows: of every layer where ``sliding_window`` is set, or only if it is also
-    switched on."""
-    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Layers with a sliding window if ``sliding_window`` is set: all of them, or only if
+    ``use_sliding_window`` is true as well; empty if the family has no windows."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that are missing in config.json, like in transformers."""
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        absent = {"hidden_act": "silu", "rope_theta": 10000.0, **self.absent}
-        read = ConfigReader(config, absent)
-        heads = read.whole("num_attention_heads")
-        hidden = read.whole("hidden_size")
-        groups = heads if read.get("num_key_value_heads") is None else 0
-        head = hidden // heads if read.get("head_dim") is None else 0
+        defaults = {"hidden_act": "silu", "rope_theta": 10000.0, **self.defaults}
+        read = ConfigReader(config, defaults)
+        heads = read.integer("num_attention_heads")
+        hidden = read.integer("hidden_size")
+        default_groups = heads if read.get("num_key_value_heads") is None else 0
+        default_head_dim = hidden // heads if read.get("head_dim") is None else 0
         arguments = {
-            "num_layers": read.whole("num_hidden_layers", most=MOST_LAYERS),
+            "num_layers": read.integer("num_hidden_layers", maximum=MAX_LAYERS),
             "hidden_size": hidden,
-            "ffn_hidden_size": read.whole("intermediate_size"),
+            "ffn_hidden_size": read.integer("intermediate_size"),
             "num_attention_heads": heads,
-            "num_query_groups": groups or read.whole("num_key_value_heads"),
-            "kv_channels": head or read.whole("head_dim"),
+            "num_query_groups": default_groups or read.integer("num_key_value_heads"),
+            "kv_channels": default_head_dim or read.integer("head_dim"),
             "normalization": "RMSNorm",
-            "layernorm_epsilon": read.number("rms_norm_eps"),
+            "layernorm_epsilon": read.positive_number("rms_norm_eps"),
             "add_bias_linear": self._biases(read),
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
-            "untie_embeddings_and_output_weights": not read.switch("tie_word_embeddings"),
+            "untie_embeddings_and_output_weights": not read.boolean("tie_word_embeddings"),
             "position_embedding_type": "rope",
-            "max_position_embeddings": read.whole("max_position_embeddings"),
-            "vocab_size": read.whole("vocab_size"),
+            "max_position_embeddings": read.integer("max_position_embeddings"),
+            "vocab_size": read.integer("vocab_size"),
             **self._activation(read),
             **self._rope(read),
             **(self._window(read, config) if self.windows else {}),
             **(self._experts(read, config) if self.experts else {}),
         }
         if arguments["num_attention_heads"] % arguments["num_query_groups"]:
-            more = f"it does not divide {heads} heads"
-            read.refuse("num_key_value_heads", arguments["num_query_groups"], more)
-        read.only(
-            "quantization_config", {}, "weights of fewer bits are not read; take the bf16 ones"
-        )
-        read.finish(self.model_type)
+            reason = f"it does not divide num_attention_heads {heads}"
+            read.refuse("num_key_value_heads", arguments["num_query_groups"], reason)
+        read.require_value("quantization_config", {}, QUANTIZATION_REASON)
+        read.raise_problems(self.model_type)
         return arguments
 
     def _activation(self, read: ConfigReader) -> dict[str, Any]:
         if (act := read.get("hidden_act")) not in ("silu", "swish"):
-            read.refuse("hidden_act", act, "the gated MLP here is SwiGLU, whose function is silu")
+            read.refuse("hidden_act", act, SWIGLU_REASON)
         return {"swiglu": True}
 
     def _rope(self, read: ConfigReader) -> dict[str, Any]:
@@ -84,55 +86,57 @@ class LlamaLike:
 
     def _biases(self, read: ConfigReader) -> bool:
         """Return whether all projections have biases."""
-        attention, mlp = read.switch("attention_bias"), read.switch("mlp_bias")
+        attention, mlp = read.boolean("attention_bias"), read.boolean("mlp_bias")
         if attention == mlp and (self.biases or not attention):
             return attention
-        both = attention and mlp
-        reason = "megatron.core has biases of all projections, of queries, keys and values, or none"
-        if both or not self.biases:
-            reason = f"{self.architecture} is taken without it"
+        reason = (
+            "megatron.core supports biases of all projections, of queries, keys and values only, "
+            "or none"
+        )
+        if (attention and mlp) or not self.biases:
+            reason = f"{self.architecture} is supported without biases only"
         name = "attention_bias" if attention else "mlp_bias"
         read.refuse(name, True, reason)
         return False
 
     def _window(self, read: ConfigReader, config: Mapping[str, Any]) -> dict[str, Any]:
-        if self.windows == "switched" and not read.switch("use_sliding_window"):
+        if self.windows == "switched" and not read.boolean("use_sliding_window"):
             return {}
         if config.get("sliding_window") is None:
             return {}
-        width = {"window_size": [read.whole("sliding_window") - 1, 0]}
+        window = {"window_size": [read.integer("sliding_window") - 1, 0]}
         if self.windows == "all":
-            return width
-        layers, first = read.whole("num_hidden_layers", most=MOST_LAYERS), 0
+            return window
+        layers, first = read.integer("num_hidden_layers", maximum=MAX_LAYERS), 0
         if config.get("max_window_layers") != 0:
-            first = ConfigReader(config, {"max_window_layers": 28}).whole("max_window_layers")
-        plain = [int(layer >= first) for layer in range(layers)]
-        pattern = sliding_layers(read, config, layers, plain)
+            first = ConfigReader(config, {"max_window_layers": 28}).integer("max_window_layers")
+        default_pattern = [int(layer >= first) for layer in range(layers)]
+        pattern = sliding_layers(read, config, layers, default_pattern)
         if all(pattern):
-            return width
-        return {**width, "window_attn_skip_freq": pattern} if any(pattern) else {}
+            return window
+        return {**window, "window_attn_skip_freq": pattern} if any(pattern) else {}
 
     def _experts(self, read: ConfigReader, config: Mapping[str, Any]) -> dict[str, Any]:
         arguments: dict[str, Any] = {
-            "num_moe_experts": read.whole("num_local_experts", "num_experts", most=MOST_LAYERS),
-            "moe_router_topk": read.whole("num_experts_per_tok"),
+            "num_moe_experts": read.integer("num_local_experts", "num_experts", maximum=MAX_LAYERS),
+            "moe_router_topk": read.integer("num_experts_per_tok"),
         }
         if self.experts == "mixtral":
-            return {**arguments, "moe_ffn_hidden_size": read.whole("intermediate_size")}
-        # Chosen, then normalised: what megatron.core does if it is not told to the contrary.
-        arguments["moe_router_pre_softmax"] = not read.switch("norm_topk_prob")
-        arguments["moe_ffn_hidden_size"] = read.whole("moe_intermediate_size")
+            return {**arguments, "moe_ffn_hidden_size": read.integer("intermediate_size")}
+        # With norm_topk_prob, the softmax is over the chosen experts, like megatron.core's default.
+        arguments["moe_router_pre_softmax"] = not read.boolean("norm_topk_prob")
+        arguments["moe_ffn_hidden_size"] = read.integer("moe_intermediate_size")
         arguments["moe_layer_freq"] = self._pattern(read, config)
         return arguments
 
     def _pattern(self, read: ConfigReader, config: Mapping[str, Any]) -> list[int]:
-        """1 for each layer with experts, 0 for a dense one."""
-        step = read.whole("decoder_sparse_step")
+        """Return 1 for each layer with experts and 0 for each dense layer."""
+        step = read.integer("decoder_sparse_step")
         dense = config.get("mlp_only_layers") or []
         if not isinstance(dense, list):
-            read.refuse("mlp_only_layers", dense, "expected a list of layers")
+            read.refuse("mlp_only_layers", dense, "expected a list of layer indices")
             dense = []
-        layers = read.whole("num_hidden_layers", most=MOST_LAYERS)
+        layers = read.integer("num_hidden_layers", maximum=MAX_LAYERS)
         return [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
     def config(self, values: Values) -> dict[str, Any]:
@@ -185,19 +189,164 @@ class LlamaLike:
 
 
 def sliding_layers(
-    read: ConfigReader, config: Mapping[str, Any], layers: int, plain: list[int]
+    read: ConfigReader, config: Mapping[str, Any], layers: int, default: list[int]
 ) -> list[int]:
-    """1 for each layer with a window, as ``layer_types`` says; ``plain`` where it is missing."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return plain
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in KINDS for k in kinds):
-        read.refuse("layer_types", kinds, f"expected {layers} of {' and '.join(KINDS)}")
+    """Return 1 for each layer with a sliding window and 0 for the others, according to
+    ``layer_types``; ``default`` if it is missing."""
+    types = config.get("layer_types")
+    if types is None:
+        return default
+    is_valid = isinstance(types, list) and all(name in LAYER_TYPES for name in types)
+    if not is_valid or len(types) != layers:
+        expected = f"a list of {layers} items, {' or '.join(LAYER_TYPES)}"
+        read.refuse("layer_types", types, f"expected {expected}")
         return [0] * layers
-    return [int(kind == KINDS[0]) for kind in kinds]
+    return [int(name == LAYER_TYPES[0]) for name in types]
 
 
 def layer_types(values: Values) -> list[str]:
-    """The kind of each layer, of arguments written out."""
-    every = [int(values["window_size"] is not None)] * values["num_layers"]
-    return [KINDS[not sliding] for sliding in values["window_attn_skip_freq"] or every]
+    """Return ``layer_types`` of config.json for effective arguments."""
+    all_equal = [int(values["window_size"] is not None)] * values["num_layers"]
+    return [LAYER_TYPES[not sliding] for sliding in values["window_attn_skip_freq"] or all_equal]
+
+
+_SLIDING, _FULL = LAYER_TYPES
+_SOFTCAPPING_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
+_TANH_GELU = "gelu_pytorch_tanh"
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "hidden_activation": _TANH_GELU,
+}
+"""Values of keys that are missing in config.json of any Gemma family."""
+
+
+@dataclass(frozen=True)
+class Gemma(LlamaLike):
+    """Family of models with zero-centered norm weights, tanh-approximated gated GELU, and
+    embeddings scaled by the square root of their width.
+
+    Gemma 2 and 3 in addition have norms after attention and MLP, their own scale of queries, and
+    sliding windows.
+    """
+
+    period: int = 0
+    """For Gemma 2 and 3: every layer has a sliding window except every ``period``-th; 0 for the
+    first Gemma."""
+    softcapping: tuple[float | None, float | None] = (None, None)
+    """Bounds of attention scores and logits if config.json has none."""
+
+    def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = super().arguments({**_GEMMA_DEFAULTS, **self.defaults, **_given_keys(config)})
+        arguments |= {"layernorm_zero_centered_gamma": True, "scale_embeddings": True}
+        read = ConfigReader(config)
+        read.require_value(
+            "use_bidirectional_attention", False, "only causal attention is supported"
+        )
+        if self.period:
+            arguments |= self._gemma2_arguments(read, config, arguments["num_layers"])
+        read.raise_problems(self.model_type)
+        return arguments
+
+    def _activation(self, read: ConfigReader) -> dict[str, Any]:
+        name = "hidden_activation" if self.period else "hidden_act"
+        allowed = (_TANH_GELU,) if self.period else (_TANH_GELU, "gelu")
+        if (act := read.get(name)) not in allowed:
+            read.refuse(name, act, f"the activation of {self.model_type} is {_TANH_GELU}")
+        return {"gated_linear_unit": True, "openai_gelu": True, "swiglu": False}
+
+    def _rope(self, read: ConfigReader) -> dict[str, Any]:
+        return {} if self.qk_norm else rope_arguments(read)
+
+    def _gemma2_arguments(
+        self, read: ConfigReader, config: Mapping[str, Any], layers: int
+    ) -> dict[str, Any]:
+        """Return the arguments that Gemma 2 and 3 have in addition to the first Gemma."""
+        arguments: dict[str, Any] = {"sandwich_norm": True}
+        scale = config.get("query_pre_attn_scalar", 256)
+        if not is_number(scale) or scale <= 0:
+            read.refuse("query_pre_attn_scalar", scale, "expected a number above 0")
+            scale = 1
+        arguments["softmax_scale"] = float(scale) ** -0.5
+        for name, default in zip(_SOFTCAPPING_NAMES, self.softcapping, strict=True):
+            cap = config.get(name, default)
+            if cap is not None and (not is_number(cap) or cap <= 0):
+                read.refuse(name, cap, "expected a number above 0, or null")
+            elif cap is not None:
+                arguments[name] = float(cap)
+        if self.qk_norm and arguments.pop("attn_logit_softcapping", None):
+            reason = "transformers ignores it for this family"
+            read.refuse("attn_logit_softcapping", config["attn_logit_softcapping"], reason)
+        pattern = self._sliding(read, config, layers)
+        if any(pattern):
+            width = ConfigReader({"sliding_window": 4096, **config})
+            arguments["window_size"] = [width.integer("sliding_window") - 1, 0]
+            arguments["window_attn_skip_freq"] = pattern
+            read.problems += width.problems
+        return arguments | (self._both_ropes(read, config, pattern) if self.qk_norm else {})
+
+    def _sliding(self, read: ConfigReader, config: Mapping[str, Any], layers: int) -> list[int]:
+        """Return 1 for each layer with a sliding window and 0 for the others."""
+        with_default = ConfigReader({"sliding_window_pattern": self.period, **config})
+        period = with_default.integer("sliding_window_pattern")
+        read.problems += with_default.problems
+        default_pattern = [int((layer + 1) % period != 0) for layer in range(layers)]
+        return sliding_layers(read, config, layers, default_pattern)
+
+    def _both_ropes(
+        self, read: ConfigReader, config: Mapping[str, Any], pattern: list[int]
+    ) -> dict[str, Any]:
+        """Return the arguments of rotary positions, which differ between layers with full attention
+        and layers with a sliding window."""
+        sections = read.section("rope_parameters")
+        by_kind = {name: sections.get(name) for name in LAYER_TYPES}
+        old = {"rope_scaling": config.get("rope_scaling"), "rope_theta": config.get("rope_theta")}
+        full = ConfigReader({**old, "rope_parameters": by_kind[_FULL]}, {"rope_theta": 1e6})
+        local = {"rope_theta": config.get("rope_local_base_freq")}
+        windowed = ConfigReader(
+            {**local, "rope_parameters": by_kind[_SLIDING]}, {"rope_theta": 1e4}
+        )
+        arguments, base = rope_arguments(full), rope_arguments(windowed)
+        read.problems += full.problems + windowed.problems
+        if set(base) != {"rotary_base"}:
+            read.refuse(
+                "rope_parameters",
+                by_kind[_SLIDING],
+                "positions of layers with a sliding window cannot be scaled",
+            )
+        if any(pattern):
+            arguments["window_rotary_base"] = base["rotary_base"]
+        return arguments
+
+    def config(self, values: Values) -> dict[str, Any]:
+        config = super().config(values)
+        config |= {"hidden_act": _TANH_GELU, "hidden_activation": _TANH_GELU}
+        if not self.period:
+            return config
+        window = values["window_size"]
+        config |= {
+            "query_pre_attn_scalar": _snap_to_integer((values["softmax_scale"] or 1.0) ** -2),
+            "layer_types": layer_types(values),
+            "sliding_window": 4096 if window is None else window[0] + 1,
+            **{name: values[name] for name in _SOFTCAPPING_NAMES},
+        }
+        if self.qk_norm:
+            full = {"rope_theta": config.pop("rope_theta"), **(config.pop("rope_scaling") or {})}
+            local = {"rope_theta": float(values["window_rotary_base"] or 1e4)}
+            config["rope_parameters"] = {
+                _FULL: {"rope_type": "default", **full},
+                _SLIDING: {"rope_type": "default", **local},
+            }
+        return config
+
+
+def _given_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _snap_to_integer(number: float) -> float | int:
+    """Return the nearest integer if a number differs from it only by rounding errors."""
+    nearest = round(number)
+    return nearest if abs(number - nearest) < 1e-6 * nearest else number

@@ -1,4 +1,8 @@
-"""Comparison of a model's arguments with its config.json, in both directions."""
+"""Conversion of a model's arguments to config.json and back, and comparison of the two.
+
+*Effective* arguments are the arguments that determine the function of a model, in comparable form
+(:func:`effective`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.compat.huggingface.config_reader import CONFIG, read_config
 from flagscale.config.arguments.compat.huggingface.families import (
     HUGGINGFACE_FAMILIES,
     UNSUPPORTED_MODEL_TYPES,
     HuggingFaceFamily,
 )
-from flagscale.config.arguments.compat.huggingface.reading import CONFIG, read_config
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.model_arguments import gated_ffn_width
 from flagscale.config.arguments.spec.registry import arguments
@@ -86,12 +90,12 @@ MODEL_FUNCTION = (
     "moe_apply_probs_on_input",
     "vocab_size",
 )
-"""The arguments that decide which function of its weights a model is."""
+"""Arguments that determine the function that a model computes from its weights."""
 MTP_LAYERS = "mtp_num_layers"
-"""How many layers beside this function predict further tokens: a checkpoint may have some that a
-run does without."""
-_FREE = ("vocab_size",)
-"""What config.json may say otherwise: a vocabulary may be larger than the checkpoint's."""
+"""Number of multi-token prediction layers, which are not part of this function: a run may ignore
+those of a checkpoint."""
+_MAY_DIFFER = ("vocab_size",)
+"""Arguments that may differ from config.json: the vocabulary may be larger."""
 
 
 def effective(values: Values) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def effective(values: Values) -> dict[str, Any]:
     if out["kv_channels"] is None:
         out["kv_channels"] = out["hidden_size"] // out["num_attention_heads"]
     if out["swiglu"] or out["squared_relu"] or out["openai_gelu"] or not out["add_bias_linear"]:
-        out["bias_activation_fusion"] = True  # of no consequence
+        out["bias_activation_fusion"] = True  # it has no effect
     if not out["use_rope_scaling"]:
         out["rope_scaling_factor"] = defaults["rope_scaling_factor"]
     _write_out_latents(out, defaults)
@@ -124,11 +128,11 @@ def effective(values: Values) -> dict[str, Any]:
 _LATENT = MODEL_FUNCTION[
     MODEL_FUNCTION.index("multi_latent_attention") : MODEL_FUNCTION.index("mscale_all_dim") + 1
 ]
-"""Of them those of multi-latent attention."""
+"""Arguments of multi-latent attention."""
 _YARN = MODEL_FUNCTION[
     MODEL_FUNCTION.index("rotary_scaling_factor") : MODEL_FUNCTION.index("mscale_all_dim") + 1
 ]
-"""Of these those of its scaled positions."""
+"""Arguments of its positions that YaRN scales."""
 
 
 def _write_out_latents(out: dict[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -145,8 +149,8 @@ def _write_out_latents(out: dict[str, Any], defaults: Mapping[str, Any]) -> None
 
 
 def _write_out_windows(out: dict[str, Any]) -> None:
-    """Write out the layers that have a window: those marked 1 in a list, or all of them for
-    None."""
+    """Replace the pattern of layers with a sliding window by a list of 0 and 1; None for all
+    layers."""
     window, pattern = out["window_size"], out["window_attn_skip_freq"]
     if isinstance(pattern, int) and pattern:
         pattern = [int((layer + 1) % pattern != 0) for layer in range(out["num_layers"])]
@@ -171,27 +175,27 @@ def _write_out_experts(out: dict[str, Any], defaults: Mapping[str, Any]) -> None
     if out["moe_router_topk_scaling_factor"] == 1:
         out["moe_router_topk_scaling_factor"] = None
     if all(pattern):
-        out["ffn_hidden_size"] = out["moe_ffn_hidden_size"]  # no layer has it
+        out["ffn_hidden_size"] = out["moe_ffn_hidden_size"]  # no dense layer uses it
 
 
 def huggingface_family_of(config: Mapping[str, Any]) -> HuggingFaceFamily:
-    """The family of a config.json.
+    """Return the family of a config.json.
 
     Raises:
-        CheckpointError: it is not known, or it cannot be had and why.
+        CheckpointError: the family is unknown or not supported.
     """
     kind, classes = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str):
         raise CheckpointError(f"{CONFIG}: model_type: expected a text, found {format_value(kind)}")
     if kind in UNSUPPORTED_MODEL_TYPES:
         raise CheckpointError(
-            f"{CONFIG}: model_type {kind!r} cannot be had: {UNSUPPORTED_MODEL_TYPES[kind]}"
+            f"{CONFIG}: model_type {kind!r} is not supported: {UNSUPPORTED_MODEL_TYPES[kind]}"
         )
     if kind not in HUGGINGFACE_FAMILIES:
-        families = (
-            f"known: {', '.join(HUGGINGFACE_FAMILIES)}{did_you_mean(kind, HUGGINGFACE_FAMILIES)}"
+        raise CheckpointError(
+            f"{CONFIG}: model_type: expected one of {', '.join(HUGGINGFACE_FAMILIES)}, found "
+            f"{kind!r}{did_you_mean(kind, HUGGINGFACE_FAMILIES)}"
         )
-        raise CheckpointError(f"{CONFIG}: model_type {kind!r} is not known; {families}")
     family = HUGGINGFACE_FAMILIES[kind]
     if classes and classes != [family.architecture]:
         raise CheckpointError(
@@ -202,119 +206,139 @@ def huggingface_family_of(config: Mapping[str, Any]) -> HuggingFaceFamily:
 
 
 def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the model that a config.json describes: only those that it decides.
+    """Return the arguments of the model that a config.json describes, without those that it does
+    not determine.
 
     Raises:
-        CheckpointError: with all that is wrong in it or that cannot be had.
+        CheckpointError: with every value that is invalid or not supported.
     """
     return huggingface_family_of(config).arguments(config)
 
 
 def config_of(values: Values, kind: str | None = None) -> dict[str, Any]:
-    """The config.json of a model with these arguments: of family ``kind``, else of the first that
-    can say all of them.
+    """Return the config.json of a model.
+
+    Args:
+        values: arguments of the model by name.
+        kind: ``model_type`` of the family; None: the first family that supports the arguments.
 
     Raises:
-        CheckpointError: none can; what keeps the nearest family from it.
+        CheckpointError: no family supports the arguments; with the differences from the most
+            similar family.
     """
-    ours = effective(values)
+    model = effective(values)
     nearest: tuple[int, str, list[str]] | None = None
     for family in [HUGGINGFACE_FAMILIES[kind]] if kind else HUGGINGFACE_FAMILIES.values():
         config = {"architectures": [family.architecture], "model_type": family.model_type}
-        config |= family.config(ours)
-        far = 0
+        config |= family.config(model)
+        penalty = 0
         try:
-            differences = list(_differing(effective(family.arguments(config)), ours))
+            differences = list(_differences(effective(family.arguments(config)), model))
         except CheckpointError as error:
-            differences, far = error.message.splitlines()[1:], len(MODEL_FUNCTION)
+            # A family that cannot express the model ranks after all that can.
+            differences, penalty = error.message.splitlines()[1:], len(MODEL_FUNCTION)
         if not differences:
             return config
-        if nearest is None or far + len(differences) < nearest[0]:
-            nearest = far + len(differences), family.architecture, differences
+        if nearest is None or penalty + len(differences) < nearest[0]:
+            nearest = penalty + len(differences), family.architecture, differences
     assert nearest is not None
     listed = "\n  ".join(nearest[2])
     raise CheckpointError(
-        f"no family of Hugging Face that is known here is this model; nearest is {nearest[1]}, but "
-        f"for:\n  {listed}"
+        f"no supported Hugging Face family can express this model; {nearest[1]} differs least:\n"
+        f"  {listed}"
     )
 
 
-def _differing(theirs: Values, ours: Values) -> Iterator[str]:
+def _differences(family: Values, model: Values) -> Iterator[str]:
+    """Yield a message for each difference between the effective arguments that a family can express
+    and those of the model."""
     for name in MODEL_FUNCTION:
-        if theirs[name] != ours[name]:
+        if family[name] != model[name]:
             yield (
-                f"{name}: it has {format_value(theirs[name])}, the model {format_value(ours[name])}"
+                f"{name}: the family has {format_value(family[name])}, the model "
+                f"{format_value(model[name])}"
             )
 
 
 def disagreements(config: Mapping[str, Any], values: Values) -> list[tuple[str, str]]:
-    """Arguments that make another model than a config.json: their names and messages.
+    """Return the arguments that contradict a config.json, with a message for each.
 
     Raises:
-        CheckpointError: as :func:`arguments_of`.
+        CheckpointError: like :func:`arguments_of`.
     """
-    theirs = arguments_of(config)
-    expected, ours = effective(theirs), effective(values)
-    if theirs["position_embedding_type"] == "rope":
-        expected["max_position_embeddings"] = ours["max_position_embeddings"]
-    elif ours["max_position_embeddings"] is None:
-        ours["max_position_embeddings"] = values["seq_length"]
+    config_arguments = arguments_of(config)
+    expected, model = effective(config_arguments), effective(values)
+    if config_arguments["position_embedding_type"] == "rope":
+        expected["max_position_embeddings"] = model["max_position_embeddings"]
+    elif model["max_position_embeddings"] is None:
+        model["max_position_embeddings"] = values["seq_length"]
     window = expected["window_size"]
-    if ours["window_size"] is None and _covers_sequence(expected, values["seq_length"]):
-        ours["window_size"] = window  # no token of a sequence is outside it
+    if model["window_size"] is None and _covers_sequence(expected, values["seq_length"]):
+        model["window_size"] = window  # it does not exclude any token of a sequence
     differences = [
-        (name, f"{format_value(ours[name])} here, {CONFIG} has {format_value(expected[name])}")
+        (name, f"{format_value(model[name])}, but {CONFIG} has {format_value(expected[name])}")
         for name in MODEL_FUNCTION
-        if name not in _FREE and expected[name] != ours[name]
+        if name not in _MAY_DIFFER and expected[name] != model[name]
     ]
-    size, least = values["vocab_size"], theirs["vocab_size"]
-    if size is not None and size < least:
-        differences.append(("vocab_size", f"{size} here, {CONFIG} has {least}: rows would be lost"))
+    size, minimum = values["vocab_size"], config_arguments["vocab_size"]
+    if size is not None and size < minimum:
+        differences.append(("vocab_size", f"must be at least {minimum} ({CONFIG}), found {size}"))
     return differences
 
 
-def differing_values(theirs: Values, values: Values) -> list[str]:
-    """Describe the differences between the arguments of two models, written out, neither of which
-    has a known config.json."""
-    ours = effective(values)
-    free = {"vocab_size", "bias_activation_fusion"}
-    if theirs["position_embedding_type"] == "rope":
-        free.add("max_position_embeddings")
-    elif ours["max_position_embeddings"] is None:
-        ours["max_position_embeddings"] = values["seq_length"]
-    pairs = ((name, theirs[name], ours[name]) for name in MODEL_FUNCTION if name not in free)
+def differing_values(saved: Values, values: Values) -> list[str]:
+    """Describe the differences between a checkpoint and the arguments of a model without a known
+    config.json.
+
+    Args:
+        saved: effective arguments of the checkpoint.
+        values: arguments of the model by name.
+    """
+    model = effective(values)
+    ignored = {"vocab_size", "bias_activation_fusion"}
+    if saved["position_embedding_type"] == "rope":
+        ignored.add("max_position_embeddings")
+    elif model["max_position_embeddings"] is None:
+        model["max_position_embeddings"] = values["seq_length"]
     return [
-        f"{name}: {format_value(b)} here, it has {format_value(a)}"
-        for name, a, b in pairs
-        if a != b
+        f"{name}: {format_value(model[name])}, but it has {format_value(saved[name])}"
+        for name in MODEL_FUNCTION
+        if name not in ignored and model[name] != saved[name]
     ]
 
 
 def missing_arguments(values: Values, given: Values, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that a config.json says, that are not ``given`` and that have another value so far.
+    """Return the arguments that a config.json determines and the user does not give, unless they
+    are the defaults.
 
-    The vocabulary is not padded: rows of zeros would count in the softmax.
+    The vocabulary is not padded, because rows of zeros would count in the softmax.
+
+    Args:
+        values: all arguments by name.
+        given: the arguments that the user gives.
+        config: content of the config.json.
 
     Raises:
-        CheckpointError: as :func:`arguments_of`.
+        CheckpointError: like :func:`arguments_of`.
     """
-    theirs = {**arguments_of(config), "make_vocab_size_divisible_by": 1}
+    config_arguments = {**arguments_of(config), "make_vocab_size_divisible_by": 1}
     length = values["seq_length"]
-    if theirs["position_embedding_type"] == "rope" and length:
-        theirs["max_position_embeddings"] = max(theirs["max_position_embeddings"], length)
-    if _covers_sequence(theirs, length):
-        del theirs["window_size"]
+    if config_arguments["position_embedding_type"] == "rope" and length:
+        max_length = max(config_arguments["max_position_embeddings"], length)
+        config_arguments["max_position_embeddings"] = max_length
+    if _covers_sequence(config_arguments, length):
+        del config_arguments["window_size"]
     if "ffn_hidden_size" not in given and ("multiple_of" in given):
-        del theirs["ffn_hidden_size"]  # which it is then computed from, and compared
+        del config_arguments["ffn_hidden_size"]  # it is computed from multiple_of and compared
     return {
         name: value
-        for name, value in theirs.items()
+        for name, value in config_arguments.items()
         if name not in given and value != arguments()[name].default
     }
 
 
 def _covers_sequence(values: Values, length: int | None) -> bool:
-    """Return whether a window that all layers have covers a whole sequence."""
+    """Return whether the sliding window of all layers covers a whole sequence."""
     window, pattern = values.get("window_size"), values.get("window_attn_skip_freq")
     return bool(window and not pattern and length and length <= window[0] + 1)
 
@@ -325,9 +349,9 @@ def is_huggingface_model(directory: Path) -> bool:
 
 
 def config_in(directory: Path) -> dict[str, Any] | None:
-    """The config.json of a model's directory; None where it is no such directory.
+    """Read the config.json of a directory; None if the directory contains no Hugging Face model.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     return read_config(directory) if is_huggingface_model(directory) else None

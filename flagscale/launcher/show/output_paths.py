@@ -28,9 +28,9 @@ def find_output_paths(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path
 
 def _option_values(program: Sequence[str], flag: str) -> Iterator[Path]:
     """Yield the values of a flag of the training program."""
-    for word, following in pairwise(program):
+    for word, value in pairwise(program):
         if word == flag:
-            yield Path(following)
+            yield Path(value)
 
 
 def _newest_checkpoint(directory: Path) -> tuple[str, Path]:
@@ -47,12 +47,12 @@ def _newest_checkpoint(directory: Path) -> tuple[str, Path]:
 
 def format_output_paths(plan: LaunchPlan, state: RunState) -> Iterator[str]:
     """Yield these paths as lines to print, relative to the working directory if that is shorter."""
-    places = find_output_paths(plan, state)
-    width = max((len(label) for label, _ in places), default=0)
-    for label, path in places:
+    output_paths = find_output_paths(plan, state)
+    width = max((len(label) for label, _ in output_paths), default=0)
+    for label, path in output_paths:
         yield f"  {label + ':':{width + 1}} {_relative_if_below(path)}"
 
 
 def _relative_if_below(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    current_directory = Path.cwd()
+    return path.relative_to(current_directory) if path.is_relative_to(current_directory) else path

@@ -22,7 +22,7 @@ OVERRIDDEN = [
 ]
 
 
-def _shown(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
+def _run_launcher(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         lab.command(*argv), cwd=lab.root, capture_output=True, text=True, check=False
     )
@@ -32,7 +32,7 @@ def _shown(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("more", [[], ["--resolve"]], ids=["", "resolved"])
 def test_shown_configuration_contains_no_secret(lab: Lab, part: str, more: list[str]) -> None:
     lab.configure(PROGRAM, envs={**SECRETS, "PLAIN": "seen", "NAME": "${experiment.exp_name}"})
-    result = _shown(lab, "--cfg", part, *more, *OVERRIDDEN)
+    result = _run_launcher(lab, "--cfg", part, *more, *OVERRIDDEN)
     assert result.returncode == 0, result.stderr
     assert "s3cr3t" not in result.stdout and "four" not in result.stdout
     assert "<hidden>" in result.stdout
@@ -53,10 +53,10 @@ def test_shown_configuration_contains_no_secret(lab: Lab, part: str, more: list[
 
 def test_a_part_that_holds_no_secret_is_shown_without_a_note(lab: Lab) -> None:
     lab.configure(PROGRAM, envs=SECRETS)
-    result = _shown(lab, "--cfg", "job", "--package", "experiment.runner")
+    result = _run_launcher(lab, "--cfg", "job", "--package", "experiment.runner")
     assert result.stdout == "# @package experiment.runner\nnproc_per_node: 2\nstop_grace: 3\n"
     assert result.stderr == ""
-    wrong = _shown(lab, "--cfg", "job", "--package", "experiment.runer")
+    wrong = _run_launcher(lab, "--cfg", "job", "--package", "experiment.runer")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "no 'runer' there; did you mean 'runner'?" in wrong.stderr
 
@@ -66,7 +66,7 @@ def test_help_shows_groups_and_no_value(lab: Lab) -> None:
     (lab.root / "conf" / "train").mkdir()
     for name in ("tiny", "8b"):
         (lab.root / "conf" / "train" / f"{name}.yaml").write_text("model: {}\n", encoding="utf-8")
-    result = _shown(lab, "--help", *OVERRIDDEN)
+    result = _run_launcher(lab, "--help", *OVERRIDDEN)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("Config groups next to lab.yaml\n  train: 8b, tiny\n")
     assert "s3cr3t" not in result.stdout
@@ -86,7 +86,7 @@ def test_help_shows_groups_and_no_value(lab: Lab) -> None:
 )
 def test_unsupported_hydra_flags(lab: Lab, argv: list[str], message: str) -> None:
     lab.configure(PROGRAM, envs=SECRETS)
-    result = _shown(lab, *argv)
+    result = _run_launcher(lab, *argv)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -95,7 +95,9 @@ def test_unsupported_hydra_flags(lab: Lab, argv: list[str], message: str) -> Non
 
 def test_overrides_and_flags_in_any_order(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    result = _shown(lab, "experiment.exp_name=x", "--cfg", "job", "~action", "--resolve", "rank=1")
+    result = _run_launcher(
+        lab, "experiment.exp_name=x", "--cfg", "job", "~action", "--resolve", "rank=1"
+    )
     assert result.returncode == 0, result.stderr
     output = yaml.safe_load(result.stdout)
     assert (output["experiment"]["exp_name"], output["rank"], "action" in output) == ("x", 1, False)

@@ -9,7 +9,7 @@ import pytest
 from support.arguments import train_arguments
 
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.show import places
+from flagscale.launcher.show import output_paths
 from flagscale.launcher.state import make_state
 from flagscale.train.checkpoint.store import CheckpointStore
 
@@ -44,7 +44,7 @@ def test_the_checkpoint_that_would_be_loaded(
     if tracker is not None:
         (root / "latest_checkpointed_iteration.txt").write_text(tracker)
     plan = make_plan(exp_dir=tmp_path, train=train_arguments(system={"save": str(root)}))
-    state = dict(places.find_output_paths(plan, make_state(plan)))
+    state = dict(output_paths.find_output_paths(plan, make_state(plan)))
     assert [path.name for label, path in state.items() if "checkpoint" in label] == [named]
 
 
@@ -54,4 +54,6 @@ def test_checkpoint_of_an_external_program(
     newest = tmp_path / "iter_0000003" / "mp_rank_00"
     newest.mkdir(parents=True)
     plan = make_plan(exp_dir=tmp_path, train=train_arguments(system={"save": str(tmp_path)}))
-    assert dict(places.find_output_paths(plan, make_state(plan)))["checkpoint"] == newest.parent
+    assert (
+        dict(output_paths.find_output_paths(plan, make_state(plan)))["checkpoint"] == newest.parent
+    )

@@ -1,0 +1,201 @@
+"""Validated reading of a config.json of Hugging Face, and its settings of rotary positions.
+
+The file is untrusted input. All problems are reported together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flagscale.config.arguments.spec.argument import Values
+from flagscale.config.arguments.spec.values import format_value
+from flagscale.errors import CheckpointError
+
+CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_NUMBER = 1 << 40
+QUANTIZATION_REASON = "quantized weights cannot be read; use the bf16 weights"
+SWIGLU_REASON = "the activation of this family is silu (SwiGLU)"
+MAX_LAYERS = 1 << 16
+"""Limit of the layers of a model, or the experts of a layer, because code loops over them."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read the config.json in the directory of a model.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or does not contain a JSON object.
+    """
+    return read_json(directory / CONFIG, _MAX_CONFIG_BYTES)
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file of at most ``max_bytes`` bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read, is larger, or does not contain a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise CheckpointError(f"{path}: expected at most {max_bytes:,} bytes, found more")
+        content = json.loads(text)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {format_value(content)}")
+    return content
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number of moderate size, which fits in a float."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
+
+
+class ConfigReader:
+    """Reader of the values of a config.json.
+
+    Getters record invalid values as problems and return a valid placeholder, so that all problems
+    are found; :meth:`raise_problems` raises them together. If a getter has several names, the first
+    key that is present and not null is used.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            config: content of the config.json.
+            defaults: values of keys that are missing or null.
+        """
+        self._config = config
+        self._defaults = dict(defaults or {})
+        self.problems: list[str] = []
+
+    def get(self, *names: str) -> Any:
+        """Return an unchecked value; None without value and default."""
+        for name in names:
+            if self._config.get(name) is not None:
+                return self._config[name]
+        return next((self._defaults[name] for name in names if name in self._defaults), None)
+
+    def integer(self, *names: str, maximum: int = _MAX_NUMBER) -> int:
+        """Return an integer from 1 to ``maximum``."""
+        value = self.get(*names)
+        if is_number(value) and value == int(value) and 1 <= value <= maximum:
+            return int(value)
+        self._add_unexpected(names, "a whole number from 1", value)
+        return 1
+
+    def positive_number(self, *names: str) -> float:
+        """Return a number above 0."""
+        value = self.get(*names)
+        if is_number(value) and 0 < value < _MAX_NUMBER:
+            return float(value)
+        self._add_unexpected(names, "a number above 0", value)
+        return 1.0
+
+    def boolean(self, *names: str) -> bool:
+        """Return a boolean; False without value and default."""
+        value = self.get(*names)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        self._add_unexpected(names, "true or false", value)
+        return False
+
+    def section(self, *names: str) -> dict[str, Any]:
+        """Return a JSON object; empty without value and default."""
+        value = self.get(*names)
+        if value is None or isinstance(value, dict):
+            return dict(value or {})
+        self._add_unexpected(names, "an object", value)
+        return {}
+
+    def refuse(self, name: str, value: Any, reason: str) -> None:
+        """Record a value that is not supported."""
+        self.problems.append(f"{name}: {format_value(value)} is not supported: {reason}")
+
+    def require_value(self, name: str, expected: Any, reason: str) -> None:
+        """Record a value that is neither missing, null nor ``expected``."""
+        value = self._config.get(name)
+        if value is not None and value != expected:
+            self.refuse(name, value, reason)
+
+    def _add_unexpected(self, names: tuple[str, ...], expected: str, value: Any) -> None:
+        found = "it is missing" if value is None else f"found {format_value(value)}"
+        self.problems.append(f"{names[0]}: expected {expected}, {found}")
+
+    def raise_problems(self, model_type: str) -> None:
+        """Raise the recorded problems, if any.
+
+        Raises:
+            CheckpointError: with every problem.
+        """
+        if self.problems:
+            listed = "\n  ".join(self.problems)
+            raise CheckpointError(f"{CONFIG} of a {model_type} model:\n  {listed}")
+
+
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Parameters of Llama 3 scaling that are constants in megatron.core."""
+
+
+def rope_base(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the base of rotary positions (as arguments), their scaling as given in config.json,
+    and the type of scaling."""
+    scaling = read.section("rope_parameters") or read.section("rope_scaling")
+    theta = scaling.get("rope_theta") or read.get("rope_theta")
+    if not is_number(theta) or theta != int(theta) or theta < 1:
+        read.refuse("rope_theta", theta, "rotary_base is an integer of at least 1")
+        theta = 1
+    fraction = scaling.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0
+    if fraction != 1.0:
+        read.refuse("partial_rotary_factor", fraction, "this family rotates whole heads")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    return {"rotary_base": int(theta)}, scaling, kind
+
+
+def rope_arguments(read: ConfigReader) -> dict[str, Any]:
+    """Return the arguments of rotary positions: base and scaling. Both key layouts of config.json
+    are supported, before and since v5 of transformers."""
+    arguments, scaling, kind = rope_base(read)
+    factor: Any = scaling.get("factor")
+    if kind == "llama3":
+        scaling_values = {name: scaling.get(name) for name in _LLAMA3}
+        if scaling_values != _LLAMA3 or not is_number(factor):
+            expected = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
+            reason = f"megatron.core scales by a factor with the constants {expected}"
+            read.refuse("rope_scaling", scaling, reason)
+            factor = 1
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+    elif kind == "linear":
+        if not is_number(factor) or factor != int(factor) or factor < 1:
+            read.refuse("rope_scaling.factor", factor, "expected an integer of at least 1")
+            factor = 1
+        arguments["rotary_seq_len_interpolation_factor"] = int(factor)
+    elif kind != "default":
+        read.refuse("rope_scaling", kind, "supported types are llama3 and linear")
+    return arguments
+
+
+def rope_scaling(values: Values) -> dict[str, Any] | None:
+    """Return ``rope_scaling`` of config.json for arguments; None without scaling."""
+    if values["use_rope_scaling"]:
+        return {"rope_type": "llama3", "factor": values["rope_scaling_factor"], **_LLAMA3}
+    if values["rotary_seq_len_interpolation_factor"]:
+        factor = float(values["rotary_seq_len_interpolation_factor"])
+        return {"rope_type": "linear", "factor": factor}
+    return None
