@@ -8,9 +8,11 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from flagscale.errors import FlagscaleError
+from flagscale.output_streams import prepare_standard_streams
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,19 +25,19 @@ class Interrupted(KeyboardInterrupt):
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a command and return its exit code, printing the message of a user error."""
+    prepare_standard_streams()
     try:
         exit_code = command()
         sys.stdout.flush()
     except FlagscaleError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(f"error: {error}")
         return error.exit_code
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "flagscale":
             raise
-        print(
+        _print_error(
             f"error: {sys.executable} has no module {error.name}\n"
-            "  hint: activate the environment (. .venv/bin/activate), or make it: make setup",
-            file=sys.stderr,
+            "  hint: activate the environment (. .venv/bin/activate), or make it: make setup"
         )
         return 1
     except KeyboardInterrupt as interrupt:
@@ -44,16 +46,39 @@ def run_command(command: Callable[[], int]) -> int:
         closed_streams = [stream for stream in (sys.stdout, sys.stderr) if has_no_reader(stream)]
         if not closed_streams:
             raise
-        # Python's own flush at exit must not fail.
         for stream in closed_streams:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _discard_output(stream)
         return 0
     except OSError as error:
         if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            if not _fails_to_flush(sys.stdout):
+                raise
+            _discard_output(sys.stdout)
+            _print_error(f"error: stdout cannot be written: {error.strerror}")
+            return 1
+        _print_error(f"error: {error.filename}: {error.strerror}")
         return 1
     return exit_code
+
+
+def _print_error(text: str) -> None:
+    """Print to stderr. If that fails, the exit code still reports the error."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _fails_to_flush(stream: TextIO) -> bool:
+    """Return True if the stream holds output that cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output(stream: TextIO) -> None:
+    """Discard the output of a stream from now on, so that Python's own flush at exit succeeds."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def has_no_reader(stream: TextIO) -> bool:

@@ -28,6 +28,7 @@ from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.run_commands import stop_run
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState
+from flagscale.output_streams import lossy_standard_streams
 
 if TYPE_CHECKING:
     from flagscale.launcher.planning.model import LaunchPlan
@@ -228,10 +229,11 @@ class _SweepLauncher:
 
 
 def _run_all(sweep_spec: Sweep, rows: Sequence[SweepRun], options: Options, jobs: int) -> int:
-    try:
-        _SweepLauncher(rows, jobs).run()
-    finally:
-        _print_results(sweep_spec, rows, options)
+    with lossy_standard_streams():
+        try:
+            _SweepLauncher(rows, jobs).run()
+        finally:
+            _print_results(sweep_spec, rows, options)
     return max(row.exit_code for row in rows)
 
 

@@ -27,6 +27,10 @@ CONNECTION_FACTORIES: Registry = Registry(
 )
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 OutputCallback = Callable[[bytes], object]
+SHELL_OPTION_VARIABLES = ("SHELLOPTS", "BASHOPTS", "BASH_ENV")
+"""Variables by which a user's shell would give its options, such as errexit, to the programs that a
+connection runs.
+"""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +38,15 @@ def signal_on_parent_death(parent_pid: int, number: signal.Signals) -> Callable[
             os.kill(os.getpid(), number)
 
     return set_death_signal
+
+
+def handle_hangup(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Install a handler of SIGHUP, unless the signal was ignored when this process started.
+
+    ``nohup`` and shells ignore it for programs that are to survive the end of their terminal.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def count_oom_kills(earlier_count: int | None = 0) -> int | None:

@@ -10,7 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from flagscale.hosts.connection import CommandResult, Endpoint, OutputCallback
+from flagscale.hosts.connection import (
+    SHELL_OPTION_VARIABLES,
+    CommandResult,
+    Endpoint,
+    OutputCallback,
+)
 from flagscale.hosts.errors import CommandTimeoutError, HostError
 from flagscale.hosts.kernel import signal_on_parent_death
 from flagscale.status import RUN_VARIABLES
@@ -79,7 +84,9 @@ class LocalConnection:
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         # A launcher that runs inside a run must not pass its identity on to other runs.
-        environment = {k: v for k, v in os.environ.items() if k not in RUN_VARIABLES}
+        # Options of the user's shell must not apply to the programs.
+        dropped_names = (*RUN_VARIABLES, *SHELL_OPTION_VARIABLES)
+        environment = {k: v for k, v in os.environ.items() if k not in dropped_names}
         environment |= variables or {}
         on_parent_death = None
         if dies_with_parent:

@@ -17,6 +17,7 @@ from flagscale.config.interpolation import restore_references
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
+from flagscale.hosts.kernel import handle_hangup
 from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
 from flagscale.launcher.liveness.agent_log import log_line
@@ -25,6 +26,7 @@ from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_expe
 from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, alive_message, reload_state
+from flagscale.output_streams import lossy_standard_streams
 
 _LIVE_PHASES = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
 
@@ -37,8 +39,13 @@ def run_experiment(experiment: Experiment, options: Options) -> int:
     """Start the run.
 
     In the background, return when it has reached ``runner.wait_for``. In the foreground, return the
-    job's exit code after it has ended.
+    job's exit code after it has ended. Output that cannot be written does not end the run.
     """
+    with lossy_standard_streams():
+        return _run_experiment(experiment, options)
+
+
+def _run_experiment(experiment: Experiment, options: Options) -> int:
     foreground = experiment.runner.foreground or options.action == "test"
     code = 0
     with _submit_run(experiment, foreground=foreground) as (runner, plan, state):
@@ -186,13 +193,16 @@ def _follow_to_end(runner: Runner, state: RunState) -> int:
 
 
 def interrupt_on_signals() -> None:
-    """Treat SIGTERM and SIGHUP as Ctrl-C from now on, so that they end the attached runs."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C from now on, so that they end the attached runs.
+
+    A SIGHUP that was ignored when this process started, as under nohup, stays ignored.
+    """
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    handle_hangup(interrupt)
 
 
 def run_on_existing(experiment: Experiment, options: Options) -> int:

@@ -4,7 +4,8 @@
 that no process of the run outlives it:
 
 - TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and KILL after the
-  grace period. A second signal, more than a second later, ends the grace period.
+  grace period. A second signal, more than a second later, ends the grace period. A HUP that was
+  ignored when the run was started, as under nohup, stays ignored.
 - The agent is a child subreaper, so orphans of the run become its children. When the command has
   ended, every process that has the run's ``FLAGSCALE_RUN_ID`` is ended too.
 - If the script dies, the agent gets TERM from the kernel. If the agent dies, the command gets it,
@@ -24,9 +25,15 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from flagscale.files import to_plain
-from flagscale.hosts.kernel import become_subreaper, count_oom_kills, signal_on_parent_death
+from flagscale.hosts.kernel import (
+    become_subreaper,
+    count_oom_kills,
+    handle_hangup,
+    signal_on_parent_death,
+)
 from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
 from flagscale.launcher.liveness import identity, secret
 from flagscale.launcher.liveness.agent_log import log_line, write_record
@@ -51,7 +58,7 @@ CLOSE_SECONDS = 3.0
 # Maximum time for a host that never reached host 0 to report its end to it.
 _END_REPORT_SECONDS = 6.0
 _BIND_TIMEOUT_SECONDS = 10.0
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalQueue:
@@ -68,9 +75,13 @@ class SignalQueue:
         self._writer = writer
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        for number in FORWARDED:
-            signal.signal(number, lambda number, _frame: self.pending.append(number))
+        for number in ENDING_SIGNALS:
+            signal.signal(number, self._append)
+        handle_hangup(self._append)
         return reader
+
+    def _append(self, number: int, _frame: FrameType | None) -> None:
+        self.pending.append(number)
 
     def take(self) -> list[int]:
         """Return the pending signals, and clear them."""

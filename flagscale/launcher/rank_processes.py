@@ -1,4 +1,4 @@
-"""Launcher of the ranks of a command on one host, in place of torchrun. Standard library only.
+"""Launcher of the ranks of a command on one host, in place of torchrun. Needs no installed packages.
 
 ``python -c … --nproc_per_node N … -- COMMAND …`` starts the command N times, each with the
 environment that torchrun would set, and waits until all have ended. Options, output files of the
@@ -22,6 +22,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
+
+from flagscale.hosts.kernel import handle_hangup
 
 LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -235,8 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = RankGroup(
         ranks, float(os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE) or 30), options.stop_grace
     )
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, group.request_end)
+    handle_hangup(group.request_end)
     for rank in ranks:
         rank.start(command, _rank_environment(options, rank.local_rank))
     code = group.wait()

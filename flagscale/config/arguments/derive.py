@@ -69,9 +69,6 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
         raise ConfigError([Problem(name, message) for name, message in violations])
     _set_length(out)
     _set_virtual_stages(out)
-    if out.skip_train and not out.override_opt_param_scheduler:
-        # Evaluation needs no schedule: that of the checkpoint is accepted unchanged.
-        out.use_checkpoint_opt_param_scheduler = True
     if out.ffn_hidden_size is None and out.swiglu:
         out.ffn_hidden_size = gated_ffn_width(vars(out))
     return out

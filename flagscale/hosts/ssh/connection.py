@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import paramiko
 
-from flagscale.hosts.connection import CommandResult, OutputCallback
+from flagscale.hosts.connection import SHELL_OPTION_VARIABLES, CommandResult, OutputCallback
 from flagscale.hosts.ssh.exchange import (
     PRINT_MARKER,
     CommandExchange,
@@ -38,7 +38,12 @@ _SCRIPT_LOOP = (
 
 #: Command line for the login shell, which has read the user's start-up files already. Without
 #: --norc bash would detect that SSH started it and read them again.
-LOGIN_SHELL_LINE = shlex.join(["exec", "bash", "--norc", "-c", _SCRIPT_LOOP, "flagscale"])
+LOGIN_SHELL_LINE = shlex.join(
+    [
+        *("exec", "env", *(f"-u{name}" for name in SHELL_OPTION_VARIABLES)),
+        *("bash", "--norc", "-c", _SCRIPT_LOOP, "flagscale"),
+    ]
+)
 
 
 def encode_script(token: str, script: str) -> bytes:

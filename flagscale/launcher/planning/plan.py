@@ -35,7 +35,7 @@ from flagscale.launcher.planning.model import (
 )
 from flagscale.launcher.planning.per_host import HostSettings, rebase_path, resolve_all_settings
 from flagscale.launcher.planning.supervision import AgentRendezvous
-from flagscale.module_command import python_arguments
+from flagscale.module_command import installed_module_arguments, python_arguments
 
 
 def plan(
@@ -258,7 +258,8 @@ class _HostPlanner:
             return (machine.python, *starter, *_format_options(options), "--")
         # torchrun must not restart ranks: the agents restart the whole job, on all hosts at once.
         options |= {"max_restarts": "0", **runner.extra}
-        return (machine.python, "-u", "-m", "torch.distributed.run", *_format_options(options))
+        torchrun = installed_module_arguments("torch.distributed.run")
+        return (machine.python, "-u", *torchrun, *_format_options(options))
 
 
 def _format_options(options: Mapping[str, str | None]) -> Iterator[str]:

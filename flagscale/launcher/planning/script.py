@@ -58,6 +58,7 @@ def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {rank_text}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; can be run by hand."
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
+    yield read_script_part("own_shell_options.sh")
     yield "set -uo pipefail"
     yield ""
     if host.late:

@@ -88,7 +88,7 @@ GPT2 = {
     "vocab_size": 50257,
 }
 GEMMA2 = {
-    **LLAMA,
+    **{name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"},
     "architectures": ["Gemma2ForCausalLM"],
     "model_type": "gemma2",
     "head_dim": 256,
@@ -97,7 +97,6 @@ GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window": 4096,
-    "tie_word_embeddings": None,
 }
 GEMMA3 = {
     **{k: v for k, v in GEMMA2.items() if not k.endswith("softcapping")},
@@ -426,7 +425,7 @@ UNSUPPORTED: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         {**LLAMA, "num_hidden_layers": "x", "vocab_size": None, "rms_norm_eps": -1},
         [
             "num_hidden_layers: expected a whole number from 1, found 'x'",
-            "vocab_size: expected a whole number from 1, it is missing",
+            "vocab_size: expected a whole number from 1, found null",
             "rms_norm_eps: expected a number above 0, found -1",
         ],
     ),

@@ -9,13 +9,21 @@ keys, and a checkpoint of Megatron-LM has none; missing and unknown keys are not
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from flagscale.config.arguments.compat.huggingface.models import MODEL_FUNCTION, MTP_LAYERS
+from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, effective
 from flagscale.config.arguments.rules.adapters import describe_adapters, first_differing_weight
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
+from flagscale.config.arguments.rules.resume_effects import (
+    FUNCTION,
+    RECORDED,
+    WEIGHTS_KEPT,
+    Effect,
+    resume_effects,
+)
 from flagscale.config.arguments.spec.argument import Values
+from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 
 Manifest = Mapping[str, Any]
@@ -49,28 +57,50 @@ model. Sizes that depend on the parallel layout, such as the padded vocabulary, 
 _DEFAULT_FAMILY = "gpt"
 """Family of checkpoints without the key: they were saved when it was the only family."""
 SCHEDULE_TERMS: Mapping[str, str] = {
-    "max_lr": "learning rate",
-    "min_lr": "minimum learning rate",
-    "lr_warmup_steps": "warmup iterations (in samples)",
-    "lr_decay_steps": "total number of iterations (in samples)",
-    "lr_decay_style": "learning rate decay style",
-    "start_wd": "start weight decay",
-    "end_wd": "end weight decay",
-    "wd_incr_steps": "total number of weight decay iterations (in samples)",
-    "wd_incr_style": "weight decay incr style",
+    "max_lr": "learning rate (lr)",
+    "min_lr": "minimum learning rate (min_lr)",
+    "decoupled_lr": "learning rate of embedding and output layer (decoupled_lr)",
+    "decoupled_min_lr": "minimum learning rate of embedding and output layer (decoupled_min_lr)",
+    "init_lr": "learning rate at the start of the warm-up (lr_warmup_init)",
+    "lr_warmup_steps": "length of the warm-up in samples (lr_warmup_iters, lr_warmup_samples, "
+    "lr_warmup_fraction)",
+    "lr_decay_steps": "length of the decay in samples (lr_decay_iters, lr_decay_samples; without "
+    "them train_iters, train_samples)",
+    "lr_decay_style": "shape of the decay (lr_decay_style)",
+    "wsd_decay_steps": "length of the final phase of WSD in samples (lr_wsd_decay_iters, "
+    "lr_wsd_decay_samples)",
+    "lr_wsd_decay_style": "shape of the final phase of WSD (lr_wsd_decay_style)",
+    "start_wd": "initial weight decay (weight_decay, start_weight_decay)",
+    "end_wd": "final weight decay (weight_decay, end_weight_decay)",
+    "wd_incr_steps": "length of the change of weight decay in samples (train_iters, train_samples)",
+    "wd_incr_style": "shape of the change of weight decay (weight_decay_incr_style)",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_eps",
+    "sgd_momentum": "sgd_momentum",
 }
-"""Values that megatron.core's scheduler compares on load: their keys, and their names in its
-messages."""
+"""Hyperparameters of the optimizer and its schedule, with their names in messages. Keys of the
+schedule are attributes of megatron.core's scheduler."""
 
 
 @dataclass(frozen=True)
 class PartsToLoad:
-    """Parts of a checkpoint to load in addition to the weights, and notes on parts left out."""
+    """Parts of a checkpoint to load in addition to the weights.
+
+    Attributes:
+        optimizer: whether to load the state of optimizer and schedule.
+        progress: whether to load step and data position.
+        rng: whether to load the states of the random number generators.
+        notes: messages on parts left out and on differences from the checkpoint.
+        kept_schedule: hyperparameters of the checkpoint that replace those of the arguments, with
+            keys of :data:`SCHEDULE_TERMS`.
+    """
 
     optimizer: bool
     progress: bool
     rng: bool
     notes: tuple[str, ...]
+    kept_schedule: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe_arguments(values: Values, world_size: int) -> dict[str, Any]:
@@ -78,7 +108,8 @@ def describe_arguments(values: Values, world_size: int) -> dict[str, Any]:
     saves it."""
     return {
         "architecture": architecture(values),
-        "model": {name: values[name] for name in (*MODEL_FUNCTION, MTP_LAYERS) if name in values},
+        "model": {name: values[name] for name in FUNCTION if name in values},
+        "arguments": _recorded_arguments(values),
         "layout": _layout_of(values, world_size),
         "adapters": describe_adapters(values),
         "precision": _precision_of(values),
@@ -94,6 +125,15 @@ def architecture(values: Values) -> dict[str, Any]:
     recorded = {name: values[name] for name in _ARCHITECTURE if name in values}
     recorded[MTP_LAYERS] = values.get(MTP_LAYERS) or None
     return {name: value for name, value in recorded.items() if _is_plain(value)}
+
+
+def _recorded_arguments(values: Values) -> dict[str, Any]:
+    """Return the arguments whose changes a later run notes, as JSON represents them."""
+    return {
+        name: list(values[name]) if isinstance(values[name], tuple) else values[name]
+        for name, effect in resume_effects().items()
+        if effect in RECORDED and name in values
+    }
 
 
 def _is_plain(value: object) -> bool:
@@ -121,13 +161,25 @@ def _precision_of(values: Values) -> str:
 
 
 def _schedule_of(values: Values) -> dict[str, Any]:
-    """Return the schedule of the arguments, with the keys of :data:`SCHEDULE_TERMS`."""
+    """Return the hyperparameters of the arguments, with keys of :data:`SCHEDULE_TERMS`."""
     start, end = weight_decays(values)
+    decoupled_lr, decoupled_min_lr = values["decoupled_lr"], None
+    if decoupled_lr is not None:
+        decoupled_min_lr = values["decoupled_min_lr"]
+        if decoupled_min_lr is None:
+            decoupled_min_lr = values["min_lr"]
+    is_adam = values["optimizer"] == "adam"
+    own_names = ("adam_beta1", "adam_beta2", "adam_eps") if is_adam else ("sgd_momentum",)
     return {
         **schedule_lengths(values),
+        **{name: values[name] for name in own_names},
         "max_lr": values["lr"],
         "min_lr": values["min_lr"],
+        "decoupled_lr": decoupled_lr,
+        "decoupled_min_lr": decoupled_min_lr,
+        "init_lr": values["lr_warmup_init"],
         "lr_decay_style": values["lr_decay_style"],
+        "lr_wsd_decay_style": values["lr_wsd_decay_style"],
         "start_wd": start,
         "end_wd": end,
         "wd_incr_style": values["weight_decay_incr_style"],
@@ -150,17 +202,21 @@ def parts_to_load(
         CheckpointError: the checkpoint is of another model, or its optimizer or schedule differs.
     """
     current = describe_arguments(values, world_size)
-    _check_model(content, current, vocabulary)
+    notes = list(_check_model(content, values, current, vocabulary))
     _check_adapters(content, current)
-    optimizer = not (values["finetune"] or values["no_load_optim"])
-    notes = list(_check_mtp_layers(content, current, optimizer=optimizer))
+    optimizer = loads_optimizer(values)
+    notes += _check_mtp_layers(content, current, optimizer=optimizer)
     if values["finetune"]:
         notes.append("weights only (finetune); training starts from step 0")
         return PartsToLoad(optimizer=False, progress=False, rng=False, notes=tuple(notes))
+    kept_schedule: Mapping[str, Any] = {}
     if optimizer:
         _check_optimizer(content, values, current)
+        kept_schedule, schedule_notes = _choose_schedule(content.get("schedule", {}), values)
+        notes += schedule_notes
     else:
-        notes.append("without optimizer and schedule (no_load_optim)")
+        reason = "no_load_optim" if values["no_load_optim"] else "skip_train"
+        notes.append(f"without optimizer and schedule ({reason})")
     rng = not values["no_load_rng"] and bool(content.get("has_rng", False))
     if rng and content.get("layout") != current["layout"]:
         rng = False
@@ -168,20 +224,62 @@ def parts_to_load(
             "without random number generator states, because the parallel layout changed; "
             "generators start from the seed"
         )
-    return PartsToLoad(optimizer=optimizer, progress=True, rng=rng, notes=tuple(notes))
+    if not values["skip_train"]:
+        notes += _note_changes(content.get("arguments", {}), current["arguments"])
+    return PartsToLoad(
+        optimizer=optimizer,
+        progress=True,
+        rng=rng,
+        notes=tuple(notes),
+        kept_schedule=kept_schedule,
+    )
+
+
+def loads_optimizer(values: Values) -> bool:
+    """Return whether a run needs the optimizer state of the checkpoint. Evaluation does not."""
+    return not (values["finetune"] or values["no_load_optim"] or values["skip_train"])
+
+
+_CHANGE_NOTES: Mapping[Effect, str] = {
+    Effect.TRAINING: "changed since the checkpoint: {}",
+    Effect.DATA: "data changed since the checkpoint: {}; the position in it is kept, so samples "
+    "may be repeated or left out",
+    Effect.START: "changed since the checkpoint, without effect on a resumed run: {}",
+}
+
+
+def _note_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each effect of arguments that differ from those of the checkpoint."""
+    for effect, text in _CHANGE_NOTES.items():
+        changes = [
+            f"{name} from {format_value(saved[name])} to {format_value(value)}"
+            for name, value in current.items()
+            if resume_effects()[name] is effect and name in saved and saved[name] != value
+        ]
+        if changes:
+            yield text.format(", ".join(changes))
 
 
 def _check_model(
-    content: Manifest, description: Mapping[str, Any], vocabulary: Sequence[int] | None
-) -> None:
-    saved: Mapping[str, Any] = content.get("architecture", {})
-    if saved:
-        saved = {"family": _DEFAULT_FAMILY, **saved}
-    current = description["architecture"]
+    content: Manifest,
+    values: Values,
+    description: Mapping[str, Any],
+    vocabulary: Sequence[int] | None,
+) -> Iterator[str]:
+    """Compare the model of a checkpoint with that of the run.
+
+    Yields:
+        a note on a function that differs although the weights fit, with ``finetune``.
+
+    Raises:
+        CheckpointError: weights or, without ``finetune``, the function differ.
+    """
+    changes = dict(_model_changes(content, values, description["architecture"]))
+    kept = [name for name in changes if name in WEIGHTS_KEPT]
     differences = [
-        f"{name}: the checkpoint has {saved[name]!r}, the run {current[name]!r}"
-        for name in saved
-        if None not in (saved[name], current.get(name)) and saved[name] != current[name]
+        f"{name}: the checkpoint has {saved!r}, the run {current!r}"
+        for name, (saved, current) in changes.items()
+        if not (values["finetune"] and name in WEIGHTS_KEPT)
     ]
     # megatron.core would load a smaller embedding into a larger one and not initialize the rest.
     if vocabulary is not None:
@@ -190,14 +288,63 @@ def _check_model(
         if maximum < saved_minimum or saved_maximum < minimum:
             differences.append(
                 f"vocabulary: the checkpoint has {saved_minimum} to {saved_maximum} tokens, the "
-                f"run {minimum} to {maximum}"
+                f"run {minimum} to {maximum} (vocab_size, make_vocab_size_divisible_by)"
             )
     if differences:
         listed = "\n  ".join(differences)
-        raise CheckpointError(
-            f"the checkpoint is of another model:\n  {listed}",
-            hint="set these keys as in the checkpoint, or load a checkpoint of this model",
-        )
+        hint = "set these keys as in the checkpoint, or load a checkpoint of this model"
+        if len(kept) == len(differences):
+            hint = (
+                "set these keys as in the checkpoint; finetune: true starts from step 0 with its "
+                "weights and these keys as they are"
+            )
+        raise CheckpointError(f"the checkpoint is of another model:\n  {listed}", hint=hint)
+    if kept:
+        listed = ", ".join(f"{name} from {changes[name][0]} to {changes[name][1]}" for name in kept)
+        yield f"its weights with another function: {listed}"
+
+
+_UNKNOWN_IF_NONE = ("vocab_size", MTP_LAYERS)
+"""Arguments of which None is not compared: the tokenizer decides, or :func:`_check_mtp_layers`."""
+
+
+def _model_changes(
+    content: Manifest, values: Values, architecture_of_run: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the names of arguments of the model that differ, with both values.
+
+    Every argument of :data:`FUNCTION` that the checkpoint records is compared in effective form.
+    Of an older checkpoint, only the architecture is known.
+    """
+    recorded: Mapping[str, Any] = content.get("model", {})
+    if recorded:
+        saved_model, model = _comparable_model(recorded), _comparable_model(values)
+        for name in FUNCTION:
+            saved, current = saved_model[name], model[name]
+            is_unknown = name in _UNKNOWN_IF_NONE and None in (saved, current)
+            if name in recorded and saved != current and not is_unknown:
+                yield name, (saved, current)
+    saved_architecture: Mapping[str, Any] = content.get("architecture", {})
+    if saved_architecture:
+        saved_architecture = {"family": _DEFAULT_FAMILY, **saved_architecture}
+    for name, saved in saved_architecture.items():
+        current = architecture_of_run.get(name)
+        if name not in recorded and None not in (saved, current) and saved != current:
+            yield name, (saved, current)
+
+
+def _comparable_model(values: Values) -> dict[str, Any]:
+    """Return the arguments of :data:`FUNCTION`. Values without effect are the defaults, and
+    sequences are lists."""
+    model = effective(values)
+    if model["position_embedding_type"] != "learned_absolute":
+        model["max_position_embeddings"] = None
+    has_shared_experts = model["moe_shared_expert_intermediate_size"] is not None
+    gate = "moe_shared_expert_gate"
+    model[gate] = has_shared_experts and bool(values.get(gate))
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in model.items()
+    }
 
 
 def _check_mtp_layers(
@@ -291,6 +438,13 @@ def _check_optimizer(content: Manifest, values: Values, run_description: Mapping
             + f"; or {_WITHOUT_OPTIMIZER_HINT}",
         )
     _check_experts(content, values, run_description)
+    optimizer = values["optimizer"]
+    if (saved_optimizer := content.get("optimizer", optimizer)) != optimizer:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {saved_optimizer}, this run's is {optimizer} "
+            "(optimizer), and neither can use the other's state",
+            hint=f"set optimizer: {saved_optimizer}; or {_WITHOUT_OPTIMIZER_HINT}",
+        )
     precision = run_description["precision"]
     if content.get("precision", precision) != precision:
         raise CheckpointError(
@@ -298,7 +452,6 @@ def _check_optimizer(content: Manifest, values: Values, run_description: Mapping
             f"trains in {precision}",
             hint=_WITHOUT_OPTIMIZER_HINT,
         )
-    _check_schedule(content, values)
 
 
 def _check_experts(content: Manifest, values: Values, run_description: Mapping[str, Any]) -> None:
@@ -316,29 +469,64 @@ def _check_experts(content: Manifest, values: Values, run_description: Mapping[s
         )
 
 
-def _check_schedule(content: Manifest, values: Values) -> None:
-    if values["override_opt_param_scheduler"] or values["use_checkpoint_opt_param_scheduler"]:
-        return
-    if values["skip_train"]:
-        return  # evaluation has no schedule
-    differences = list(_schedule_differences(content.get("schedule", {}), _schedule_of(values)))
-    if differences:
-        raise schedule_error("; ".join(differences))
+def _choose_schedule(
+    saved: Mapping[str, Any], values: Values
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """Choose between the hyperparameters of a checkpoint and those of the arguments.
 
+    Args:
+        saved: hyperparameters of the checkpoint, with keys of :data:`SCHEDULE_TERMS`.
+        values: derived arguments of the run by name.
 
-def _schedule_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    for key, term in SCHEDULE_TERMS.items():
-        if key in saved and saved[key] != current[key]:
-            yield f"{term}: the checkpoint has {saved[key]}, the arguments {current[key]}"
+    Returns:
+        The hyperparameters of the checkpoint that replace those of the arguments, and notes.
 
-
-def schedule_error(differences: str) -> CheckpointError:
-    """Return the error for a checkpoint whose schedule differs from that of the arguments."""
-    return CheckpointError(
-        f"the checkpoint's learning-rate schedule differs from the arguments: {differences}",
-        hint="train.model.override_opt_param_scheduler: true uses the schedule of the arguments, "
-        "train.model.use_checkpoint_opt_param_scheduler: true that of the checkpoint",
+    Raises:
+        CheckpointError: they differ, and the user has not chosen.
+    """
+    current = _schedule_of(values)
+    unused = _terms_without_effect(saved) & _terms_without_effect(current)
+    differing = [
+        key
+        for key in SCHEDULE_TERMS
+        if key in saved and key in current and key not in unused and saved[key] != current[key]
+    ]
+    if not differing:
+        return {}, ()
+    listed = "; ".join(
+        f"{SCHEDULE_TERMS[key]}: the checkpoint has {saved[key]}, the arguments {current[key]}"
+        for key in differing
     )
+    if values["override_opt_param_scheduler"]:
+        return {}, (f"with the arguments' hyperparameters (override_opt_param_scheduler): {listed}",)
+    if not values["use_checkpoint_opt_param_scheduler"]:
+        raise CheckpointError(
+            f"the checkpoint's learning-rate schedule differs from the arguments: {listed}",
+            hint="train.model.override_opt_param_scheduler: true uses the values of the arguments, "
+            "train.model.use_checkpoint_opt_param_scheduler: true those of the checkpoint",
+        )
+    if saved.get("decoupled_lr") is not None and current["decoupled_lr"] is None:
+        raise CheckpointError(
+            f"the checkpoint's {SCHEDULE_TERMS['decoupled_lr']} is {saved['decoupled_lr']}, the "
+            "arguments have none, and use_checkpoint_opt_param_scheduler cannot add it",
+            hint=f"set decoupled_lr: {saved['decoupled_lr']}",
+        )
+    note = f"with the checkpoint's hyperparameters (use_checkpoint_opt_param_scheduler): {listed}"
+    return {key: saved[key] for key in differing}, (note,)
+
+
+def _terms_without_effect(schedule: Mapping[str, Any]) -> set[str]:
+    """Return the keys of :data:`SCHEDULE_TERMS` that do not influence a schedule."""
+    keys: set[str] = set()
+    if schedule.get("lr_decay_style") == "constant":
+        keys |= {"min_lr", "decoupled_min_lr", "lr_decay_steps"}
+    if schedule.get("lr_decay_style") != "WSD":
+        keys |= {"wsd_decay_steps", "lr_wsd_decay_style"}
+    if schedule.get("wd_incr_style") == "constant":
+        keys.add("wd_incr_steps")
+    if not schedule.get("lr_warmup_steps"):
+        keys.add("init_lr")
+    return keys
 
 
 def needs_checkpoint(values: Values) -> str | None:
@@ -346,7 +534,7 @@ def needs_checkpoint(values: Values) -> str | None:
     without a checkpoint. Arguments that only exclude parts of a checkpoint require none."""
     if values["pretrained_checkpoint"]:
         return None  # training starts from these weights, whose existence is checked elsewhere
-    names = ("exit_on_missing_checkpoint", "finetune")
+    names = ("exit_on_missing_checkpoint", "finetune", "skip_train")
     return next((name for name in names if values[name]), None)
 
 

@@ -26,6 +26,7 @@ from flagscale.hosts.program import PROGRAMS, read_source
 from flagscale.launcher.plan_builder import build_unprobed_plan, select_hosts
 from flagscale.launcher.planning.deferred_values import defer_to_job
 from flagscale.launcher.planning.model import BatchJob, HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.per_host import read_script_part
 from flagscale.launcher.planning.plan import requested_port
 from flagscale.launcher.runners.slurm import container, files
 
@@ -243,6 +244,7 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
             f"# {' '.join(plan.name.split())}: the job of run {plan.run_id}, {node_count} node(s).",
             f"# Written by flagscale {__version__}; srun starts the script of each node.",
             "# shellcheck disable=SC2016,SC2317,SC2329 # texts for other shells; traps",
+            read_script_part("own_shell_options.sh"),
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
             _bash_array(
                 "srun",

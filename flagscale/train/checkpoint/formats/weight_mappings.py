@@ -337,6 +337,7 @@ def _build_deepseek(*router_rows: TensorMapping, **mtp_fields: Any) -> FamilyMap
 FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "ministral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": replace(_LLAMA, experts=_map_experts("block_sparse_moe", "w1", "w3", "w2")),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.compat.huggingface.resolved_config import LAYER_TYPES
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
@@ -65,59 +66,51 @@ class ConfigReader:
     """Reader of the values of a config.json.
 
     Getters record invalid values as problems and return a valid placeholder, so that all problems
-    are found; :meth:`raise_problems` raises them together. If a getter has several names, the first
-    key that is present and not null is used.
+    are found; :meth:`raise_problems` raises them together.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         """
         Args:
-            config: content of the config.json.
-            defaults: values of keys that are missing or null.
+            config: values of a config.json (:func:`.resolved_config.resolve_config`).
         """
         self._config = config
-        self._defaults = dict(defaults or {})
         self.problems: list[str] = []
 
-    def get(self, *names: str) -> Any:
-        """Return an unchecked value; None without value and default."""
-        for name in names:
-            if self._config.get(name) is not None:
-                return self._config[name]
-        return next((self._defaults[name] for name in names if name in self._defaults), None)
+    def get(self, name: str) -> Any:
+        """Return an unchecked value; None if it is missing or null."""
+        return self._config.get(name)
 
-    def integer(self, *names: str, maximum: int = _MAX_NUMBER) -> int:
-        """Return an integer from 1 to ``maximum``."""
-        value = self.get(*names)
-        if is_number(value) and value == int(value) and 1 <= value <= maximum:
+    def integer(self, name: str, *, minimum: int = 1, maximum: int = _MAX_NUMBER) -> int:
+        """Return an integer from ``minimum`` to ``maximum``."""
+        value = self.get(name)
+        if is_number(value) and value == int(value) and minimum <= value <= maximum:
             return int(value)
-        self._add_unexpected(names, "a whole number from 1", value)
-        return 1
+        self._add_unexpected(name, f"a whole number from {minimum}", value)
+        return minimum
 
-    def positive_number(self, *names: str) -> float:
+    def positive_number(self, name: str) -> float:
         """Return a number above 0."""
-        value = self.get(*names)
+        value = self.get(name)
         if is_number(value) and 0 < value < _MAX_NUMBER:
             return float(value)
-        self._add_unexpected(names, "a number above 0", value)
+        self._add_unexpected(name, "a number above 0", value)
         return 1.0
 
-    def boolean(self, *names: str) -> bool:
-        """Return a boolean; False without value and default."""
-        value = self.get(*names)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self._add_unexpected(names, "true or false", value)
+    def boolean(self, name: str) -> bool:
+        """Return a boolean; False if it is missing."""
+        value = self._config.get(name, False)
+        if isinstance(value, bool):
+            return value
+        self._add_unexpected(name, "true or false", value)
         return False
 
-    def section(self, *names: str) -> dict[str, Any]:
-        """Return a JSON object; empty without value and default."""
-        value = self.get(*names)
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a JSON object; empty if it is missing or null."""
+        value = self.get(name)
         if value is None or isinstance(value, dict):
             return dict(value or {})
-        self._add_unexpected(names, "an object", value)
+        self._add_unexpected(name, "an object", value)
         return {}
 
     def refuse(self, name: str, value: Any, reason: str) -> None:
@@ -130,9 +123,23 @@ class ConfigReader:
         if value is not None and value != expected:
             self.refuse(name, value, reason)
 
-    def _add_unexpected(self, names: tuple[str, ...], expected: str, value: Any) -> None:
-        found = "it is missing" if value is None else f"found {format_value(value)}"
-        self.problems.append(f"{names[0]}: expected {expected}, {found}")
+    def require_plain_model(self) -> None:
+        """Record settings that no family supports."""
+        self.require_value("quantization_config", {}, QUANTIZATION_REASON)
+        self.require_value("per_layer_config", {}, "layers that differ are not supported")
+        self.require_value("is_causal", True, "only causal attention is supported")
+
+    def require_layer_types(self, expected: str, reason: str) -> None:
+        """Record ``layer_types`` other than ``expected`` in all layers."""
+        types = self.get("layer_types")
+        if types is not None and (not isinstance(types, list) or any(t != expected for t in types)):
+            self.refuse("layer_types", types, reason)
+
+    def _add_unexpected(self, name: str, expected: str, value: Any) -> None:
+        found = f"found {format_value(value)}"
+        if value is None:
+            found = "found null" if name in self._config else "it is missing"
+        self.problems.append(f"{name}: expected {expected}, {found}")
 
     def raise_problems(self, model_type: str) -> None:
         """Raise the recorded problems, if any.
@@ -154,31 +161,34 @@ _LLAMA3 = {
 
 
 def rope_base(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the base of rotary positions (as arguments), their scaling as given in config.json,
-    and the type of scaling."""
-    scaling = read.section("rope_parameters") or read.section("rope_scaling")
-    theta = scaling.get("rope_theta") or read.get("rope_theta")
+    """Return the base of rotary positions (as arguments), their settings in config.json, and the
+    type of scaling."""
+    settings = read.section("rope_parameters")
+    if nested := [name for name in LAYER_TYPES if name in settings]:
+        read.refuse("rope_parameters", nested, "this family has the same positions in all layers")
+    theta = settings.get("rope_theta")
     if not is_number(theta) or theta != int(theta) or theta < 1:
         read.refuse("rope_theta", theta, "rotary_base is an integer of at least 1")
         theta = 1
-    fraction = scaling.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0
-    if fraction != 1.0:
+    fraction = settings.get("partial_rotary_factor")
+    if fraction not in (None, 1):
         read.refuse("partial_rotary_factor", fraction, "this family rotates whole heads")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    return {"rotary_base": int(theta)}, scaling, kind
+    kind = settings.get("rope_type")
+    if (old_kind := settings.get("type", kind)) != kind:
+        read.refuse("rope_scaling.type", old_kind, f"rope_type is {format_value(kind)}")
+    return {"rotary_base": int(theta)}, settings, str(kind)
 
 
 def rope_arguments(read: ConfigReader) -> dict[str, Any]:
-    """Return the arguments of rotary positions: base and scaling. Both key layouts of config.json
-    are supported, before and since v5 of transformers."""
-    arguments, scaling, kind = rope_base(read)
-    factor: Any = scaling.get("factor")
+    """Return the arguments of rotary positions: base and scaling."""
+    arguments, settings, kind = rope_base(read)
+    factor: Any = settings.get("factor")
     if kind == "llama3":
-        scaling_values = {name: scaling.get(name) for name in _LLAMA3}
+        scaling_values = {name: settings.get(name) for name in _LLAMA3}
         if scaling_values != _LLAMA3 or not is_number(factor):
             expected = ", ".join(f"{name} {value:g}" for name, value in _LLAMA3.items())
             reason = f"megatron.core scales by a factor with the constants {expected}"
-            read.refuse("rope_scaling", scaling, reason)
+            read.refuse("rope_scaling", settings, reason)
             factor = 1
         arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     elif kind == "linear":

@@ -8,18 +8,18 @@ are listed in ``flagscale.train.checkpoint.formats.weight_mappings`` under the s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flagscale.config.arguments.compat.huggingface.config_reader import (
     MAX_LAYERS,
-    QUANTIZATION_REASON,
     SWIGLU_REASON,
     ConfigReader,
     is_number,
     rope_base,
 )
 from flagscale.config.arguments.compat.huggingface.llama import Gemma, LlamaLike
+from flagscale.config.arguments.compat.huggingface.resolved_config import resolve_config
 from flagscale.config.arguments.spec.argument import Values
 
 _LATENT_NORM_EPSILON = 1e-6
@@ -45,12 +45,9 @@ class DeepSeek:
     softmax (V2)."""
     ranked_experts: int
     """With group-limited routing: a group is ranked by the sum of this many best experts."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that are missing in config.json. A key that is null has no default."""
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = {"hidden_act": "silu", "rope_theta": 10000.0}
-        read = ConfigReader({"q_lora_rank": 1536, **self.defaults, **config}, defaults)
+        read = ConfigReader(resolve_config(config, self.model_type))
         heads, layers = read.integer("num_attention_heads"), self._layers(read)
         arguments = {
             "num_layers": layers,
@@ -91,19 +88,22 @@ class DeepSeek:
             reason = f"{self.architecture} is supported without biases only"
             read.require_value(name, False, reason)
         heads = arguments["num_attention_heads"]
-        read.require_value(
-            "num_key_value_heads", heads, "latent attention has keys and values for every head"
-        )
-        read.require_value(
-            "rope_interleave", True, "only interleaved rotary dimensions are supported"
-        )
+        reason = f"with latent attention it equals num_attention_heads, {heads}"
+        read.require_value("num_key_value_heads", heads, reason)
+        if self.sigmoid and not read.get("rope_interleave"):
+            reason = "only interleaved rotary dimensions are supported"
+            read.refuse("rope_interleave", read.get("rope_interleave"), reason)
         read.require_value(
             "moe_layer_freq", 1, "transformers has experts in all layers after the dense ones"
         )
         if arguments["layernorm_epsilon"] != _LATENT_NORM_EPSILON:
             reason = f"transformers uses {_LATENT_NORM_EPSILON:g} for norms of latent vectors"
             read.refuse("rms_norm_eps", arguments["layernorm_epsilon"], reason)
-        read.require_value("quantization_config", {}, QUANTIZATION_REASON)
+        if self.sigmoid:
+            # transformers replaces it in V2
+            rotary, reason = arguments["qk_pos_emb_head_dim"], "it differs from qk_rope_head_dim"
+            read.require_value("head_dim", rotary, reason)
+        read.require_plain_model()
 
     def _rope(self, read: ConfigReader) -> dict[str, Any]:
         """Return the arguments of rotary positions, unscaled or scaled by YaRN."""
@@ -135,18 +135,11 @@ class DeepSeek:
         return arguments
 
     def _experts(self, read: ConfigReader, layers: int) -> dict[str, Any]:
-        dense = read.get("first_k_dense_replace") or 0
-        if not is_number(dense) or dense != int(dense) or not 0 <= dense <= layers:
-            read.refuse("first_k_dense_replace", dense, f"expected an integer from 0 to {layers}")
-            dense = 0
+        dense = read.integer("first_k_dense_replace", minimum=0)
         width = read.integer("moe_intermediate_size")
-        factor = read.get("routed_scaling_factor")
-        if factor is not None:
-            factor = read.positive_number("routed_scaling_factor")
+        factor = read.positive_number("routed_scaling_factor")
         arguments: dict[str, Any] = {
-            "num_moe_experts": read.integer(
-                "n_routed_experts", "num_local_experts", maximum=MAX_LAYERS
-            ),
+            "num_moe_experts": read.integer("n_routed_experts", maximum=MAX_LAYERS),
             "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
             "moe_ffn_hidden_size": width,
             "moe_shared_expert_intermediate_size": width * read.integer("n_shared_experts"),
@@ -160,9 +153,9 @@ class DeepSeek:
     def _scores(self, read: ConfigReader) -> dict[str, Any]:
         if self.sigmoid:
             read.require_value("scoring_func", "sigmoid", "DeepSeek-V3 uses sigmoid")
-            if read.get("norm_topk_prob") is False:
+            if not read.get("norm_topk_prob"):
                 reason = "megatron.core always normalizes the scores of the chosen experts"
-                read.refuse("norm_topk_prob", False, reason)
+                read.refuse("norm_topk_prob", read.get("norm_topk_prob"), reason)
             return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
         read.require_value("scoring_func", "softmax", "DeepSeek-V2 uses softmax")
         read.require_value(
@@ -175,9 +168,14 @@ class DeepSeek:
     def _groups(self, read: ConfigReader, chosen: int) -> dict[str, Any]:
         """Return the arguments of group-limited routing; empty without it. ``chosen`` is the number
         of experts per token."""
-        greedy = not self.sigmoid and read.get("topk_method") in (None, "greedy")
-        if greedy or read.get("n_group") is None or read.get("topk_group") is None:
-            return {}
+        if not self.sigmoid:
+            method = read.get("topk_method")
+            if method == "greedy":
+                return {}
+            if method != "group_limited_greedy":
+                expected = "expected greedy or group_limited_greedy"
+                read.refuse("topk_method", method, expected)
+                return {}
         groups, chosen_groups = read.integer("n_group"), read.integer("topk_group")
         if chosen_groups >= groups:
             return {}
@@ -253,9 +251,8 @@ class GPT2:
     architecture: str = "GPT2LMHeadModel"
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = {"activation_function": "gelu_new", "tie_word_embeddings": True}
-        read = ConfigReader(config, {**defaults, "layer_norm_epsilon": 1e-5})
-        hidden, heads = read.integer("n_embd", "hidden_size"), read.integer("n_head")
+        read = ConfigReader(resolve_config(config, self.model_type))
+        hidden, heads = read.integer("n_embd"), read.integer("n_head")
         if hidden % heads:
             read.refuse("n_head", heads, f"it does not divide n_embd {hidden}")
         activation = read.get("activation_function")
@@ -285,9 +282,10 @@ class GPT2:
             "qk_layernorm": False,
             "untie_embeddings_and_output_weights": not read.boolean("tie_word_embeddings"),
             "position_embedding_type": "learned_absolute",
-            "max_position_embeddings": read.integer("n_positions", "n_ctx"),
+            "max_position_embeddings": read.integer("n_positions"),
             "vocab_size": read.integer("vocab_size"),
         }
+        read.require_plain_model()
         if activation == "gelu":
             # The fused kernel computes the tanh approximation.
             arguments["bias_activation_fusion"] = False
@@ -333,53 +331,29 @@ HUGGINGFACE_FAMILIES: Mapping[str, HuggingFaceFamily] = {
     family.model_type: family
     for family in (
         LlamaLike("llama", "LlamaForCausalLM", biases=True),
-        LlamaLike("qwen2", "Qwen2ForCausalLM", qkv_bias=True, windows="switched"),
-        LlamaLike("qwen3", "Qwen3ForCausalLM", qk_norm=True, windows="switched"),
-        LlamaLike("mistral", "MistralForCausalLM", windows="all"),
         LlamaLike(
-            "mixtral",
-            "MixtralForCausalLM",
-            experts="mixtral",
-            windows="all",
-            defaults={"rope_theta": 1e6},
+            "qwen2", "Qwen2ForCausalLM", qkv_bias=True, windows="by_layer", window_switch=True
         ),
+        LlamaLike(
+            "qwen3", "Qwen3ForCausalLM", qk_norm=True, windows="by_layer", window_switch=True
+        ),
+        LlamaLike("mistral", "MistralForCausalLM", windows="all"),
+        LlamaLike("ministral", "MinistralForCausalLM", windows="by_layer"),
+        LlamaLike("mixtral", "MixtralForCausalLM", experts="mixtral", windows="all"),
         LlamaLike(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             qk_norm=True,
             experts="qwen3",
-            windows="switched",
-            defaults={"decoder_sparse_step": 1},
+            windows="all",
+            window_switch=True,
         ),
         GPT2(),
-        Gemma("gemma", "GemmaForCausalLM", defaults={"num_key_value_heads": 16}),
-        Gemma(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            period=2,
-            softcapping=(50.0, 30.0),
-            defaults={"num_key_value_heads": 4},
-        ),
-        Gemma(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            qk_norm=True,
-            period=6,
-            defaults={"num_key_value_heads": 4, "max_position_embeddings": 131072},
-        ),
+        Gemma("gemma", "GemmaForCausalLM"),
+        Gemma("gemma2", "Gemma2ForCausalLM", period=2),
+        Gemma("gemma3_text", "Gemma3ForCausalLM", qk_norm=True, period=6),
         DeepSeek("deepseek_v2", "DeepseekV2ForCausalLM", sigmoid=False, ranked_experts=1),
-        DeepSeek(
-            "deepseek_v3",
-            "DeepseekV3ForCausalLM",
-            sigmoid=True,
-            ranked_experts=2,
-            defaults={
-                "n_group": 8,
-                "topk_group": 4,
-                "first_k_dense_replace": 3,
-                "routed_scaling_factor": 2.5,
-            },
-        ),
+        DeepSeek("deepseek_v3", "DeepseekV3ForCausalLM", sigmoid=True, ranked_experts=2),
     )
 }
 """Families by ``model_type``. A model is exported as the first family that supports it."""

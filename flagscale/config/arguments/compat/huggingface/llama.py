@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flagscale.config.arguments.compat.huggingface.config_reader import (
     MAX_LAYERS,
-    QUANTIZATION_REASON,
     SWIGLU_REASON,
     ConfigReader,
     is_number,
     rope_arguments,
     rope_scaling,
 )
+from flagscale.config.arguments.compat.huggingface.resolved_config import (
+    FULL,
+    LAYER_TYPES,
+    SLIDING,
+    THETA_SLIDING,
+    resolve_config,
+)
 from flagscale.config.arguments.spec.argument import Values
-
-LAYER_TYPES = ("sliding_attention", "full_attention")
-"""Values of ``layer_types`` in config.json: layers with a sliding window, and without."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,27 @@ class LlamaLike:
     """True if config.json may enable biases of all projections."""
     experts: Literal["", "mixtral", "qwen3"] = ""
     """Keys of config.json that describe experts; empty for dense models."""
-    windows: Literal["", "all", "switched"] = ""
-    """Layers with a sliding window if ``sliding_window`` is set: all of them, or only if
-    ``use_sliding_window`` is true as well; empty if the family has no windows."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of keys that are missing in config.json, like in transformers."""
+    windows: Literal["", "all", "by_layer"] = ""
+    """Layers with a sliding window if ``sliding_window`` is set: all of them, or those that
+    ``layer_types`` names; empty if the family has no windows."""
+    window_switch: bool = False
+    """True if there are windows only if ``use_sliding_window`` is true as well."""
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        defaults = {"hidden_act": "silu", "rope_theta": 10000.0, **self.defaults}
-        read = ConfigReader(config, defaults)
+        read = ConfigReader(resolve_config(config, self.model_type))
+        arguments = self._arguments(read)
+        read.raise_problems(self.model_type)
+        return arguments
+
+    def _arguments(self, read: ConfigReader) -> dict[str, Any]:
+        """Return the arguments of the model, and record problems."""
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
         default_groups = heads if read.get("num_key_value_heads") is None else 0
         default_head_dim = hidden // heads if read.get("head_dim") is None else 0
+        layers = read.integer("num_hidden_layers", maximum=MAX_LAYERS)
         arguments = {
-            "num_layers": read.integer("num_hidden_layers", maximum=MAX_LAYERS),
+            "num_layers": layers,
             "hidden_size": hidden,
             "ffn_hidden_size": read.integer("intermediate_size"),
             "num_attention_heads": heads,
@@ -66,14 +75,13 @@ class LlamaLike:
             "vocab_size": read.integer("vocab_size"),
             **self._activation(read),
             **self._rope(read),
-            **(self._window(read, config) if self.windows else {}),
-            **(self._experts(read, config) if self.experts else {}),
+            **self._window(read, layers),
+            **(self._experts(read, layers) if self.experts else {}),
         }
         if arguments["num_attention_heads"] % arguments["num_query_groups"]:
             reason = f"it does not divide num_attention_heads {heads}"
             read.refuse("num_key_value_heads", arguments["num_query_groups"], reason)
-        read.require_value("quantization_config", {}, QUANTIZATION_REASON)
-        read.raise_problems(self.model_type)
+        read.require_plain_model()
         return arguments
 
     def _activation(self, read: ConfigReader) -> dict[str, Any]:
@@ -99,26 +107,33 @@ class LlamaLike:
         read.refuse(name, True, reason)
         return False
 
-    def _window(self, read: ConfigReader, config: Mapping[str, Any]) -> dict[str, Any]:
-        if self.windows == "switched" and not read.boolean("use_sliding_window"):
+    def _window(self, read: ConfigReader, layers: int) -> dict[str, Any]:
+        """Return the arguments of sliding windows; empty without windows."""
+        size = read.get("sliding_window") if self.windows else None
+        if self.window_switch and not read.boolean("use_sliding_window"):
+            size = None
+        if self.windows == "by_layer":
+            first = 0
+            if self.window_switch:
+                first = read.integer("max_window_layers", minimum=0)
+            pattern = [int(size is not None and layer >= first) for layer in range(layers)]
+            pattern = sliding_layers(read, layers, pattern)
+        else:
+            pattern = [int(size is not None)] * layers
+            reason = f"transformers ignores it for {self.model_type}, which would have other layers"
+            read.require_layer_types(SLIDING if size is not None else FULL, reason)
+        if not any(pattern):
             return {}
-        if config.get("sliding_window") is None:
+        if size is None:
+            read.refuse("layer_types", SLIDING, "the model has no sliding window")
             return {}
         window = {"window_size": [read.integer("sliding_window") - 1, 0]}
-        if self.windows == "all":
-            return window
-        layers, first = read.integer("num_hidden_layers", maximum=MAX_LAYERS), 0
-        if config.get("max_window_layers") != 0:
-            first = ConfigReader(config, {"max_window_layers": 28}).integer("max_window_layers")
-        default_pattern = [int(layer >= first) for layer in range(layers)]
-        pattern = sliding_layers(read, config, layers, default_pattern)
-        if all(pattern):
-            return window
-        return {**window, "window_attn_skip_freq": pattern} if any(pattern) else {}
+        return window if all(pattern) else {**window, "window_attn_skip_freq": pattern}
 
-    def _experts(self, read: ConfigReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _experts(self, read: ConfigReader, layers: int) -> dict[str, Any]:
+        count = "num_local_experts" if self.experts == "mixtral" else "num_experts"
         arguments: dict[str, Any] = {
-            "num_moe_experts": read.integer("num_local_experts", "num_experts", maximum=MAX_LAYERS),
+            "num_moe_experts": read.integer(count, maximum=MAX_LAYERS),
             "moe_router_topk": read.integer("num_experts_per_tok"),
         }
         if self.experts == "mixtral":
@@ -126,17 +141,16 @@ class LlamaLike:
         # With norm_topk_prob, the softmax is over the chosen experts, like megatron.core's default.
         arguments["moe_router_pre_softmax"] = not read.boolean("norm_topk_prob")
         arguments["moe_ffn_hidden_size"] = read.integer("moe_intermediate_size")
-        arguments["moe_layer_freq"] = self._pattern(read, config)
+        arguments["moe_layer_freq"] = self._pattern(read, layers)
         return arguments
 
-    def _pattern(self, read: ConfigReader, config: Mapping[str, Any]) -> list[int]:
+    def _pattern(self, read: ConfigReader, layers: int) -> list[int]:
         """Return 1 for each layer with experts and 0 for each dense layer."""
         step = read.integer("decoder_sparse_step")
-        dense = config.get("mlp_only_layers") or []
+        dense = read.get("mlp_only_layers") or []
         if not isinstance(dense, list):
             read.refuse("mlp_only_layers", dense, "expected a list of layer indices")
             dense = []
-        layers = read.integer("num_hidden_layers", maximum=MAX_LAYERS)
         return [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
 
     def config(self, values: Values) -> dict[str, Any]:
@@ -161,8 +175,10 @@ class LlamaLike:
         window = values["window_size"]
         if self.windows:
             config["sliding_window"] = None if window is None else window[0] + 1
-        if self.windows == "switched":
-            config |= {"use_sliding_window": window is not None, "max_window_layers": 0}
+        if self.window_switch:
+            config["use_sliding_window"] = window is not None
+        if self.windows == "by_layer":
+            config |= {"max_window_layers": 0} if self.window_switch else {}
             if values["window_attn_skip_freq"]:
                 config["layer_types"] = layer_types(values)
         if self.experts and values["num_moe_experts"]:
@@ -188,12 +204,10 @@ class LlamaLike:
         }
 
 
-def sliding_layers(
-    read: ConfigReader, config: Mapping[str, Any], layers: int, default: list[int]
-) -> list[int]:
+def sliding_layers(read: ConfigReader, layers: int, default: list[int]) -> list[int]:
     """Return 1 for each layer with a sliding window and 0 for the others, according to
     ``layer_types``; ``default`` if it is missing."""
-    types = config.get("layer_types")
+    types = read.get("layer_types")
     if types is None:
         return default
     is_valid = isinstance(types, list) and all(name in LAYER_TYPES for name in types)
@@ -210,17 +224,8 @@ def layer_types(values: Values) -> list[str]:
     return [LAYER_TYPES[not sliding] for sliding in values["window_attn_skip_freq"] or all_equal]
 
 
-_SLIDING, _FULL = LAYER_TYPES
 _SOFTCAPPING_NAMES = ("attn_logit_softcapping", "final_logit_softcapping")
 _TANH_GELU = "gelu_pytorch_tanh"
-_GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-    "hidden_activation": _TANH_GELU,
-}
-"""Values of keys that are missing in config.json of any Gemma family."""
 
 
 @dataclass(frozen=True)
@@ -233,22 +238,18 @@ class Gemma(LlamaLike):
     """
 
     period: int = 0
-    """For Gemma 2 and 3: every layer has a sliding window except every ``period``-th; 0 for the
-    first Gemma."""
-    softcapping: tuple[float | None, float | None] = (None, None)
-    """Bounds of attention scores and logits if config.json has none."""
+    """For Gemma 2 and 3: every layer has a sliding window except every ``period``-th by default; 0
+    for the first Gemma."""
 
-    def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = super().arguments({**_GEMMA_DEFAULTS, **self.defaults, **_given_keys(config)})
+    def _arguments(self, read: ConfigReader) -> dict[str, Any]:
+        arguments = super()._arguments(read)
         arguments |= {"layernorm_zero_centered_gamma": True, "scale_embeddings": True}
-        read = ConfigReader(config)
         read.require_value(
             "use_bidirectional_attention", False, "only causal attention is supported"
         )
-        if self.period:
-            arguments |= self._gemma2_arguments(read, config, arguments["num_layers"])
-        read.raise_problems(self.model_type)
-        return arguments
+        if "window_size" not in arguments:
+            arguments.pop("window_rotary_base", None)
+        return arguments | (self._gemma2_arguments(read) if self.period else {})
 
     def _activation(self, read: ConfigReader) -> dict[str, Any]:
         name = "hidden_activation" if self.period else "hidden_act"
@@ -257,68 +258,53 @@ class Gemma(LlamaLike):
             read.refuse(name, act, f"the activation of {self.model_type} is {_TANH_GELU}")
         return {"gated_linear_unit": True, "openai_gelu": True, "swiglu": False}
 
-    def _rope(self, read: ConfigReader) -> dict[str, Any]:
-        return {} if self.qk_norm else rope_arguments(read)
+    def _window(self, read: ConfigReader, layers: int) -> dict[str, Any]:
+        if not self.period:
+            return super()._window(read, layers)
+        period = read.integer("sliding_window_pattern") if self.qk_norm else self.period
+        pattern = [int((layer + 1) % period != 0) for layer in range(layers)]
+        pattern = sliding_layers(read, layers, pattern)
+        if not any(pattern):
+            return {}
+        window = [read.integer("sliding_window") - 1, 0]
+        return {"window_size": window, "window_attn_skip_freq": pattern}
 
-    def _gemma2_arguments(
-        self, read: ConfigReader, config: Mapping[str, Any], layers: int
-    ) -> dict[str, Any]:
+    def _gemma2_arguments(self, read: ConfigReader) -> dict[str, Any]:
         """Return the arguments that Gemma 2 and 3 have in addition to the first Gemma."""
         arguments: dict[str, Any] = {"sandwich_norm": True}
-        scale = config.get("query_pre_attn_scalar", 256)
-        if not is_number(scale) or scale <= 0:
-            read.refuse("query_pre_attn_scalar", scale, "expected a number above 0")
-            scale = 1
-        arguments["softmax_scale"] = float(scale) ** -0.5
-        for name, default in zip(_SOFTCAPPING_NAMES, self.softcapping, strict=True):
-            cap = config.get(name, default)
+        arguments["softmax_scale"] = read.positive_number("query_pre_attn_scalar") ** -0.5
+        for name in _SOFTCAPPING_NAMES:
+            cap = read.get(name)
             if cap is not None and (not is_number(cap) or cap <= 0):
                 read.refuse(name, cap, "expected a number above 0, or null")
             elif cap is not None:
                 arguments[name] = float(cap)
-        if self.qk_norm and arguments.pop("attn_logit_softcapping", None):
+        if self.qk_norm and (cap := arguments.pop("attn_logit_softcapping", None)):
             reason = "transformers ignores it for this family"
-            read.refuse("attn_logit_softcapping", config["attn_logit_softcapping"], reason)
-        pattern = self._sliding(read, config, layers)
-        if any(pattern):
-            width = ConfigReader({"sliding_window": 4096, **config})
-            arguments["window_size"] = [width.integer("sliding_window") - 1, 0]
-            arguments["window_attn_skip_freq"] = pattern
-            read.problems += width.problems
-        return arguments | (self._both_ropes(read, config, pattern) if self.qk_norm else {})
+            read.refuse("attn_logit_softcapping", cap, reason)
+        return arguments
 
-    def _sliding(self, read: ConfigReader, config: Mapping[str, Any], layers: int) -> list[int]:
-        """Return 1 for each layer with a sliding window and 0 for the others."""
-        with_default = ConfigReader({"sliding_window_pattern": self.period, **config})
-        period = with_default.integer("sliding_window_pattern")
-        read.problems += with_default.problems
-        default_pattern = [int((layer + 1) % period != 0) for layer in range(layers)]
-        return sliding_layers(read, config, layers, default_pattern)
-
-    def _both_ropes(
-        self, read: ConfigReader, config: Mapping[str, Any], pattern: list[int]
-    ) -> dict[str, Any]:
-        """Return the arguments of rotary positions, which differ between layers with full attention
-        and layers with a sliding window."""
+    def _rope(self, read: ConfigReader) -> dict[str, Any]:
+        """Return the arguments of rotary positions, which in Gemma 3 differ between layers with
+        full attention and layers with a sliding window."""
+        if not self.qk_norm:
+            return rope_arguments(read)
         sections = read.section("rope_parameters")
-        by_kind = {name: sections.get(name) for name in LAYER_TYPES}
-        old = {"rope_scaling": config.get("rope_scaling"), "rope_theta": config.get("rope_theta")}
-        full = ConfigReader({**old, "rope_parameters": by_kind[_FULL]}, {"rope_theta": 1e6})
-        local = {"rope_theta": config.get("rope_local_base_freq")}
-        windowed = ConfigReader(
-            {**local, "rope_parameters": by_kind[_SLIDING]}, {"rope_theta": 1e4}
+        if unknown := sorted(sections.keys() - {*LAYER_TYPES}):
+            expected = " and ".join(LAYER_TYPES)
+            read.refuse("rope_parameters", unknown, f"expected the keys {expected}")
+        full, sliding = (
+            ConfigReader({"rope_parameters": sections.get(name)}) for name in (FULL, SLIDING)
         )
-        arguments, base = rope_arguments(full), rope_arguments(windowed)
-        read.problems += full.problems + windowed.problems
+        arguments, base = rope_arguments(full), rope_arguments(sliding)
+        read.problems += full.problems + sliding.problems
         if set(base) != {"rotary_base"}:
             read.refuse(
                 "rope_parameters",
-                by_kind[_SLIDING],
+                sections.get(SLIDING),
                 "positions of layers with a sliding window cannot be scaled",
             )
-        if any(pattern):
-            arguments["window_rotary_base"] = base["rotary_base"]
-        return arguments
+        return {**arguments, "window_rotary_base": base["rotary_base"]}
 
     def config(self, values: Values) -> dict[str, Any]:
         config = super().config(values)
@@ -334,16 +320,12 @@ class Gemma(LlamaLike):
         }
         if self.qk_norm:
             full = {"rope_theta": config.pop("rope_theta"), **(config.pop("rope_scaling") or {})}
-            local = {"rope_theta": float(values["window_rotary_base"] or 1e4)}
+            local = {"rope_theta": float(values["window_rotary_base"] or THETA_SLIDING)}
             config["rope_parameters"] = {
-                _FULL: {"rope_type": "default", **full},
-                _SLIDING: {"rope_type": "default", **local},
+                FULL: {"rope_type": "default", **full},
+                SLIDING: {"rope_type": "default", **local},
             }
         return config
-
-
-def _given_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if value is not None}
 
 
 def _snap_to_integer(number: float) -> float | int:

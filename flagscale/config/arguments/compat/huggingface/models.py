@@ -16,6 +16,7 @@ from flagscale.config.arguments.compat.huggingface.families import (
     UNSUPPORTED_MODEL_TYPES,
     HuggingFaceFamily,
 )
+from flagscale.config.arguments.compat.huggingface.resolved_config import resolve_model_type
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.model_arguments import gated_ffn_width
 from flagscale.config.arguments.spec.registry import arguments
@@ -184,7 +185,7 @@ def huggingface_family_of(config: Mapping[str, Any]) -> HuggingFaceFamily:
     Raises:
         CheckpointError: the family is unknown or not supported.
     """
-    kind, classes = config.get("model_type"), config.get("architectures")
+    kind, classes = resolve_model_type(config), config.get("architectures")
     if not isinstance(kind, str):
         raise CheckpointError(f"{CONFIG}: model_type: expected a text, found {format_value(kind)}")
     if kind in UNSUPPORTED_MODEL_TYPES:
@@ -197,7 +198,10 @@ def huggingface_family_of(config: Mapping[str, Any]) -> HuggingFaceFamily:
             f"{kind!r}{did_you_mean(kind, HUGGINGFACE_FAMILIES)}"
         )
     family = HUGGINGFACE_FAMILIES[kind]
-    if classes and classes != [family.architecture]:
+    expected_classes = {family.architecture}
+    if kind != config["model_type"]:
+        expected_classes.add(HUGGINGFACE_FAMILIES[config["model_type"]].architecture)
+    if classes and classes not in [[name] for name in expected_classes]:
         raise CheckpointError(
             f"{CONFIG}: architectures: expected {family.architecture} for {kind}, found "
             f"{format_value(classes)}"

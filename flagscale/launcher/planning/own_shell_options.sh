@@ -1,0 +1,7 @@
+# shellcheck shell=bash
+# First part of the scripts that a user or a scheduler starts with any environment.
+
+# Options of the caller's shell (SHELLOPTS, BASHOPTS, BASH_ENV) do not apply to this script.
+if [[ ${SHELLOPTS@a}${BASHOPTS@a}${BASH_ENV+x} == *x* ]]; then
+    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV bash -- "$0" "$@"
+fi

@@ -1,0 +1,106 @@
+"""Standard streams of a command: closed ones, other encodings, and writes that fail.
+
+Uses the standard library alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+
+def prepare_standard_streams() -> None:
+    """Make the standard streams usable by a command, whatever they were started with.
+
+    A closed one becomes ``/dev/null``: otherwise the next opened file would get its descriptor, and
+    with it what child processes print. A character that the encoding lacks is written as
+    ``\\xe9`` or ``\\u2500``.
+    """
+    for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class LossyStream:
+    """Text stream that leaves out what cannot be written, and reports that once.
+
+    Lines are written whole and at once to the descriptor, so that a failed write leaves no rest
+    that a later one would repeat. Other attributes are those of the stream.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._pending = ""
+        self._lock = threading.RLock()
+        self.other: LossyStream | None = None
+        """Stream that reports the first failure of this one."""
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._pending += text
+            if text.endswith("\n"):
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            text, self._pending = self._pending, ""
+            try:
+                self._write_whole(text.encode(self._stream.encoding, "backslashreplace"))
+            except (OSError, ValueError) as error:
+                self._report(error)
+
+    def _write_whole(self, data: bytes) -> None:
+        descriptor = self._stream.fileno()
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    def _report(self, error: Exception) -> None:
+        if self.failed:
+            return
+        self.failed = True
+        if self.other is not None and not self.other.failed:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self.other.write(
+                f"note: {self._name} cannot be written: {reason}. Lines are left out here; the job "
+                "goes on, and action=logs prints its output\n"
+            )
+
+
+@contextmanager
+def lossy_standard_streams() -> Iterator[None]:
+    """Replace stdout and stderr by streams whose failures end nothing.
+
+    A job does not depend on the terminal or the file that shows its output.
+    """
+    originals = sys.stdout, sys.stderr
+    for stream in originals:
+        with suppress(OSError, ValueError):
+            stream.flush()
+    output, errors = LossyStream(sys.stdout, "stdout"), LossyStream(sys.stderr, "stderr")
+    output.other, errors.other = errors, output
+    sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        output.flush()
+        errors.flush()
+        sys.stdout, sys.stderr = originals
