@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from flagscale.errors import FlagscaleError
-from flagscale.output_streams import prepare_standard_streams
+from flagscale.output_streams import STDOUT, prepare_standard_streams
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,11 +51,9 @@ def run_command(command: Callable[[], int]) -> int:
         return 0
     except OSError as error:
         if error.filename is None:
-            if not _fails_to_flush(sys.stdout):
-                raise
+            raise
+        if error.filename == STDOUT:
             _discard_output(sys.stdout)
-            _print_error(f"error: stdout cannot be written: {error.strerror}")
-            return 1
         _print_error(f"error: {error.filename}: {error.strerror}")
         return 1
     return exit_code
@@ -65,15 +63,6 @@ def _print_error(text: str) -> None:
     """Print to stderr. If that fails, the exit code still reports the error."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _fails_to_flush(stream: TextIO) -> bool:
-    """Return True if the stream holds output that cannot be written."""
-    try:
-        stream.flush()
-    except OSError:
-        return True
-    return False
 
 
 def _discard_output(stream: TextIO) -> None:

@@ -11,7 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+STDOUT = "stdout"
+"""Name of the output stream in errors."""
 
 
 def prepare_standard_streams() -> None:
@@ -29,9 +35,38 @@ def prepare_standard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _reopen(sys.stdout, STDOUT)
+
+
+class _NamedFile(io.FileIO):
+    """File whose errors of writing carry a name, as those of opened files do."""
+
+    def __init__(self, descriptor: int, stream_name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._stream_name = stream_name
+
+    def write(self, data: ReadableBuffer, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = self._stream_name
+            raise
+
+
+def _reopen(stream: io.TextIOWrapper, name: str) -> io.TextIOWrapper:
+    """Return a stream like this one that escapes what its encoding lacks and names itself in
+    errors.
+    """
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_NamedFile(stream.fileno(), name)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class LossyStream:
@@ -95,7 +130,7 @@ def lossy_standard_streams() -> Iterator[None]:
     for stream in originals:
         with suppress(OSError, ValueError):
             stream.flush()
-    output, errors = LossyStream(sys.stdout, "stdout"), LossyStream(sys.stderr, "stderr")
+    output, errors = LossyStream(sys.stdout, STDOUT), LossyStream(sys.stderr, "stderr")
     output.other, errors.other = errors, output
     sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
     try:

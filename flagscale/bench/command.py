@@ -114,7 +114,8 @@ class BenchCommand(RankStarter[P], ABC):
         Args:
             words: arguments.
             prog: name of the command in messages.
-            keeps: this process writes and compares result files, so they are checked.
+            writes_results: this process writes and compares result files, so their paths are
+                checked. False on all ranks but rank 0.
 
         Raises:
             ConfigError: a flag or value is wrong; a file cannot be read or used.

@@ -21,7 +21,7 @@ def show_config(
     """Return a part of a configuration as YAML.
 
     Args:
-        sources: Sources of the configuration.
+        sources: The YAML that the user named, the overrides, and the location of each key.
         part: ``job`` for the experiment's own part, ``hydra`` for Hydra's, ``all`` for both.
         package: Dotted key of the section to show; None for everything.
         resolved: Whether to resolve interpolations.
@@ -30,8 +30,9 @@ def show_config(
         The YAML, and whether a secret in it was hidden.
 
     Raises:
-        ConfigError: if the configuration cannot be composed or has no section ``package``.
+        ConfigError: if an override is invalid, the configuration cannot be composed or has no section ``package``.
     """
+    # Composes even if an override is invalid, so that all invalid ones are reported at once.
     config, problems = compose_valid_overrides(sources)
     if problems:
         raise ConfigError(problems)

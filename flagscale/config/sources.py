@@ -38,7 +38,8 @@ def find_location(locations: Mapping[str, str], key: str) -> str | None:
 
 @dataclass
 class Sources:
-    """Source locations (``file:line``) and texts of the composed configuration, by dotted key."""
+    """Origin of a composed configuration: the YAML, the overrides, and, by dotted key, the source
+    location (``file:line``) and text of each value."""
 
     file: Path
     """The YAML that the user named."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flagscale.config.arguments.rules.model_family import Transformer, get_model_family
 from flagscale.errors import ConfigError
-from flagscale.estimate.attention import projection_weights, score_width
+from flagscale.estimate.attention import projection_weights, query_and_value_width
 
 _FORWARD_COST, _INPUT_GRADIENT_COST, _WEIGHT_GRADIENT_COST = 1.0, 1.0, 1.0
 """Relative cost of the forward pass, and in the backward pass of the gradients of inputs and of
@@ -133,9 +133,9 @@ def attention_flops(args: Any, window: int | None) -> float:
     """
     length = args.seq_length
     if window is not None and window < length:
-        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * score_width(args))
+        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * query_and_value_width(args))
     attended_tokens = length * (1 if get_transformer(args).causal else 2)
-    return float(attended_tokens * score_width(args))
+    return float(attended_tokens * query_and_value_width(args))
 
 
 def attention_windows(args: Any) -> tuple[int | None, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 _SOFTCAP_ELEMENTS = 4
-"""Elements kept for the backward pass per softcapped score: the capped score, and its softmax in
-fp32 and in the model's precision, in units of the model's precision.
+"""16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for its
+softmax in fp32, and 1 for the softmax in the precision of the model.
 """
 
 
@@ -38,9 +38,12 @@ def qk_norm_size(args: Any) -> int:
     return int((args.q_lora_rank or 0) + args.kv_lora_rank)
 
 
-def score_width(args: Any) -> int:
-    """Return the total width of queries and values over all heads: multiply-adds per pair of
-    tokens.
+def query_and_value_width(args: Any) -> int:
+    """Return the elements of a token's queries and values over all heads.
+
+    For a pair of tokens, a score takes one multiply-add per element of a query, and its product
+    with the values one per element of a value. The width is therefore the number of multiply-adds
+    per pair of tokens.
     """
     heads = args.num_attention_heads
     if not args.multi_latent_attention:
@@ -60,7 +63,7 @@ def activation_elements(args: Any) -> float:
     heads = args.num_attention_heads
     kv_size = kv_width(args)
     output_size = heads * (args.v_head_dim if args.multi_latent_attention else head_dim(args))
-    query_size = score_width(args) - output_size  # as wide as keys
+    query_size = query_and_value_width(args) - output_size  # as wide as keys
     elements = query_size + kv_size * args.context_parallel_size + 2 * output_size
     if args.multi_latent_attention:
         latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
@@ -75,12 +78,17 @@ def activation_elements(args: Any) -> float:
 def kv_width(args: Any) -> int:
     """Return the elements of a token's keys and values over all heads."""
     if args.multi_latent_attention:
-        return score_width(args)
+        # Each head has keys and values of its own, and keys are as wide as queries.
+        return query_and_value_width(args)
     return int(2 * head_dim(args) * (args.num_query_groups or args.num_attention_heads))
 
 
 def gathered_kv_elements(args: Any) -> float:
-    """Return a rank's elements of the whole sequence's keys and values, per token of its own."""
+    """Return the elements of gathered keys and values on a rank, divided by the tokens of the rank.
+
+    Context parallelism splits the sequence over ranks, and each rank gathers the keys and values
+    of the whole sequence.
+    """
     elements = kv_width(args) * args.context_parallel_size
     return float(elements / args.tensor_model_parallel_size)
 

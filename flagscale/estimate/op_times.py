@@ -289,7 +289,7 @@ def _attention_efficiency(args: Any) -> float:
 def _pointwise_elements(args: Any, kind: LayerKind) -> float:
     """Return the elements per token that compiled pointwise operations read or write."""
     hidden, ffn_size = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
-    query_width = attention.score_width(args) / 2
+    query_width = attention.query_and_value_width(args) / 2
     qkv_width = query_width + attention.kv_width(args)
     if args.qk_layernorm:
         qkv_width += query_width + attention.kv_width(args) / 2
@@ -308,7 +308,7 @@ def _pointwise_elements(args: Any, kind: LayerKind) -> float:
 def _cast_elements(args: Any, *, is_moe: bool) -> float:
     """Return the elements per token of inputs and outputs of a layer's linear layers."""
     hidden, ffn_size = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
-    query_width = attention.score_width(args) / 2
+    query_width = attention.query_and_value_width(args) / 2
     attention_elements = 2 * hidden + 2 * query_width + attention.kv_width(args)
     if is_moe:
         ffn_size = args.moe_shared_expert_intermediate_size or 0

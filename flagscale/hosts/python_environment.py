@@ -36,7 +36,8 @@ class PythonEnvironment:
     """Python environment of a host.
 
     ``code`` is the digest of the project's code there, empty where code was not compared.
-    ``module_replies`` are the replies of modules of this project, by the query's name.
+    ``module_replies`` are the JSON replies of modules of this project that the probe has called, by
+    the name of the request.
     """
 
     version: str
@@ -62,8 +63,8 @@ def parse_environment(text: str) -> PythonEnvironment | None:
             package, _, version = value.partition(" ")
             packages[package] = version
         elif prefix == "=" and name == "answer":
-            query_name, reply = json.loads(value)
-            module_replies[query_name] = reply
+            request_name, reply = json.loads(value)
+            module_replies[request_name] = reply
         elif prefix == "=":
             values[name] = value
     if not values.get("version"):

@@ -32,6 +32,8 @@ SLEEPING_PROGRAM = """
     print("ready", flush=True)
     time.sleep(600)
 """
+# Configuration and command-line overrides that are stored with a plan. Nothing reads them.
+_CONFIG_TEXT, _OVERRIDES_TEXT = "config: 1\n", "[]\n"
 
 
 class Bench:
@@ -53,6 +55,7 @@ class Bench:
         fields: dict[str, Any] = {
             "name": "bench",
             "exp_dir": self.root / "exp",
+            # external: the program may be no part of flagscale, and reports no status.
             "task": Task(entrypoint=entrypoint, external=True),
             "runner": Runner(stop_grace=1.0),
             "envs": Environments(),
@@ -61,7 +64,9 @@ class Bench:
             "config_file": self.root / "x.yaml",
         }
         experiment = Experiment(**{**fields, **changes})
-        machine = Machine(sys.executable, PROJECT, self.root, 2, {})
+        machine = Machine(
+            python=sys.executable, project=PROJECT, workdir=self.root, cpus=2, devices={}
+        )
         launch_plan = plan(
             experiment,
             assign_ranks(experiment, [Host("localhost")], [machine]),
@@ -79,12 +84,12 @@ class Bench:
 
     def submit(self, plan: LaunchPlan) -> RunState:
         """Start a plan."""
-        return self.runner.submit(plan, ConfigTexts("config: 1\n", "[]\n"))
+        return self.runner.submit(plan, ConfigTexts(_CONFIG_TEXT, _OVERRIDES_TEXT))
 
     @staticmethod
     def write_script(plan: LaunchPlan) -> None:
         """Write the script of a plan without starting it."""
-        save_plan(plan, "config: 1\n", "[]\n")
+        save_plan(plan, _CONFIG_TEXT, _OVERRIDES_TEXT)
         write_atomic(plan.hosts[0].script, render(plan, plan.hosts[0]), mode=0o700)
 
     def start(self, program: str, ready: str = "ready", **changes: Any) -> RunState:

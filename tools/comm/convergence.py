@@ -136,7 +136,7 @@ def train(
         bed: hosts with one rank each.
         options: parsed command line.
         seed: seed of the weights and the text.
-        loss: percentage of packets to drop, with bounded all_reduces; None: exact all_reduces
+        packet_loss: percentage of packets to drop, with bounded all_reduces; None: exact all_reduces
             without loss.
     """
     for host in bed.hosts:

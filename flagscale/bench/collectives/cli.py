@@ -82,7 +82,7 @@ def read_specs(
     Args:
         words: arguments.
         prog: name of the command in messages.
-        keeps: this process writes and compares result files, so their paths are checked.
+        writes_results: this process writes and compares result files, so their paths are checked.
 
     Raises:
         ConfigError: a flag or value is wrong, or a file cannot be read or used. In a batch the

@@ -33,7 +33,7 @@ def render(
         rows: results.
         curves: curves of the rows, and imported ones.
         header: lines on the conditions.
-        about: the JSON file's record of the conditions.
+        conditions: the JSON file's record of the conditions.
     """
     names = list(dict.fromkeys(row.operation for row in rows))
     config = conditions.get("config", {})

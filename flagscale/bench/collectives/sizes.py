@@ -83,7 +83,7 @@ def round_to_parts(size: int, element_bytes: int, parts: int) -> int:
 
     Args:
         size: size in bytes.
-        element: size of an element in bytes.
+        element_bytes: size of an element in bytes.
         parts: number of parts.
     """
     unit = element_bytes * parts

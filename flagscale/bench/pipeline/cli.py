@@ -1,7 +1,8 @@
 """Command ``flagscale bench pipeline``: measures fsccl's pipelined schedules.
 
-A pipelined schedule cuts the block of a rank into ``k`` chunks. Chunk c travels around ring c, from
-rank to rank, in sends of ``nelem_per_send`` elements. Both parameters can be varied.
+A pipelined schedule divides the block of each rank into ``k`` chunks. Chunk c travels around ring
+c, a cycle through all ranks, from each rank to the next, in sends of ``nelem_per_send`` elements.
+Both parameters can be varied.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ UNITS: Mapping[str, int] = {"GB": 10**9, "GiB": 2**30}
 
 MAX_CHUNKS, MAX_SEND_ELEMENTS = 64, 1 << 26
 """fsccl's limits (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
-RING_SLOTS = 2
-"""Number of sends that a rank's ring holds: the depth of a channel in fsccl."""
+SENDS_IN_FLIGHT = 2
+"""Number of sends that a rank buffers for each chunk: the depth of a channel in fsccl."""
 
 _WIDTH = 99
 
@@ -119,7 +120,7 @@ def format_heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[s
     title = f" {TITLES[schedule.operation]} "
     parameters = "fsccl's own choice of algorithm"
     if schedule.k > 0:
-        scratch_bytes = schedule.k * RING_SLOTS * schedule.nelem * plan.type.bytes
+        scratch_bytes = schedule.k * SENDS_IN_FLIGHT * schedule.nelem * plan.type.bytes
         parameters = (
             f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch_bytes}"
         )
@@ -143,20 +144,21 @@ def format_row(row: PipelineRow, unit: str) -> str:
 
 
 _DESCRIPTION = """\
-Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
-chunks; chunk c travels around ring c, from rank to rank, in sends of nelem_per_send elements.
+Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. The block of each rank
+is divided into k chunks; chunk c travels around ring c, from rank to rank, in sends of
+nelem_per_send elements.
 """
 _EPILOG = """\
 examples
   {prog} -r 4
       the three operations with their usual parameters
   {prog} -r 8 --sizes 1G --bw-unit GiB
-      the table in which such schedules are published
+      one size in the unit that publications on such schedules use
   {prog} -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
       every combination; k=0: fsccl's own choice
   {prog} -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
   FSCCL_CLUSTERS=2,2 {prog} -r 4
-      between nodes, by messages
+      two nodes of two ranks each: messages between nodes, shared memory within
 
 size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
 the average and of the best iteration. scratch_size is the memory for a rank's sends, in bytes.

@@ -57,7 +57,7 @@ def run_over_ssh(
     host, or of the first other host that failed.
 
     Args:
-        place: hosts and ranks.
+        placement: hosts and ranks.
         entry_point: function of the ranks, as ``module:function``.
         plan: argument of the function.
         environment: environment of this process, parts of which are forwarded.

@@ -47,8 +47,9 @@ or after ``_MAX_REFINED_SAMPLES``. Three of these windows take less time than ho
 that is slightly wrong.
 """
 _WINDOW_SECONDS = 12.0
-MAX_HELD_STEP = 0.4
-"""Largest correction of ln(burst) once a size was held: a factor of 1.5."""
+MAX_HOLD_STEP = 0.4
+"""Largest correction of ln(burst) in one step while the ratio is held near its target: a factor of
+1.5 in the burst size."""
 _SETTLE_SAMPLES = 10
 """Samples that are discarded after a change of the burst size."""
 MAX_HELD_SAMPLES = 20000
@@ -180,7 +181,7 @@ class _CalibrationLoop:
             if not is_wide and self._seconds_until(MIN_WINDOW_BURSTS, begin) <= 0:
                 break
         if times:
-            self._record_window(times, MAX_HELD_STEP)
+            self._record_window(times, MAX_HOLD_STEP)
 
     def _seconds_until(self, bursts: int, begin: float) -> float:
         """Return the expected seconds until ``bursts`` bursts of all flows have been sent since
@@ -221,7 +222,7 @@ class _CalibrationLoop:
             if timed_out or len(times) >= MAX_HELD_SAMPLES or self._steering.is_stuck:
                 return self._finish_missed()
             if enough_bursts and self._is_off_target(result):
-                self._record_window(times, MAX_HELD_STEP)
+                self._record_window(times, MAX_HOLD_STEP)
                 times, begin = [], time.monotonic()
 
     def _is_off_target(self, result: ProbeResult) -> bool:

@@ -2,7 +2,11 @@
 
 With ``--tail`` the size of the bursts is calibrated to a requested tail ratio: p99/p50 of the
 times of a probe, a small all_reduce or echo between the same hosts. The tail ratio is measured
-again at intervals while the traffic is sent. Called by :mod:`flagscale.bench.cli`.
+again at intervals while the traffic is sent, and the size is corrected if the ratio has left its
+target. Called by :mod:`flagscale.bench.cli`.
+
+An :class:`.spec.Environment` describes the traffic: hosts, flows, their pattern, and the probe. To
+*play* it is to send the traffic. The environment can be stored in a file and played again.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from flagscale.bench.machine import describe_machine
-from flagscale.bench.traffic.calibration import MAX_HELD_STEP, Calibration, calibrate
+from flagscale.bench.traffic.calibration import MAX_HOLD_STEP, Calibration, calibrate
 from flagscale.bench.traffic.environment import write_environment
 from flagscale.bench.traffic.options import TrafficPlan, parse_command
 from flagscale.bench.traffic.session import MAX_SESSION_SECONDS, FlowRate, Traffic, play
@@ -188,7 +192,7 @@ class _TrafficRun:
         high = environment.target + environment.tolerance
         if result.low > high or result.high < low:
             burst = self._steering.record_window(
-                environment.pattern.burst, result.ratio, result.samples, MAX_HELD_STEP
+                environment.pattern.burst, result.ratio, result.samples, MAX_HOLD_STEP
             )
             traffic.change(replace(environment.pattern, burst=burst))
             view.print_line(
@@ -236,7 +240,9 @@ class _TrafficRun:
                 "burst": calibration.environment.pattern.burst,
             },
             "corrections": self._corrections,
-            "late_seconds": round(traffic.late, 3),
+            # Seconds of bursts that were dropped, because the path is too slow for the load.
+            "late_seconds": round(traffic.late_seconds, 3),
+            # Over all measurements after calibration: how well the ratio was held at its target.
             "held": to_plain(summarize(self._samples)) if self._samples else None,
             "checks": [{"at": round(at, 1), **to_plain(result)} for at, result in self._checks],
             "flows": flows,

@@ -64,7 +64,7 @@ def read_environment(path: Path) -> Environment:
 
 
 def check_environment(environment: Environment, name: str) -> None:
-    """Refuse an environment that cannot be played.
+    """Refuse an environment that cannot be played, that is, whose traffic cannot be sent.
 
     Args:
         environment: environment to check.

@@ -1,5 +1,9 @@
 """Keyed handshake: traffic is sent only to a host that proves membership of this session.
 
+A session is one run of ``flagscale bench traffic``, from its start to its end (:mod:`.session`). It
+draws a random key, and passes it over SSH to the process that it starts on each host. Flows and
+hosts are numbered by their indices in :class:`.spec.Environment`.
+
 Messages, each with a MAC (message authentication code) by the session's key:
 
 - hello: source of a flow to its target, with the flow, both hosts and a nonce;
@@ -7,7 +11,9 @@ Messages, each with a MAC (message authentication code) by the session's key:
 - tally: target to source, the bytes of datagrams received since the hello.
 
 A host outside the session gets no answer, and nothing it could replay with effect: the bytes that
-follow a repeated hello are only discarded. Used on hosts, with the standard library alone.
+follow a repeated hello are only discarded.
+
+The processes on the hosts import this module, so it uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ TALLY_SIZE = 8 + _MAC_SIZE
 
 
 def make_hello(key: bytes, flow: int, source: int, target: int) -> bytes:
-    """Return the first message from the source of a flow to its target."""
+    """Return the first message from host ``source`` of a flow to host ``target``."""
     header = _HEADER.pack(_MAGIC, flow, source, target, os.urandom(16))
     return header + _mac(key, b"hello", header)
 

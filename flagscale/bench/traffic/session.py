@@ -395,7 +395,7 @@ class Traffic(Closeable):
         ]
 
     @property
-    def late(self) -> float:
+    def late_seconds(self) -> float:
         """Seconds of bursts that were dropped because the path is too slow for the load."""
         return sum(self._late_by_host.values())
 

@@ -1,8 +1,12 @@
 """Order in which the arms of ``flagscale bench training`` train, drawn by a seed.
 
+An arm is one of the variants that are compared, such as a communication backend with its options.
 In each round every arm has one turn, a block of consecutive steps. Every arm trains the same steps
 in the same rounds. Each step of one arm therefore corresponds to a step of every other, and
 temporary load on the machine affects all arms alike.
+
+A comparison may be repeated under several settings of the network, such as background traffic of
+different strength. The order of the settings is drawn, too.
 """
 
 from __future__ import annotations
@@ -54,5 +58,5 @@ def schedule_blocks(
 
 
 def draw_order(count: int, seed: int) -> list[int]:
-    """Return the order of ``count`` settings, drawn by a seed."""
+    """Return the indices of ``count`` settings of the network in the order in which they run."""
     return random.Random(f"settings {seed}").sample(range(count), count)

@@ -117,6 +117,7 @@ class HostPlan(HasRanks):
         fields = {
             **vars(self),
             "environment": environment,
+            # ${host:NAME} instead of the internal form of references to the host's variables.
             "starter": restore_references(self.starter),
         }
         return dict(to_plain(fields))

@@ -29,6 +29,7 @@ from flagscale.train.checkpoint.collective_errors import (
 from flagscale.train.checkpoint.loading import LoadReport
 from flagscale.train.checkpoint.store import CheckpointStore
 from flagscale.train.checkpoint.writing import CheckpointWrite
+from flagscale.train.optim.hyperparameters import save_schedule
 from flagscale.train.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ class Checkpointer:
             state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, group_metadata, is_loading=False
             )
-            state_dict["scheduler"] = state.scheduler.state_dict()
+            state_dict["scheduler"] = save_schedule(state.scheduler)
         if not args.no_save_rng:
             state_dict.update(sharded_state.build_rng_state())
         state_dict["progress"] = state.progress.state_dict()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +24,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from flagscale.checkpoint_metadata import read_metadata
 from flagscale.checkpoints import CheckpointDirectory, LatestCheckpoint
 from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
-from flagscale.config.arguments.rules.resuming import PartsToLoad, parts_to_load, schedule_error
+from flagscale.config.arguments.rules.resuming import (
+    PartsToLoad,
+    loads_optimizer,
+    parts_to_load,
+)
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import checksums, sharded_state
 from flagscale.train.checkpoint.collective_errors import (
@@ -33,6 +37,14 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
 )
 from flagscale.train.layers import lora
+from flagscale.train.optim.hyperparameters import (
+    insert_groups,
+    read_saved_schedule,
+    remove_groups,
+    resume_schedule,
+    saved_optimizer_name,
+    set_hyperparameters,
+)
 from flagscale.train.state import TrainState
 
 # Exceptions that torch and megatron.core raise for a damaged or malformed file.
@@ -45,7 +57,6 @@ _READ_ERRORS = (
     UnpicklingError,
     ValueError,
 )
-_SCHEDULE_VALUES = re.compile(r"class input value (.*) and checkpoint\s*value (.*) for (.*) do not")
 
 
 @dataclass(frozen=True)
@@ -93,10 +104,13 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     if args.verify_checkpoint:
         raise_on_all_ranks(_find_damage(checkpoint.path))
     vocabulary_range = sharded_state.vocabulary_range(args, state)
-    selected_parts = parts_to_load(
-        checkpoint.content, vars(args), dist.get_world_size(), vocabulary_range
-    )
-    loaded_state = _read_shards(args, checkpoint, state, selected_parts)
+    content = dict(checkpoint.content)
+    if loads_optimizer(vars(args)) and content.get("has_optimizer", True):
+        content |= run_on_rank_0(lambda: _describe_saved_optimizer(checkpoint.path))
+    selected_parts = parts_to_load(content, vars(args), dist.get_world_size(), vocabulary_range)
+    if selected_parts.kept_schedule:
+        set_hyperparameters(state.scheduler, state.optimizer, selected_parts.kept_schedule)
+    loaded_state = _read_shards(args, checkpoint, state, selected_parts, content)
     error = None
     try:
         _apply_state(loaded_state, state, selected_parts)
@@ -119,6 +133,29 @@ def _require_safe_metadata(path: Path) -> None:
     read_metadata(path)
 
 
+def _describe_saved_optimizer(path: Path) -> dict[str, Any]:
+    """Return the optimizer of a checkpoint and its hyperparameters, as the manifest has them.
+
+    They are read from the state itself: older manifests lack some, and a checkpoint of another
+    program has no manifest.
+
+    Raises:
+        CheckpointError: they cannot be read, or the checkpoint is of another program.
+    """
+    try:
+        common_state = dist_checkpointing.load_common_state_dict(str(path))
+    except _READ_ERRORS as problem:
+        raise CheckpointError(f"{path} cannot be loaded: {describe_error(problem)}") from problem
+    if "optimizer" not in common_state or "scheduler" not in common_state:
+        raise CheckpointError(
+            f"{path} contains no optimizer and schedule of this program",
+            hint="finetune: true loads its weights only",
+        )
+    name = saved_optimizer_name(common_state)
+    description: dict[str, Any] = {} if name is None else {"optimizer": name}
+    return {**description, "schedule": read_saved_schedule(common_state)}
+
+
 def _find_damage(path: Path) -> str | None:
     """Verify this rank's fraction of the checksums; return the first error, or None."""
     storage = read_metadata(path).storage_data.items()
@@ -134,6 +171,7 @@ def _read_shards(
     checkpoint: LatestCheckpoint,
     state: TrainState,
     selected_parts: PartsToLoad,
+    content: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Read this rank's shards of the selected parts of a checkpoint."""
     path = str(checkpoint.path)
@@ -150,6 +188,7 @@ def _read_shards(
             sharded_state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, metadata, is_loading=True
             )
+            remove_groups(sharded_state_dict["optimizer"], content["schedule"])
         if selected_parts.rng:
             sharded_state_dict.update(sharded_state.build_rng_state())
         strategy = get_default_load_sharded_strategy(path)
@@ -176,10 +215,11 @@ def _apply_state(
         )
         module.load_state_dict(loaded_state[name], strict=not has_adapters)
     if selected_parts.optimizer:
+        insert_groups(loaded_state["optimizer"], state.optimizer)
         with torch.no_grad():
             state.optimizer.load_state_dict(loaded_state["optimizer"])
         _synchronize_optimizer_step(state.optimizer)
-        _load_schedule(loaded_state, state)
+        resume_schedule(state.scheduler, loaded_state["scheduler"])
     else:
         # The optimizer's fp32 copies still hold the initial weights.
         state.optimizer.reload_model_params()
@@ -206,21 +246,3 @@ def _synchronize_optimizer_step(optimizer: Any) -> None:
         if int(step):
             group["step"] = int(step)
 
-
-def _load_schedule(loaded_state: dict[str, Any], state: TrainState) -> None:
-    """Load the learning-rate schedule; rephrase megatron.core's error if the arguments differ."""
-    try:
-        state.scheduler.load_state_dict(loaded_state["scheduler"])
-    except AssertionError as error:
-        # The manifest lacks the schedule: an older version or Megatron-LM wrote the checkpoint.
-        raise schedule_error(_describe_schedule_error(error)) from error
-
-
-def _describe_schedule_error(error: AssertionError) -> str:
-    """Rephrase megatron.core's error about a schedule value. Its lengths are in samples."""
-    match = _SCHEDULE_VALUES.search(str(error))
-    if match is None:
-        return str(error)
-    configured, saved, name = match.groups()
-    unit = " (in samples)" if "iterations" in name else ""
-    return f"{name}{unit}: the checkpoint has {saved}, the arguments {configured}"

@@ -21,11 +21,12 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from flagscale.accelerators.device import current_device
 from flagscale.config.arguments.layout import vocabulary_parts
-from flagscale.config.arguments.rules.resuming import SCHEDULE_TERMS, describe_arguments
+from flagscale.config.arguments.rules.resuming import describe_arguments
 from flagscale.train.checkpoint.bucket_padding import keep_bucket_padding
 from flagscale.train.checkpoint.content_metadata import METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.embedding_sharding import shard_embedding_rows
 from flagscale.train.layers import lora
+from flagscale.train.optim.hyperparameters import describe_schedule
 from flagscale.train.state import TrainState
 
 __all__ = [
@@ -159,11 +160,11 @@ def restore_rng(loaded_state: Mapping[str, Any]) -> None:
 
 def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
     """Return the manifest's entries about the run: model, layout, vocabulary and schedule."""
-    schedule = state.scheduler.state_dict()
     return {
         **describe_arguments(vars(args), dist.get_world_size()),
         "vocabulary": vocabulary_range(args, state),
-        "schedule": {name: schedule[name] for name in SCHEDULE_TERMS},
+        "optimizer": args.optimizer,
+        "schedule": describe_schedule(state.scheduler, state.optimizer),
     }
 
 

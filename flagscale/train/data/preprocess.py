@@ -8,6 +8,7 @@ only when they are complete. ``tools/data/preprocess.py`` is the command.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -234,9 +235,13 @@ def _encode_chunks(
     At most three chunks per worker are pending, so that a slow disk does not fill the memory.
     """
     encode = partial(_encode_chunk, job=job, dtype=dtype)
+    context = get_context("forkserver")
+    if "transformers" in sys.modules:
+        # The tokenizer needs it: import it once instead of once per worker.
+        context.set_forkserver_preload(["transformers"])
     with ProcessPoolExecutor(
         job.workers,
-        mp_context=get_context("forkserver"),
+        mp_context=context,
         initializer=_start_worker,
         initargs=(job.tokenizer,),
     ) as pool:

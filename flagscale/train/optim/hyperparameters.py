@@ -30,6 +30,8 @@ _SCHEDULER_KEYS = (
     "wd_incr_style",
 )
 """Attributes of megatron.core's scheduler that determine a schedule."""
+_DECOUPLED_KEYS = {"max_lr": "decoupled_lr", "min_lr": "decoupled_min_lr"}
+"""Rates of a parameter group, and their names in a group of decoupled weights."""
 _STEP = "step"
 
 
@@ -70,15 +72,14 @@ def set_hyperparameters(
     """Replace hyperparameters of a run by ``values``."""
     for key in values.keys() & set(_SCHEDULER_KEYS):
         setattr(scheduler, key, values[key])
+    rates = {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
     for group in optimizer.param_groups:
-        rates = {"max_lr": values.get("max_lr"), "min_lr": values.get("min_lr")}
-        if group["is_decoupled_lr"]:
-            # None: the checkpoint has no separate rates, and all weights have the same.
-            rates = {
-                "max_lr": values.get("decoupled_lr") or rates["max_lr"],
-                "min_lr": values.get("decoupled_min_lr") or rates["min_lr"],
-            }
-        group.update({key: value for key, value in rates.items() if value is not None})
+        if not group["is_decoupled_lr"]:
+            group.update(rates)
+        for key, name in _DECOUPLED_KEYS.items() if group["is_decoupled_lr"] else ():
+            if name in values:
+                # None: the checkpoint's decoupled weights have the rates of all others.
+                group[key] = rates[key] if values[name] is None else values[name]
         if "betas" in group:
             beta1, beta2 = group["betas"]
             group["betas"] = (values.get("adam_beta1", beta1), values.get("adam_beta2", beta2))
@@ -89,6 +90,88 @@ def set_hyperparameters(
 
 
 def resume_schedule(scheduler: OptimizerParamScheduler, state: Mapping[str, Any]) -> None:
-    """Continue a schedule at the position of a checkpoint, with the hyperparameters it has."""
+    """Continue a schedule at the position of a checkpoint, with the hyperparameters that it has."""
     scheduler.num_steps = state["num_steps"]
     scheduler.step(0)
+
+
+def mark_decoupled_groups(optimizer: MegatronOptimizer) -> None:
+    """Mark the groups with a learning rate of their own (``decoupled_lr``).
+
+    megatron.core identifies the groups of a checkpoint by this mark and others, but never sets it,
+    and would exchange the groups with and without such a rate.
+    """
+    for group in optimizer.param_groups:
+        group["is_decoupled_lr"] = _is_decoupled(group)
+
+
+def remove_groups(sharded_state: Any, saved_schedule: Mapping[str, Any]) -> None:
+    """Remove the parameter groups from an optimizer's sharded state dict before it is loaded.
+
+    The checkpoint may have other groups. Buffers that it lacks are removed as well: SGD without
+    momentum has none.
+    """
+    for state in _iter_group_owners(sharded_state):
+        del state["param_groups"]
+        if saved_schedule.get("sgd_momentum") == 0:
+            state["state"] = {}
+
+
+def insert_groups(loaded_state: Any, optimizer: MegatronOptimizer) -> None:
+    """Put the run's parameter groups into the loaded state of an optimizer, in place.
+
+    Each gets the number of steps that is recorded in the checkpoint's groups.
+    """
+    steps = [int(group[_STEP]) for group in _saved_groups(loaded_state) if group.get(_STEP)]
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    for index, member in enumerate(members):
+        if member.optimizer is None:
+            continue  # this rank has no parameters of this optimizer
+        state = loaded_state if len(members) == 1 else loaded_state[index]
+        if state.get("grad_scaler") == {}:
+            del state["grad_scaler"]  # a constant loss scale has no state
+        inner_state = state.get("optimizer", state)
+        inner_state.setdefault("state", {})
+        groups = member.optimizer.state_dict()["param_groups"]
+        for group in groups:
+            group.pop(_STEP, None)
+            if steps:
+                group[_STEP] = max(steps)
+        inner_state["param_groups"] = groups
+
+
+def _describe_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the hyperparameters that parameter groups contain."""
+    values: dict[str, Any] = dict.fromkeys(_DECOUPLED_KEYS.values())
+    for group in groups:
+        if "betas" in group:
+            values["adam_beta1"], values["adam_beta2"] = group["betas"]
+            values["adam_eps"] = group["eps"]
+        elif "momentum" in group:
+            values["sgd_momentum"] = group["momentum"]
+        if _is_decoupled(group):
+            values.update({name: group[key] for key, name in _DECOUPLED_KEYS.items()})
+    return values
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
+
+
+def _saved_groups(optimizer_state: Any) -> Iterator[Mapping[str, Any]]:
+    for state in _iter_group_owners(optimizer_state):
+        yield from state["param_groups"]
+
+
+def _iter_group_owners(state: Any) -> Iterator[dict[str, Any]]:
+    """Yield the state dicts of torch's optimizers in the state dict of megatron.core's optimizer,
+    which is a sequence of several if it is chained."""
+    if isinstance(state, list):
+        for item in state:
+            yield from _iter_group_owners(item)
+    elif isinstance(state, dict) and "param_groups" in state:
+        yield state
+    elif isinstance(state, dict):
+        for key, item in state.items():
+            if key == "optimizer" or isinstance(key, int):
+                yield from _iter_group_owners(item)

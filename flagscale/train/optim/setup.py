@@ -24,6 +24,7 @@ from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
 from flagscale.train.optim.global_norm import use_global_grad_norm
+from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 
 
 def replace_fallbacks() -> None:
@@ -58,6 +59,7 @@ def build_optimizer(
         if chained.optimizer is not None and chained.init_state_fn is None:
             # Loading a checkpoint allocates the state first. megatron.core has no function for SGD.
             chained.init_state_fn = _init_sgd_momentum
+    mark_decoupled_groups(optimizer)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer

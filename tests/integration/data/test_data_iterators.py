@@ -454,3 +454,18 @@ def test_an_unwritable_cache_is_reported(
     with pytest.raises(DataError, match="index cache cannot be written") as error:
         build_iterators(make_args(tmp_path, data_path=[data["low"]], **settings_with_paths))
     assert (error.value.hint or "").startswith(hint)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(
+    data: dict[str, str], tmp_path: Path
+) -> None:
+    """Start-up checks samples of a file; what they miss is noticed in the step that reads it."""
+    prefix = tmp_path / "copy"
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).write_bytes(Path(data["low"] + suffix).read_bytes())
+    iterators = build_iterators(make_args(tmp_path, data_path=[str(prefix)], split="1,0,0"))
+    tokens = np.memmap(prefix.with_suffix(".bin"), dtype=np.uint16, mode="r+")
+    tokens[:] = 60_000
+    tokens.flush()
+    with pytest.raises(DataError, match=r"copy: sample \d+ has the token id 60000, but ids are 0"):
+        next(iterators.train)

@@ -27,6 +27,7 @@ def test_builtin_kinds() -> None:
     assert list_device_kinds() == ["auto", "cpu", "cuda"]
     # The order in which `auto` tries them.
     assert [kind.name for kind in list_accelerators()] == ["cuda", "cpu"]
+    # is_host: the device is the host's own processor, and tensors are in host memory.
     assert [kind.is_host for kind in list_accelerators()] == [False, True]
 
 
@@ -56,12 +57,12 @@ def test_unknown_kind_lists_the_known_ones(kind: str) -> None:
 @pytest.mark.parametrize(
     ("configured_kind", "devices", "expected"),
     [
-        pytest.param("auto", {}, "cpu", id="nothing"),
-        pytest.param("auto", {"cuda": 0}, "cpu", id="none"),
-        pytest.param("auto", {"cuda": 2}, "cuda", id="some"),
-        pytest.param("auto", {"unheard": 2}, "cpu", id="of-no-kind"),
-        pytest.param("cpu", {"cuda": 2}, "cpu", id="cpu-asked-for"),
-        pytest.param("cuda", {}, "cuda", id="cuda-asked-for"),
+        pytest.param("auto", {}, "cpu", id="no-device-counts"),
+        pytest.param("auto", {"cuda": 0}, "cpu", id="no-gpu"),
+        pytest.param("auto", {"cuda": 2}, "cuda", id="two-gpus"),
+        pytest.param("auto", {"unheard": 2}, "cpu", id="of-an-unknown-kind"),
+        pytest.param("cpu", {"cuda": 2}, "cpu", id="cpu-configured"),
+        pytest.param("cuda", {}, "cuda", id="cuda-configured"),
     ],
 )
 def test_choose_kind(configured_kind: str, devices: dict[str, int], expected: str) -> None:
@@ -90,11 +91,11 @@ cpu = chips:Good
 
 def test_kinds_of_packages_and_load_errors(tmp_path: Path) -> None:
     """Runs in a new process, because installed packages are searched once."""
-    about = tmp_path / "chips-1.0.dist-info"
-    about.mkdir()
+    dist_info = tmp_path / "chips-1.0.dist-info"
+    dist_info.mkdir()
     (tmp_path / "chips.py").write_text(PACKAGE)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: chips\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(ENTRIES)
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: chips\nVersion: 1.0\n")
+    (dist_info / "entry_points.txt").write_text(ENTRIES)
     program = (
         "import json; from flagscale.accelerators.registry import *; from sys import modules;"
         "print(json.dumps([[k.name for k in list_accelerators()],"

@@ -86,6 +86,8 @@ def test_unsupported_operations_are_rejected(monkeypatch: pytest.MonkeyPatch) ->
     assert registry.get_usable_backend("gloo", "cpu", TRAINING_OPERATIONS).name == "gloo"
     with pytest.raises(ConfigError, match="it cannot do sendrecv on GPU memory"):
         registry.get_usable_backend("gloo", "cuda", TRAINING_OPERATIONS)
+    # TRAINING_OPERATIONS contain sendrecv. Gloo's other operation between two ranks, permute (every
+    # rank sends to one rank and receives from another), is not supported on GPU memory either.
     assert "permute" not in registry.get_backend("cpu:gloo,cuda:gloo").operations_for("cuda")
     assert "permute" in registry.get_backend("cpu:gloo,cuda:gloo").operations_for("cpu")
 

@@ -1,8 +1,9 @@
 """Names of Megatron-LM and FlagScale that are not arguments of this project.
 
 An *alias* stands for an argument that megatron.core's dataclasses call by another name: with the
-same value, the opposite one, or a fixed value when it is switched on. Parsed arguments have no
-attribute for an alias. In addition to this table, any boolean ``x`` can be written ``no_x`` (see
+same value, the opposite one, or a fixed value when it is switched on. An alias without effect
+(rule ``none``) has a replacement elsewhere, or repeats a setting that always holds. Parsed arguments
+have no attribute for an alias. In addition to this table, any boolean ``x`` can be written ``no_x`` (see
 :mod:`..spec.registry`).
 
 An *unsupported* name has a reason, which describes what the name would do and what to write
@@ -41,7 +42,8 @@ class Alias:
     doc: str = ""
     """Reason why an alias with rule "none" has no effect."""
     noted_value: bool | None = None
-    """Value for which a note reports that the alias has no effect; None: no value."""
+    """With rule "none": the value for which a note is printed that the alias has no effect. None:
+    no note is printed. The other value agrees with the behavior of this project."""
 
     def translate(self, value: Any) -> Any:
         """Return the value of the target; None ("not given") if the alias is a switch that is
@@ -130,7 +132,8 @@ ALIASES: tuple[Alias, ...] = (
 
 
 _FROM_CHECKPOINT = "the arguments of the YAML are used, not those stored in a checkpoint"
-_ROBOTICS = (
+# Each message that begins with it adds a script and closes the list: "train_pi0.py, ...]`".
+_ROBOTICS_PREFIX = (
     "FlagScale's robotics trainer, whose arguments have another format, is not supported; run it "
     "with `type: command` and `command: [python,"
 )
@@ -250,8 +253,8 @@ UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
     ("action", "auto_tune"): "automatic tuning is not implemented; `action=estimate` predicts "
     "memory and time of parallel sizes without devices, `-m train.system.NAME=1,2,4` runs each "
     "size, and `hetero_process_meshes: auto` chooses meshes of heterogeneous devices",
-    ("backend", "pi0"): f"{_ROBOTICS} train_pi0.py, ...]`",
-    ("backend", "robotics"): f"{_ROBOTICS} train_robotics.py, ...]`",
+    ("backend", "pi0"): f"{_ROBOTICS_PREFIX} train_pi0.py, ...]`",
+    ("backend", "robotics"): f"{_ROBOTICS_PREFIX} train_robotics.py, ...]`",
     ("type", "inference"): "only training is supported; `export_huggingface` writes a model for "
     "vLLM or transformers",
     ("type", "serve"): "only training is supported; `export_huggingface` writes a model for vLLM",

@@ -494,14 +494,15 @@ def _choose_schedule(
     if not differing:
         return {}, ()
     listed = "; ".join(
-        f"{SCHEDULE_TERMS[key]}: the checkpoint has {saved[key]}, the arguments {current[key]}"
+        f"{SCHEDULE_TERMS[key]}: the checkpoint has {format_value(saved[key])}, the arguments "
+        f"{format_value(current[key])}"
         for key in differing
     )
     if values["override_opt_param_scheduler"]:
         return {}, (f"with the arguments' hyperparameters (override_opt_param_scheduler): {listed}",)
     if not values["use_checkpoint_opt_param_scheduler"]:
         raise CheckpointError(
-            f"the checkpoint's learning-rate schedule differs from the arguments: {listed}",
+            f"the hyperparameters of the checkpoint differ from the arguments: {listed}",
             hint="train.model.override_opt_param_scheduler: true uses the values of the arguments, "
             "train.model.use_checkpoint_opt_param_scheduler: true those of the checkpoint",
         )

@@ -15,6 +15,7 @@ once, so its length is limited.
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from flagscale.train.data.chat.messages import (
     normalize_tools,
     require_text,
 )
+from flagscale.train.data.corpus import open_decompressed
 
 ConversationFormat = Literal["auto", "messages", "alpaca", "sharegpt"]
 MAX_LINE_BYTES = 64 << 20
@@ -70,7 +72,8 @@ def read_conversations(
     conversation_format: ConversationFormat = "auto",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Conversation]:
-    """Read the conversations of a file, one per line; empty lines are skipped.
+    """Read the conversations of a file, one per line; empty lines are skipped. The file may be
+    compressed.
 
     Args:
         path: the file.
@@ -82,10 +85,10 @@ def read_conversations(
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_decompressed(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
                 if on_progress is not None:
-                    on_progress(file.tell(), size)
+                    on_progress(min(file.tell(), size), size)
                 if len(line) > MAX_LINE_BYTES:
                     raise DataError(
                         f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB",
@@ -95,8 +98,9 @@ def read_conversations(
                 body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if body.strip():
                     yield _parse_conversation(path, number, body, conversation_format)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {reason}") from None
 
 
 def _parse_conversation(
@@ -106,8 +110,7 @@ def _parse_conversation(
     try:
         record = json.loads(body)
     except UnicodeDecodeError as error:
-        compression_hint = "; the file looks gzip-compressed" if body[:2] == b"\x1f\x8b" else ""
-        raise DataError(f"{location}: not UTF-8: {error.reason}{compression_hint}") from None
+        raise DataError(f"{location}: not UTF-8: {error.reason}") from None
     except ValueError as error:
         raise DataError(f"{location}: not JSON: {error}") from None
     except RecursionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -81,7 +82,6 @@ INVALID_LINES: dict[str, tuple[bytes, str]] = {
     "no-json": (b"{", "not JSON"),
     "no-object": (b"[1]", "expected a JSON object a line, found list"),
     "no-utf-8": (b'{"messages": "\xff"}', "not UTF-8"),
-    "zipped": (b"\x1f\x8b\xff", "the file looks gzip-compressed"),
     "deep": (b"[" * 100_000, "nested too deeply"),
     "no-conversation": (b'{"text": "a"}', "expected a key of 'messages'.*the object has 'text'"),
     "no-list": (b'{"messages": {}}', "messages: expected a list, found dict"),
@@ -109,6 +109,17 @@ def test_an_invalid_line_is_named(line: bytes, message: str, tmp_path: Path) -> 
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps({"messages": QUESTION_AND_ANSWER}).encode() + b"\n\n" + line)
     with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{message}"):
+        list(records.read_conversations(path))
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.write(json.dumps({"messages": QUESTION_AND_ANSWER}) + "\n{")
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz:2: not JSON"):
+        list(records.read_conversations(path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="cannot be read"):
         list(records.read_conversations(path))
 
 

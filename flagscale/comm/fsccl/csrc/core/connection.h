@@ -19,14 +19,15 @@
 //   kHello        first frame of the side that opens a connection: tag = token of the endpoint
 //                 (tcp_device.h), message = rank of the sender, offset = index of the connection
 //                 among those to this peer, flags = protocol version, total = random number. The
-//                 device receives it
+//                 receiver's TcpDevice reads it, and passes it to the transport
 //   kMessage      a whole message in one frame
 //   kAnnounce     announcement of a message whose body follows in kStripe frames, like the
 //                 request-to-send of MPI's rendezvous protocol. With kNeedsClearToSend in `flags`,
 //                 the body is not sent before kClearToSend
 //   kClearToSend  the receive for the announced message `message` has been posted
 //   kStripe       bytes [offset, offset + bytes) of an announced message, on any connection
-//   kWaitQuery    query for the rank that the receiver waits for: tag = number of the query
+//   kWaitQuery    query for the rank that the receiver of this frame waits for: tag = number of the
+//                 query
 //   kWaitReply    reply to kWaitQuery: tag = number of the query, message = that rank, or -1
 //   kAbort        the group has failed: tag = rank at fault, body = the error message
 //   kBye          the sender leaves the group in an orderly way and has opened `offset` connections
@@ -157,7 +158,8 @@ class Connection {
   int io_errno = 0;                           // errno that ended the connection
   std::string close_reason;                   // for messages, if this side ends the connection
   using Clock = std::chrono::steady_clock;
-  // For the owner: the last time at which the peer's host had acknowledged all data that was due.
+  // For the owner: the last time at which no data of this connection had been waiting for TCP's
+  // acknowledgement by the peer's host for longer than the interval of the owner's checks.
   Clock::time_point last_acknowledged = Clock::now();
 
  private:
