@@ -48,6 +48,8 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
+_TOOLS = ("explain", "runs", "report", "version", "comm", "bench", "convert")
+"""Commands that are not actions."""
 _RUNS_HELP = "list your runs: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _PATCH_COMMANDS = {
@@ -84,12 +86,23 @@ def _dispatch(argv: list[str]) -> int:
 
         return main_bench(argv[1:])
     parser = _create_parser()
+    if argv and not argv[0].startswith("-"):
+        _require_command(argv[0])
     if not argv:
         parser.print_help()
         return 2
     options, overrides = parser.parse_known_args(argv)
     handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
     return handler(options, overrides)
+
+
+def _require_command(word: str) -> None:
+    """Raise an error with a suggestion for a word that is not a command."""
+    from flagscale.cli_suggestions import suggest_command
+
+    commands = (*ACTIONS, *_TOOLS, *_PATCH_COMMANDS)
+    if word not in commands:
+        raise ConfigError(suggest_command(word, commands), hint="`flagscale -h` lists all commands")
 
 
 def _create_parser() -> argparse.ArgumentParser:
@@ -106,7 +119,12 @@ def _create_parser() -> argparse.ArgumentParser:
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
     explain = commands.add_parser("explain", help="show the meaning of a configuration key")
-    explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
+    explain.add_argument(
+        "key",
+        nargs="+",
+        help="such as experiment.runner.tee or train.model.num_layers; or words, such as learning "
+        "rate",
+    )
     explain.set_defaults(handler=_explain_key)
     runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
     runs.add_argument(
@@ -210,9 +228,7 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
         text for text in extra_words if text.startswith("-") or action.purpose is None
     ]
     if unknown_options:
-        raise ConfigError(
-            f"unknown option {unknown_options[0]}", hint=f"flagscale {action.name} -h"
-        )
+        raise _unknown_option(unknown_options[0], extra_words, action)
     values = {name: getattr(options, name) for name in action.options}
     given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
@@ -233,6 +249,15 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
     return run_action(config.parent.absolute(), config.name, overrides)
+
+
+def _unknown_option(option: str, words: Sequence[str], action: Action) -> ConfigError:
+    from flagscale.cli_suggestions import suggest_override
+
+    hint = f"flagscale {action.name} -h"
+    if action.purpose is not None:
+        hint = suggest_override(option, words[words.index(option) + 1 :]) or hint
+    return ConfigError(f"unknown option {option.partition('=')[0]}", hint=hint)
 
 
 def _reject_action_override(overrides: Sequence[str], action: Action) -> None:
@@ -256,7 +281,7 @@ def _is_yaml(text: str) -> bool:
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
-    print(explain(options.key))
+    print(explain(" ".join(options.key)))
     return 0
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from flagscale.errors import FlagscaleError
-from flagscale.output_streams import STDOUT, prepare_standard_streams
+from flagscale.output_streams import STDOUT, escape_controls, prepare_standard_streams
 
 
 class Interrupted(KeyboardInterrupt):
@@ -62,7 +62,7 @@ def run_command(command: Callable[[], int]) -> int:
 def _print_error(text: str) -> None:
     """Print to stderr. If that fails, the exit code still reports the error."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 def _discard_output(stream: TextIO) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,30 @@ if TYPE_CHECKING:
 
 STDOUT = "stdout"
 """Name of the output stream in errors."""
+# Colors and other attributes of text stay; a carriage return is how progress bars start anew.
+_COLORS_OR_CONTROL = re.compile(
+    r"(\x1b\[[0-9;:]*m)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def escape_controls(text: str) -> str:
+    """Return a text of other programs without sequences that control a terminal, other than colors.
+
+    They could rename its window, move the cursor, or hide what was printed before.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        return match[1] or match[0].encode("unicode_escape").decode("ascii")
+
+    return _COLORS_OR_CONTROL.sub(escape, text)
+
+
+def format_for_terminal(text: str) -> str:
+    """Return :func:`escape_controls` of a text if stdout is a terminal, otherwise the text itself.
+
+    For output of ranks, which a file or a pipe gets as it is.
+    """
+    return escape_controls(text) if sys.stdout.isatty() else text
 
 
 def prepare_standard_streams() -> None:
@@ -46,7 +71,7 @@ class _NamedFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self._stream_name = stream_name
 
-    def write(self, data: ReadableBuffer, /) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -60,8 +85,10 @@ def _reopen(stream: io.TextIOWrapper, name: str) -> io.TextIOWrapper:
     """
     with suppress(OSError):
         stream.flush()
+    file = _NamedFile(stream.fileno(), name)
+    is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # `python -u`
     return io.TextIOWrapper(
-        io.BufferedWriter(_NamedFile(stream.fileno(), name)),
+        file if is_unbuffered else io.BufferedWriter(file),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering,
@@ -132,7 +159,7 @@ def lossy_standard_streams() -> Iterator[None]:
             stream.flush()
     output, errors = LossyStream(sys.stdout, STDOUT), LossyStream(sys.stderr, "stderr")
     output.other, errors.other = errors, output
-    sys.stdout, sys.stderr = output, errors  # type: ignore[assignment]
+    sys.stdout, sys.stderr = output, errors
     try:
         yield
     finally:

@@ -143,8 +143,10 @@ def _build_object_reader(
 
 
 def _require_type(expected_type: type, value: Any) -> Any:
-    """Return the value if its type is exactly ``kind``, so that True is no integer. Raises
-    :class:`ValueError`.
+    """Return the value if its type is exactly ``expected_type``, so that True is no integer.
+
+    Raises:
+        ValueError: the type differs.
     """
     if type(value) is not expected_type:
         raise ValueError(f"{value!r} is no {expected_type.__name__}")

@@ -14,7 +14,7 @@ from flagscale.errors import ConfigError
 class Subcommand:
     """Command of a group: ``main(arguments, prog=...)`` of a module, which is imported on use.
 
-    ``about`` is its help text and ``usage`` its arguments. ``leading_arguments`` are inserted
+    ``summary`` is its help text and ``usage`` its arguments. ``leading_arguments`` are inserted
     before the user's. ``explain_unavailable`` returns the reason why it cannot run here, or None.
     """
 

@@ -29,6 +29,43 @@ Token = str | Mapping[str, Any]
 """A special token as text, or any token as an object with ``content`` and flags."""
 
 
+_WITHOUT_VOCABULARY = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "adapter_config.json",
+        "quantize_config.json",
+        "params.json",
+        "LICENSE.txt",
+        "USE_POLICY.txt",
+        "README.txt",
+        "requirements.txt",
+    }
+)
+_VOCABULARY_SUFFIXES = (".json", ".model", ".txt", ".tiktoken")
+
+
+def find_vocabulary_files(directory: Path) -> list[Path]:
+    """Return the files of a Hugging Face directory that may hold the tokens of a tokenizer:
+    ``tokenizer.json``, ``vocab.txt``, ``spiece.model`` and the like. Settings and weights are not
+    among them.
+    """
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.suffix in _VOCABULARY_SUFFIXES
+        and path.name not in _WITHOUT_VOCABULARY
+        and not path.name.endswith(".index.json")
+        and path.is_file()
+    )
+
+
 def read_settings(directory: Path) -> dict[str, Any]:
     """Read a tokenizer's settings from ``tokenizer_config.json``, and the special tokens that only
     ``special_tokens_map.json`` names. Null counts as missing.

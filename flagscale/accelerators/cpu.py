@@ -35,6 +35,7 @@ class Cpu(Accelerator):
         return torch.device(self.torch_type)
 
     def next_device(self, device: torch.device) -> torch.device:
+        """Return ``device``: a host has one CPU device."""
         return device
 
     def product_name(self, device: torch.device) -> str:
@@ -59,7 +60,10 @@ class Cpu(Accelerator):
         """Do nothing: the allocator frees memory itself."""
 
     def used_memory(self, device: torch.device) -> int:
-        """Return 0: there is no device memory."""
+        """Return 0: no process uses device memory, because there is none.
+
+        The numbers of this process's tensors above are None instead: torch does not count them.
+        """
         return 0
 
     def get_rng_state(self) -> torch.Tensor | None:

@@ -33,6 +33,7 @@ from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.paths import (
     NOT_A_PATH,
     WRITTEN_DIRECTORIES,
+    misnamed_data_sets,
     missing_files,
     pseudo_file_system_of,
     why_too_long,
@@ -43,6 +44,7 @@ from flagscale.config.arguments.spec.values import why_unfit
 from flagscale.config.host_overrides import note_host_overrides
 from flagscale.config.model_files import check_vocabulary_size, fill_from_pretrained
 from flagscale.config.schema import Environments, Experiment, Slurm
+from flagscale.config.tokenizer_checks import check_tokenizer_files
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import Problem
 
@@ -62,8 +64,12 @@ def check_experiment(
     experiment, problems = fill_from_pretrained(experiment)
     problems += check_directories(experiment)
     problems += (
-        argument_problems or check_arguments(experiment) or check_vocabulary_size(experiment)
+        argument_problems
+        or [*check_arguments(experiment), *check_tokenizer_files(experiment)]
+        or check_vocabulary_size(experiment)
     )
+    if purpose == "plan" and not experiment.runner.no_shared_fs:
+        problems += check_data_names(experiment)
     if purpose == "launch" and not experiment.runner.no_shared_fs:
         missing = check_files(experiment)
         if missing and not (schema.BACKEND_SOURCE / "megatron" / "core").is_dir():
@@ -85,6 +91,20 @@ def check_files(experiment: Experiment) -> list[Problem]:
         for argument in experiment.train
         if why_unfit(str(argument.value)) is None
         for message in missing_files(argument.name, argument.value)
+    ]
+
+
+def check_data_names(experiment: Experiment) -> list[Problem]:
+    """Return the problems of data sets that are missing on this machine, and whose files here show
+    which name is meant. Other missing files may be on other machines.
+    """
+    if experiment.task.external:
+        return []
+    return [
+        Problem(argument.key, message, argument.location)
+        for argument in experiment.train
+        if why_unfit(str(argument.value)) is None
+        for message in misnamed_data_sets(argument.name, argument.value)
     ]
 
 

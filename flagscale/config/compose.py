@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
+from flagscale.config.arguments.compat.replacement_rules import Context
+from flagscale.config.arguments.compat.trainer_names import replacement_of
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.experiment_reader import find_program
 from flagscale.config.interpolation import (
@@ -24,7 +26,13 @@ from flagscale.config.interpolation import (
     interpolation_hint,
     register_host_resolver,
 )
-from flagscale.config.overrides import did_you_mean_key, normalize_overrides, parse_override
+from flagscale.config.overrides import (
+    Override,
+    complete_key,
+    did_you_mean_key,
+    normalize_overrides,
+    parse_override,
+)
 from flagscale.config.schema import OWN_PROGRAM
 from flagscale.config.sources import OVERRIDE, Sources, key_of_argument
 from flagscale.config.yaml_file import short_path
@@ -239,21 +247,52 @@ def _unreadable_override_problem(override: str, message: str) -> Problem:
 
 
 def _explain_missing_key(key: str, sources: Sources) -> str:
-    name = key.rpartition(".")[2].replace("-", "_")
+    typed_override = _override_of(key, sources)
+    name = typed_override.key.rpartition(".")[2].replace("-", "_")
+    if own_key := complete_key(typed_override.key):
+        return f"no such key; did you mean {own_key!r}?"
+    context = Context(_argument_texts(sources), _stated_ranks(sources), is_override=True)
+    if answer := replacement_of(name, typed_override.value, context):
+        return answer
     if key.startswith("train.") and (reason := why_unsupported(name) or why_unused(name)):
         return f"cannot be given: {reason}"
-    # Hydra names the first part of a key that is missing.
-    override_keys = [o.key for text in sources.overrides if (o := parse_override(text)) is not None]
-    full_key = next(
-        (typed_key for typed_key in override_keys if typed_key.startswith(f"{key}.")), key
-    )
-    leaf = full_key.rpartition(".")[2].replace("-", "_")
-    if not key.startswith("train.") and (argument := key_of_argument(sources, leaf)):
+    is_in_section = key.startswith("train.") and key.count(".") > 1
+    if not is_in_section and (argument := key_of_argument(sources, name)):
         return f"no such key; did you mean {argument!r}?"
     # An external program may have arguments of its own, so only those may be added.
     may_add_key = key.startswith("train.") and _is_external(sources)
     hint = f" (`+{key}=...` adds a new one)" if may_add_key else ""
     return f"no such key{did_you_mean_key(key)}{hint}"
+
+
+def _argument_texts(sources: Sources) -> dict[str, str]:
+    """Return the texts of the arguments of all files and overrides, by name."""
+    return {
+        key.rpartition(".")[2]: text
+        for key, text in sources.texts.items()
+        if key.startswith("train.")
+    }
+
+
+def _stated_ranks(sources: Sources) -> int | None:
+    """Return the number of ranks, if the files and overrides state it without a hostfile."""
+    runner = "experiment.runner."
+    texts = sources.texts
+    per_host = texts.get(f"{runner}nproc_per_node", "")
+    hosts = texts.get(f"{runner}nnodes", "1")
+    is_elsewhere = f"{runner}hostfile" in texts or texts.get(f"{runner}type") == "slurm"
+    if is_elsewhere or not (per_host.isdecimal() and hosts.isdecimal()):
+        return None
+    return int(per_host) * int(hosts)
+
+
+def _override_of(key: str, sources: Sources) -> Override:
+    """Return the typed override of a key. Hydra names the first part of a key that is missing."""
+    overrides = [o for text in sources.overrides if (o := parse_override(text)) is not None]
+    return next(
+        (o for o in overrides if o.key == key or o.key.startswith(f"{key}.")),
+        Override("", key, None),
+    )
 
 
 def _is_external(sources: Sources) -> bool:

@@ -15,6 +15,7 @@ from flagscale.config.arguments.compat.names import (
     why_unsupported,
     why_unused,
 )
+from flagscale.config.arguments.compat.trainer_names import TRAINER_NAMES, replacement_of
 from flagscale.config.arguments.compat.unused import describe_support
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.registry import (
@@ -22,15 +23,14 @@ from flagscale.config.arguments.spec.registry import (
     arguments,
     closest_names,
     lookup,
-    registry,
 )
 from flagscale.config.arguments.spec.values import (
     describe_expected,
     did_you_mean,
-    nearest_names,
     to_word,
 )
 from flagscale.config.documented import key_types
+from flagscale.config.key_search import SearchEntry, match_lines, search_keys
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
 from flagscale.errors import ConfigError, Problem
@@ -81,7 +81,9 @@ def _schema_entries(kind: type, prefix: str) -> Iterator[KeyDocumentation]:
         if annotation.is_list:
             expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
-        yield KeyDocumentation(f"{prefix}{key}", expects, default, item.metadata["doc"])
+        yield KeyDocumentation(
+            f"{prefix}{key}", expects=expects, default=default, doc=item.metadata["doc"]
+        )
 
 
 def argument_entry(argument: Argument) -> KeyDocumentation:
@@ -112,24 +114,25 @@ def experiment_entries() -> tuple[KeyDocumentation, ...]:
     entries += [
         KeyDocumentation(
             "experiment.runner.slurm.device_type_specific",
-            "a section for each device type",
-            "",
-            "Requests per device type, for one heterogeneous job with a component for each type: "
-            "`nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, `constraint`, "
-            "`reservation`. Missing keys have the common value.",
+            expects="a section for each device type",
+            default="",
+            doc="Requests per device type, for one heterogeneous job with a component for each "
+            "type: `nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, "
+            "`constraint`, `reservation`. Missing keys have the common value.",
         ),
         KeyDocumentation(
             "experiment.runner.slurm.extra",
-            "a section of options",
-            "",
-            "Other options of sbatch by their long names: `{licenses: matlab, hold: true}`. `true` "
-            "is an option without a value. Options that the launcher sets itself are refused.",
+            expects="a section of options",
+            default="",
+            doc="Other options of sbatch by their long names: `{licenses: matlab, hold: true}`. "
+            "`true` is an option without a value. Options that the launcher sets itself are "
+            "refused.",
         ),
         KeyDocumentation(
             "experiment.envs",
-            "variables and their values",
-            "",
-            "Environment variables of every rank. Values are passed exactly as the YAML writes "
+            expects="variables and their values",
+            default="",
+            doc="Environment variables of every rank. Values are passed exactly as the YAML writes "
             "them: no shell expands `$NAME`. `${host:NAME}` stands for the host's own variable, "
             "regardless of this section: `PATH: /opt/x/bin:${host:PATH}`. An unset variable is "
             "empty; in a variable whose name ends in PATH, the adjacent `:` is removed as well. "
@@ -137,25 +140,25 @@ def experiment_entries() -> tuple[KeyDocumentation, ...]:
         ),
         KeyDocumentation(
             "experiment.envs.device_type_specific",
-            "a section of variables for each device type",
-            "",
-            "Overrides `envs` on hosts with this `type=` in the hostfile. A type that the hostfile "
-            "does not have is refused.",
+            expects="a section of variables for each device type",
+            default="",
+            doc="Overrides `envs` on hosts with this `type=` in the hostfile. A type that the "
+            "hostfile does not have is refused.",
         ),
         KeyDocumentation(
             "experiment.envs.node_specific",
-            "a section of variables for each host",
-            "",
-            "Overrides `envs` and `device_type_specific` on the host of this name. A name that the "
-            "hostfile does not have is refused.",
+            expects="a section of variables for each host",
+            default="",
+            doc="Overrides `envs` and `device_type_specific` on the host of this name. A name that "
+            "the hostfile does not have is refused.",
         ),
     ]
     entries += [
         KeyDocumentation(
             "device_type_specific",
-            "a section for each device type",
-            "",
-            "Settings of the hosts with this `type=` in the hostfile: `build_dir`, `python`, "
+            expects="a section for each device type",
+            default="",
+            doc="Settings of the hosts with this `type=` in the hostfile: `build_dir`, `python`, "
             "`conda`, `cmds`, and arguments that may differ between hosts (listed in "
             "docs/reference/configuration/hosts.md; null removes one). Overrides `train`, "
             "`experiment.runner` and `experiment.cmds`. A type that the hostfile does not have is "
@@ -163,9 +166,9 @@ def experiment_entries() -> tuple[KeyDocumentation, ...]:
         ),
         KeyDocumentation(
             "node_specific",
-            "a section for each host",
-            "",
-            "Settings of the host of this name, with the same keys. Overrides "
+            expects="a section for each host",
+            default="",
+            doc="Settings of the host of this name, with the same keys. Overrides "
             "`device_type_specific`. A name that the hostfile does not have is refused; without a "
             "hostfile the only name is `localhost`.",
         ),
@@ -197,31 +200,72 @@ def _find_entries(key: str) -> list[KeyDocumentation]:
 
 def explain(key: str) -> str:
     """Return the documentation of a key: dotted (``train.model.num_layers``), bare
-    (``num_layers``), a flag, or a section.
+    (``num_layers``), a flag, or a section. Other words are searched in names and descriptions.
 
     Raises:
-        ConfigError: for an unknown key, with the nearest names.
+        ConfigError: if nothing matches, with the names of which it may be a misspelling.
     """
     name = key.strip("-").rpartition(".")[2].replace("-", "_")
-    entries = _find_entries(key)
-    if entries:
+    if entries := _find_entries(key):
         return "\n\n".join(_entry_text(entry) for entry in entries)
-    if section := _describe_section(key):
-        return section
+    text = _describe_section(key) or _describe_other_name(name) or _describe_matches(key)
+    if text:
+        return text
+    names = [e.name for e in experiment_entries()]
+    hint = did_you_mean(name, [*closest_names(name), *names, *TORCHRUN_OPTIONS])
+    raise ConfigError(
+        Problem(
+            key,
+            f"unknown key{hint or ', and neither names nor descriptions of keys have these words'}",
+        )
+    )
+
+
+def _describe_other_name(name: str) -> str:
+    """Return the text about a name that is not a key of this project; empty for unknown names."""
     if name in TORCHRUN_OPTIONS:
         return f"experiment.runner.{name}\n  An option of torchrun, passed to it unchanged."
+    text = "" if name in REFUSED_TORCHRUN_OPTIONS else _describe_trainer_name(name)
+    if text:
+        return text
     reason = why_unsupported(name) or REFUSED_TORCHRUN_OPTIONS.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
     if reason := why_unused(name) or UNUSED_EXPERIMENT_KEYS.get(name):
         return f"{name}\n  Accepted, without effect: {reason}."
-    names = [e.name for e in experiment_entries()]
-    close_names = closest_names(name)
-    hint = did_you_mean(name, [*close_names, *names, *TORCHRUN_OPTIONS])
-    if not hint:
-        nearest = nearest_names(name, [*names, *TORCHRUN_OPTIONS, *registry()], least=0)
-        hint = f"; the most similar names are {', '.join(nearest)}"
-    raise ConfigError(Problem(key, f"unknown key{hint}"))
+    return ""
+
+
+def _describe_trainer_name(name: str) -> str:
+    """Return the answer to a name of another trainer, and the entries of the keys that replace it;
+    empty for other names.
+    """
+    trainer_name = TRAINER_NAMES.get(name)
+    if trainer_name is None:
+        return ""
+    keys = (key for key in trainer_name.keys if not key.endswith(f".{name}"))
+    entries = [entry for key in keys for entry in _find_entries(key)]
+    texts = [f"{name}\n  {replacement_of(name)}", *map(_entry_text, entries)]
+    return "\n\n".join(texts)
+
+
+def _describe_matches(query: str) -> str:
+    """Return the keys that match the words of a query, a line each; empty if there are none."""
+    matches = search_keys(query, _search_entries())
+    if not matches:
+        return ""
+    return "\n".join([f"no key is called {query!r}; keys that match:", *match_lines(matches)])
+
+
+@lru_cache(maxsize=1)
+def _search_entries() -> tuple[SearchEntry, ...]:
+    entries = [SearchEntry(entry.key, entry.doc) for entry in experiment_entries()]
+    for argument in arguments().values():
+        support = describe_support(argument.name)
+        entry = argument_entry(argument)
+        is_supported = not support.startswith(("Not supported", "Accepted without effect"))
+        entries.append(SearchEntry(entry.key, entry.doc, is_supported))
+    return tuple(entries)
 
 
 def _describe_section(key: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from flagscale.config.overrides import TOP_LEVEL, did_you_mean_key
+from flagscale.config.arguments.spec.values import nearest_names
+from flagscale.config.overrides import TOP_LEVEL, did_you_mean_key, is_known_key
 from flagscale.config.sources import Sources
 from flagscale.errors import ConfigError, Problem
 
@@ -175,7 +176,7 @@ def _describe_failure(error: OmegaConfBaseException, key: str, sources: Sources)
             f"${{oc.env:{match[1]},…}}"
         )
     elif match := re.fullmatch(_NO_TARGET_ERROR, message):
-        message += _hint_for_reference(match[1] or match[2], key, sources.texts.get(key, ""))
+        message += _hint_for_reference(match[1] or match[2], key, sources)
     else:
         message += interpolation_hint(message)
     return Problem(key, message, sources.location(key))
@@ -209,15 +210,16 @@ def _find_dead_references(key: str, text: str, sources: Sources) -> Iterator[Pro
             message = f"Interpolation key '{name}' not found"
         else:
             continue
-        yield Problem(key, message + _hint_for_reference(name, key, text), sources.location(key))
+        yield Problem(key, message + _hint_for_reference(name, key, sources), sources.location(key))
 
 
-def _hint_for_reference(name: str, key: str, text: str) -> str:
+def _hint_for_reference(name: str, key: str, sources: Sources) -> str:
     """Return a hint for an interpolation without a target."""
+    text = sources.texts.get(key, "")
     if old_form_hint := _hint_for_old_form(name, key, text):
         return old_form_hint
     if name.partition(".")[0] in TOP_LEVEL:
-        return did_you_mean_key(name)
+        return _hint_for_key(name, sources)
     if ".cmds." in f".{key}":
         interpolation = next(
             (reference for reference in re.findall(r"\$\{[^{}]*\}", text) if name in reference),
@@ -233,6 +235,22 @@ def _hint_for_reference(name: str, key: str, text: str) -> str:
     if ".envs." in f".{key}":
         return f"; write ${{host:{name}}} for the host's own variable, {env_hint}"
     return f"; write {env_hint}"
+
+
+def _hint_for_key(name: str, sources: Sources) -> str:
+    """Return a hint for a dotted key that the files do not have: the key next to it that is
+    misspelt, with its line, or the key that the reference misspells.
+    """
+    section, _, leaf = name.rpartition(".")
+    prefix = f"{section}." if section else ""
+    siblings = [key.removeprefix(prefix) for key in sources.locations if key.startswith(prefix)]
+    for sibling in nearest_names(leaf, [key for key in siblings if "." not in key], count=1):
+        key = f"{prefix}{sibling}"
+        if is_known_key(name) and not is_known_key(key):
+            location = sources.locations[key]
+            return f"; {location} has {sibling!r}: write {leaf!r} there"
+        return f"; did you mean ${{{key}}}?"
+    return did_you_mean_key(name)
 
 
 def _hint_for_old_form(name: str, key: str, text: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
+from flagscale.config.command_hints import make_command, unpatch_command
 from flagscale.config.compose import compose_valid_overrides, config_file, exclusive_hydra
 from flagscale.config.experiment_reader import read_experiment
 from flagscale.config.interpolation import referenced_keys, resolve_interpolations
@@ -24,12 +25,6 @@ from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-_QUICKSTART = "`make data` (tools/data/quickstart.py) makes the quickstart's data and tokenizer"
-_BACKEND = (
-    "`make backend` (tools/patch/unpatch.py --backend Megatron-LM) fetches and adapts the training "
-    "backend"
-)
 
 
 class LoadedConfig(NamedTuple):
@@ -112,7 +107,8 @@ def _read_arguments(
     from flagscale.config.checks import check_experiment
     from flagscale.config.train_reader import read_train_sections
 
-    sections = read_train_sections(reader, data, experiment.task)
+    ranks = _stated_ranks(experiment.runner)
+    sections = read_train_sections(reader, data, experiment.task, ranks)
     experiment = replace(
         experiment,
         train=sections.train,
@@ -127,8 +123,21 @@ def _read_arguments(
     return experiment
 
 
+def _stated_ranks(runner: schema.Runner) -> int | None:
+    """Return the number of ranks if the YAML alone states it, without hostfile or scheduler."""
+    per_host = runner.nproc_per_node
+    if runner.hostfile is not None or runner.type == "slurm" or not isinstance(per_host, int):
+        return None
+    return (runner.nnodes or 1) * per_host
+
+
 def _hint(problems: Sequence[Problem]) -> str | None:
-    remedies = {"data/quickstart/": _QUICKSTART, "no adapted Megatron-LM": _BACKEND}
+    remedies = {
+        "data/quickstart/": f"`{make_command('data')}` (tools/data/quickstart.py) makes the "
+        "quickstart's data and tokenizer",
+        "no adapted Megatron-LM": f"`{make_command('backend')}` ({unpatch_command()}) fetches and "
+        "adapts the training backend",
+    }
     hints = [
         hint
         for text, hint in remedies.items()
@@ -140,6 +149,6 @@ def _hint(problems: Sequence[Problem]) -> str | None:
 def _check_top_level(reader: SectionReader, data: Mapping[Any, Any]) -> None:
     names = [*TOP_LEVEL, *schema.documented_fields(schema.Options)]
     for name in data:
-        is_referenced = name in reader.referenced
+        is_referenced = name in reader.referenced or reader.holds_anchor(str(name), name, names)
         if name not in names and name not in schema.SPECIFIC_SECTIONS and not is_referenced:
-            reader.add_unknown_key(str(name), name, [*names, *schema.SPECIFIC_SECTIONS])
+            reader.add_unknown_key(str(name), name, [*names, *schema.SPECIFIC_SECTIONS], data[name])

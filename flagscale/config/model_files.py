@@ -84,7 +84,7 @@ def _find_disagreements(args: TrainArguments, config: dict[str, Any]) -> list[Pr
 
 
 _TOKENIZER_TYPE = "tokenizer_type"
-_HUGGINGFACE_TOKENIZERS = (
+HUGGINGFACE_TOKENIZERS = (
     "HuggingFaceTokenizer",
     "Llama3TokenizerFS",
     "QwenTokenizerFS",
@@ -94,11 +94,12 @@ _HUGGINGFACE_TOKENIZERS = (
     "GPT2BPETokenizer",
 )
 """Types whose files are Hugging Face's."""
-_SENTENCEPIECE_TOKENIZERS = (
+SENTENCEPIECE_TOKENIZERS = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
 )
+"""Types whose file is a SentencePiece model."""
 _BYTE_TOKENS = 257
 """Tokens of ByteLevelTokenizer: one for each byte, and the end of a document."""
 
@@ -156,7 +157,7 @@ def read_vocabulary(
             return None
         return (
             _read_sentencepiece_vocabulary(file)
-            if kind in _SENTENCEPIECE_TOKENIZERS
+            if kind in SENTENCEPIECE_TOKENIZERS
             else _read_json_vocabulary(file)
         )
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -165,9 +166,9 @@ def read_vocabulary(
 
 def _token_file(kind: str | None, path: Path, *, has_merge_file: bool) -> Path | None:
     """Return the file that lists the tokens; None if no supported file does."""
-    if kind in _SENTENCEPIECE_TOKENIZERS:
+    if kind in SENTENCEPIECE_TOKENIZERS:
         return path / "tokenizer.model" if path.is_dir() else path
-    if kind is not None and kind not in _HUGGINGFACE_TOKENIZERS:
+    if kind is not None and kind not in HUGGINGFACE_TOKENIZERS:
         return None
     if kind == "GPT2BPETokenizer" and has_merge_file:
         return path

@@ -10,11 +10,14 @@ is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flagscale.config import schema
+from flagscale.config.arguments.compat.replacement_rules import Context
+from flagscale.config.arguments.compat.trainer_names import TRAINER_NAMES, replacement_of
 from flagscale.config.arguments.spec.registry import canonical_name, lookup, registry
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
@@ -151,6 +154,38 @@ def _is_known_experiment_key(key: str) -> bool:
     return name in schema.documented_fields(fields) or (
         section == "runner" and name in TORCHRUN_OPTIONS
     )
+
+
+def replacement_of_key(key: str, value: Any, *, is_override: bool) -> str:
+    """Return the answer to a key of another trainer in a section that is not for arguments; empty
+    if the name is not listed or no key replaces it, because users may have such keys of their own.
+    """
+    entry = TRAINER_NAMES.get(key.rpartition(".")[2].replace("-", "_"))
+    if entry is None or not entry.keys:
+        return ""
+    return replacement_of(entry.name, value, Context(is_override=is_override))
+
+
+def usual_key(name: str) -> str | None:
+    """Return the dotted key of an argument, or of its alias, in its usual section; None for other
+    names."""
+    match = lookup(name.replace("-", "_"))
+    return f"train.{match[0].section}.{name.replace('-', '_')}" if match else None
+
+
+def complete_key(key: str) -> str | None:
+    """Return the dotted key of ``experiment`` that ends in ``key``, such as ``runner.nnodes``; None
+    if there is none, or more than one.
+    """
+    names = [name for name in _experiment_keys() if f".{name}".endswith(f".{key}")]
+    return names[0] if len(names) == 1 else None
+
+
+def _experiment_keys() -> Iterator[str]:
+    yield from (f"experiment.{name}" for name in schema.documented_fields(schema.Experiment))
+    for section, fields in SUBSECTIONS.items():
+        yield f"experiment.{section}"
+        yield from (f"experiment.{section}.{name}" for name in schema.documented_fields(fields))
 
 
 def did_you_mean_key(key: str) -> str:

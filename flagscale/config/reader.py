@@ -19,6 +19,7 @@ from flagscale.config.arguments.spec.values import (
     why_unfit,
 )
 from flagscale.config.documented import KeyType, documented_fields, key_types
+from flagscale.config.overrides import replacement_of_key, usual_key
 from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.errors import Problem
 
@@ -86,9 +87,27 @@ class SectionReader:
         pairs = zip(values, written_texts, strict=True)
         return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
 
-    def add_unknown_key(self, path: str, name: Any, names: Iterable[str]) -> None:
-        """Record the problem of a key that is none of ``names``."""
-        self.add_problem(path, f"unknown key{did_you_mean(str(name), names)}")
+    def add_unknown_key(
+        self, path: str, name: Any, names: Iterable[str], value: Any = None
+    ) -> None:
+        """Record the problem of a key that is none of ``names``.
+
+        The key of an argument or of another trainer in a wrong section is answered by the key to
+        write, with its value.
+        """
+        is_override = self.sources.locations.get(path) == OVERRIDE
+        if answer := replacement_of_key(path, value, is_override=is_override):
+            self.add_problem(path, answer)
+        elif argument_key := usual_key(str(name)):
+            self.add_problem(path, f"unknown key; did you mean {argument_key!r}?")
+        else:
+            self.add_problem(path, f"unknown key{did_you_mean(str(name), names)}")
+
+    def holds_anchor(self, path: str, name: Any, names: Iterable[str]) -> bool:
+        """Return whether a key is the user's own block of anchors (``base: &base {…}``), and not a
+        misspelling of one of ``names``.
+        """
+        return path in self.sources.anchored and not did_you_mean(str(name), names)
 
     def read_custom_key(
         self,
@@ -100,9 +119,9 @@ class SectionReader:
     ) -> None:
         """Read a key that is none of ``names``, and may be a user's own key for interpolations.
 
-        A key that an interpolation refers to is accepted. A key of another section, a near miss of
-        ``names``, a section, a list or a key that an override sets is a problem. Any other key is
-        recorded as unreferenced.
+        A key that an interpolation or an alias refers to is accepted. A key of another section or
+        of another trainer, a near miss of ``names``, a section, a list or a key that an override
+        sets is a problem. Any other key is recorded as unreferenced.
 
         Args:
             path: Dotted key.
@@ -111,7 +130,7 @@ class SectionReader:
             names: Names that the section has.
             keys_of_other_sections: Dotted keys of other sections, by name.
         """
-        if path in self.referenced:
+        if path in self.referenced or self.holds_anchor(path, name, names):
             return
         if name in UNUSED_EXPERIMENT_KEYS:
             self.unreferenced.append(path)
@@ -119,8 +138,13 @@ class SectionReader:
         is_override = self.sources.locations.get(path) == OVERRIDE
         if name in keys_of_other_sections:
             self.add_problem(path, f"unknown key; did you mean {keys_of_other_sections[name]!r}?")
-        elif is_override or isinstance(value, (Mapping, list)) or did_you_mean(str(name), names):
-            self.add_unknown_key(path, name, names)
+        elif (
+            is_override
+            or isinstance(value, (Mapping, list))
+            or did_you_mean(str(name), names)
+            or replacement_of_key(path, value, is_override=is_override)
+        ):
+            self.add_unknown_key(path, name, names, value)
         else:
             self.unreferenced.append(path)
 

@@ -12,9 +12,9 @@ from flagscale.config.arguments.spec.argument import Argument
 class Topic(NamedTuple):
     """One section of a page: the arguments of some groups, or with matching names.
 
-    ``names`` is a regular expression for the whole name of an argument; ``groups`` are names of the
-    classes that declare arguments. An argument belongs to the first topic that has its group or
-    matches its name.
+    ``name_pattern`` is a regular expression for the whole name of an argument; ``groups`` are names
+    of the classes that declare arguments. An argument belongs to the first topic that has its group
+    or matches its name.
     """
 
     page: str
@@ -78,8 +78,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic("precision", "Recomputation", r"recompute_\w+|distribute_saved_activations"),
     Topic("precision", "Recomputation", r"moe_layer_recompute", ("Recomputation",)),
     Topic("precision", "Offloading", r"\w*offload\w*"),
-    Topic("precision", "8-bit and 4-bit products", r"\w*fp8\w*|\w*fp4\w*|\w*_in_bf16|\w*amax\w*"),
-    Topic("precision", "8-bit and 4-bit products", r"first_last_layers_bf16|\w*mxfp8\w*"),
+    Topic("precision", "8-bit and 4-bit GEMMs", r"\w*fp8\w*|\w*fp4\w*|\w*_in_bf16|\w*amax\w*"),
+    Topic("precision", "8-bit and 4-bit GEMMs", r"first_last_layers_bf16|\w*mxfp8\w*"),
     Topic("precision", "CUDA graphs", r"\w*cuda_graph\w*"),
     Topic(
         "precision",
@@ -170,6 +170,7 @@ TOPICS: tuple[Topic, ...] = (
 
 def find_topic(argument: Argument) -> Topic:
     """Return the section that lists an argument."""
+    # "<program> <class>", such as "megatron.core OptimizerConfig", or "flagscale" alone.
     group = argument.origin.rpartition(" ")[2]
     return next(
         topic

@@ -176,7 +176,7 @@ class Runner:
         metadata=doc(
             "How often the whole job is restarted after a failure, on all hosts and from its last "
             "checkpoint. A job is not restarted after a stop, if its ranks never joined, or if it "
-            "lost a host.",
+            "lost a host. A command, whose ranks do not join, is restarted after any failure.",
             minimum=0,
             maximum=1_000_000,
         ),

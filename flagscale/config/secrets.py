@@ -100,6 +100,13 @@ _NAME_VALUE_PAIR = re.compile(
 """``name=value`` in a text, as in the connection string of a database. A value has spaces only up
 to a semicolon or the end.
 """
+_CHAT_WORDS = frozenset(
+    {
+        *("alert", "alerts", "chat", "notify"),
+        *("dingtalk", "discord", "feishu", "lark", "mattermost", "slack", "teams", "wecom"),
+    }
+)
+"""A name with one of these before ``hook`` is that of a webhook, as in ``SLACK_HOOK``."""
 _SECRET_PARAMETERS = frozenset({"sig", "signature", "pwd"})
 _SECRET_KEY_WORDS = frozenset({"access", "api", "auth", "encryption", "private", "signing", "ssh"})
 _HARMLESS_KEY_WORDS = frozenset({"foreign", "json", "primary", "public", "query", "sort", "text"})
@@ -150,6 +157,7 @@ def is_secret_name(name: str) -> bool:
         any(part.endswith(_SECRET_WORDS) for part in parts)
         or (not _SHORT_SECRET_WORDS.isdisjoint(parts) and tuple(parts) not in _HARMLESS_SHORT_NAMES)
         or any(b == "key" and a in _SECRET_KEY_WORDS for a, b in itertools.pairwise(parts))
+        or any(b in ("hook", "hooks") and a in _CHAT_WORDS for a, b in itertools.pairwise(parts))
         or (last in ("key", "keys") and second_last not in _HARMLESS_KEY_WORDS)
         or (last == "token" and second_last not in _HARMLESS_TOKEN_WORDS)
         or (last.endswith("token") and last not in _HARMLESS_TOKEN_NAMES)

@@ -30,7 +30,8 @@ def show_config(
         The YAML, and whether a secret in it was hidden.
 
     Raises:
-        ConfigError: if an override is invalid, the configuration cannot be composed or has no section ``package``.
+        ConfigError: if an override is invalid, the configuration cannot be composed or has no
+        section ``package``.
     """
     # Composes even if an override is invalid, so that all invalid ones are reported at once.
     config, problems = compose_valid_overrides(sources)

@@ -55,6 +55,8 @@ class Sources:
     """Text of each scalar as the file has it, without quotes."""
     items: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Texts of the items of each list of scalars, likewise."""
+    anchored: set[str] = field(default_factory=set)
+    """Keys that hold an anchor which an alias uses, and the sections that contain them."""
 
     def without(self, sections: Collection[str]) -> Sources:
         """Return the sources of all keys outside these top-level sections."""
@@ -67,6 +69,7 @@ class Sources:
             locations={k: location for k, location in self.locations.items() if is_outside(k)},
             texts={key: text for key, text in self.texts.items() if is_outside(key)},
             items={key: items for key, items in self.items.items() if is_outside(key)},
+            anchored={key for key in self.anchored if is_outside(key)},
         )
 
     def location(self, key: str) -> str | None:
@@ -176,6 +179,7 @@ class _DefaultsWalker:
 
     def _record_locations(self, file: YamlFile, prefix: str) -> None:
         name = short_path(file.path)
+        self.sources.anchored.update(f"{prefix}{key}" for key in file.anchored_keys)
         for key, leaf in file.leaves.items():
             full_key = f"{prefix}{key}"
             self.sources.locations[full_key] = f"{name}:{leaf.line}"

@@ -20,14 +20,14 @@ _TEXT_OPTIONS = (
     "signals_to_handle",
 )
 _TYPED_OPTIONS = (
-    Argument("monitor_interval", "float", "", minimum=0.001, maximum=3600),
-    Argument("shutdown_timeout", "int", "", minimum=0, maximum=MAX_TIMEOUT_SECONDS),
-    Argument("start_method", "str", "", choices=("spawn", "fork", "forkserver")),
-    Argument("virtual_local_rank", "bool", ""),
+    Argument("monitor_interval", kind="float", doc="", minimum=0.001, maximum=3600),
+    Argument("shutdown_timeout", kind="int", doc="", minimum=0, maximum=MAX_TIMEOUT_SECONDS),
+    Argument("start_method", kind="str", doc="", choices=("spawn", "fork", "forkserver")),
+    Argument("virtual_local_rank", kind="bool", doc=""),
 )
 TORCHRUN_OPTIONS: Mapping[str, Argument] = {
     option.name: option
-    for option in (*(Argument(name, "str", "") for name in _TEXT_OPTIONS), *_TYPED_OPTIONS)
+    for option in (*(Argument(name, kind="str", doc="") for name in _TEXT_OPTIONS), *_TYPED_OPTIONS)
 }
 """Options that ``experiment.runner`` passes to torchrun unchanged."""
 

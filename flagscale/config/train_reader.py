@@ -34,22 +34,25 @@ class TrainSections:
 
 
 def read_train_sections(
-    reader: SectionReader, data: Mapping[Any, Any], task: schema.Task
+    reader: SectionReader, data: Mapping[Any, Any], task: schema.Task, ranks: int | None = None
 ) -> TrainSections:
     """Read ``train``, ``device_type_specific`` and ``node_specific``.
 
     Arguments are skipped for a command, so that the YAML of a training run can be used for it.
+    ``ranks`` is the number of ranks, if the YAML states it.
     """
     sections = TrainSections()
     if not task.is_command:
         train = reader.read_section(data, "train")
         for name in train:
-            if name not in schema.SECTIONS:
-                reader.add_unknown_key(f"train.{name}", name, schema.SECTIONS)
+            is_anchor = reader.holds_anchor(f"train.{name}", name, schema.SECTIONS)
+            if name not in schema.SECTIONS and not is_anchor:
+                reader.add_unknown_key(f"train.{name}", name, schema.SECTIONS, train[name])
         reading = read_arguments(
             {name: reader.read_section(train, name, "train.") for name in schema.SECTIONS},
             external=task.external,
             locations=reader.sources.locations,
+            ranks=ranks,
         )
         sections.train = reading.arguments
         sections.problems += reading.problems(external=task.external)
@@ -113,7 +116,7 @@ def _explain_refusal(
         return None
     match = lookup(given_argument.name)
     if match is None:
-        return unknown_message(given_argument.name)
+        return unknown_message(given_argument.name, given_argument.value)
     argument, alias = match
     target = argument.name if alias is None else alias.target
     if target not in per_host_allowlist.ARGUMENTS:

@@ -62,6 +62,18 @@ class YamlFile:
         return dict(_iter_leaves(self.root, ""))
 
     @cached_property
+    def anchored_keys(self) -> frozenset[str]:
+        """Dotted paths of the keys that hold an anchor which an alias uses, and of the sections
+        that contain them.
+        """
+        paths: dict[int, str] = {}
+        aliased = {paths[identity] for identity, _ in _iter_nodes(self.root, paths)}
+        parts = (path.split(".") for path in aliased)
+        return frozenset(
+            ".".join(names[:end]) for names in parts for end in range(1, len(names) + 1)
+        )
+
+    @cached_property
     def defaults(self) -> list[Any]:
         """Return the defaults list; empty if there is none."""
         if not isinstance(self.root, yaml.MappingNode):
@@ -208,6 +220,26 @@ def _iter_leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Yam
         text = value.value if isinstance(value, yaml.ScalarNode) else None
         yield f"{prefix}{name.value}", YamlLeaf(line, text, _item_texts(value))
         yield from _iter_leaves(value, f"{prefix}{name.value}.")
+
+
+def _iter_nodes(root: yaml.Node | None, paths: dict[int, str]) -> Iterator[tuple[int, str]]:
+    """Yield each repeated use of a node, which an alias makes, as identity and dotted path.
+
+    ``paths`` gets the path of the first use of every node, in the order of the file.
+    """
+    stack: list[tuple[yaml.Node, str]] = [(root, "")] if root is not None else []
+    while stack:
+        node, path = stack.pop()
+        if id(node) in paths:
+            yield id(node), path
+            continue
+        paths[id(node)] = path
+        if isinstance(node, yaml.MappingNode):
+            children = [(value, f"{path}.{name.value}".lstrip(".")) for name, value in node.value]
+        else:
+            items = node.value if isinstance(node, yaml.SequenceNode) else []
+            children = [(item, path) for item in items]
+        stack += reversed(children)
 
 
 def _item_texts(node: yaml.Node | None) -> tuple[str, ...]:

@@ -133,7 +133,9 @@ def attention_flops(args: Any, window: int | None) -> float:
     """
     length = args.seq_length
     if window is not None and window < length:
-        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * query_and_value_width(args))
+        return float(
+            2 * (window + 1 - window * (window + 1) / (2 * length)) * query_and_value_width(args)
+        )
     attended_tokens = length * (1 if get_transformer(args).causal else 2)
     return float(attended_tokens * query_and_value_width(args))
 

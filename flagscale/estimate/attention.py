@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 _SOFTCAP_ELEMENTS = 4
-"""16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for its
-softmax in fp32, and 1 for the softmax in the precision of the model.
+"""16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for
+its softmax in fp32, and 1 for the softmax in the precision of the model.
 """
 
 

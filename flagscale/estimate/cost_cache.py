@@ -52,12 +52,12 @@ _IRRELEVANT_ARGUMENTS = {
 class CachedCosts:
     """Cached costs of a rank of a mesh.
 
-    ``origin`` contains the vocabulary, device and versions of the measurement, ``date`` its
+    ``conditions`` contains the vocabulary, device and versions of the measurement, ``date`` its
     date.
     """
 
     costs: RankCosts
-    origin: Mapping[str, str]
+    conditions: Mapping[str, str]
     date: str
 
 
@@ -104,15 +104,19 @@ def read_costs(path: Path) -> CachedCosts | None:
     """Return the cached costs; None if the file is missing or invalid."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        origin = {str(name): str(value) for name, value in record["origin"].items()}
-        return CachedCosts(RankCosts.from_json(record["costs"]), origin, str(record["date"]))
+        conditions = {str(name): str(value) for name, value in record["origin"].items()}
+        return CachedCosts(RankCosts.from_json(record["costs"]), conditions, str(record["date"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def write_costs(path: Path, cached: CachedCosts) -> None:
     """Write costs to the cache. Errors are ignored: the costs are measured again next time."""
-    record = {"origin": dict(cached.origin), "date": cached.date, "costs": cached.costs.to_json()}
+    record = {
+        "origin": dict(cached.conditions),
+        "date": cached.date,
+        "costs": cached.costs.to_json(),
+    }
     with suppress(OSError):
         files.make_private_directory(path.parent)
         files.write_atomic(path, json.dumps(record, indent=1) + "\n", durable=False)

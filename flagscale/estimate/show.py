@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,6 +15,7 @@ from flagscale.estimate.forecast import StageForecast
 from flagscale.estimate.notes import describe_excess, explain_unknown_time
 from flagscale.estimate.plan import GIB, DeviceSpec, Estimate
 from flagscale.estimate.step_time import StepTime
+from flagscale.tables import FittingTable
 
 _MEMORY_HEADINGS = {
     "weights": "weights",
@@ -27,14 +28,15 @@ _MEMORY_HEADINGS = {
 
 def render_estimate(estimate: Estimate) -> RenderableType:
     """Return a table with memory and load of each stage, and lines about the step."""
-    return Group(_build_table(estimate), *_iter_lines(estimate))
+    return Group(FittingTable(_build_table(estimate)), *_iter_lines(estimate))
 
 
 def _build_table(estimate: Estimate) -> Table:
     table = Table(title="a rank of each stage, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
     headings = ("stage", "layers", "ranks", *_MEMORY_HEADINGS.values(), "in all", "device", "work")
     for heading in (*headings, *(("busy, s", "idle") if estimate.step_time else ())):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+        justify: Literal["left", "right"] = "left" if heading == "stage" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     rows = zip(
         estimate.forecast.stages,
         estimate.devices,

@@ -1,7 +1,8 @@
 """Detection of a run's processes, and signals to exactly those.
 
 A process belongs to a run if its initial environment, ``/proc/<pid>/environ``, contains the
-run's ``FLAGSCALE_RUN_ID``. Names and process groups do not identify it: torchrun's workers lead
+run's ``FLAGSCALE_RUN_ID``. A process that was started with an emptied environment belongs to the
+run of its ancestors. Names and process groups do not identify it: torchrun's workers lead
 sessions of their own, and a name also matches other users' jobs. Uses the standard library
 alone: the agent that monitors a host's job imports this module, and it must start fast and run
 anywhere.
@@ -13,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,6 +116,53 @@ def find_run_processes(run_id: str, *, exclude: Collection[int] = ()) -> list[Pr
             if process is not None:
                 processes.append(process)
     return processes
+
+
+def find_descendants(pid: int, run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
+    """Return the live descendants of a process that belong to its run, by ascending pid.
+
+    Processes that carry the id of another run, and the ``exclude`` pids, are left out together with
+    their descendants.
+    """
+    children: dict[int, list[int]] = {}
+    for child in iter_pids():
+        parent_pid = parent_pid_of(child)
+        if parent_pid is not None:
+            children.setdefault(parent_pid, []).append(child)
+    descendants = []
+    pending = list(children.get(pid, ()))
+    while pending:
+        child = pending.pop()
+        if child in exclude or read_run_id(child) not in (None, run_id):
+            continue
+        pending += children.get(child, ())
+        process = identify_process(child)
+        if process is not None:
+            descendants.append(process)
+    return sorted(descendants, key=lambda process: process.pid)
+
+
+def find_writers(directory: Path) -> list[Process]:
+    """Return the processes whose stdout or stderr is a file below ``directory``, by ascending pid,
+    as far as this user may see that.
+    """
+    prefix = f"{directory.resolve()}/"
+    writers = []
+    for pid in iter_pids():
+        for descriptor in (1, 2):
+            with suppress(OSError):
+                target = os.readlink(PROC / str(pid) / "fd" / str(descriptor))  # noqa: PTH115
+                process = identify_process(pid) if target.startswith(prefix) else None
+                if process is not None:
+                    writers.append(process)
+                    break
+    return writers
+
+
+def read_run_id(pid: int) -> str | None:
+    """Return the id of the run in a process's environment, or None."""
+    value = read_environment(pid).get(RUN_ID_VARIABLE.encode())
+    return None if value is None else os.fsdecode(value)
 
 
 def find_spared_pids(run_id: str) -> set[int]:

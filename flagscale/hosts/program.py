@@ -1,9 +1,10 @@
 """Bash programs that run on hosts, and the parser of their output.
 
 The bash is in ``.sh`` files next to the modules that use it, and every program begins with
-``programs/proc.sh``. Python values are passed as shell variables, which are always quoted. A
-program prints ``name=value`` records, each terminated by NUL, in any order. The record
-``file=<bytes> <offset> <path>`` is followed by that many raw bytes.
+``programs/proc.sh``, which defines functions for reporting results (``report`` adds a record and
+``print_results`` prints all of them) and for reading /proc. Python values are passed as shell
+variables, which are always quoted. A program prints ``name=value`` records, each terminated by NUL,
+in any order. The record ``file=<bytes> <offset> <path>`` is followed by that many raw bytes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Starting Python costs a host more than all other queries together. Therefore :mo
 its result in a cache file of the user on the host, and bash reads that file while nothing has
 changed that the result depends on:
 
-- the query, the version of the probe, and the host (a home directory is often shared); ``PATH``
-  and the variables that set Python's search path;
+- the arguments and the source of the probe, and the host (a home directory is often shared);
+  ``PATH`` and the variables that set Python's search path;
 - the interpreter, ``pyvenv.cfg``, conda's history, every directory that was searched for packages
   and every ``.pth`` file in it. They are compared by owner, mode, device, inode, size, and times of
   change, which differ for two directories that were swapped, however old they are. Directories
@@ -36,8 +36,8 @@ class PythonEnvironment:
     """Python environment of a host.
 
     ``code`` is the digest of the project's code there, empty where code was not compared.
-    ``module_replies`` are the JSON replies of modules of this project that the probe has called, by
-    the name of the request.
+    ``module_replies`` are the JSON replies of modules of this project that the probe has run, by
+    the name of the query (:mod:`flagscale.hosts.probe`).
     """
 
     version: str
@@ -63,8 +63,8 @@ def parse_environment(text: str) -> PythonEnvironment | None:
             package, _, version = value.partition(" ")
             packages[package] = version
         elif prefix == "=" and name == "answer":
-            request_name, reply = json.loads(value)
-            module_replies[request_name] = reply
+            query_name, reply = json.loads(value)
+            module_replies[query_name] = reply
         elif prefix == "=":
             values[name] = value
     if not values.get("version"):

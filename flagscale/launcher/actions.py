@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from flagscale.cli_errors import Interrupted
+from flagscale.config.command_hints import action_command
 from flagscale.config.interpolation import restore_references
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import redact, redact_overrides
@@ -26,13 +27,17 @@ from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_expe
 from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, alive_message, reload_state
-from flagscale.output_streams import lossy_standard_streams
+from flagscale.output_streams import (
+    escape_controls,
+    format_for_terminal,
+    lossy_standard_streams,
+)
 
 _LIVE_PHASES = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
 
 
 def _print_note(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
+    print(escape_controls(f"note: {note}"), file=sys.stderr)
 
 
 def run_experiment(experiment: Experiment, options: Options) -> int:
@@ -160,6 +165,7 @@ def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: st
     try:
         return wait_until_started(state, runner, plan.start_timeout, wait_for)
     except KeyboardInterrupt:
+        log_line(f"interrupted before it had started: stopping run {state.run_id}")
         run_commands.interrupt_run(runner, state)
         raise
 
@@ -167,24 +173,27 @@ def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: st
 def _follow_to_end(runner: Runner, state: RunState) -> int:
     """Show the output until the job ends. Ctrl-C ends the job."""
     from flagscale.launcher.show import ticker
+    from flagscale.launcher.show.stopped_output import without_torchrun_report
 
     outputs = logs.host_outputs(state)
     interrupt_on_signals()
     try:
         with ticker.progress_display(lambda: runner.query(state)) as show:
             for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
-                show(line)
+                show(format_for_terminal(line))
     except KeyboardInterrupt:
         log_line(f"stopping run {state.run_id}")
         run_commands.interrupt_run(runner, state)
         runner.bring_output(state)
-        for line in (line for output in outputs for line in output.read(final=True)):
-            print(line, flush=True)
+        for output in outputs:
+            for line in without_torchrun_report(output.read(final=True)):
+                print(format_for_terminal(line), flush=True)
         raise
     code = runner.wait(state)
     final_snapshot = runner.query(reload_state(state))
     if final_snapshot.failure is not None:
-        print(f"first failure: {final_snapshot.failure.describe()}", file=sys.stderr)
+        text = f"first failure: {final_snapshot.failure.describe()}"
+        print(escape_controls(text), file=sys.stderr)
     if final_snapshot.phase is Phase.STOPPED:
         log_line(f"run {state.run_id} was stopped")
         # Ranks that have saved a checkpoint exit with 0, but the job is not done.
@@ -214,7 +223,9 @@ def run_on_existing(experiment: Experiment, options: Options) -> int:
     if options.action == "stop":
         print(f"{text}; nothing to stop")
         return 0
-    raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
+    raise RunStateError(
+        text, hint=f"start one with {action_command('run')}; `flagscale runs` lists yours"
+    )
 
 
 def _config_texts(experiment: Experiment) -> ConfigTexts:

@@ -7,7 +7,8 @@ that no process of the run outlives it:
   grace period. A second signal, more than a second later, ends the grace period. A HUP that was
   ignored when the run was started, as under nohup, stays ignored.
 - The agent is a child subreaper, so orphans of the run become its children. When the command has
-  ended, every process that has the run's ``FLAGSCALE_RUN_ID`` is ended too.
+  ended, every process that has the run's ``FLAGSCALE_RUN_ID`` is ended too, and every descendant,
+  whose environment may have been emptied. Processes of other runs are not.
 - If the script dies, the agent gets TERM from the kernel. If the agent dies, the command gets it,
   and ``--sweep`` (called by the script) ends the remaining processes.
 - The agents of a run act together (``liveness``): a failure on any host ends the job on all hosts,
@@ -118,7 +119,9 @@ class Agent:
             command_line.command,
             options.earlier_starts,
             {} if no_shared_secret else secret.rank_secret_variables(key),
+            reports_status=options.reports_status,
         )
+        self.member.other_children = lambda: self._notifier.pids
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
             names = [options.name] if is_single_host else options.names
@@ -258,7 +261,14 @@ class Agent:
         if os.getppid() == self._script:
             return None
         reason = "lost its script, which was killed; the processes of the script were ended too"
-        return Failure(self._host.name, None, None, reason, "", self._host.output)
+        return Failure(
+            self._host.name,
+            rank=None,
+            exit_code=None,
+            reason=reason,
+            traceback="",
+            log=self._host.output,
+        )
 
     def _receive_messages(self, ready: ReadyEvents, now: float) -> None:
         """Process the messages that have been received."""
@@ -305,7 +315,14 @@ class Agent:
             reason = f"was not reached within {limit_seconds:g} s of the start"
             reason += explain_missing_agents(self._port)
         reason += describe_mesh_position(options.master_place)
-        failure = Failure(options.master_name, None, None, reason, "", self._host.output)
+        failure = Failure(
+            options.master_name,
+            rank=None,
+            exit_code=None,
+            reason=reason,
+            traceback="",
+            log=self._host.output,
+        )
         log_line(f"{failure.headline()}; the job of this host ends")
         self.member.lose_coordinator(failure)
         if options.node_rank == 1:
@@ -418,6 +435,8 @@ def _log_notice(notice: Notice) -> None:
         prefixes = {"restarted": "the job starts again after", "failed": "first failure:"}
         prefix = prefixes.get(notice.event, "")
         log_line(f"{prefix} {notice.failure.headline()}".lstrip())
+    if notice.remark:
+        log_line(notice.remark)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

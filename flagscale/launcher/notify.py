@@ -102,6 +102,11 @@ class Notifier:
                 process.stdin.close()
         self._running[process.pid] = (process, time.monotonic())
 
+    @property
+    def pids(self) -> Collection[int]:
+        """Pids of the notifications that are running."""
+        return self._running.keys()
+
     def record_exit(self, pid: int, status: int) -> None:
         """Record the exit of a child process, if it is a notification."""
         entry = self._running.pop(pid, None)

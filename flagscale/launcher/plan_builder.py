@@ -133,7 +133,7 @@ def note_loopback_address(master_addr: str, host_count: int) -> Iterator[str]:
     if host_count > 1 and is_loopback(master_addr):
         yield (
             f"{master_addr} is a loopback address, which on every machine is the machine itself: "
-            "set addr= in the hostfile, or experiment.runner.master_addr"
+            "set experiment.runner.master_addr, or addr= in a hostfile"
         )
 
 

@@ -15,6 +15,7 @@ from flagscale.errors import ConfigError, Problem
 from flagscale.files import format_json
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.runners.base import runner_for_experiment
+from flagscale.output_streams import format_for_terminal
 
 if TYPE_CHECKING:
     from flagscale.launcher.planning.model import HostPlan
@@ -30,7 +31,7 @@ def print_dry_run(experiment: Experiment, options: Options) -> int:
         return 0
     from flagscale.launcher.show.plan import format_plan
 
-    print(format_plan(plan, hosts), end="")
+    print(format_for_terminal(format_plan(plan, hosts)), end="")
     return 0
 
 

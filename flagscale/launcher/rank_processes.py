@@ -1,6 +1,6 @@
-"""Launcher of the ranks of a command on one host, in place of torchrun. Needs no installed packages.
+"""Launcher of the ranks of a command on one host, in place of torchrun. Standard library only.
 
-``python -c … --nproc_per_node N … -- COMMAND …`` starts the command N times, each with the
+``… rank_processes --nproc_per_node N … -- COMMAND …`` starts the command N times, each with the
 environment that torchrun would set, and waits until all have ended. Options, output files of the
 ranks and the table of failed ranks are those of torchrun, so that other code need not distinguish
 the two.

@@ -20,6 +20,7 @@ from flagscale.launcher.stop_result import (
     require_recorded,
     require_stopped,
 )
+from flagscale.output_streams import format_for_terminal
 
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
@@ -65,7 +66,7 @@ def print_logs(state: RunState, options: Options) -> int:
         has_no_output = True
         for line in logs.read_lines(state, options.rank, options.lines):
             has_no_output = False
-            print(line)
+            print(format_for_terminal(line))
     if has_no_output and options.lines != 0:
         subject = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
         files = ", ".join(str(output.path) for output in logs.host_outputs(state, options.rank))
@@ -77,10 +78,10 @@ def _follow_logs(runner: Runner, state: RunState, options: Options) -> None:
     outputs = logs.host_outputs(state, options.rank)
     for output in outputs:
         for line in output.last_lines(_FOLLOW_LINES if options.lines is None else options.lines):
-            print(line)
+            print(format_for_terminal(line))
     sys.stdout.flush()
     for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
-        print(line, flush=True)
+        print(format_for_terminal(line), flush=True)
 
 
 def stop(state: RunState, _options: Options) -> int:

@@ -27,6 +27,7 @@ from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import (
     HostState,
     RunState,
+    UnreadableStateError,
     load_state,
     make_state,
     read_state,
@@ -205,15 +206,33 @@ def remember_outcome(state: RunState, snapshot: Snapshot) -> Snapshot:
 
 
 def find_in_directory(exp_dir: Path) -> RunState | None:
-    """Return the run that was started last in a directory, even if the directory is gone."""
-    state = load_state(Layout(exp_dir).state)
-    if state is None:
-        real_path = exp_dir.resolve()
-        states = [
-            entry.state for entry in find_all_runs() if entry.state.exp_dir.resolve() == real_path
-        ]
-        state = states[-1] if states else None
-    return state
+    """Return the run that was started last in a directory, even if the directory is gone or its
+    state is unreadable.
+
+    Raises:
+        RunStateError: the state is unreadable, and the run is not registered.
+    """
+    try:
+        state = load_state(Layout(exp_dir).state)
+    except UnreadableStateError as error:
+        state = _find_registered(exp_dir)
+        if state is None:
+            raise
+        print(
+            f"note: {error.message}; run {state.run_id}, which is registered, is used",
+            file=sys.stderr,
+        )
+        return state
+    return _find_registered(exp_dir) if state is None else state
+
+
+def _find_registered(exp_dir: Path) -> RunState | None:
+    """Return the last run of a directory that is registered or has live processes here."""
+    real_path = exp_dir.resolve()
+    states = [
+        entry.state for entry in find_all_runs() if entry.state.exp_dir.resolve() == real_path
+    ]
+    return states[-1] if states else None
 
 
 def find_elsewhere(experiment: Experiment) -> list[RunState]:
@@ -337,5 +356,15 @@ def _state_from_process(run_id: str, run_dir: Path) -> RunState:
     )
     runner = RunnerHandle("local")
     return reload_state(
-        RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,))
+        RunState(
+            run_id,
+            name=exp_dir.name,
+            exp_dir=exp_dir,
+            started=0.0,
+            world_size=0,
+            external=True,
+            stop_grace=10.0,
+            runner=runner,
+            hosts=(host,),
+        )
     )

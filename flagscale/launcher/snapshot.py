@@ -258,8 +258,11 @@ def _host_phase(
     if ended is not None:
         if ended.signal is not None and ended.phase == "job":
             return Phase.STOPPED
-        if ended.code and state.stop_requested is not None and not ended.failed:
-            return Phase.STOPPED
+        if ended.code and state.stop_requested is not None:
+            # A host that was cut off when the others were stopped ends because it has lost them.
+            ended_by_stop = ended.lost_peer and ended.ended >= state.stop_requested
+            if not ended.failed or ended_by_stop:
+                return Phase.STOPPED
         return Phase.FAILED if ended.code else Phase.COMPLETED
     if observation.trouble:
         return Phase.UNREACHABLE

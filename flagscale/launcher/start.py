@@ -23,7 +23,7 @@ from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
 from flagscale.launcher.runners.base import Runner
 from flagscale.launcher.snapshot import EventReader
-from flagscale.launcher.state import RunState
+from flagscale.launcher.state import RunState, reload_state
 from flagscale.records import from_record
 
 STABLE_PROCESS_SECONDS = 3.0
@@ -213,6 +213,10 @@ class _StartWait:
             code = runner.wait(state)
             if code == 0:
                 return "the job has ended already, with exit code 0"
+            if _was_stopped(state):
+                raise JobError(
+                    f"run {state.run_id} was stopped before its ranks had started", exit_code=code
+                )
             output = state.hosts[0].output
             raise JobError(
                 f"run {state.run_id} ended with exit code {code} before its ranks had started\n"
@@ -232,6 +236,13 @@ class _StartWait:
         raise JobError(
             f"run {state.run_id} failed{attempt_text}: {failure.describe()}", exit_code=1
         )
+
+
+def _was_stopped(state: RunState) -> bool:
+    """Return whether ``action=stop`` or a signal has ended the run."""
+    ends = [host.exit() for host in state.hosts]
+    signalled = any(end is not None and end.signal is not None for end in ends)
+    return signalled or reload_state(state).stop_requested is not None
 
 
 def _describe_required_ports(state: RunState) -> str:

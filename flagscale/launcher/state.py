@@ -4,18 +4,20 @@ read.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from flagscale.errors import RunStateError
+from flagscale.config.command_hints import action_command
+from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import (
     make_private_directory,
     read_json,
@@ -27,7 +29,9 @@ from flagscale.files import (
 )
 from flagscale.hosts.names import compress_names, list_first
 from flagscale.launcher.layout import EXIT_FILE, OLD_OUTPUT_FILE, HostFiles, Layout
+from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
+from flagscale.records import from_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,13 @@ class HostState(HostFiles):
             ended=float(record["ended"]),
             out_of_memory_kills=record.get("out_of_memory_kills"),
             failed=record.get("failure") is not None,
+            lost_peer=self._has_lost_peer(record),
             how=str(record.get("how", "")),
         )
+
+    def _has_lost_peer(self, record: Mapping[str, Any]) -> bool:
+        failure = from_record(Failure, record.get("failure"))
+        return failure is not None and failure.is_lost_host and failure.host != self.name
 
     def set_output_aside(self) -> None:
         """Move the output to the run's directory, because a later run prints to the same file."""
@@ -83,6 +92,8 @@ class Exit:
     out_of_memory_kills: int | None = None
     failed: bool = False
     """True if the agents named a first failure; a later stop does not change that."""
+    lost_peer: bool = False
+    """True if the first failure, according to this host, is that it lost the contact to another."""
     how: str = ""
     """How ``before_start`` ended abnormally, in words."""
 
@@ -110,18 +121,25 @@ class RunState:
 _PATHS = ("run_dir", "script", "output", "pid_file")
 
 
+class UnreadableStateError(RunStateError):
+    """A state file is damaged, or was written by another version."""
+
+
 def load_state(path: Path) -> RunState | None:
     """Return the run that was started last, or None.
 
     Raises:
-        RunStateError: the file exists but is not a state of this version.
+        UnreadableStateError: the file exists but is not a state of this version.
+        RunStateError: another user could have written it.
     """
     if os.path.lexists(path):
         _check_trust(lambda: require_trusted_file(path, path.parent.parent))
     record = read_json(path)
     if record is None:
         if path.exists():
-            raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
+            raise UnreadableStateError(
+                f"{path} is damaged", hint="remove it once the run has ended"
+            )
         return None
     return read_state(_with_moved_paths(record, path), path)
 
@@ -169,7 +187,7 @@ def read_state(record: dict[str, Any], path: Path) -> RunState:
     """Parse the JSON object of a state file.
 
     Raises:
-        RunStateError: it is not a state.
+        UnreadableStateError: it is not a state.
     """
     try:
         hosts: list[dict[str, Any]] = [
@@ -182,7 +200,7 @@ def read_state(record: dict[str, Any], path: Path) -> RunState:
         }
         return RunState(**{**record, **typed_fields})
     except (KeyError, TypeError, AttributeError) as error:
-        raise RunStateError(f"{path} was written by another version: {error}") from error
+        raise UnreadableStateError(f"{path} was written by another version: {error}") from error
 
 
 def new_run_id() -> str:
@@ -215,13 +233,37 @@ def start_lock(layout: Layout) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    make_private_directory(layout.logs)
-    _check_trust(lambda: require_private(layout.logs))
+    with convert_disk_errors(layout):
+        make_private_directory(layout.logs)
+        _check_trust(lambda: require_private(layout.logs))
+    lock = FileLock(layout.lock, timeout=10, mode=0o600)
     try:
-        with FileLock(layout.lock, timeout=10, mode=0o600):
+        with convert_disk_errors(layout):
+            lock.acquire()
+        try:
             yield
+        finally:
+            lock.release()
     except Timeout:
         raise RunStateError(f"another launch is starting a run in {layout.exp_dir}") from None
+
+
+@contextmanager
+def convert_disk_errors(layout: Layout) -> Iterator[None]:
+    """Convert errors of writing an experiment's files to a :class:`~flagscale.errors.ConfigError`.
+
+    A disk that is full or read-only is a matter of the directory that the configuration names.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        path = error.filename or layout.exp_dir
+        problem = Problem("experiment.exp_dir", f"{path}: {error.strerror}")
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room there, or set another directory" if is_full else "set another directory"
+        raise ConfigError(problem, hint=hint) from None
 
 
 def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]:
@@ -233,7 +275,7 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
     return (
         f"run {state.run_id} of {state.name} is alive{location} in {state.exp_dir} (since {since}"
         f"{script_text})",
-        "stop it with action=stop, or give this one another experiment.exp_dir",
+        f"stop it with {action_command('stop')}, or give this one another experiment.exp_dir",
     )
 
 

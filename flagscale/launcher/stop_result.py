@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flagscale.config.command_hints import action_command
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import read_json
 from flagscale.hosts.names import compress_names, list_first
@@ -96,8 +97,8 @@ def require_recorded(state: RunState, result: StopResult) -> None:
         raise RunStateError(
             f"run {state.run_id} of {state.name} was stopped, but that could not be recorded: "
             f"{error.filename}: {error.strerror}",
-            hint="free space there before the next run; action=query may report this run as lost "
-            "or failed",
+            hint=f"free space there before the next run; {action_command('query')} may report this "
+            "run as lost or failed",
         )
 
 

@@ -43,7 +43,10 @@ def unpack(archive: Path, destination: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.symlink_to(member.linkname)
     except (tarfile.TarError, EOFError) as error:
-        raise BackendSourceError(f"{archive}: not a readable tar archive: {error}") from error
+        raise BackendSourceError(
+            f"{archive}: not a readable tar archive: {error}",
+            hint="the file may be damaged or cut off: get it again",
+        ) from error
 
 
 def _list_safe_members(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, str]]:

@@ -1,7 +1,8 @@
 """git operations: archiving a commit, making unified diffs, applying them.
 
-Every command ignores the user's configuration (external diff tools, prefixes, colors, line endings)
-and any repository above its working directory.
+Commands that make and apply diffs ignore the user's configuration (external diff tools, prefixes,
+colors, line endings) and any repository above the working directory. Fetching a commit uses the
+configuration, which may contain proxies and credentials.
 """
 
 from __future__ import annotations
@@ -75,14 +76,38 @@ def _error_text(result: subprocess.CompletedProcess[bytes]) -> str:
     return result.stderr.decode(errors="replace").strip()
 
 
-def archive_commit(url: str, commit: str, target: Path) -> None:
-    """Fetch one commit of ``url`` into the tar archive ``target``, atomically.
+def has_whole_commit(repository: Path, commit: str) -> bool:
+    """Return True if a bare repository contains the commit, and each object of it is what its id
+    says.
+    """
+    if not repository.is_dir():
+        return False
+    # Without a name for the repository, git would look for one in the directories above.
+    options = (f"--git-dir={repository}", "fsck", "--full", "--no-progress", "--no-dangling")
+    return _run_git((*options, commit), cwd=repository).returncode == 0
+
+
+def archive_commit(repository: Path, commit: str, target: Path) -> None:
+    """Write the files of a commit to the tar archive ``target``.
+
+    Raises:
+        BackendSourceError: git fails.
+    """
+    options = ("archive", "--format=tar", "--prefix=source/", f"--output={target}")
+    result = _run_git((f"--git-dir={repository}", *options, commit), cwd=repository)
+    if result.returncode:
+        raise BackendSourceError(f"git archive failed for {commit}: {_error_text(result)}")
+
+
+def fetch_commit(url: str, commit: str, target: Path) -> None:
+    """Fetch one commit of ``url`` into the bare repository ``target``, replacing it atomically.
 
     Raises:
         BackendSourceError: the repository is unreachable or does not have the commit.
     """
     try:
-        from git import GitCommandError, Repo  # loaded late: only this source needs it
+        # Imported here, because only `--source git` needs GitPython.
+        from git import GitCommandError, Repo
     except ImportError as error:  # GitPython refuses to load without a git program
         raise BackendSourceError(
             f"--source git needs the git program and GitPython: {error}",
@@ -96,11 +121,9 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
             repository.git.fetch("--depth=1", "--no-tags", "--", url, commit, env=quiet)
         except GitCommandError as error:
             raise _fetch_error(url, commit, str(error.stderr)) from error
-        temporary = Path(scratch) / target.name
-        with temporary.open("wb") as out:
-            repository.archive(out, treeish=commit, prefix="source/", format="tar")
         repository.close()
-        temporary.replace(target)
+        shutil.rmtree(target, ignore_errors=True)
+        Path(repository.git_dir).rename(target)
 
 
 def _fetch_error(url: str, commit: str, stderr: str) -> BackendSourceError:
@@ -115,5 +138,6 @@ def _fetch_error(url: str, commit: str, stderr: str) -> BackendSourceError:
         )
     return BackendSourceError(
         f"{url} could not be fetched:\n{error_lines}",
-        hint="check the network, the URL and your access; or --path a checkout you have",
+        hint="check the network, the URL and your access; or use --path with a checkout that you "
+        "have",
     )

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from base64 import urlsafe_b64decode
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from flagscale.errors import BackendSourceError
 from flagscale.patching.archive import copy_tree, unpack
-from flagscale.patching.git import archive_commit
+from flagscale.patching.git import archive_commit, fetch_commit, has_whole_commit
 from flagscale.patching.manifest import scan_tree
 from flagscale.patching.pypi import download_sdist
 from flagscale.patching.spec import BackendLayout, BackendSpec
@@ -96,10 +97,14 @@ class GitSource(Source):
         self.description = f"{url} at commit {commit[:12]}"
 
     def fetch(self, cache: Path, destination: Path) -> None:
-        archive = cache / f"git-{self._commit}.tar"
-        if not archive.is_file():
-            archive_commit(self._url, self._commit, archive)
-        unpack(archive, destination)
+        # The id of a commit is a digest of its whole content, which git checks in a repository.
+        repository = cache / f"git-{self._commit}.git"
+        if not has_whole_commit(repository, self._commit):
+            fetch_commit(self._url, self._commit, repository)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".archive-") as scratch:
+            archive = Path(scratch) / f"{self._commit}.tar"
+            archive_commit(repository, self._commit, archive)
+            unpack(archive, destination)
 
 
 class PathSource(Source):

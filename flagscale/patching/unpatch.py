@@ -77,7 +77,9 @@ def unpatch(
             and current_manifest.fingerprint == expected_fingerprint
             and not (force and edits)
         ):
-            return UnpatchResult(_retry_native_module(layout, spec, current_manifest), False, edits)
+            return UnpatchResult(
+                _retry_native_module(layout, spec, current_manifest), was_built=False, edits=edits
+            )
         if current_manifest and edits and not force:
             raise _lost_edits_error(layout, edits)
         keep_backup = layout.tree.exists() and (current_manifest is None or bool(edits))
@@ -85,7 +87,7 @@ def unpatch(
             job = _BuildJob(layout, spec, options, source, expected_fingerprint, report_step)
             manifest = _build_tree(job, build_directory)
             backup = _put_in_place(layout, build_directory, keep_backup=keep_backup)
-        return UnpatchResult(manifest, True, edits, backup)
+        return UnpatchResult(manifest, was_built=True, edits=edits, backup=backup)
 
 
 @contextmanager
@@ -279,12 +281,12 @@ def read_version(spec: BackendSpec, tree: Path) -> str:
 def _put_in_place(
     layout: BackendLayout, build_directory: Path, *, keep_backup: bool
 ) -> Path | None:
-    """Rename the new tree into place; return the backup of the old one, if it was kept."""
-    backup = _unused_backup_path(layout) if keep_backup else None
-    old_tree = backup or layout.sibling("old")
+    """Rename the new tree into place; return the backup of the old one, if it was kept.
+
+    In between, the old tree has a name of its own, by which :func:`recover_tree` finds it.
+    """
+    old_tree = layout.sibling("old")
     if layout.tree.exists():
-        if backup is None:
-            shutil.rmtree(old_tree, ignore_errors=True)
         layout.tree.rename(old_tree)
     try:
         build_directory.rename(layout.tree)
@@ -292,9 +294,20 @@ def _put_in_place(
         if old_tree.exists():
             old_tree.rename(layout.tree)
         raise
-    if backup is None:
-        shutil.rmtree(old_tree, ignore_errors=True)
-    return backup
+    return _retire_old_tree(layout, keep_backup=keep_backup)
+
+
+def _retire_old_tree(layout: BackendLayout, *, keep_backup: bool) -> Path | None:
+    """Keep the replaced tree as a backup and return its path, or remove it."""
+    old_tree, removed_tree = layout.sibling("old"), layout.sibling("removed")
+    if keep_backup:
+        return old_tree.rename(_unused_backup_path(layout))
+    # Removing takes a while: a tree that is removed in part must not be taken for an edited one.
+    shutil.rmtree(removed_tree, ignore_errors=True)
+    if old_tree.exists():
+        old_tree.rename(removed_tree)
+    shutil.rmtree(removed_tree, ignore_errors=True)
+    return None
 
 
 def _unused_backup_path(layout: BackendLayout) -> Path:
@@ -305,10 +318,23 @@ def _unused_backup_path(layout: BackendLayout) -> Path:
 
 
 def recover_tree(layout: BackendLayout) -> None:
-    """Restore the old tree if a command was killed between its two renames."""
+    """Complete the replacement of a tree during which a command was killed.
+
+    The old tree is restored if the new one is not in its place. Otherwise it is removed, or kept as
+    a backup if it has edits or is not by this tool.
+    """
+    shutil.rmtree(layout.sibling("removed"), ignore_errors=True)
     old_tree = layout.sibling("old")
-    if old_tree.exists() and not layout.tree.exists():
+    if not old_tree.exists():
+        return
+    if not layout.tree.exists():
         old_tree.rename(layout.tree)
+        return
+    try:
+        manifest = read_manifest(old_tree / layout.manifest.relative_to(layout.tree))
+    except BackendSourceError:
+        manifest = None
+    _retire_old_tree(layout, keep_backup=manifest is None or bool(manifest.edits(old_tree)))
 
 
 def patch_digests(layout: BackendLayout) -> dict[str, str]:

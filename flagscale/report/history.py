@@ -18,6 +18,8 @@ from flagscale.launcher.state import RunState
 from flagscale.status import Event, list_status_files, read_events
 
 _NON_METRIC_FIELDS = {"step", "train_steps", "samples"}
+# Such as "status" and "status.1" (attempts 0 and 1 of the latest start of the scripts), and
+# "status-before-1-status" and "status-before-1-status.1" (of an earlier start).
 _DIRECTORY_PATTERN = re.compile(
     rf"(?:{re.escape(EARLIER_STATUS_PREFIX)}(?P<start>\d+)-)?{STATUS_DIRECTORY}(?:[.-](?P<attempt>\d+))?"
 )
@@ -26,11 +28,14 @@ _MAX_STEP = 2**53
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's job.
+    """One attempt of a run's job.
+
+    The scripts of a run are started once, or several times, for example when Slurm requeues the
+    job. Within one start of the scripts, the agents may restart the ranks: each time is an attempt.
 
     ``steps`` ascend, ``times`` are Unix seconds, and ``metrics`` has the values of progress events
-    by name, one per step, NaN where an event has none. ``number`` counts all starts of the run from
-    1; ``number_in_start`` counts the attempts within one start of its scripts, from 1.
+    by name, one per step, NaN where an event has none. ``number`` counts all attempts of the run
+    from 1; ``number_in_start`` counts those within one start of the scripts, from 1.
     """
 
     number: int
@@ -67,7 +72,9 @@ class _AttemptDirectories:
     """Status directories of one attempt, one per host."""
 
     start: int | None
+    """Number of the start of the scripts; None for the latest one."""
     attempt: int
+    """Number of the attempt within that start, from 0."""
     directories: list[Path] = field(default_factory=list)
 
 

@@ -40,7 +40,15 @@ def list_events(
 ) -> tuple[TimelineEvent, ...]:
     """Return all known events, in order of time."""
     failures = dict(snapshot.earlier)
-    events = [TimelineEvent(state.started or None, 1, None, "start", "the run was started")]
+    events = [
+        TimelineEvent(
+            time=state.started or None,
+            attempt=1,
+            step=None,
+            kind="start",
+            text="the run was started",
+        )
+    ]
     for attempt in attempts:
         events += _restart_event(attempt, attempts, failures)
         events += _reported_events(attempt)
@@ -53,11 +61,11 @@ def list_events(
         kind = "failure" if snapshot.phase in (Phase.FAILED, Phase.LOST) else "end"
         events.append(
             TimelineEvent(
-                snapshot.since or None,
-                last_attempt_number,
-                last_step,
-                kind,
-                f"{snapshot.phase.value}",
+                time=snapshot.since or None,
+                attempt=last_attempt_number,
+                step=last_step,
+                kind=kind,
+                text=f"{snapshot.phase.value}",
             )
         )
     return tuple(sorted(events, key=lambda event: (event.time or 0.0, event.attempt)))
@@ -74,7 +82,9 @@ def _restart_event(
     step = attempt.steps[0] if attempt.steps else previous.last_step()
     step_text = f", from step {step}" if attempt.steps else ""
     text = f"the job was started again, attempt {attempt.number}{step_text}{cause_text}"
-    yield TimelineEvent(attempt.start_time, attempt.number, step, "restart", text)
+    yield TimelineEvent(
+        time=attempt.start_time, attempt=attempt.number, step=step, kind="restart", text=text
+    )
 
 
 def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
@@ -89,7 +99,9 @@ def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
         reported.add((text, step))
         if spike := _SPIKE_WARNING_PATTERN.match(text):
             step, kind = int(spike[1]), "spike"
-        yield TimelineEvent(event.time, attempt.number, step, kind, text)
+        yield TimelineEvent(
+            time=event.time, attempt=attempt.number, step=step, kind=kind, text=text
+        )
 
 
 def _describe_event(event: Event) -> str:
@@ -120,7 +132,11 @@ def _spike_events(attempt: Attempt) -> Iterator[TimelineEvent]:
             ):
                 continue
             yield TimelineEvent(
-                attempt.times[index], attempt.number, step, "spike", f"{metric_title} {text}"
+                time=attempt.times[index],
+                attempt=attempt.number,
+                step=step,
+                kind="spike",
+                text=f"{metric_title} {text}",
             )
 
 
@@ -147,5 +163,9 @@ def _failure_event(failure: Failure, attempts: Sequence[Attempt]) -> TimelineEve
         step = last_attempt.last_step()
     text = f"first failure: {hide_passwords(failure.headline())}"
     return TimelineEvent(
-        moment, last_attempt.number if last_attempt is not None else 1, step, "failure", text
+        time=moment,
+        attempt=last_attempt.number if last_attempt is not None else 1,
+        step=step,
+        kind="failure",
+        text=text,
     )

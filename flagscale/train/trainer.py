@@ -78,6 +78,7 @@ class Trainer:
         self._first_step = state.progress.iteration + 1
         self._last_step = 0 if args.skip_train else args.train_iters
         self._saved_step = state.progress.iteration
+        self._logged_step = state.progress.iteration
         self._evaluated_step = -1
 
     def run(self) -> StopReason:
@@ -101,6 +102,7 @@ class Trainer:
                 reason = stop_reason
                 break
         self._process_metrics(keep_newest=0)
+        self._log_last_step()
         self._stepper.close()
         if reason == "completed":
             self._run_final_evaluation()
@@ -158,9 +160,15 @@ class Trainer:
                 self._reporter.warn(warning)
             self._reporter.log_scalars(metrics)
 
+    def _log_last_step(self) -> None:
+        """Log the progress of the last step, unless it is logged already."""
+        if self._latest_metrics is not None and self._latest_metrics.host.step != self._logged_step:
+            self._log_progress()
+
     def _log_progress(self) -> None:
         if self._latest_metrics is None:
             return
+        self._logged_step = self._latest_metrics.host.step
         throughput = self._throughput_meter.finish_lap()
         extra_metrics: dict[str, float | int] = {
             **self._stepper.mtp_losses.pop_averages(),

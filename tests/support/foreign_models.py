@@ -35,6 +35,7 @@ _GEMMA = {
     "query_pre_attn_scalar": 24,
 }
 _GEMMA3 = {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
+_ONE_WINDOW = {"layer_types": ["full_attention", "sliding_attention"]}
 _MIXTRAL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 _LATENT_ATTENTION = {
     "num_key_value_heads": 4,
@@ -112,10 +113,14 @@ MODELS = {
     ),
     "qwen3": TinyModel("Qwen3", {"head_dim": 16}),
     "mistral": TinyModel("Mistral", {"sliding_window": 6}),
+    "ministral": TinyModel("Ministral", {"sliding_window": 6, **_ONE_WINDOW}),
     "mixtral": TinyModel("Mixtral", {**_MIXTRAL_EXPERTS, "sliding_window": None}),
     "qwen3-moe": TinyModel("Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-mixed": TinyModel(
         "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
+    ),
+    "qwen3-moe-windows": TinyModel(
+        "Qwen3Moe", {**_QWEN_EXPERTS, "use_sliding_window": True, "sliding_window": 6}
     ),
     "gpt2": TinyModel("GPT2"),
     "gemma": TinyModel("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),

@@ -22,7 +22,7 @@ Record = tuple[str, dict[str, Any]]
 def run_forked_ranks(
     world_size: int, rank_function: Callable[[], Iterable[Record]], *, reporting_rank: int = 0
 ) -> dict[str, Any]:
-    """Fork ``world`` ranks, each with the environment that torchrun would set.
+    """Fork ``world_size`` ranks, each with the environment that torchrun would set.
 
     ``rank_function`` is the function of a rank; it yields (case, results). Returns the results of
     the rank ``reporting_rank`` by case. A rank that raises prints its traceback while the others

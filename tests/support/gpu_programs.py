@@ -36,7 +36,8 @@ def train_ranks(
 ) -> list[Event]:
     """Train with one rank per entry of ``kinds`` and return the progress events of all ranks.
 
-    The backend is fsccl unless ``arguments`` name one.
+    ``kinds`` are device kinds such as ``cuda``, ``arguments`` those of train_gpt.py, and
+    ``variables`` further environment variables. The backend is fsccl unless ``arguments`` name one.
     """
     directory.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -75,9 +76,8 @@ def train_ranks(
                 process.kill()
     logs = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
     assert not any(exit_codes), logs
-    return [
-        event
-        for rank in range(len(kinds))
-        for event in read_events(directory / "status" / f"rank_{rank}.jsonl")[0]
-        if event.event == "progress"
-    ]
+    progress_events: list[Event] = []
+    for rank in range(len(kinds)):
+        events, _file_position = read_events(directory / "status" / f"rank_{rank}.jsonl")
+        progress_events += [event for event in events if event.event == "progress"]
+    return progress_events

@@ -68,6 +68,8 @@ from support.layout_models import (
 ROOT = Path(__file__).parents[2]
 
 
+# Positional fields of LayoutCase: name, world_size, model, layout, reference. A reference case has
+# no arguments of a layout unless it changes the batch, and the reference "".
 REFERENCE_CASES = (
     LayoutCase("llama", 1, LLAMA, "", ""),
     LayoutCase("tied", 1, TIED, "", ""),

@@ -116,7 +116,15 @@ def store_run(
     runner = RunnerHandle("local")
     world = nproc * len(hosts)
     state = RunState(
-        run_id, name, exp_dir, START_TIME, world, False, 1.0, runner, tuple(host_states)
+        run_id,
+        name=name,
+        exp_dir=exp_dir,
+        started=START_TIME,
+        world_size=world,
+        external=False,
+        stop_grace=1.0,
+        runner=runner,
+        hosts=tuple(host_states),
     )
     state.save(Layout(exp_dir).state)
     return StoredRun(state)

@@ -1,4 +1,7 @@
-"""An experiment of an ordinary user on a real Slurm, through the launcher's own command line."""
+"""An experiment of an ordinary user on a real Slurm, started with the launcher's own command line.
+
+The nodes of the Slurm cluster are the hosts of a test bed (tests/bed): namespaces of this machine.
+"""
 
 from __future__ import annotations
 

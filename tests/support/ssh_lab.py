@@ -1,4 +1,6 @@
-"""An experiment on hosts of the bed, through the launcher's own command line."""
+"""An experiment on the hosts of the test bed (tests/bed), started with the launcher's own
+command line.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ class SshLab:
     def run_action(
         self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run an action to its end; ``under`` is a command that wraps it."""
+        """Run an action to its end; ``wrapper`` is a command that the action is run by."""
         return subprocess.run(
             [*wrapper, *self.command(f"action={action}", *words)],
             cwd=self.root,

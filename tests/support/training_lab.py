@@ -54,7 +54,7 @@ def train_sections(steps: int | None = None, **system: Any) -> dict[str, Any]:
 def read_losses(lab: Lab, status_directory: str = STATUS_DIRECTORY) -> list[Step]:
     """Return step, loss and gradient norm of all reported steps of the last run.
 
-    ``reports``: name of the status directory.
+    ``status_directory`` is the name of the status directory on each host.
     """
     steps = []
     for host in lab.state().hosts:

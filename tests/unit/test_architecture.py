@@ -22,7 +22,8 @@ COMMON = {"errors", "files", "module_command", "records", "registry", "status"}
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
     **{name: set[str]() for name in ("errors", "files", "module_command", "status")},
-    "cli_errors": {"errors"},
+    **{name: set[str]() for name in ("output_streams", "run_module")},
+    "cli_errors": {"errors", "output_streams"},
     "subcommands": {"errors"},
     "records": {"errors", "files"},
     "registry": {"errors"},
@@ -30,8 +31,9 @@ LAYERS = {
     "checkpoint_metadata": {"errors"},
     "checkpoints": {"checkpoint_metadata", "errors"},
     "tokenizer_files": {"errors"},
+    "tables": set(),
     "config": {*COMMON, "accelerators", "tokenizer_files"},
-    "estimate": {*COMMON, "accelerators", "config"},
+    "estimate": {*COMMON, "accelerators", "config", "tables"},
     "hosts": {*COMMON, "accelerators", "checkpoints", "cli_errors", "config"},
     "comm": {*COMMON, "accelerators"},
     "launcher": {
@@ -43,6 +45,8 @@ LAYERS = {
         "estimate",
         "hosts",
         "comm",
+        "output_streams",
+        "tables",
     },
     "train": {
         *COMMON,
@@ -69,8 +73,18 @@ LAYERS = {
     },
     "patching": COMMON,
     "api": {*COMMON, "config", "launcher", "report"},
-    "sweep": {*COMMON, "config", "launcher", "api"},
-    "cli": {*COMMON, "cli_errors", "config", "launcher", "report", "bench", "patching"},
+    "sweep": {*COMMON, "config", "launcher", "api", "output_streams"},
+    "cli_suggestions": {"config"},
+    "cli": {
+        *COMMON,
+        "cli_errors",
+        "cli_suggestions",
+        "config",
+        "launcher",
+        "report",
+        "bench",
+        "patching",
+    },
 }
 # The same for the modules of flagscale.report that render pages, whatever the pages are about.
 PAGE_LAYERS = {

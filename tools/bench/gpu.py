@@ -102,7 +102,7 @@ SMALL_MODEL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768
 --ffn-hidden-size 2048 --vocab-size 50304"""
 """A model of 125 million weights. The GPU finishes its kernels faster than the host launches them.
 """
-SMALL_BATCH = (12, 1024, 2, 8, 1)
+SMALL_BATCH = (12, 1024, 2, 8, 1)  # layers, sequence, micro_batch, accumulated, gpus
 LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
 --num-query-groups 8 --make-vocab-size-divisible-by 1"""
 """Layers of Llama-3.2-1B. An odd vocabulary must not slow down the output layer."""
@@ -133,10 +133,11 @@ ROWS = (
     GpuRow("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3_ARGUMENTS} {MOE_ARGUMENTS} --num-experts 128 "
         "--moe-router-topk 8 --moe-ffn-hidden-size 768"),
     GpuRow("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3_ARGUMENTS} --ffn-hidden-size 6144"),
-    GpuRow("small", *SMALL_BATCH, "", SMALL_MODEL, ""),
-    GpuRow("small-captured", *SMALL_BATCH, CUDA_GRAPH, SMALL_MODEL, ""),
-    GpuRow("small-fp8", *SMALL_BATCH, "--fp8 hybrid", SMALL_MODEL, ""),
-    GpuRow("small-fp8-captured", *SMALL_BATCH, f"--fp8 hybrid {CUDA_GRAPH}", SMALL_MODEL, ""),
+    GpuRow("small", *SMALL_BATCH, model=SMALL_MODEL, overlap=""),
+    GpuRow("small-captured", *SMALL_BATCH, options=CUDA_GRAPH, model=SMALL_MODEL, overlap=""),
+    GpuRow("small-fp8", *SMALL_BATCH, options="--fp8 hybrid", model=SMALL_MODEL, overlap=""),
+    GpuRow("small-fp8-captured", *SMALL_BATCH, options=f"--fp8 hybrid {CUDA_GRAPH}",
+        model=SMALL_MODEL, overlap=""),
     GpuRow("1b", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128256"),
     GpuRow("1b-odd", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128257"),
     GpuRow("dp2", *SEQUENCE_4K, gpus=2),
@@ -250,7 +251,7 @@ def summarize_events(
     row: GpuRow, events: Sequence[Event], start: float, last_step: int
 ) -> dict[str, Any]:
     """Return the median step time, throughput and memory of a row, from the warm-up to step
-    ``last``.
+    ``last_step``.
     """
     progress = [event for event in events if event.event == "progress"]
     step_seconds = [e.get("step_seconds") for e in progress if WARM_UP < e.get("step") <= last_step]

@@ -124,7 +124,7 @@ def _measure_script(exp_dir: Path) -> float:
 
 
 def _wait_for_ranks(exp_dir: Path, start_time: float, ranks: int) -> float:
-    """Return the Unix time at which the last rank of a run started at ``begin`` joined.
+    """Return the Unix time at which the last rank of a run started at ``start_time`` joined.
 
     Raises:
         JobError: The ranks have not joined within :data:`JOIN_TIMEOUT_SECONDS`.

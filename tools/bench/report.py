@@ -79,7 +79,17 @@ def write_run(root: Path, steps: int) -> Path:
         pid_file=pid_file,
     )
     runner = RunnerHandle("local")
-    state = RunState(run_id, "long", exp_dir, _START_TIME, 1, False, 1.0, runner, (host,))
+    state = RunState(
+        run_id,
+        name="long",
+        exp_dir=exp_dir,
+        started=_START_TIME,
+        world_size=1,
+        external=False,
+        stop_grace=1.0,
+        runner=runner,
+        hosts=(host,),
+    )
     state.save(Layout(exp_dir).state)
     with (run_dir / status_directory(0) / "rank_0.jsonl").open("w", encoding="utf-8") as file:
         for number, event in enumerate(_generate_events(steps)):

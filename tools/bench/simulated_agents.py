@@ -75,7 +75,14 @@ class SimulatedAgent:
 
     def report_failure(self) -> Failure:
         """Report a failure of the host's rank."""
-        failure = Failure(f"h{self.number}", self.number, 1, "failed: boom", "", Path("log"))
+        failure = Failure(
+            f"h{self.number}",
+            rank=self.number,
+            exit_code=1,
+            reason="failed: boom",
+            traceback="",
+            log=Path("log"),
+        )
         report = FailureReport(failure, time.time(), Severity.FAILED)
         self.client.send(RankFailed(*self._message_header(), report))
         return failure
@@ -96,7 +103,16 @@ class SimulatedAgent:
 
     def _host_progress(self) -> HostProgress:
         status = HostStatus.RUNNING if self.ended is None else HostStatus.FAILED
-        return HostProgress(status, 1, 1, 1, False, False, self.ended, None)
+        return HostProgress(
+            status,
+            joined=1,
+            nproc=1,
+            moves=1,
+            busy=False,
+            lived=False,
+            ended=self.ended,
+            report=None,
+        )
 
 
 class SimulatedAgents:

@@ -136,7 +136,7 @@ class SshLaunchBench:
         lab.configure(cmds={"before_start": "sleep 3600"})
 
     def measure(self, command: Callable[[], float]) -> CommandSample:
-        """Measure ``work``, which returns its wall-clock seconds."""
+        """Measure ``command``, which returns its wall-clock seconds."""
         hosts_before, client_before = self._hosts_cpu(), _children_cpu()
         seconds = command()
         cpu = _children_cpu() - client_before

@@ -162,6 +162,7 @@ def _estimate_table() -> str:
 
 
 def _multi_gpu_table() -> str:
+    # Columns of the result file; speed is tokens/s of all GPUs, each is tokens/s of one GPU.
     columns = ("gpus", "layers", "layout", "overrides", "speed", "each", "tflops", "mfu", "gib")
     table_rows = []
     for values in _read_results("h200-llama3-8b")["rows"]:
@@ -205,6 +206,8 @@ def _local_launch_table() -> str:
     return _format_table(("What", "Median"), table_rows)
 
 
+# Measured commands, described in ssh_launch.py: "run unchecked" is a run without preflight checks,
+# and "bare" one SSH connection and one command per host. Other commands are compared with "bare".
 _SSH_KINDS = ("run", "query", "stop", "run unchecked", "run cold", "pdsh", "ssh+scp")
 
 

@@ -136,8 +136,8 @@ def train(
         bed: hosts with one rank each.
         options: parsed command line.
         seed: seed of the weights and the text.
-        packet_loss: percentage of packets to drop, with bounded all_reduces; None: exact all_reduces
-            without loss.
+        packet_loss: percentage of packets to drop, with bounded all_reduces; None: exact
+            all_reduces without loss.
     """
     for host in bed.hosts:
         host.heal()

@@ -126,7 +126,9 @@ def _value(node: ast.expr) -> Any:
 
 
 def _field_default(call: ast.Call) -> tuple[bool, Any]:
-    """Whether ``field(...)`` takes part in ``__init__``, and its default."""
+    """Return whether the ``__init__`` of the dataclass has the field of a ``field(...)`` call, and
+    the default of the field.
+    """
     options = {k.arg: k.value for k in call.keywords}
     if "init" in options and not ast.literal_eval(options["init"]):
         return False, None

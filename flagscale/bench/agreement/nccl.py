@@ -91,7 +91,7 @@ class NcclLibrary:
         return bytes(unique_id)
 
     def init_communicator(self, unique_id: bytes, ranks: int, rank: int) -> c_void_p:
-        """Return the communicator of ``identity`` when all ranks have called this."""
+        """Return the communicator of ``unique_id`` once all ranks have called this."""
         handle = c_void_p()
         unique_id_struct = UniqueId.from_buffer_copy(unique_id)
         self.checked_function("ncclCommInitRank")(

@@ -1,8 +1,9 @@
 """Calls that are timed: one operation on prepared buffers, as a function without arguments.
 
 :mod:`.session` prepares the buffers of one size, which are registered with the backend if
-requested, and :mod:`.timing` runs the calls. A call may consist of several *parts*, operations that
-are issued together (``--coalesced-cc-size-ratio`` or ``-m``).
+requested, and :mod:`.timing` runs the calls. A *part* is one operation on its buffers. The *body*
+of an iteration consists of one part, or of several that are issued together
+(``--coalesced-cc-size-ratio`` or ``-m``). Its *step* is the function that runs it.
 """
 
 from __future__ import annotations

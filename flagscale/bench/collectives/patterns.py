@@ -85,8 +85,8 @@ def read_groups(path: Path) -> Groups:
 def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Groups:
     """Return the groups that run at the same time among ``world`` ranks.
 
-    A data-parallel dimension ``k`` gives ``world/k`` groups of ``k`` ranks with a stride of
-    ``world/k``: with one group per rank of a host, each has one rank of every host.
+    A ``dimension`` (data-parallel size) of ``k`` gives ``world/k`` groups of ``k`` ranks with a
+    stride of ``world/k``: with one group per rank of a host, each has one rank of every host.
 
     Raises:
         ConfigError: a rank does not exist, or the dimension does not divide the world.

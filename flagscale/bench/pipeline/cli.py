@@ -145,8 +145,8 @@ def format_row(row: PipelineRow, unit: str) -> str:
 
 _DESCRIPTION = """\
 Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. The block of each rank
-is divided into k chunks; chunk c travels around ring c, from rank to rank, in sends of
-nelem_per_send elements.
+is divided into k chunks. Chunk c travels around ring c, from rank to rank,
+in sends of nelem_per_send elements.
 """
 _EPILOG = """\
 examples

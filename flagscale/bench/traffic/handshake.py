@@ -1,8 +1,8 @@
 """Keyed handshake: traffic is sent only to a host that proves membership of this session.
 
-A session is one run of ``flagscale bench traffic``, from its start to its end (:mod:`.session`). It
-draws a random key, and passes it over SSH to the process that it starts on each host. Flows and
-hosts are numbered by their indices in :class:`.spec.Environment`.
+A session is the traffic between hosts from its start to its end (:mod:`.session`). It draws a
+random key, and passes it over SSH to the process that it starts on each host. Flows and hosts are
+numbered by their indices in :class:`.spec.Environment`.
 
 Messages, each with a MAC (message authentication code) by the session's key:
 

@@ -343,7 +343,15 @@ def to_traffic_host(host: Host) -> TrafficHost:
     """Return a host of the launcher as a traffic host; this machine is used without SSH."""
     via = host.via or ("local" if is_this_machine(host.name) else "ssh")
     address = host.addr or host.name
-    return TrafficHost(host.name, address, None, via, host.user, host.port, host.proxy)
+    return TrafficHost(
+        host.name,
+        addr=address,
+        flow_addr=None,
+        via=via,
+        user=host.user,
+        port=host.port,
+        proxy=host.proxy,
+    )
 
 
 def _parse_flow(word: str, hosts: tuple[TrafficHost, ...]) -> Flow:

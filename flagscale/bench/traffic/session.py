@@ -7,6 +7,9 @@ Starts a worker (:mod:`.worker`) on every host, sends it commands, and collects 
         ...                       # measure something under the traffic
         result = traffic.probe()  # is the tail ratio unchanged?
         traffic.pause()           # the same without traffic
+
+This is a traffic session. It has a random key, with which its workers authenticate to each other
+(:mod:`.handshake`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Display of a session: a live table on a terminal, lines elsewhere, and the table at the end."""
+"""Display of a traffic session: a live table on a terminal, else lines; and a table at its end.
+
+A session is the time from the start of the flows to their end (:mod:`.session`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Figures of ``flagscale bench training --plot``: time per step by setting, and loss over time."""
+"""Figures of ``flagscale bench training --plot``: time per step by setting, and loss over time.
+
+A session is one model trained under one network setting by all arms, the compared ways to reduce
+gradients (:mod:`.arms`).
+"""
 
 from __future__ import annotations
 

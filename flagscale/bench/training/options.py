@@ -1,4 +1,7 @@
-"""Flags of ``flagscale bench training``. Their values are converted in :mod:`.cli`."""
+"""Flags of ``flagscale bench training``. Their values are converted in :mod:`.cli`.
+
+An arm is one of the compared ways to reduce gradients (:mod:`.arms`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Output of ``flagscale bench training``: tables on the terminal, and files with the results.
 
-A summary (:mod:`.summary`) has the statistics of one arm in one session. The figures and the HTML
-page are in :mod:`.figures` and :mod:`.page`.
+A session is one model trained under one network setting by all arms, the compared ways to reduce
+gradients (:mod:`.arms`). A summary (:mod:`.summary`) has the statistics of one arm in one session.
+The figures and the HTML page are in :mod:`.figures` and :mod:`.page`.
 """
 
 from __future__ import annotations

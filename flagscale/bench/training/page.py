@@ -1,6 +1,7 @@
 """HTML page of ``flagscale bench training --report``: tables, plots and findings of all sessions.
 
-The page is a single file without references to others.
+The page is a single file without references to others. A session is one model trained under one
+network setting by all arms, the compared ways to reduce gradients (:mod:`.arms`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Order in which the arms of ``flagscale bench training`` train, drawn by a seed.
 
-An arm is one of the variants that are compared, such as a communication backend with its options.
+An arm is one of the compared ways to reduce gradients (:mod:`.arms`).
 In each round every arm has one turn, a block of consecutive steps. Every arm trains the same steps
 in the same rounds. Each step of one arm therefore corresponds to a step of every other, and
 temporary load on the machine affects all arms alike.

@@ -1,7 +1,8 @@
 """Rank of a training session: starts one process per arm (:mod:`.worker`) and monitors them.
 
-Each process has the environment variables of its arm. Rank 0 combines their reports. Started by
-:mod:`.cli`.
+A session is one model trained under one network setting by all arms, the compared ways to reduce
+gradients (:mod:`.arms`). Each process has the environment variables of its arm. Rank 0 combines
+their reports. Started by :mod:`.cli`.
 """
 
 from __future__ import annotations

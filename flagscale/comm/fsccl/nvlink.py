@@ -136,7 +136,10 @@ def read_max_blocks() -> int:
 class KernelShape:
     """Algorithm of a kernel and its grid."""
 
-    algorithm: str  # flagged, lines, two_shot, staged, direct: see csrc/nvlink/kernel_plan.h
+    algorithm: str
+    """``flagged``, ``lines`` (both send small messages in one step), ``two_shot``, ``staged`` or
+    ``direct``; csrc/nvlink/kernel_plan.h describes them.
+    """
     blocks: int = 0  # 0: the engine chooses
     threads: int = 0  # per block; 0: the engine chooses
 

@@ -20,6 +20,7 @@ _GUARD_ELEMENTS = 64  # before and behind an output; a kernel must not write the
 _GUARD_VALUE = 77
 _REGISTERED_POOL_BYTES = 64 << 20
 
+# Algorithms by collective; csrc/nvlink/kernel_plan.h describes them.
 _ALGORITHMS = {
     "all_reduce": ("flagged", "lines", "two_shot", "staged"),
     "reduce_scatter": ("flagged", "lines", "staged"),
@@ -85,13 +86,29 @@ def generate_cases(quick: bool) -> Iterator[NvlinkCase]:
                 collective == "all_reduce" and rng.random() < 0.5
             )
             yield NvlinkCase(
-                collective, algorithm, dtype, "sum", count, shift, in_place, draw_seed()
+                collective,
+                algorithm=algorithm,
+                dtype=dtype,
+                op="sum",
+                count=count,
+                shift=shift,
+                in_place=in_place,
+                seed=draw_seed(),
             )
     for collective, op in itertools.product(
         _REDUCING_COLLECTIVES, ("avg", "min", "max", "product")
     ):
         for algorithm, dtype in itertools.product(_ALGORITHMS[collective], _FLOAT_DTYPES):
-            yield NvlinkCase(collective, algorithm, dtype, op, 5001, 1, False, draw_seed())
+            yield NvlinkCase(
+                collective,
+                algorithm=algorithm,
+                dtype=dtype,
+                op=op,
+                count=5001,
+                shift=1,
+                in_place=False,
+                seed=draw_seed(),
+            )
 
 
 def make_input(case: NvlinkCase, rank: int, elements: int, device: torch.device) -> torch.Tensor:
@@ -151,7 +168,16 @@ def generate_registered_cases() -> Iterator[NvlinkCase]:
         itertools.product(collectives, (torch.float32, torch.bfloat16), (16, 4096, 300032))
     ):
         in_place = collective == "all_reduce"
-        yield NvlinkCase(collective, "direct", dtype, "sum", count, 0, in_place, 1000 + i)
+        yield NvlinkCase(
+            collective,
+            algorithm="direct",
+            dtype=dtype,
+            op="sum",
+            count=count,
+            shift=0,
+            in_place=in_place,
+            seed=1000 + i,
+        )
 
 
 class CaseBuffers:

@@ -38,6 +38,7 @@ from flagscale.errors import ConfigError
 
 _MAX_RANKS = 8
 _GROUP_COUNT = 33
+# Sizes in bytes that are also measured eagerly: each call launched by itself, not in a CUDA graph.
 _EAGER_SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
 _MIB = 1 << 20
 
@@ -81,8 +82,11 @@ def _run_checks(world: NvlinkWorld, options: CheckOptions) -> dict[str, Any]:
         "operations": lambda: checks.check_operations(world, all_ranks, options.quick),
         "registered": lambda: checks.check_registered(world, groups[1]),
         "groups": lambda: checks.check_groups(world, groups, repetitions),
+        # Lines are cells of 128 bytes with a flag (csrc/nvlink/cells.h), which must arrive as a
+        # whole.
         "lines": lambda: checks.check_lines(world, all_ranks, 10 * repetitions),
         "graph": lambda: checks.check_graph(world, all_ranks, replays),
+        # A rank that does not take part: kernels must end by their timeout and name the rank.
         "absent": lambda: (1, checks.check_absent(world)),
     }
     results: dict[str, Any] = {}
@@ -113,7 +117,7 @@ def _run_measurements(
     sizes = [size for size in MESSAGE_SIZES if size <= options.max_message_bytes]
     measurement = NvlinkMeasurement(world, options.max_message_bytes)
     timings: list[KernelTiming] = []
-    report.update(timings=[], one_by_one=[])
+    report.update(timings=[], one_by_one=[])  # one_by_one: the eager timings
     groups = report["groups"] = measure_group_creation(world, _GROUP_COUNT)
     _print_on_rank_0(
         world,
@@ -126,7 +130,7 @@ def _run_measurements(
                 {"collective": collective, "size": size, "ours": engine_us, "nccl": nccl_us}
             )
             _print_on_rank_0(
-                world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{engine_us:>10.1f}  no graph"
+                world, f"{collective:<15}{size:>11}{nccl_us:>10.1f}{engine_us:>10.1f}  eager"
             )
     save()
     _print_on_rank_0(

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.files import write_json
+from flagscale.output_streams import escape_controls
 
 
 def log_line(text: str) -> None:
-    """Print a line to the host's output; errors are ignored."""
+    """Print a line to the host's output, or to that of the launcher; errors are ignored."""
+    if sys.stderr is None:
+        return
     with suppress(OSError):
         # A single write, because other threads print lines as well.
-        sys.stderr.write(f"flagscale: {text}\n")
+        sys.stderr.write(escape_controls(f"flagscale: {text}\n"))
         sys.stderr.flush()
 
 

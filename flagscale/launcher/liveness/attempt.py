@@ -10,11 +10,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 
 from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
+from flagscale.status import RUN_ID_VARIABLE
 
 # Time after the order to end in which new ranks are looked for: torchrun may be starting them.
 NEW_RANK_SECONDS = 1.0
@@ -51,8 +52,17 @@ class Attempt:
         sweep_result: Processes that were ended after the command, once the stage is ``OVER``.
     """
 
-    def __init__(self, run_id: str, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        grace_seconds: float,
+        other_children: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """``other_children`` returns the pids of children of this process that are no part of the
+        run.
+        """
         self.run_id = run_id
+        self._other_children = other_children
         self.stage = Stage.RUNNING
         self.exit_code: int | None = None
         self.end_time = 0.0
@@ -136,15 +146,24 @@ class Attempt:
 
     def find_ranks(self) -> dict[int, Process]:
         """Return the processes that torchrun has started as ranks, by rank."""
+        return {rank: process for process, rank in self._find_children() if rank is not None}
+
+    def _find_children(self) -> Iterator[tuple[Process, int | None]]:
+        """Yield the ranks, each with its number, or with None if its environment was emptied."""
         if self._command is None or self._command.returncode is not None:
-            return {}
-        ranks = {}
-        for process in processes.find_run_processes(self.run_id):
-            if processes.parent_pid_of(process.pid) == self._command.pid:
-                environment = processes.read_environment(process.pid)
-                if b"LOCAL_RANK" in environment and environment.get(b"RANK", b"").isdigit():
-                    ranks[int(environment[b"RANK"])] = process
-        return ranks
+            return
+        for pid in processes.iter_pids():
+            if processes.parent_pid_of(pid) != self._command.pid:
+                continue
+            process, environment = (
+                processes.identify_process(pid),
+                processes.read_environment(pid),
+            )
+            rank = environment.get(b"RANK", b"") if b"LOCAL_RANK" in environment else b""
+            if process is not None and rank.isdigit():
+                yield process, int(rank)
+            elif process is not None and RUN_ID_VARIABLE.encode() not in environment:
+                yield process, None
 
     def _continue_ending(self, now: float, elapsed_seconds: float) -> None:
         """Perform one step of ending the command in order.
@@ -177,12 +196,12 @@ class Attempt:
         """
         if self._ranks_ended_at is not None:
             return
-        for rank, process in self.find_ranks().items():
+        for process, rank in self._find_children():
             if process in self._signalled_ranks:
                 continue
             self._signalled_ranks.add(process)
             if rank not in self._self_ending_ranks:
-                processes.send_signal(process, signal.SIGTERM, run_id=self.run_id)
+                processes.send_signal(process, signal.SIGTERM)
 
     def _ranks_have_ended(self, now: float) -> bool:
         """Return True if all ranks have ended, and torchrun has had the time to end by itself."""
@@ -195,12 +214,21 @@ class Attempt:
         return now - self._ranks_ended_at >= TORCHRUN_EXIT_SECONDS
 
     def _find_processes(self) -> list[Process]:
-        return processes.find_run_processes(
+        """Return the processes of the run on this host.
+
+        Those that were started with an emptied environment are found as descendants: this process
+        is a child subreaper, so that its descendants stay below it whoever of them ends.
+        """
+        carriers = processes.find_run_processes(
             self.run_id, exclude=processes.find_spared_pids(self.run_id)
         )
+        descendants = processes.find_descendants(
+            os.getpid(), self.run_id, exclude=self._other_children()
+        )
+        return sorted({*carriers, *descendants}, key=lambda process: process.pid)
 
     def _kill(self, process: Process) -> None:
-        if processes.send_signal(process, signal.SIGKILL, run_id=self.run_id):
+        if processes.send_signal(process, signal.SIGKILL):
             self.killed_pids.add(process.pid)
 
     def _sweep(self, now: float) -> None:
@@ -217,7 +245,7 @@ class Attempt:
                 self._kill(process)
             elif process.pid not in self._terminated_pids:
                 self._terminated_pids.add(process.pid)
-                processes.send_signal(process, signal.SIGTERM, run_id=self.run_id)
+                processes.send_signal(process, signal.SIGTERM)
         if not remaining or elapsed_seconds >= grace_seconds + _KILL_WAIT_SECONDS:
             ended_pids = tuple(sorted(self._terminated_pids | self.killed_pids))
             survivors = tuple(process.pid for process in remaining)

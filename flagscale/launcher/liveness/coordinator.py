@@ -264,7 +264,14 @@ class Coordinator:
         self._active_hosts.discard(node_rank)
         if self.phase is not JobPhase.STOPPING:
             reason += describe_mesh_position(host.mesh_position)
-            failure = Failure(host.name, None, None, reason, "", self._output_path)
+            failure = Failure(
+                host.name,
+                rank=None,
+                exit_code=None,
+                reason=reason,
+                traceback="",
+                log=self._output_path,
+            )
             self._add_detected_failure(FailureReport(failure, last_seen, Severity.LOST))
 
     def _detect_stall(self, now: float) -> None:
@@ -304,7 +311,9 @@ class Coordinator:
             return
         host = min(active_hosts, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
-        failure = Failure(host.name, None, None, reason, "", self._output_path)
+        failure = Failure(
+            host.name, rank=None, exit_code=None, reason=reason, traceback="", log=self._output_path
+        )
         self._add_detected_failure(FailureReport(failure, now, Severity.UNNAMED))
 
     # -- decisions --------------------------------------------------------------------------
@@ -341,7 +350,7 @@ class Coordinator:
             self._finish_job(Notice(event, self.attempt, self.failure))
         elif not failed and not self._reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
-        elif self._may_restart():
+        elif not (obstacle := self._find_restart_obstacle()):
             self._enter_phase(JobPhase.WAITING)
             wait_seconds = min(
                 FIRST_BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS
@@ -350,13 +359,15 @@ class Coordinator:
             self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
             self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
         else:
-            self._finish_job(Notice("failed", self.attempt, self.failure))
+            attempts_left = self.attempt + 1 < self.policy.attempts
+            remark = f"the job does not start again: {obstacle}" if attempts_left else ""
+            self._finish_job(Notice("failed", self.attempt, self.failure, remark))
 
-    def _may_restart(self) -> bool:
-        """Return True if another attempt is left and makes sense.
+    def _find_restart_obstacle(self) -> str:
+        """Return the reason why there is no other attempt, or an empty string.
 
-        It does not if a host is lost, if the ranks never joined since the first attempt, or if they
-        did not join twice in a row.
+        It makes no sense if a host is lost, if the ranks never joined since the first attempt, or
+        if they did not join twice in a row.
         """
         self._failed_starts_in_a_row = (
             0 if self._has_progressed else self._failed_starts_in_a_row + 1
@@ -364,12 +375,13 @@ class Coordinator:
         has_never_joined = (
             self._failed_starts_in_a_row > 0 and self._failed_starts_in_a_row == self.attempt + 1
         )
-        return (
-            self.attempt + 1 < self.policy.attempts
-            and not any(host.is_lost for host in self.hosts)
-            and not has_never_joined
-            and self._failed_starts_in_a_row < 2
-        )
+        if self.attempt + 1 >= self.policy.attempts:
+            return "no attempt is left"
+        if any(host.is_lost for host in self.hosts):
+            return "a host was lost"
+        if has_never_joined:
+            return "its ranks never joined"
+        return "its ranks did not join twice in a row" if self._failed_starts_in_a_row > 1 else ""
 
     def _start_attempt(self, now: float) -> None:
         self.attempt += 1

@@ -5,6 +5,10 @@ the host's output contains the exit code of each failed rank; it is only read af
 rank that is killed from outside (for example by the kernel for its memory) makes the others fail
 with errors of their own, such as a reset connection. These may even be written first, but the kill
 is the cause.
+
+The launcher's agent (:mod:`flagscale.launcher.agent`) starts torchrun on each host and supervises
+it. The agent of host 0 has the coordinator (:mod:`.coordinator`), which collects the reports of all
+hosts.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from flagscale.launcher.layout import RANKS_DIRECTORY, HostFiles
+from flagscale.output_streams import escape_controls
 from flagscale.records import printable
 from flagscale.status import Event
 
@@ -57,7 +62,7 @@ _PEER_LOSS_PATTERN = re.compile(
 
 
 class Severity(IntEnum):
-    """Rank of a report as evidence for the cause; the lowest value is the strongest."""
+    """Strength of a report as evidence for the cause; the lowest value is the strongest."""
 
     KILLED = 0
     """A process was killed from outside, or by a memory fault."""
@@ -68,7 +73,7 @@ class Severity(IntEnum):
     UNNAMED = 3
     """torchrun ended, and no rank reported a reason."""
     CONSEQUENCE = 4
-    """A peer was gone, or the supervisor ended the rank."""
+    """A peer was gone, or the agent or torchrun ended the rank."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,22 @@ class Failure:
     traceback: str
     log: Path
 
+    @property
+    def is_lost_host(self) -> bool:
+        """True if the other hosts have lost the contact to the host."""
+        return self.rank is None and self.exit_code is None and self.reason.startswith("was lost: ")
+
     def describe(self) -> str:
         """Return a description of several lines: rank, reason, traceback and log."""
         lines = [self.headline(), *self.reason.splitlines()[1:]]
         if self.traceback:
             lines += ["    " + line for line in self.traceback.splitlines()]
-        return "\n".join([*lines, f"  log: {self.log}"])
+        return escape_controls("\n".join([*lines, f"  log: {self.log}"]))
 
     def headline(self) -> str:
         """Return a description of one line: rank and reason."""
         subject = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
-        return f"{subject} {self.reason}".partition("\n")[0]
+        return escape_controls(f"{subject} {self.reason}".partition("\n")[0])
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ class TorchrunExit:
         exit_code: Exit code of torchrun.
         time: Unix seconds.
         oom_kills: Number of kills by the kernel's OOM killer; None if unknown.
-        killed_pids: Processes that the agent killed.
+        killed_pids: Processes that the host's agent killed.
         late_ranks: Ranks that reported a failure when the job was already being ended.
     """
 
@@ -226,7 +236,14 @@ def diagnose_host(
     severity = (
         Severity.KILLED if torchrun_exit.exit_code == 128 + signal.SIGKILL else Severity.UNNAMED
     )
-    failure = Failure(host.name, None, torchrun_exit.exit_code, reason, lines, host.output)
+    failure = Failure(
+        host.name,
+        rank=None,
+        exit_code=torchrun_exit.exit_code,
+        reason=reason,
+        traceback=lines,
+        log=host.output,
+    )
     return FailureReport(failure, torchrun_exit.time, severity)
 
 
@@ -279,7 +296,12 @@ def _rank_report(
         # If the message explains how to fix the error, a traceback would only distract.
         trace = "" if event.get("explained") else printable(str(event.get("traceback", "")))
         failure = Failure(
-            host.name, rank, exit_code, _describe_exception(event, exit_code), trace, log
+            host.name,
+            rank=rank,
+            exit_code=exit_code,
+            reason=_describe_exception(event, exit_code),
+            traceback=trace,
+            log=log,
         )
         severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
         return FailureReport(failure, event.time, severity)
@@ -290,19 +312,21 @@ def _rank_report(
     trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (exit_code or 0) >= 0 else ""
     failure_time = entry.time if entry is not None else 0.0
     return FailureReport(
-        Failure(host.name, rank, exit_code, reason, trace, log),
+        Failure(host.name, rank=rank, exit_code=exit_code, reason=reason, traceback=trace, log=log),
         failure_time,
         _classify_code(exit_code),
     )
 
 
 def _add_mesh_position(report: FailureReport, events: Sequence[Event]) -> FailureReport:
-    """Return the report with the rank's position in the job, such as its pipeline stage."""
+    """Return the report with the rank's position in the heterogeneous meshes, such as ``stage 0 of
+    2, mesh 0 (tp2 dp2)``. The rank reports it in the field ``place`` of its ``joined`` event.
+    """
     position = next((event.get("place") for event in events if event.event == "joined"), None)
     if position is None:
         return report
     first_line, newline, hint = report.failure.reason.partition("\n")
-    reason = f"{first_line}; it is of {printable(str(position))}{newline}{hint}"
+    reason = f"{first_line}; position: {printable(str(position))}{newline}{hint}"
     return replace(report, failure=replace(report.failure, reason=reason))
 
 

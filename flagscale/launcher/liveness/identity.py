@@ -17,9 +17,10 @@ from flagscale.launcher.layout import (
     EARLIER_STATUS_PREFIX,
     EXIT_FILE,
     LIVENESS_FILE,
+    RANKS_DIRECTORY,
     status_directory,
 )
-from flagscale.launcher.liveness.agent_log import write_record
+from flagscale.launcher.liveness.agent_log import log_line, write_record
 
 
 def register_agent(run_dir: Path, earlier_starts: int = 0) -> str | None:
@@ -92,15 +93,23 @@ def find_live_agent(run_id: str, run_dir: Path) -> int | None:
 def sweep_after_agent(run_id: str, run_dir: Path, grace_seconds: float) -> int:
     """End the processes that a killed agent left behind, and record the end of the job for it.
 
-    They get SIGTERM, and SIGKILL after ``grace_seconds``. Returns the exit code of this process.
+    They get SIGTERM, and SIGKILL after ``grace_seconds``. Processes with an emptied environment are
+    no descendants of a live agent any more; those that write to the ranks' files are reported.
+
+    Returns the exit code of this process.
     """
     # Let the kernel reap orphans from now on, so that they do not remain as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     killed_processes = processes.kill_run_processes(
         run_id, grace_seconds, exclude=processes.find_spared_pids(run_id)
     )
+    left = [process.pid for process in processes.find_writers(run_dir / RANKS_DIRECTORY)]
+    if left:
+        pids = ", ".join(map(str, left))
+        log_line(f"the killed agent has left processes with an emptied environment: {pids}")
     if not (run_dir / EXIT_FILE).exists():
         record = {"code": 137, "phase": "agent", "signal": None, "ended": round(time.time(), 3)}
+        record["left"] = left
         record["swept"] = [*killed_processes.terminated, *killed_processes.killed]
         write_record(run_dir / EXIT_FILE, record, expendable_path=run_dir / AGENT_FILE)
     return 0

@@ -44,12 +44,13 @@ class Notice:
     """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
     ``restarted``.
 
-    The first three end the job.
+    The first three end the job. ``remark`` is a line for the host's output.
     """
 
     event: str
     attempt: int
     failure: Failure | None = None
+    remark: str = ""
 
 
 def describe_mesh_position(mesh_position: str) -> str:
@@ -97,7 +98,11 @@ def stalled_report(
     straggler = find_straggler(ranks)
     if straggler is None:
         reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
-        return FailureReport(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
+        return FailureReport(
+            Failure(host, rank=None, exit_code=None, reason=reason, traceback="", log=output),
+            0.0,
+            Severity.KILLED,
+        )
     reason = (
         f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
     )
@@ -109,5 +114,12 @@ def stalled_report(
         reason += "; its process is stopped (SIGSTOP)"
     elif not straggler.answered:
         reason += "; it did not report its stack"
-    failure = Failure(straggler.host, straggler.rank, None, reason, straggler.stack, straggler.log)
+    failure = Failure(
+        straggler.host,
+        rank=straggler.rank,
+        exit_code=None,
+        reason=reason,
+        traceback=straggler.stack,
+        log=straggler.log,
+    )
     return FailureReport(failure, 0.0, Severity.KILLED)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from flagscale import files
@@ -27,7 +27,8 @@ from flagscale.launcher.liveness.watch import RankWatch, StackDump, file_size
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 REFRESH_SECONDS = 0.25
-# Seconds that a program without status reports has to run so that its end is no failed start.
+# Seconds that a training program without status reports has to run so that its end is no failed
+# start.
 MIN_LIFE_SECONDS = 30.0
 _STACK_TIMEOUT_SECONDS = 4.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
@@ -45,10 +46,15 @@ class Member:
         command: Sequence[str],
         earlier_starts: int = 0,
         secrets: Mapping[str, str] | None = None,
+        *,
+        reports_status: bool = True,
     ) -> None:
         self.node_rank = node_rank
         self.host = host
         self.attempt_number = 0
+        self.other_children: Callable[[], Collection[int]] = tuple
+        """Returns the pids of children of this process that are no part of the run."""
+        self._min_life_seconds = MIN_LIFE_SECONDS if reports_status else 0.0
         self.attempt = Attempt(run_id, grace_seconds)
         self.stop_signal: int | None = None
         """Signal that stopped the job; None if it was not stopped."""
@@ -81,7 +87,7 @@ class Member:
     def start_attempt(self, number: int) -> None:
         """Start attempt ``number``."""
         self.attempt_number = number
-        self.attempt = Attempt(self._run_id, self._grace_seconds)
+        self.attempt = Attempt(self._run_id, self._grace_seconds, self.other_children)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
         self._oom_kills_at_start = count_oom_kills()
@@ -153,7 +159,8 @@ class Member:
 
     def _progress(self) -> HostProgress:
         watch, attempt = self._watch, self.attempt
-        has_lived = not watch.events and time.monotonic() - attempt.start_time >= MIN_LIFE_SECONDS
+        lifetime_seconds = time.monotonic() - attempt.start_time
+        has_lived = not watch.events and lifetime_seconds >= self._min_life_seconds
         return HostProgress(
             status=self.status,
             joined=len(watch.joined_ranks),

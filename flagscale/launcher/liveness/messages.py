@@ -61,10 +61,13 @@ class RankProgress:
     """Progress of a rank.
 
     Attributes:
+        host: Name of its host.
+        rank: Its global rank.
         step: Training step; None if the rank reports none.
         doing: Activity that the rank has reported, such as saving a checkpoint.
         stopped: True if the process is stopped, by SIGSTOP or a debugger.
         answered: True if it wrote its stack on request.
+        stack: The Python stack that it wrote; empty if it did not.
         log: The rank's log.
     """
 

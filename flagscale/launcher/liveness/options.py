@@ -99,13 +99,15 @@ class AgentOptions(Policy):
     master_name: str = ""
     """On the other hosts: name of host 0."""
     places: tuple[str, ...] = ()
-    """On host 0: positions of the hosts in heterogeneous meshes, as ``NUMBER PLACE``. Each
+    """On host 0: positions of the hosts in heterogeneous meshes, as ``NUMBER POSITION``. Each
     applies to the host of that number and the following ones, up to the next entry.
     """
     master_place: str = ""
     """On the other hosts: position of host 0 in the heterogeneous meshes."""
     earlier_starts: int = 0
     """Number of times that a scheduler has started this run before."""
+    reports_status: bool = True
+    """False for a command, whose ranks do not report that they have joined."""
 
     @property
     def names(self) -> list[str]:
@@ -118,8 +120,8 @@ class AgentOptions(Policy):
         count = len(self.names)
         by_host: list[str] = []
         for entry in reversed(self.places):
-            number, _, place = entry.partition(" ")
-            by_host = [place] * (count - len(by_host) - int(number)) + by_host
+            number, _, position = entry.partition(" ")
+            by_host = [position] * (count - len(by_host) - int(number)) + by_host
         return by_host
 
     def to_json(self) -> str:
@@ -181,11 +183,11 @@ def _parse_object(text: str) -> dict[str, Any]:
     return record
 
 
-def compress_places(places: Sequence[str]) -> Iterator[str]:
+def compress_positions(positions: Sequence[str]) -> Iterator[str]:
     """Yield the entries of :attr:`AgentOptions.places` for the position of each host."""
-    for number, place in enumerate(places):
-        if number == 0 or place != places[number - 1]:
-            yield f"{number} {place}"
+    for number, position in enumerate(positions):
+        if number == 0 or position != positions[number - 1]:
+            yield f"{number} {position}"
 
 
 def _convert_option(name: str, field_type: Any, value: object) -> Any:
@@ -200,6 +202,7 @@ _SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
     Path: ("a text", (str,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)),
 }
 
 

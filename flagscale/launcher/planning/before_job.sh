@@ -29,10 +29,11 @@ if [[ -e $script_file ]]; then
     rm -f -- "$script_file"
 fi
 read_start_ticks "$$"
-# `set -C` makes the write fail if the file exists, so only one of two simultaneous starts goes on.
+# `set -C` makes the write fail if the file exists, so only one of two simultaneous starts goes on, and
+# none writes through a symbolic link.
 (umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" &&
     set -C && echo "$$ $ticks $boot" >"$script_file" &&
-    set +C && echo "$$" >"$pid_file") || exit 1
+    rm -f -- "$pid_file" && echo "$$" >"$pid_file") || exit 1
 [[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 
 phase=before_start

@@ -70,6 +70,7 @@ class EnvironmentVariable:
     """One environment variable of a host's ranks.
 
     Attributes:
+        name: Name of the variable.
         value: May refer to the host's own variables (:mod:`flagscale.config.interpolation`).
         origin: ``run`` (identity of the run), ``default``, ``inherited`` (from the environment of
             the launch), ``detected`` (on the host), or the key of the YAML.

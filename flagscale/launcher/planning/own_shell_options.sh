@@ -2,6 +2,6 @@
 # First part of the scripts that a user or a scheduler starts with any environment.
 
 # Options of the caller's shell (SHELLOPTS, BASHOPTS, BASH_ENV) do not apply to this script.
-if [[ ${SHELLOPTS@a}${BASHOPTS@a}${BASH_ENV+x} == *x* ]]; then
-    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV bash -- "$0" "$@"
+if [[ -f ${BASH_SOURCE[0]-} && ${SHELLOPTS@a}${BASHOPTS@a}${BASH_ENV+x} == *x* ]]; then
+    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV bash -- "${BASH_SOURCE[0]}" "$@"
 fi

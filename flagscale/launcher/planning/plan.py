@@ -7,6 +7,8 @@ differ from run to run are parameters: ``run_id``, ``master_port`` and ``run_sec
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,9 @@ from flagscale.launcher.planning.model import (
 )
 from flagscale.launcher.planning.per_host import HostSettings, rebase_path, resolve_all_settings
 from flagscale.launcher.planning.supervision import AgentRendezvous
-from flagscale.module_command import installed_module_arguments, python_arguments
+from flagscale.module_command import python_arguments
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def plan(
@@ -95,8 +99,29 @@ def plan(
 
 
 def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
-    """Return the master address of the ranks: the user's, else the first host's."""
-    return rendezvous_address(runner.master_addr or _parse_endpoint(runner)[0], hosts)
+    """Return the master address of the ranks: the user's, else the first host's.
+
+    Raises:
+        ConfigError: If the user's is no address: it is an argument of the ranks' command line.
+    """
+    key, address = "master_addr", runner.master_addr
+    if not address:
+        key, address = "rdzv_endpoint", _parse_endpoint(runner)[0]
+    if address and not _is_host_address(address):
+        problem = f"expected a host name or an address, found {address!r}"
+        raise ConfigError(Problem(f"experiment.runner.{key}", problem))
+    return rendezvous_address(address, hosts)
+
+
+def _is_host_address(text: str) -> bool:
+    """Return True for a host name and for an IP address, which may have brackets and a zone."""
+    if _HOST_NAME.fullmatch(text):
+        return True
+    try:
+        ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _parse_endpoint(runner: Runner) -> tuple[str | None, int | None]:
@@ -201,7 +226,12 @@ class _HostPlanner:
             workdir=machine.workdir or machine.project,
             python=machine.python,
             agent=supervision.agent_options(
-                runner, self.experiment.name, assignment, run_dir, self.rendezvous
+                runner,
+                self.experiment.name,
+                assignment,
+                run_dir,
+                self.rendezvous,
+                reports_status=not self.experiment.task.is_command,
             ),
             starter=self._starter_arguments(assignment, run_dir),
             program=(
@@ -258,7 +288,7 @@ class _HostPlanner:
             return (machine.python, *starter, *_format_options(options), "--")
         # torchrun must not restart ranks: the agents restart the whole job, on all hosts at once.
         options |= {"max_restarts": "0", **runner.extra}
-        torchrun = installed_module_arguments("torch.distributed.run")
+        torchrun = python_arguments("torch.distributed.run", machine.project)
         return (machine.python, "-u", *torchrun, *_format_options(options))
 
 

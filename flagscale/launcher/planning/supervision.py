@@ -16,11 +16,13 @@ from flagscale.launcher.liveness.options import (
     NOTIFY_COMMAND_VARIABLE,
     NOTIFY_WEBHOOK_VARIABLE,
     AgentOptions,
-    compress_places,
+    compress_positions,
 )
 from flagscale.launcher.planning.environment import EnvironmentVariable
 from flagscale.launcher.planning.model import HostAssignment
 
+NOTIFY_ORIGIN = "runner.notify"
+"""Origin, in a plan, of the variables that only hosts which send notifications have."""
 AGENT_SECRETS = (secret.SECRET_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
 """Environment variables that the script passes to the agent only."""
 _LAST_PORT = 65535
@@ -53,7 +55,8 @@ class AgentRendezvous:
 
 
 def liveness_port(runner: Runner, master_port: int) -> int:
-    """Return the port of host 0 at which the agents rendezvous.
+    """Return the port of host 0 at which the agents rendezvous
+    (:mod:`flagscale.launcher.liveness`).
 
     It is the user's, else the port next to the ranks' port.
     """
@@ -67,6 +70,8 @@ def agent_options(
     assignment: HostAssignment,
     run_dir: Path,
     rendezvous: AgentRendezvous | None,
+    *,
+    reports_status: bool = True,
 ) -> AgentOptions:
     """Return the options of a host's agent.
 
@@ -78,7 +83,9 @@ def agent_options(
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
         if assignment.node_rank == 0:
             options["hosts"] = rendezvous.host_names
-            options["places"] = tuple(compress_places(rendezvous.mesh_positions))
+            # The agent's options have the older name for mesh positions, which stored plans
+            # contain.
+            options["places"] = tuple(compress_positions(rendezvous.mesh_positions))
         else:
             options["master_name"] = rendezvous.master_name
             options["master_place"] = "".join(rendezvous.mesh_positions[:1])
@@ -91,6 +98,7 @@ def agent_options(
         node_rank=assignment.node_rank,
         first_rank=assignment.first_rank,
         nproc=assignment.nproc,
+        reports_status=reports_status,
         **options,
     )
 
@@ -100,15 +108,15 @@ def agent_environment(
 ) -> Iterator[EnvironmentVariable]:
     """Yield the variables that a host's script passes to its agent."""
     if rendezvous is not None and rendezvous.secret is not None:
-        yield EnvironmentVariable(secret.SECRET_VARIABLE, rendezvous.secret, "run", secret=True)
+        yield EnvironmentVariable(
+            secret.SECRET_VARIABLE, rendezvous.secret, origin="run", secret=True
+        )
     notify = runner.notify
     if notify is None or assignment.node_rank >= _NOTIFYING_HOSTS:
         return
     if notify.command:
-        yield EnvironmentVariable(NOTIFY_COMMAND_VARIABLE, notify.command, NOTIFY)
+        yield EnvironmentVariable(NOTIFY_COMMAND_VARIABLE, notify.command, origin=NOTIFY_ORIGIN)
     if notify.webhook:
-        yield EnvironmentVariable(NOTIFY_WEBHOOK_VARIABLE, notify.webhook, NOTIFY, secret=True)
-
-
-NOTIFY = "runner.notify"
-"""Origin of the variables that only hosts which send notifications have."""
+        yield EnvironmentVariable(
+            NOTIFY_WEBHOOK_VARIABLE, notify.webhook, origin=NOTIFY_ORIGIN, secret=True
+        )

@@ -94,7 +94,7 @@ def check_directory(name: str, path: str, state: PathState | None, *, key: str) 
         return Check(name, False, f"{path}: it did not say what is there")
     if state.problem == NOT_WRITABLE and state.user:
         finding = f"{state.existing} is {state.problem} for user {state.user}"
-        hint = f"set {key}, give the user the directory, or the hostfile another user="
+        hint = f"set {key}, give the user the directory, or set another user= in a hostfile"
         return Check(name, False, finding, hint)
     if state.problem:
         hint = f"set {key} to a directory that can be written"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from flagscale.config.command_hints import action_command, make_command, unpatch_command
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment
 from flagscale.errors import FlagscaleError, UnreachableError
 from flagscale.hosts.facts import HostFacts, list_installed_packages
@@ -206,9 +207,9 @@ def _check_paths(key_by_path: Mapping[str, str], facts: HostFacts) -> Check:
     )
     hints = []
     if any(key_by_path[path] == TRAINING_BACKEND for path in facts.missing_paths):
-        hints.append("run: python tools/patch/unpatch.py --backend Megatron-LM")
+        hints.append(f"run: {unpatch_command()}")
     if any("data/quickstart/" in path for path in facts.missing_paths):
-        hints.append("run: make data")
+        hints.append(f"run: {make_command('data')}")
     hint = "; ".join(hints) or "copy them, or name others"
     return Check("files", False, f"not there: {missing_text}", hint)
 
@@ -218,7 +219,7 @@ def _check_interface(
 ) -> Check:
     if len(plan.hosts) == 1:
         return Check("interface", True, "not needed by one host")
-    hint = "give the hostfile's addr=, or experiment.runner.master_addr"
+    hint = "set experiment.runner.master_addr, or addr= in a hostfile"
     # Host names of one machine, recognized by its boot id, may reach each other over loopback.
     if (
         facts.is_master_loopback
@@ -283,7 +284,7 @@ def _check_earlier_run(facts: HostFacts, previous: RunState | None) -> Check:
     if previous is not None and previous.run_id == facts.live_run_id:
         finding, hint = alive_message(previous)
         return Check(EARLIER_RUN, False, finding, hint)
-    hint = "stop it with action=stop, or give this one another experiment.exp_dir"
+    hint = f"stop it with {action_command('stop')}, or give this one another experiment.exp_dir"
     return Check(EARLIER_RUN, False, f"{facts.live_run_id} is alive there", hint)
 
 

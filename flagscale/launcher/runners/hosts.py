@@ -18,7 +18,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING
 
 from flagscale.config.schema import PROJECT, Experiment
-from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
+from flagscale.errors import ConfigError, FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import write_atomic
 from flagscale.hosts import probe, processes
 from flagscale.hosts.connection import HostConnection
@@ -34,6 +34,7 @@ from flagscale.launcher.runners.programs.probe_run import ProbeRequest, ProbeRes
 from flagscale.launcher.state import (
     RunState,
     alive_message,
+    convert_disk_errors,
     load_state,
     make_state,
     new_run_id,
@@ -130,14 +131,16 @@ class HostRunner:
             previous = load_state(layout.state)
             # A start of which the launcher was killed may still be in progress on a host: from now
             # on it does nothing.
-            write_atomic(layout.claim, f"{plan.run_id}\n")
+            with convert_disk_errors(layout):
+                write_atomic(layout.claim, f"{plan.run_id}\n")
             if previous is not None:
                 _require_ended(previous)
-            self._write_files(plan, texts, previous)
-            state = make_state(plan)
-            # Saved before anything starts, so that the run can be stopped if this launcher dies
-            # here.
-            state.save(layout.state)
+            with convert_disk_errors(layout):
+                self._write_files(plan, texts, previous)
+                state = make_state(plan)
+                # Saved before anything starts, so that the run can be stopped if this launcher dies
+                # here.
+                state.save(layout.state)
             programs = _start_programs(plan, texts, previous, tied=foreground)
 
             def start_host(number: int, connection: HostConnection) -> start.ScriptProcess:
@@ -156,7 +159,12 @@ class HostRunner:
             for number, process in started.items():
                 hosts[number] = replace(hosts[number], **vars(process))
             state = replace(state, hosts=tuple(hosts))
-            state.save(layout.state)
+            try:
+                with convert_disk_errors(layout):
+                    state.save(layout.state)
+            except (ConfigError, OSError):
+                self.stop(state)  # `query` would not find its processes
+                raise
             if errors:
                 self._abort_start(state, errors, previous)
         if not endpoints.is_local(state.runner):
@@ -185,6 +193,7 @@ class HostRunner:
         Raises:
             RunStateError: If a previous run is alive on all of these hosts, or the only host is
                 local.
+            ConfigError: If the run's files cannot be written on these hosts.
             UnreachableError: Otherwise, with the reason of each host.
         """
         names = [host.name for host in state.hosts]
@@ -204,8 +213,11 @@ class HostRunner:
         )
         if len(stop_result.unreachable) > len(errors):
             text += ", except on those that do not answer"
+        text = f"{text}\n{format_host_errors(errors, names)}"
+        if all(isinstance(e, start.StartError) and e.cannot_write for e in errors.values()):
+            raise ConfigError(text)
         error_type = RunStateError if endpoints.is_local(state.runner) else UnreachableError
-        raise error_type(f"{text}\n{format_host_errors(errors, names)}")
+        raise error_type(text)
 
     def await_hosts(self, state: RunState) -> RunState:
         return state
@@ -353,7 +365,8 @@ class HostRunner:
 def _require_ended(previous: RunState) -> None:
     """Check that the previous run of a directory has ended on all of its hosts.
 
-    Hosts that do not answer are noted: such a run may have been given up because a host was lost.
+    Hosts that do not answer, and on which the run's end is not recorded, are noted: such a run may
+    have been given up because a host was lost.
 
     Raises:
         RunStateError: If processes of the run are alive.
@@ -365,17 +378,23 @@ def _require_ended(previous: RunState) -> None:
             message, hint = alive_message(previous)
             raise RunStateError(message, hint=hint)
         return
-    with closing(HostRunner()) as runner:
+    results: dict[int, ProbeResult] = {}
+    with closing(HostRunner()) as runner, suppress(UnreachableError):
         runner._probe_hosts(previous, ProbeRequest(await_start=True))
-        results = {previous.hosts[number].name: r for number, r in runner._results.items()}
-    alive = [name for name, result in results.items() if result.alive]
-    if alive:
+        results = runner._results
+    names = [host.name for host in previous.hosts]
+    if alive := [names[number] for number, result in results.items() if result.alive]:
         message, hint = alive_message(previous, alive)
         raise RunStateError(message, hint=hint)
-    if unreachable_hosts := [name for name, result in results.items() if result.trouble]:
+    unknown_hosts = [
+        host.name
+        for number, host in enumerate(previous.hosts)
+        if (number not in results or results[number].trouble) and host.exit() is None
+    ]
+    if unknown_hosts:
         print(
-            f"note: run {previous.run_id} may be alive on {compress_names(unreachable_hosts)}, "
-            "which did not answer",
+            f"note: run {previous.run_id} may be alive on {compress_names(unknown_hosts)}, which "
+            "cannot be asked",
             file=sys.stderr,
         )
 

@@ -11,7 +11,7 @@ from flagscale.launcher.layout import host_label
 from flagscale.launcher.planning.environment import EnvironmentVariable
 from flagscale.launcher.planning.model import BatchJob, HostPlan, LaunchPlan
 from flagscale.launcher.planning.script import render
-from flagscale.launcher.planning.supervision import NOTIFY
+from flagscale.launcher.planning.supervision import NOTIFY_ORIGIN
 
 # Values that follow from a host's name and position; they do not distinguish hosts.
 _NAME_DEPENDENT = {"name", "node_rank", "first_rank", "run_dir"}
@@ -71,7 +71,7 @@ def _script_shape(host: HostPlan) -> tuple[object, ...]:
             else value.value
         )
 
-    variables = (value for value in host.environment if value.origin != NOTIFY)
+    variables = (value for value in host.environment if value.origin != NOTIFY_ORIGIN)
     environment = tuple((value.name, value.origin, shared_part(value)) for value in variables)
     starter = tuple(
         word.replace(run_dir, "")
@@ -136,8 +136,8 @@ def _varying_fields(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:
         yield field, _first_and_last(list(dict.fromkeys(patterns)))
     for field in _ROLE_OPTIONS:
         yield from _values_by_host(field, hosts, [getattr(host.agent, field) for host in hosts])
-    notified = [[v.name for v in host.environment if v.origin == NOTIFY] for host in hosts]
-    yield from _values_by_host(NOTIFY, hosts, notified)
+    notified = [[v.name for v in host.environment if v.origin == NOTIFY_ORIGIN] for host in hosts]
+    yield from _values_by_host(NOTIFY_ORIGIN, hosts, notified)
 
 
 def _values_by_host(

@@ -16,6 +16,8 @@ from flagscale.files import strict_json
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.preflight.checks import Check
 from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
+from flagscale.output_streams import escape_controls
+from flagscale.tables import FittingTable
 
 STYLES = {
     Phase.PENDING: "yellow",
@@ -48,9 +50,10 @@ def format_duration(seconds: float) -> str:
 
 def run_table(snapshot: Snapshot, *, with_lines: bool = False) -> RenderableType:
     """Return a run's table, with equal hosts in one row, then the first failure and warnings."""
-    return Group(
-        _format_title(snapshot), _host_table(snapshot, with_lines), *_notes_below(snapshot)
+    table = FittingTable(
+        _host_table(snapshot, with_lines), measured=_host_table(snapshot, with_lines=False)
     )
+    return Group(_format_title(snapshot), table, *_notes_below(snapshot))
 
 
 def print_run(snapshot: Snapshot) -> None:
@@ -59,7 +62,9 @@ def print_run(snapshot: Snapshot) -> None:
     Lines below the table are not wrapped, so that the path of a log can be copied whole.
     """
     output = make_console()
-    output.print(_format_title(snapshot), _host_table(snapshot, with_lines=False), sep="\n")
+    output.print(
+        _format_title(snapshot), FittingTable(_host_table(snapshot, with_lines=False)), sep="\n"
+    )
     for text in _notes_below(snapshot):
         output.print(text, soft_wrap=True)
 
@@ -89,27 +94,32 @@ def _host_table(snapshot: Snapshot, with_lines: bool) -> Table:
     for rows, cells in zip(groups, metric_cells, strict=True):
         # Hosts in one row are in the same state: show the line of any that printed one.
         line = next((row.last_line for row in rows if row.last_line), "")
-        last = [Text(line[-_LAST_LINE_CHARACTERS:])] if with_lines else []
+        last = [_foreign_text(line[-_LAST_LINE_CHARACTERS:])] if with_lines else []
         table.add_row(*_host_cells(snapshot, rows), *(cells[i] for i in used_columns), *last)
     return table
 
 
 def _notes_below(snapshot: Snapshot) -> list[Text]:
-    texts = [Text(f"warning: {message}", "yellow") for message in snapshot.warnings]
+    texts = [_foreign_text(f"warning: {message}", "yellow") for message in snapshot.warnings]
     waits = dict.fromkeys(row.waits for row in snapshot.hosts if row.waits)
-    texts += [Text(reason, "yellow") for reason in waits]
+    texts += [_foreign_text(reason, "yellow") for reason in waits]
     texts += [
-        Text(f"{compress_names(row.host for row in rows)}: {rows[0].trouble}", "bold red")
+        _foreign_text(f"{compress_names(row.host for row in rows)}: {rows[0].trouble}", "bold red")
         for rows in _group_equal_rows(snapshot.hosts)
         if rows[0].trouble
     ]
     texts += [
-        Text(f"attempt {number} failed: {failure.headline()}", "yellow")
+        _foreign_text(f"attempt {number} failed: {failure.headline()}", "yellow")
         for number, failure in snapshot.earlier
     ]
     if snapshot.failure is not None:
-        texts.append(Text(f"first failure: {snapshot.failure.describe()}", "red"))
+        texts.append(_foreign_text(f"first failure: {snapshot.failure.describe()}", "red"))
     return texts
+
+
+def _foreign_text(text: str, style: str = "") -> Text:
+    """Return a text that contains output of other programs, whose colors are kept."""
+    return Text.from_ansi(escape_controls(text), style=style)
 
 
 def _group_equal_rows(hosts: Sequence[HostRow]) -> list[list[HostRow]]:
@@ -173,7 +183,7 @@ def show_snapshots(
 ) -> Snapshot:
     """Show the result of ``query`` as a table or as one JSON object per line.
 
-    With ``follow``, repeat it every ``every`` seconds until the run has ended. Returns the last
+    With ``follow``, repeat it every ``interval_seconds`` until the run has ended. Returns the last
     snapshot.
     """
     if not follow:

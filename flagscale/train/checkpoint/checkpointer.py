@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import loading, sharded_state
+from flagscale.train.checkpoint.chat_template import MANIFEST_KEY, read_chat_template
 from flagscale.train.checkpoint.collective_errors import (
     raise_on_all_ranks,
     run_on_rank_0,
@@ -86,7 +87,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: psutil is not installed, which megatron.core needs to write
-                checkpoints.
+                checkpoints; or the chat template cannot be read.
         """
         if importlib.util.find_spec("psutil") is None:
             raise CheckpointError(
@@ -94,6 +95,8 @@ class Checkpointer:
                 hint="pip install psutil",
             )
         self._args = args
+        # Read now, because the file may change during the run.
+        self._chat_template = read_chat_template(args) if args.save else None
         self._warn = warn or _log_on_rank_0
         self._store = CheckpointStore(Path(args.save)) if args.save else None
         self._pending_save: _PendingSave | None = None
@@ -166,6 +169,8 @@ class Checkpointer:
             self._record_failure(iteration, error)
         else:
             manifest_entries = sharded_state.describe_run(self._args, state)
+            if self._chat_template is not None:
+                manifest_entries[MANIFEST_KEY] = self._chat_template
             self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time)
             if required or not self._args.async_save:
                 self._finish_pending_save()

@@ -245,4 +245,3 @@ def _synchronize_optimizer_step(optimizer: Any) -> None:
     for group in groups:
         if int(step):
             group["step"] = int(step)
-

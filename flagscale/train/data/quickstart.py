@@ -131,7 +131,9 @@ def create_quickstart(
     )
     with show_progress("tokenizing") as report:
         summary = preprocess.preprocess(job, report)
-    result = QuickstartData(output, True, summary.document_count, summary.token_count)
+    result = QuickstartData(
+        output, is_new=True, document_count=summary.document_count, token_count=summary.token_count
+    )
     _write_stamp(result, corpus_digest)
     return result
 
@@ -208,7 +210,9 @@ def _load_existing(output: Path) -> QuickstartData | None:
         sizes: dict[str, int] = stamp["sizes"]
         if any((output / name).stat().st_size != size for name, size in sizes.items()):
             return None
-        result = QuickstartData(output, False, stamp["documents"], stamp["tokens"])
+        result = QuickstartData(
+            output, is_new=False, document_count=stamp["documents"], token_count=stamp["tokens"]
+        )
         validate_dataset(str(result.data_path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError):
         return None

@@ -74,11 +74,15 @@ class _ParallelLinearMixin:
     """Common part of column- and row-parallel layers: gradient accumulation, FP8 and overlap.
 
     Attributes:
+        weight: the rank's part of the weight [out, in].
         accumulator: fp32 accumulator of the weight gradient (:mod:`.wgrad_accumulation`), or None.
         fp8_recipe: FP8 settings, or None for 16-bit GEMMs.
         fp8_weight: current FP8 values of the weight (:mod:`.fp8_layers`), or None.
         overlaps_communication: whether communication overlaps with the GEMM
             (:mod:`.tp_comm_overlap`).
+        explicit_expert_comm: whether the token dispatcher of experts communicates, not the layer.
+        sequence_parallel: whether activations outside the layer are split along the sequence.
+        tp_group: tensor-parallel process group, or None.
     """
 
     weight: Any

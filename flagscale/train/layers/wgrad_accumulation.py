@@ -4,9 +4,9 @@ The accumulator of a weight is ``main_grad``, which megatron.core's DDP creates 
 
 The operators have no autograd formula and do not increment the version counter of the accumulator.
 All accumulators are views of one buffer and would share a version counter. The first write would
-then invalidate every accumulator that another layer has saved for backward, or a second forward
-pass before the first backward pass. ``torch.library.custom_op`` increments the counter, so the
-lower-level API is used.
+then invalidate every accumulator that has been saved for backward: by another layer, or by a second
+forward pass that runs before the first backward pass. ``torch.library.custom_op`` increments the
+counter, so the lower-level API is used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tens
     with _preserve_version(total):
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), input_)
-        elif unaligned_gemm.is_unaligned(gradient.t()):
-            gradient = unaligned_gemm.align_rows(gradient)
+        elif unaligned_gemm.needs_split(gradient.t()):
+            gradient = unaligned_gemm.align_row_starts(gradient)
             for rows in unaligned_gemm.split_rows(total):
                 _add_product_on_cuda(total[rows], gradient[:, rows], input_)
         elif total.device.type == "cuda":
@@ -172,8 +172,9 @@ def bind_accumulators(model: Any) -> list[torch.nn.Parameter]:
         if weight.requires_grad:
             # .data has a separate version counter.
             module.accumulator = weight.main_grad.data
-            # megatron.core would take the gradient of one use of a tied weight from autograd. Here
-            # both uses accumulate their own.
+            # A tied weight is used by the embedding and by the output layer. With this flag,
+            # megatron.core would expect the embedding's gradient from autograd. Here the embedding
+            # and the output layer both add their gradients to main_grad by themselves.
             weight.zero_out_wgrad = False
             weights.append(weight)
     return list({id(weight): weight for weight in weights}.values())

@@ -48,11 +48,12 @@ def load_or_measure_costs(
 
     Costs in the cache of rank 0's host are used if all were measured under the current conditions.
     Otherwise all ranks measure. The slowest rank of each mesh determines the costs, which are
-    cached. Collective: all ranks call it after the layout is initialized.
+    cached. Collective: all ranks call it, after torch.distributed and megatron.core's process
+    groups are initialized.
 
     Args:
         args: arguments of this rank.
-        meshes: meshes of the whole job; their layers are ignored.
+        meshes: meshes of the whole job. Their assignment of layers to pipeline stages is ignored.
         sequences: maximum number of sequences of a micro-batch on a rank of each mesh.
         vocabulary: size of the padded vocabulary.
         device: device of this rank.
@@ -105,7 +106,7 @@ def _read_cache(
     costs = []
     for path, current_conditions in zip(paths, conditions, strict=True):
         entry = cost_cache.read_costs(path)
-        if entry is None or entry.origin != current_conditions:
+        if entry is None or entry.conditions != current_conditions:
             return None
         costs.append(entry.costs)
     return tuple(costs)

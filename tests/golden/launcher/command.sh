@@ -13,7 +13,7 @@ export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHON
 
 # Supervisor, launcher of the ranks, command.
 agent=(
-    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launcher.agent import main; sys.exit(main())' /opt/flagscale
+    /opt/venv/bin/python /opt/flagscale/flagscale/run_module.py flagscale.launcher.agent
     --options '{
      "max_restarts": 0,
      "on_failure": "stop",
@@ -26,11 +26,12 @@ agent=(
      "node_rank": 0,
      "first_rank": 0,
      "nproc": 1,
-     "stop_grace": 30
+     "stop_grace": 30,
+     "reports_status": false
     }'
 )
 starter=(
-    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launcher.rank_processes import main; sys.exit(main())' /opt/flagscale
+    /opt/venv/bin/python /opt/flagscale/flagscale/run_module.py flagscale.launcher.rank_processes
     --nnodes 1
     --node_rank 0
     --nproc_per_node 1

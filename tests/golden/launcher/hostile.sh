@@ -27,7 +27,7 @@ export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale:/own"${h
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
-    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launcher.agent import main; sys.exit(main())' /opt/flagscale
+    /opt/venv/bin/python /opt/flagscale/flagscale/run_module.py flagscale.launcher.agent
     --options '{
      "max_restarts": 0,
      "on_failure": "stop",
@@ -44,7 +44,7 @@ agent=(
     }'
 )
 torchrun=(
-    /opt/venv/bin/python -u -m torch.distributed.run
+    /opt/venv/bin/python -u /opt/flagscale/flagscale/run_module.py torch.distributed.run
     --nnodes 1
     --node_rank 0
     --nproc_per_node 2

@@ -2,6 +2,10 @@
 # tiny llama: host 1 of 2, ranks 2 to 3 of 4.
 # Written by flagscale VERSION for run 20250102-030405-abcdef; can be run by hand.
 # shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions
+# Options of the caller's shell (SHELLOPTS, BASHOPTS, BASH_ENV) do not apply to this script.
+if [[ -f ${BASH_SOURCE[0]-} && ${SHELLOPTS@a}${BASHOPTS@a}${BASH_ENV+x} == *x* ]]; then
+    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV bash -- "${BASH_SOURCE[0]}" "$@"
+fi
 set -uo pipefail
 
 # Name of the run in messages, and its files on this host.
@@ -30,7 +34,7 @@ export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHON
 
 # Supervisor, launcher of the ranks, training program.
 agent=(
-    /opt/venv/bin/python -c 'import sys; sys.path[0] = sys.argv.pop(1); from flagscale.launcher.agent import main; sys.exit(main())' /opt/flagscale
+    /opt/venv/bin/python /opt/flagscale/flagscale/run_module.py flagscale.launcher.agent
     --options '{
      "max_restarts": 3,
      "on_failure": "stop",
@@ -55,7 +59,7 @@ agent=(
     }'
 )
 torchrun=(
-    /opt/venv/bin/python -u -m torch.distributed.run
+    /opt/venv/bin/python -u /opt/flagscale/flagscale/run_module.py torch.distributed.run
     --nnodes 2
     --node_rank 1
     --nproc_per_node 2
@@ -114,10 +118,11 @@ if [[ -e $script_file ]]; then
     rm -f -- "$script_file"
 fi
 read_start_ticks "$$"
-# `set -C` makes the write fail if the file exists, so only one of two simultaneous starts goes on.
+# `set -C` makes the write fail if the file exists, so only one of two simultaneous starts goes on, and
+# none writes through a symbolic link.
 (umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" &&
     set -C && echo "$$ $ticks $boot" >"$script_file" &&
-    set +C && echo "$$" >"$pid_file") || exit 1
+    rm -f -- "$pid_file" && echo "$$" >"$pid_file") || exit 1
 [[ ! -e $exit_file ]] || rm -f -- "$exit_file"
 
 phase=before_start

@@ -1,4 +1,7 @@
-"""Tests of backends on hosts: the preflight finds one that is missing; the example runs."""
+"""Tests of backends on hosts: the preflight finds one that is missing; the example runs.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

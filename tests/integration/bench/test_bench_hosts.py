@@ -1,4 +1,7 @@
-"""Tests of the benchmark over SSH, on hosts without shared files, and of its failures."""
+"""Tests of the benchmark over SSH, on hosts without shared files, and of its failures.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests of the benchmarks on two hosts, started by a real mpirun over SSH."""
+"""Tests of the benchmarks on two hosts, started by a real mpirun over SSH.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -192,11 +192,49 @@ def train_and_save(run: Run) -> dict[str, Any]:
 
 
 def save_and_go_on(run: Run) -> dict[str, Any]:
-    """Train ``steps``, save, and train the same number of steps again without interruption."""
+    """Train ``steps``, save, and train ``steps_after`` (default: the same number) without
+    interruption."""
     first = run.train(run.case["steps"])
     run.save(required=True)
-    second = run.train(run.case["steps"])
+    second = run.train(run.case.get("steps_after", run.case["steps"]))
     return run.build_result(**{name: first[name] + second[name] for name in first})
+
+
+def switch_and_go_on(run: Run) -> dict[str, Any]:
+    """Train ``steps``, give optimizer and schedule the hyperparameters of ``switched_argv``, and
+    train ``steps_after``. No checkpoint is involved."""
+    from flagscale.config.arguments.derive import derive_arguments
+    from flagscale.config.arguments.spec.command_line import parse_arguments
+    from flagscale.train.optim.setup import build_scheduler
+
+    first = run.train(run.case["steps"])
+    args = derive_arguments(parse_arguments(run.case["switched_argv"]), 1)
+    for group in run.state.optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = args.lr, args.min_lr
+        if not group["default_config"] and args.decoupled_lr is not None:
+            group["max_lr"] = args.decoupled_lr
+            if args.decoupled_min_lr is not None:
+                group["min_lr"] = args.decoupled_min_lr
+        if "betas" in group:
+            group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_eps
+        else:
+            group["momentum"] = args.sgd_momentum
+    position = run.state.scheduler.num_steps
+    run.state.scheduler = build_scheduler(args, run.state.optimizer)
+    run.state.scheduler.step(position)
+    second = run.train(run.case["steps_after"])
+    return run.build_result(**{name: first[name] + second[name] for name in first})
+
+
+def evaluate(run: Run) -> dict[str, Any]:
+    """Load and evaluate the training data of one step."""
+    from flagscale.train.data.datasets import build_data_iterators
+    from flagscale.train.step import Stepper
+
+    run.load()
+    data = build_data_iterators(run.args, run.tokenizer, run.state.progress, model_chunks=1)
+    stepper = Stepper(run.args, run.config, run.state, run.device, groups=run.groups)
+    return run.build_result(loss=[stepper.evaluate(data.train, 1)])
 
 
 def save_each_step(run: Run) -> dict[str, Any]:

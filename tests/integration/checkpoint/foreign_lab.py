@@ -49,6 +49,8 @@ VARIANT_LAYOUTS = {
     "llama-biases": ["one", "tp2"],
     "llama-linear": ["one"],
     "qwen3-moe-mixed": ["one", "pp2"],
+    "qwen3-moe-windows": ["one"],
+    "ministral": ["one"],
     "gemma": ["one"],
     "deepseek-v3-plain": ["one"],
 }

@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.arguments import flatten
-from support.chat_files import make_conversation, write_conversations, write_lines, write_model
+from support.chat_files import (
+    CHATML_TEMPLATE,
+    make_conversation,
+    write_conversations,
+    write_lines,
+    write_model,
+)
 from support.foreign_models import TOKENS, compute_logits, save_model
 
 from flagscale.checkpoints import CheckpointDirectory
@@ -52,6 +58,8 @@ class AdapterRuns:
         self.root, self.base = root, write_model(root / "base model")
         self.talks = write_conversations(root / "talks.jsonl", 60)
         template = [{"messages": make_conversation(1, 9, seed)[:1]} for seed in range(3)]
+        self.template = root / "template.jinja"
+        self.template.write_text("Question and answer:\n" + CHATML_TEMPLATE)
         self.prompts = write_lines(root / "prompts.jsonl", [*template, {"prompt": "gather"}])
         self.answers: list[list[str]] = []
         """For each run, the answers to the prompts after three steps."""
@@ -66,6 +74,7 @@ class AdapterRuns:
             "tokenizer_path": self.base,
             "data_path": self.talks,
             "eval_prompts": self.prompts,
+            "chat_template": self.template,
         }
         words = [w for k, v in paths.items() for w in (f"--{k.replace('_', '-')}", str(v))]
         model = flatten({"model": missing_arguments(values, options, read_config(self.base))})
@@ -172,6 +181,24 @@ def test_merged_logits_equal_unmerged_ones(
     assert float((expected - compute_unmerged_logits(runs.base, adapters)).abs().max()) <= 1e-5
     assert float((expected - compute_logits(runs.base)).abs().max()) > 0.1
     assert (merged / "tokenizer.json").is_file()
+
+
+def test_a_merged_model_has_the_template_that_it_was_trained_with(
+    runs: AdapterRuns, uninterrupted_losses: list[float], tmp_path: Path
+) -> None:
+    import transformers
+
+    assert uninterrupted_losses
+    text = runs.template.read_text()
+    (merged,) = (runs.root / "merged").iterdir()
+    assert transformers.AutoTokenizer.from_pretrained(merged).chat_template == text
+    assert transformers.AutoTokenizer.from_pretrained(runs.base).chat_template != text
+    runs.template.unlink()  # the checkpoint has the text
+    try:
+        assert convert.main([str(runs.root / "whole"), str(tmp_path / "merged")]) == 0
+    finally:
+        runs.template.write_text(text)
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == text
 
 
 def test_only_the_named_layers_have_adapters(

@@ -375,12 +375,12 @@ def test_finetune_and_no_load_optim_load_weights_alone(lifecycle_results: dict[s
         ("other-optimizer", ["use_distributed_optimizer: true, this run has false",
                              "no_load_optim: true continues"]),
         ("precision", ["of fp32 training, this run trains in bf16"]),
-        ("schedule", ["learning-rate schedule differs",
-                      "minimum learning rate: the checkpoint has 0.",
+        ("schedule", ["the hyperparameters of the checkpoint differ from the arguments",
+                      "minimum learning rate (min_lr): the checkpoint has 0.",
                       "override_opt_param_scheduler: true"]),
-        ("longer", ["total number of iterations (in samples): the checkpoint has 24, the arguments "
-                    "36", "override_opt_param_scheduler: true"]),
-        ("external-schedule", ["minimum learning rate: the checkpoint has 0.",
+        ("longer", ["without them train_iters or train_samples): the checkpoint has 24, the "
+                    "arguments 36", "override_opt_param_scheduler: true"]),
+        ("external-schedule", ["minimum learning rate (min_lr): the checkpoint has 0.",
                                "the arguments 0.0001"]),
         ("other-model", ["num_layers: the checkpoint has 4, the run 2",
                          "hidden_size: the checkpoint has 64, the run 32"]),

@@ -170,30 +170,34 @@ def test_an_mtp_layer_shares_the_embedding(
     )
 
 
-def test_the_command_compares_logits(models: ForeignModelRuns, tmp_path: Path) -> None:
-    def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        words = [
-            "convert",
-            str(models.converted_path("llama")),
-            str(tmp_path / out),
-            *more,
-        ]
-        return subprocess.run(
-            [sys.executable, "-m", "flagscale.cli", *words],
-            capture_output=True,
-            text=True,
-            cwd=PROJECT,
-            check=False,
-        )
-
-    # Rounding to bf16 is within the tolerance.
-    process = run("out", "--check", "5,9,2", "--dtype", "bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_command_compares_logits(
+    models: ForeignModelRuns, tmp_path: Path, precision: str
+) -> None:
+    """fp16 is written from fp32 weights of a config.json that says bfloat16."""
+    source = models.converted_path("llama")
+    if precision == "fp16":
+        source = Path(shutil.copytree(models.root / "llama", tmp_path / "source"))
+        _change_config(source, dtype="bfloat16")
+    words = ["convert", str(source), str(tmp_path / "out"), "--dtype", precision]
+    process = subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *words, "--check", "5,9,2"],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     assert "logits on 3 tokens: at most" in process.stdout
-    # An invalid token is reported before anything is written.
-    process = run("none", "--check", "5,9,9999")
-    assert (process.returncode, (tmp_path / "none").exists()) == (1, False)
-    assert "--check: 9999 is not below the vocabulary size" in process.stderr
+
+
+def test_an_invalid_token_is_reported_before_anything_is_written(
+    models: ForeignModelRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = models.converted_path("llama"), tmp_path / "none"
+    assert convert.main([str(source), str(target), "--check", "5,9,9999"]) == 1
+    assert not target.exists()
+    assert "--check: 9999 is not below the vocabulary size" in capsys.readouterr().err
 
 
 def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
@@ -300,7 +304,11 @@ def _reshape_tensor(tensors: dict[str, torch.Tensor]) -> None:
 
 def _write_index(path: Path, name: str) -> None:
     weight_map = dict.fromkeys(load_file(path / "model.safetensors"), name)
-    text = json.dumps({"weight_map": weight_map})
+    _replace_with_index(path, json.dumps({"weight_map": weight_map}))
+
+
+def _replace_with_index(path: Path, text: str) -> None:
+    (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(text)
 
 
@@ -370,7 +378,7 @@ DAMAGED_MODELS: dict[str, tuple[ModelChange, list[str]]] = {
         ["other.safetensors is"],
     ),
     "index without files": (
-        lambda p: (p / "model.safetensors.index.json").write_text("{}"),
+        lambda p: _replace_with_index(p, "{}"),
         ["weight_map: expected files"],
     ),
     "endless config.json": (

@@ -1,5 +1,9 @@
 """Test cases of ranks with a GPU, run by fsccl_worker.py. CPU ranks of the same group run the cases
 of the other modules.
+
+A rank's native library, such as NCCL, transfers tensors among ranks with the same library. fsccl's
+own device engine transfers them between groups of such ranks. fsccl_bounded_cases tests the bounded
+all_reduce, which excludes late contributions.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ def run_on_cuda(name: str, **arguments: Any) -> Any:
 
 
 def get_cuda_path() -> str:
+    """Return which library runs collectives of CUDA tensors: ``engine`` (fsccl's device engine) or
+    the name of the native library, such as ``nccl``.
+    """
     backend = dist.group.WORLD._get_backend(select_own_device())  # type: ignore[union-attr]
     path: str = backend.path_of(torch.ones(1, device="cuda"))  # type: ignore[attr-defined]
     return path
@@ -126,7 +133,9 @@ def capture_all_reduce() -> str:
 
 
 def check_graph_replay() -> None:
-    """Check that a CUDA graph can contain operations that only the native library runs."""
+    """Check that a CUDA graph can contain operations of groups in which all ranks have the same
+    native library.
+    """
     n, x = dist.get_world_size(), torch.ones(1 << 16, device=select_own_device())
     dist.all_reduce(x)
     torch.cuda.synchronize()

@@ -1,5 +1,7 @@
 """Tests of bounded all_reduce (csrc/datagram) on real ranks: results are identical on all ranks
 despite packet loss.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of hosts connected by two networks: large messages use both."""
+"""Tests of hosts connected by two networks: large messages use both.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,16 @@ def test_invalid_values_of_the_switch_are_rejected(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_reference_agrees_with_float64(op: str, dtype: torch.dtype) -> None:
     """The reference of the checks on GPUs, nvlink_cases.expected_output(), agrees with float64."""
-    case = NvlinkCase("reduce_scatter", "staged", dtype, op, 100, 0, False, 5)
+    case = NvlinkCase(
+        "reduce_scatter",
+        algorithm="staged",
+        dtype=dtype,
+        op=op,
+        count=100,
+        shift=0,
+        in_place=False,
+        seed=5,
+    )
     inputs = [nvlink_cases.make_input(case, p, 300, CPU).double()[100:200] for p in range(3)]
     exact = {
         "sum": lambda: sum(inputs),
@@ -111,6 +120,19 @@ def test_checks_cover_every_algorithm() -> None:
     }
     assert len(covered) == 14 * 8  # algorithms of all collectives, types
     all_gather_output = nvlink_cases.expected_output(
-        NvlinkCase("all_gather", "staged", torch.int32, "sum", 4, 0, False, 1), 0, 2, CPU, 0
+        NvlinkCase(
+            "all_gather",
+            algorithm="staged",
+            dtype=torch.int32,
+            op="sum",
+            count=4,
+            shift=0,
+            in_place=False,
+            seed=1,
+        ),
+        0,
+        2,
+        CPU,
+        0,
     )
     assert all_gather_output.numel() == 8

@@ -1,4 +1,7 @@
-"""Fixtures of the SSH tests."""
+"""Fixtures of the SSH tests.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

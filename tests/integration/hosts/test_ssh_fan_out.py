@@ -1,4 +1,7 @@
-"""Tests of actions on many hosts at once."""
+"""Tests of actions on many hosts at once.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

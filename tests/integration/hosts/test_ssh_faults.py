@@ -1,4 +1,7 @@
-"""Tests of all failures of hosts: error class, message, and time limit."""
+"""Tests of all failures of hosts: error class, message, and time limit.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

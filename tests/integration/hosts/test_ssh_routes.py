@@ -1,4 +1,7 @@
-"""Tests of reaching hosts as the user's SSH configuration specifies."""
+"""Tests of reaching hosts as the user's SSH configuration specifies.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tests that input and output of programs on hosts are transferred unchanged."""
+"""Tests that input and output of programs on hosts are transferred unchanged.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -77,6 +77,19 @@ def test_first_failed_rank_ends_the_others_and_determines_the_exit_code(lab: Lab
     assert failure(lab)["reason"].startswith("ended with signal 9 (SIGKILL): killed from outside")
 
 
+def test_failed_command_is_restarted(lab: Lab) -> None:
+    """Although its ranks never join."""
+    starts = lab.root / "starts"
+    code = f"echo $FLAGSCALE_ATTEMPT >>{starts}; [[ $FLAGSCALE_ATTEMPT == 2 ]] || exit 3"
+    configure_command(lab, "bash", "-c", code, nproc_per_node=1, max_restarts=5)
+    assert lab.run_action("test").returncode == 0
+    assert starts.read_text() == "0\n1\n2\n"
+    code = "exit 3"
+    configure_command(lab, "bash", "-c", code, nproc_per_node=1, max_restarts=1)
+    assert lab.run_action("test").returncode == 3
+    assert lab.output().count("the job starts again after") == 1
+
+
 def test_stop_gives_each_rank_its_grace_period(lab: Lab) -> None:
     """The rank that ends first must not end the others as a failure."""
     saving = 'trap "sleep $RANK; echo saved $RANK; exit $((143 * !RANK))" TERM'

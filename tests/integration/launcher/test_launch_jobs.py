@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -228,6 +229,22 @@ def test_other_checkout_uses_its_own_packages(lab: Lab) -> None:
     assert json.loads(record_file.read_text(encoding="utf-8"))["event"] == "finished"
 
 
+def test_interrupt_of_a_start_says_that_the_run_is_stopped(lab: Lab) -> None:
+    """SILENT never joins, so the launcher waits for its ranks."""
+    lab.configure(SILENT, light=False)
+    launcher = lab.start("run")
+    for _ in range(600):
+        if lab.layout.state.exists() and "silent" in lab.output():
+            break
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 130
+    assert "interrupted before it had started: stopping run " in output
+    assert "Traceback" not in output
+    lab.wait_until_ended()
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
@@ -240,8 +257,11 @@ def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int
         if "silent" in line:
             break
     launcher.send_signal(number)
-    launcher.communicate(timeout=90)
+    output, errors = launcher.communicate(timeout=90)
     assert launcher.returncode == code
+    texts = f"{output}{errors or ''}"
+    assert "Traceback" not in texts
+    assert ("stopping run" in texts) == (number is not signal.SIGKILL)
     if number is signal.SIGKILL:
         lab.wait_until_ended()
     assert lab.run_processes() == []

@@ -1,5 +1,7 @@
-"""Tests of jobs whose launcher was started in a hostile environment: hang-ups, output that cannot be
-written, modules that shadow the standard library, options of the user's shell. Without torch.
+"""Tests of jobs whose launcher was started in a hostile environment, without torch.
+
+Hang-ups, output that cannot be written, modules that shadow the standard library, and options of
+the user's shell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of a device type from an installed package: training, probing and benchmarks."""
+"""Tests of a device type from an installed package: training, probing and benchmarks.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

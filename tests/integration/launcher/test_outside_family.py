@@ -1,4 +1,7 @@
-"""Tests of a model family from an installed package: check, plan and training."""
+"""Tests of a model family from an installed package: check, plan and training.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ def test_data_function_is_checked_before_the_start(lab: Lab) -> None:
         "external_data": "own_data.web:batch",
         "num_workers": 0,
     }
-    train = {**TRAIN, "data": {**fields, "vocab_size": 100}}
+    train = {**TRAIN, "data": {**fields, "tokenizer_type": "NullTokenizer", "vocab_size": 100}}
     train["model"] = {key: value for key, value in TRAIN["model"].items() if key != "family"}
     package = lab.root / "some packages" / "own_data"
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, envs={"PYTHONPATH": str(package.parent)})

@@ -54,6 +54,18 @@ def test_failure_before_another_attempt_does_not_end_the_wait(lab: Lab) -> None:
     assert len(lab.run_processes()) > 2
 
 
+def test_run_that_is_stopped_in_the_meantime_is_no_failure(lab: Lab) -> None:
+    lab.configure("import time\nprint('up', flush=True)\ntime.sleep(600)\n", light=True)
+    launcher = lab.start("run")
+    wait_for(lambda: lab.layout.state.exists() and "up" in lab.output())
+    assert lab.run_action("stop").returncode == 0
+    output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 143, output
+    assert output.endswith(
+        f"error: run {lab.state().run_id} was stopped before its ranks had started\n"
+    )
+
+
 def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
     lab.configure(
         STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1", "RAISE_1": "0"}

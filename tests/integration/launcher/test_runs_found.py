@@ -91,6 +91,33 @@ def test_a_run_without_its_directory_is_ended(lab: Lab, by: str) -> None:
     assert f"run {state.run_id} of lab has ended already (stopped)" in second_result.stdout
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("", id="empty"),
+        pytest.param('{"run_id": "x"}', id="another-version"),
+        pytest.param(None, id="cut"),
+    ],
+)
+def test_a_run_with_a_damaged_state_is_ended_by_its_directory(
+    lab: Lab, content: str | None
+) -> None:
+    state = start(lab)
+    text = lab.layout.state.read_text(encoding="utf-8")
+    lab.layout.state.write_text(text[:200] if content is None else content, encoding="utf-8")
+    refused = lab.run_action("run")
+    assert refused.returncode != 0
+    assert "state.json" in refused.stderr
+    assert not has_ended(state)
+    result = flagscale("stop", "./exp", cwd=lab.root)
+    assert result.returncode == 0, result.stderr
+    assert f"run {state.run_id}, which is registered, is used" in result.stderr
+    assert has_ended(state)
+    query = flagscale("query", "./exp", "--json", cwd=lab.root)
+    assert json.loads(query.stdout)["state"] == "stopped"
+    lab.layout.state.write_text(text, encoding="utf-8")  # read after the test
+
+
 def test_stop_of_a_run_that_was_never_started(lab: Lab) -> None:
     lab.configure(PROGRAM, light=True)
     by_config = flagscale("stop", "conf/lab.yaml", cwd=lab.root)

@@ -1,4 +1,8 @@
-"""Tests of faults during runs on a real Slurm."""
+"""Tests of faults during runs on a real Slurm.
+
+``lab`` (support/slurm_lab.py) has an experiment on a Slurm cluster, whose nodes are the hosts of a
+test bed (tests/bed): namespaces of this machine.
+"""
 
 from __future__ import annotations
 
@@ -134,6 +138,24 @@ def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
     assert launcher.returncode == query_record["exit_code"] > 0, out
     assert "first failure: h01: " in out
     assert lab.find_processes() == []
+
+
+def test_no_other_node_is_the_failure_if_the_lost_one_is_back(lab: SlurmLab) -> None:
+    """Nobody looks at the run while its node is down, and both nodes record their end."""
+    slurm = lab.cluster.slurm
+    lab.write_config(runner={"stop_grace": 0})
+    assert lab.run_action("run").returncode == 0
+    assert [host.name for host in lab.state().hosts] == ["h00", "h01"]
+    slurm.run("scontrol", "update", "nodename=h01", "state=down", "reason=lost")
+    slurm.wait_until_no_jobs(60)
+    # Its daemon registers again.
+    wait_for(lambda: "down" not in slurm.run("sinfo", "-h", "-n", "h01", "-o", "%T"))
+    query_record = lab.wait_for_state("failed")
+    failure = query_record["failure"]
+    assert failure["host"] == "h[00-01]"
+    assert "which one is not known" in failure["reason"]
+    lost = f"job {lab.job_id} lost a node; which one of h[00-01] is not known"
+    assert query_record["warnings"] == [lost]
 
 
 def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:

@@ -1,4 +1,8 @@
-"""Tests of runs as jobs of a real Slurm, by an ordinary user."""
+"""Tests of runs as jobs of a real Slurm, by an ordinary user.
+
+``lab`` (support/slurm_lab.py) has an experiment on a Slurm cluster, whose nodes are the hosts of a
+test bed (tests/bed): namespaces of this machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of runs that wait on a real Slurm with accounting, whose controller soon forgets jobs."""
+"""Tests of runs that wait on a real Slurm with accounting, whose controller soon forgets jobs.
+
+``lab`` (support/slurm_lab.py) has an experiment on a Slurm cluster, whose nodes are the hosts of a
+test bed (tests/bed): namespaces of this machine.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +81,8 @@ def is_forgotten(lab: SlurmLab) -> bool:
         pytest.param(
             "few",
             "(QOSGrpCpuLimit: with it the jobs of the QOS would exceed their total of "
-            "CPUs; it waits for other jobs to end)",
+            "CPUs; it waits for other jobs to end, and never starts if it exceeds the limit by "
+            "itself)",
             id="of-a-group",
         ),
     ],

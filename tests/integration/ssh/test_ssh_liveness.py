@@ -1,4 +1,8 @@
-"""Tests of faults of hosts: without a `stop`, no process is left on any host."""
+"""Tests of faults of hosts: without a `stop`, no process is left on any host.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

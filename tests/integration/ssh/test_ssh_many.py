@@ -1,4 +1,8 @@
-"""Test with sixty-four hosts at once."""
+"""Test with sixty-four hosts at once.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of the two rendezvous ports: in use, or blocked by a firewall."""
+"""Tests of the two rendezvous ports: in use, or blocked by a firewall.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests of hosts that share no file system with this machine."""
+"""Tests of hosts that share no file system with this machine.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Tests of runs over SSH from start to end."""
+"""Tests of runs over SSH from start to end.
+
+The fixture ``lab`` (support/ssh_lab.py) has an experiment of two ranks, one on each of the hosts
+h00 and h01. The hosts are network namespaces with an sshd, and form the test bed ``lab.bed``. The
+default program joins, prints ``rank N works``, and runs until SIGTERM. Action ``run`` returns once
+all ranks have joined, and ``test`` once the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +69,10 @@ def test_run_query_logs_stop(lab: SshLab) -> None:
     print(result.stdout, result.stderr)
     assert result.returncode == 0, result.stderr
     assert "2 rank(s) joined" in result.stdout
-    process = lab.run_action("query")
-    assert process.returncode == 0
-    assert "h[00-01]" in process.stdout
-    assert "running" in process.stdout
+    query_result = lab.run_action("query")
+    assert query_result.returncode == 0
+    assert "h[00-01]" in query_result.stdout
+    assert "running" in query_result.stdout
     lines = lab.run_action("logs").stdout.splitlines()
     assert [sum(f"rank {rank} works" in line for line in lines) for rank in (0, 1)] == [1, 1]
     second_result = lab.run_action("run")
@@ -88,6 +94,7 @@ def test_following_a_run_in_a_terminal(lab: SshLab) -> None:
     lab.configure()
     assert lab.run_action("run").returncode == 0
     screen = Screen(lab, "query", "follow=true")
+    # "last line" is the heading of the column with the last line of each host's output.
     screen.wait_for("last line", "works", "running", "h[00-01]")
     assert lab.run_action("stop").returncode == 0
     screen.wait_for("stopped")
@@ -177,11 +184,13 @@ def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
     assert result.returncode == 0, result.stderr
     expected = ("h00:0: 0/3 0/1 at h00", "h01:1: 1/3 0/2 at h00", "h01:2: 2/3 1/2 at h00")
     assert set(expected) <= set(result.stdout.splitlines())
-    # Hosts without a number are shown once, and identical scripts are shown as one.
+    # Without nproc_per_node, the hostfile gives the number of ranks: one per host. The plan names
+    # both hosts in one expression, and contains their script once, because it is the same except
+    # for a few lines.
     lab.configure(task=task, runner={"nproc_per_node": None})
-    process = lab.run_action("dryrun").stdout
-    assert "# lab: 2 rank(s) on 2 host(s)" in process
-    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script except for" in process
+    plan_text = lab.run_action("dryrun").stdout
+    assert "# lab: 2 rank(s) on 2 host(s)" in plan_text
+    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script except for" in plan_text
     # Finished ranks wait for the others, and a failed one ends them.
     command[-1] = "((RANK)) || exit 0; sleep 1; exit 5"
     lab.configure(task=task, runner={"nproc_per_node": None})

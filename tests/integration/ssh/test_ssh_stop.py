@@ -1,4 +1,8 @@
-"""Tests of stops over SSH with ranks that do not end, and on a full disk."""
+"""Tests of stops over SSH with ranks that do not end, and on a full disk.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

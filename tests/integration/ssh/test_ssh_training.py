@@ -1,4 +1,8 @@
-"""Tests that training on two machines gives the same results as the same layout on one."""
+"""Tests that training on two machines gives the same results as the same layout on one.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests with accounts on the hosts that are not root's."""
+"""Tests with accounts on the hosts that are not root's.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tests that values of a YAML reach exactly the hosts that they are for, unchanged."""
+"""Tests that values of a YAML reach exactly the hosts that they are for, unchanged.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

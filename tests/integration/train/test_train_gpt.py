@@ -150,6 +150,26 @@ def test_status_events_and_files_of_a_run(tmp_path: Path) -> None:
     assert "aten::mm" in names
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps", "reason"),
+    [
+        pytest.param("--train-iters 5", [1, 5], "completed", id="completed"),
+        pytest.param("--train-iters 9 --exit-interval 4", [1, 4], "exit-interval", id="exit"),
+        pytest.param("--train-iters 4 --log-interval 2", [1, 2, 4], "completed", id="once"),
+    ],
+)
+def test_last_step_is_logged_once(
+    tmp_path: Path, arguments: str, steps: list[int], reason: str
+) -> None:
+    training = TrainingProcess(tmp_path, f"--log-interval 100 {arguments}")
+    assert training.wait() == 0, training.errors
+    assert [event.get("step") for event in training.events("progress")] == steps
+    lines = [line for line in training.output.splitlines() if line.startswith("step")]
+    assert [int(line.split("/")[0].split()[1]) for line in lines if "| loss" in line] == steps
+    finished = training.events("finished")[0]
+    assert (finished.get("step"), finished.get("reason")) == (steps[-1], reason)
+
+
 def test_sigterm_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     training = TrainingProcess(tmp_path, "--train-iters 100000 --save checkpoints", ranks=2)
     training.wait_for_event("progress", step=3)

@@ -239,6 +239,50 @@ def test_safetensors_reads_a_written_file(tmp_path: Path) -> None:
         assert all(loaded[n].equal(t) and loaded[n].dtype == t.dtype for n, t in written.items())
 
 
+def build_header(ranges: list[tuple[int, int]]) -> bytes:
+    """Return the length and header of a safetensors file of bytes in these ranges."""
+    entries = {
+        f"t{i}": {"dtype": "U8", "shape": [max(0, end - begin)], "data_offsets": [begin, end]}
+        for i, (begin, end) in enumerate(ranges)
+    }
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3), max_size=4),
+    shifts=st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2)), max_size=2),
+    surplus=st.integers(-2, 2),
+    order=st.randoms(use_true_random=False),
+)
+@settings(deadline=None)
+def test_a_safetensors_file_is_accepted_if_safetensors_accepts_it(
+    lengths: list[int], shifts: list[tuple[int, int]], surplus: int, order: Any
+) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    ranges = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    for index, shift in shifts:
+        if index < len(ranges):
+            ranges[index] = (max(0, ranges[index][0] + shift), max(0, ranges[index][1] + shift))
+    order.shuffle(ranges)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "x.safetensors"
+        path.write_bytes(build_header(ranges) + bytes(max(0, sum(lengths) + surplus)))
+        try:
+            expected = {name: tensor.numel() for name, tensor in load_file(path).items()}
+        except SafetensorError:
+            expected = None
+        try:
+            tensors = SafetensorsFile(path).tensors
+            actual = {name: tensor.shape[0] for name, tensor in tensors.items()}
+        except CheckpointError:
+            actual = None
+    assert actual == expected
+
+
 SAVED_TENSORS = {
     "plain": count_up(3, 4),
     "16 bits": torch.ones(5, 2, dtype=torch.bfloat16) * 3,

@@ -48,6 +48,7 @@ data:
   data_path: data/text
   tokenizer:
     tokenizer_path: data/tokenizer
+    tokenizer_type: HuggingFaceTokenizer
 """
 
 

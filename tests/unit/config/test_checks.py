@@ -378,6 +378,8 @@ def test_problem_has_source_location() -> None:
         pytest.param({"load": "/a", "no_load_rng": True}, None, id="others-generators"),
         pytest.param({"load": "/a", "save": "/a", "no_load_optim": True}, None, id="own-optimizer"),
         pytest.param({"no_load_rng": True}, None, id="no-load"),
+        pytest.param({"load": "/a", "save": "/a", "skip_train": True}, "skip_train", id="evaluate"),
+        pytest.param({"skip_train": True, "pretrained_checkpoint": "/p"}, None, id="evaluate-p"),
     ],
 )
 def test_arguments_that_require_a_checkpoint(changes: dict[str, Any], name: str | None) -> None:

@@ -229,6 +229,46 @@ PUBLISHED: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     ),
     "Mixtral": (MIXTRAL, {"num_moe_experts": 8, "moe_ffn_hidden_size": 14336}),
     "Mistral": ({**MISTRAL, "sliding_window": 4096}, {"window_size": [4095, 0]}),
+    "Mistral, without the keys that have defaults": (
+        {
+            "model_type": "mistral",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        {
+            "window_size": [4095, 0],
+            "num_query_groups": 8,
+            "ffn_hidden_size": 14336,
+            "layernorm_epsilon": 1e-6,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "Mistral with layer types": (
+        {**MISTRAL, "layer_types": ["sliding_attention", "full_attention"] * 16},
+        {"window_size": [4095, 0], "window_attn_skip_freq": [1, 0] * 16},
+    ),
+    "Mixtral, without the keys that have defaults": (
+        {"model_type": "mixtral"},
+        {"moe_router_topk": 2, "num_moe_experts": 8, "layernorm_epsilon": 1e-5},
+    ),
+    "Qwen3, whose heads have a default": ({"model_type": "qwen3"}, {"kv_channels": 128}),
+    "Llama with an original length next to its scaling": (
+        {
+            **LLAMA,
+            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096},
+            "original_max_position_embeddings": 8192,
+        },
+        {"use_rope_scaling": True},
+    ),
+    "Llama with scaling next to parameters": (
+        {
+            **LLAMA,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        {"rotary_seq_len_interpolation_factor": 4, "rotary_base": 500000},
+    ),
     "Gemma 2": (
         GEMMA2,
         {
@@ -403,6 +443,42 @@ UNSUPPORTED: dict[str, tuple[Mapping[str, Any], list[str]]] = {
         {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         ["rope_scaling: 'yarn' is not supported"],
     ),
+    "yarn next to parameters": (
+        {
+            **LLAMA,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        },
+        ["rope_scaling: 'yarn' is not supported"],
+    ),
+    "an original length next to the scaling": (
+        {**LLAMA, "rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+        ["rope_scaling: ", "the constants low_freq_factor 1, high_freq_factor 4"],
+    ),
+    "types of scaling that contradict each other": (
+        {**LLAMA, "rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+        ["rope_scaling.type: 'linear' is not supported: rope_type is 'default'"],
+    ),
+    "positions by kind of layer": (
+        {**LLAMA, "rope_parameters": ROPES},
+        ["rope_parameters: ", "this family has the same positions in all layers"],
+    ),
+    "layer types that transformers ignores": (
+        {**MIXTRAL, "layer_types": ["sliding_attention", "full_attention"] * 16},
+        ["layer_types: ", "transformers ignores it for this family"],
+    ),
+    "layer types without a window": (
+        {**QWEN2, "layer_types": ["sliding_attention"] * 32},
+        ["layer_types: 'sliding_attention' is not supported: the model has no sliding window"],
+    ),
+    "null where transformers has no null": (
+        {**LLAMA, "tie_word_embeddings": None},
+        ["tie_word_embeddings: expected true or false, found null"],
+    ),
+    "layers that differ": (
+        {**LLAMA, "per_layer_config": {"0": {"num_attention_heads": 8}}},
+        ["per_layer_config: ", "layers that differ are not supported"],
+    ),
     "other frequencies": (
         {**LLAMA, "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}},
         ["with the constants low_freq_factor 1, high_freq_factor 4"],
@@ -424,7 +500,7 @@ UNSUPPORTED: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     "everything at once": (
         {**LLAMA, "num_hidden_layers": "x", "vocab_size": None, "rms_norm_eps": -1},
         [
-            "num_hidden_layers: expected a whole number from 1, found 'x'",
+            "num_hidden_layers: expected a whole number from 1 to 65536, found 'x'",
             "vocab_size: expected a whole number from 1, found null",
             "rms_norm_eps: expected a number above 0, found -1",
         ],
@@ -647,6 +723,14 @@ def test_conflict_with_checkpoint_config_is_rejected(
     with pytest.raises(ConfigError) as error:
         model.load(START, f"+train.model.{override}")
     assert message in str(error.value)
+
+
+def test_the_null_tokenizer_has_a_token_more_than_its_vocabulary(model: Workspace) -> None:
+    null_tokenizer = [START, "+train.data.tokenizer.tokenizer_type=NullTokenizer"]
+    assert model.load(*null_tokenizer).train["vocab_size"] == 128255
+    model.load(*null_tokenizer, "+train.model.vocab_size=128255")
+    with pytest.raises(ConfigError, match=r"must be at least 128255 .*, found 128254"):
+        model.load(*null_tokenizer, "+train.model.vocab_size=128254")
 
 
 def test_equivalent_arguments_are_accepted(model: Workspace) -> None:

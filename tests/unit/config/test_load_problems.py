@@ -213,7 +213,7 @@ EXPERIMENT_PROBLEMS = {
     "near-interpolation": (
         "exp_name: demo",
         "exp_name: ${experiment.exp_dri}",
-        "not found; did you mean 'exp_dir'",
+        "not found; did you mean ${experiment.exp_dir}?",
     ),
 }
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from unit.config.check_helpers import ADAPTERS, LATENT, LATENT_FP8, LLAMA, Problems, list_problems
 
-from flagscale.config.arguments.spec.values import format_value
-
 PROBLEMS: Problems = {
     **{
         f"window-{name}": ({"window_size": [4, 0], **values}, key, message)
@@ -185,19 +183,17 @@ PROBLEMS: Problems = {
         "requires normalization: RMSNorm",
     ),
     "bert-of-gemma": ({"family": "bert", "sandwich_norm": True}, "sandwich_norm", "not supported"),
-    **{
-        name: (
-            {name: value},
-            name,
-            f"{format_value(value)} is not supported by scaled_dot_product_attention; use "
-            "attention_backend: local",
-        )
-        for name, value in {
-            "softmax_type": "off-by-one",
-            "qk_clip": True,
-            "log_max_attention_logit": True,
-        }.items()
-    },
+    "softmax_type": (
+        {"softmax_type": "off-by-one"},
+        "softmax_type",
+        "'off-by-one' is not supported by scaled_dot_product_attention; use "
+        "attention_backend: local",
+    ),
+    "qk_clip": (
+        {"qk_clip": True, "attention_backend": "local"},
+        "qk_clip",
+        "only Transformer Engine's attention records the largest scores",
+    ),
     "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "with Mamba layers are not implemented"),
     **{
         f"adapters-{name}": ({**ADAPTERS, **values}, key, message)

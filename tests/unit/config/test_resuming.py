@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from flagscale.config.arguments.derive import derive_arguments
-from flagscale.config.arguments.rules.resuming import describe_arguments, parts_to_load
+from flagscale.config.arguments.rules.resuming import (
+    _schedule_of,
+    describe_arguments,
+    parts_to_load,
+)
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import CheckpointError
 
@@ -196,6 +201,49 @@ def test_changed_schedule_is_rejected_with_hint_except_in_evaluation() -> None:
     with pytest.raises(CheckpointError) as refused:
         parts_to_load(saved, derive_values(longer, 1), 1)
     assert "train.model.override_opt_param_scheduler: true" in str(refused.value.hint)
-    evaluation = derive_values(f"{longer} --skip-train", 1)
-    assert parts_to_load(saved, evaluation, 1).optimizer
-    assert evaluation["use_checkpoint_opt_param_scheduler"]
+    parts = parts_to_load(saved, derive_values(f"{longer} --skip-train", 1), 1)
+    assert not parts.optimizer
+    assert parts.progress
+    assert parts.notes == ("without optimizer and schedule (skip_train)",)
+
+
+CONSTANT = f"{LLAMA} --lr-decay-style constant"
+
+
+@pytest.mark.parametrize(
+    ("saved", "argv"),
+    [
+        pytest.param(CONSTANT, f"{CONSTANT} --train-iters 9", id="length-of-constant-rates"),
+        pytest.param(CONSTANT, f"{CONSTANT} --min-lr 1e-5", id="minimum-of-constant-rates"),
+        pytest.param(LLAMA, f"{LLAMA} --lr-warmup-init 1e-4", id="start-without-warm-up"),
+        pytest.param(LLAMA, f"{LLAMA} --lr-wsd-decay-style linear", id="final-phase-without-wsd"),
+        pytest.param(LLAMA, f"{LLAMA} --sgd-momentum 0.1", id="momentum-of-adam"),
+        pytest.param(
+            f"{LLAMA} --lr-decay-iters 6",
+            f"{LLAMA} --lr-decay-iters 6 --train-iters 9",
+            id="length-without-schedule",
+        ),
+    ],
+)
+def test_hyperparameters_without_effect_are_not_compared(saved: str, argv: str) -> None:
+    values = derive_values(saved, 1)
+    content = {**describe_arguments(values, 1), "schedule": _schedule_of(values)}
+    parts = parts_to_load(content, derive_values(argv, 1), 1)
+    assert (parts.notes, parts.kept_schedule) == ((), {})
+
+
+def test_decoupled_rate_of_the_checkpoint_cannot_be_kept_without_the_argument() -> None:
+    """The weights of embedding and output layer have groups of their own only with it."""
+    values = derive_values(f"{LLAMA} --decoupled-lr 1e-4", 1)
+    content = {**describe_arguments(values, 1), "schedule": _schedule_of(values)}
+    current = derive_values(f"{LLAMA} --use-checkpoint-opt-param-scheduler", 1)
+    with pytest.raises(CheckpointError, match="cannot add it") as refused:
+        parts_to_load(content, current, 1)
+    assert refused.value.hint == "set decoupled_lr: 0.0001"
+
+
+def test_manifest_survives_json() -> None:
+    """A checkpoint's manifest is JSON, and an unchanged run must not differ from it."""
+    values = derive_values(f"{LLAMA} --window-size 8 0 --attention-backend local", 1)
+    content = {**describe_arguments(values, 1), "schedule": _schedule_of(values)}
+    assert parts_to_load(json.loads(json.dumps(content)), values, 1).notes == ()

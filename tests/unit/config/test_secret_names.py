@@ -35,6 +35,8 @@ from flagscale.config.secrets import (
         "SMTP_PWD",
         "GIT_PAT",
         "GITHUB_PAT_READ",
+        "SLACK_HOOK",
+        "teams_hook_url",
         "smtpPass",
         "SSHPASS",
         "PGPASSWORD",

@@ -36,7 +36,7 @@ TOKENIZERS: dict[str, tuple[dict[str, str], str, int | None]] = {
     ),
     "gpt2": ({"vocab.json": json.dumps(_VOCABULARY), "merges.txt": ""}, "GPT2BPETokenizer", 3),
     "bytes": ({}, "ByteLevelTokenizer", 257),
-    "none": ({}, "HuggingFaceTokenizer", None),
+    "other": ({"vocab.txt": "a"}, "HuggingFaceTokenizer", None),
     "broken": ({"tokenizer.json": "{"}, "HuggingFaceTokenizer", None),
     "no-sentencepiece": ({"tokenizer.model": ""}, "SentencePieceTokenizer", None),
     "counted": ({}, "NullTokenizer", None),
@@ -45,7 +45,7 @@ TOKENIZERS: dict[str, tuple[dict[str, str], str, int | None]] = {
 
 def _tokenizer_overrides(kind: str, size: int) -> tuple[str, ...]:
     path = "train.data.tokenizer.tokenizer_path=tokens"
-    return (f"+train.data.tokenizer.tokenizer_type={kind}", path, f"+train.model.vocab_size={size}")
+    return (f"train.data.tokenizer.tokenizer_type={kind}", path, f"+train.model.vocab_size={size}")
 
 
 @pytest.mark.parametrize("purpose", ["launch", "plan"])
@@ -93,7 +93,7 @@ def test_vocabulary_size_of_sentencepiece_model(path: str, workspace: Workspace)
     assert vocabulary is not None and vocabulary.size == 15
     assert read_vocabulary("Llama2Tokenizer", str(workspace.root / path), max_bytes=9) is None
     overrides = (
-        "+train.data.tokenizer.tokenizer_type=Llama2Tokenizer",
+        "train.data.tokenizer.tokenizer_type=Llama2Tokenizer",
         "+train.model.vocab_size=14",
     )
     with pytest.raises(ConfigError, match="14 is less than the 15 tokens of tokenizer_path"):

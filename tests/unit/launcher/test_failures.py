@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,12 @@ from typing import Any
 import pytest
 
 from flagscale.files import to_plain
-from flagscale.launcher.failures import find_first_failure, is_settled, list_earlier_failures
+from flagscale.launcher.failures import (
+    complete_traceback,
+    find_first_failure,
+    is_settled,
+    list_earlier_failures,
+)
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness.diagnosis import (
     Failure,
@@ -94,8 +101,8 @@ def test_late_failure_is_not_the_cause(
 @pytest.mark.parametrize(
     ("rank", "reason"),
     [
-        (1, "ended with exit code 3; it is of stage 1 of 2, mesh 1 (dp2)"),
-        (0, "failed: RuntimeError: bad; it is of stage 0 of 2, mesh 0 (tp2)\nand more"),
+        (1, "ended with exit code 3; position: stage 1 of 2, mesh 1 (dp2)"),
+        (0, "failed: RuntimeError: bad; position: stage 0 of 2, mesh 0 (tp2)\nand more"),
     ],
     ids=["ended", "raised"],
 )
@@ -172,6 +179,60 @@ def test_describe_code(code: int, expected: str) -> None:
     assert describe_code(code) == expected
 
 
+DDP_PROGRAM = """\
+import sys
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+def train():
+    try:
+        {}["loss"]
+    except KeyError as error:
+        raise RuntimeError("boom") from error
+train()
+"""
+
+
+@pytest.mark.torch
+def test_traceback_that_torch_prefixes_is_whole(state: RunState, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DDP_PROGRAM, str(tmp_path / "store")]
+    program = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "[rank0]: RuntimeError: boom" in program.stderr
+    host = state.hosts[0]
+    host.output.write_text(program.stderr + TABLE, encoding="utf-8")
+    end = {"code": 1, "ended": 200.0, "phase": "job"}
+    (host.run_dir / EXIT_FILE).write_text(json.dumps(end), encoding="utf-8")
+    failure = find_first_failure(state, {})
+    assert failure is not None
+    assert failure.traceback.splitlines()[-1] == "RuntimeError: boom"
+    assert "[rank" not in failure.describe()
+
+
+PREFIXED = (
+    "[rank3]:[W1126 ProcessGroup.cpp:1] a warning\n[rank3]: Traceback (most recent call last):\n"
+    '[rank3]:   File "a.py", line 1, in <module>\n[rank3]:     f()\n[rank3]: ValueError: bad\n'
+    "[rank3]:[W1126 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "traceback", "last_line"),
+    [
+        pytest.param(PREFIXED, last_traceback(PREFIXED), "ValueError: bad", id="cut"),
+        pytest.param("", last_traceback(PREFIXED), '  File "a.py", line 1, in <module>', id="gone"),
+        pytest.param(PREFIXED, "Traceback:\nOther: x", "Other: x", id="not-prefixed"),
+        pytest.param(PREFIXED, "", None, id="none"),
+    ],
+)
+def test_prefix_of_a_rank_is_removed(
+    tmp_path: Path, log: str, traceback: str, last_line: str | None
+) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_text(log, encoding="utf-8")
+    failure = Failure("h", 3, 1, "ended with exit code 1", traceback, path)
+    lines = complete_traceback(failure).traceback.splitlines()
+    assert (lines[-1] if lines else None) == last_line
+
+
 def test_last_traceback_without_following_lines() -> None:
     text = (
         "Traceback (most recent call last):\n  old\nOldError\n"
@@ -198,7 +259,17 @@ def state(tmp_path: Path) -> RunState:
         pid_file=tmp_path / "pid",
     )
     host.run_dir.mkdir()
-    return RunState("r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), (host,))
+    return RunState(
+        "r",
+        name="n",
+        exp_dir=tmp_path,
+        started=time.time(),
+        world_size=2,
+        external=True,
+        stop_grace=1.0,
+        runner=RunnerHandle("local"),
+        hosts=(host,),
+    )
 
 
 def write_exit_record(state: RunState, **record: Any) -> None:

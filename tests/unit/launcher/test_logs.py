@@ -26,7 +26,17 @@ def state(tmp_path: Path) -> RunState:
         output=tmp_path / "output",
         pid_file=tmp_path / "pid",
     )
-    return RunState("r", "n", tmp_path, time.time(), 12, True, 1.0, RunnerHandle("local"), (host,))
+    return RunState(
+        "r",
+        name="n",
+        exp_dir=tmp_path,
+        started=time.time(),
+        world_size=12,
+        external=True,
+        stop_grace=1.0,
+        runner=RunnerHandle("local"),
+        hosts=(host,),
+    )
 
 
 OUTPUT = "starting\nnode.a:0: zero\nnode.a:1: one\nnode.a:11: eleven\nnodeXa:1: fake\nhalf"

@@ -27,6 +27,10 @@ from flagscale.launcher.state import HostState, RunState
 from flagscale.status import RUN_ID_VARIABLE, StatusWriter
 
 RUN_ID = "r-none"
+FAILED_RANK = to_plain(Failure("other", 3, 1, "failed: ValueError: no", "", Path("/log")))
+LOST_PEER = to_plain(
+    Failure("other", None, None, "was lost: no word from its agent for 60 s", "", Path("/log"))
+)
 
 
 @pytest.fixture
@@ -60,7 +64,17 @@ def state(tmp_path: Path, script: subprocess.Popen[bytes]) -> RunState:
     )
     host.run_dir.mkdir()
     runner = RunnerHandle("local")
-    return RunState(RUN_ID, "n", tmp_path, time.time(), 2, False, 1.0, runner, (host,))
+    return RunState(
+        RUN_ID,
+        name="n",
+        exp_dir=tmp_path,
+        started=time.time(),
+        world_size=2,
+        external=False,
+        stop_grace=1.0,
+        runner=runner,
+        hosts=(host,),
+    )
 
 
 def query(state: RunState) -> Snapshot:
@@ -99,6 +113,12 @@ def test_program_without_status_reports_runs_while_alive(state: RunState) -> Non
         pytest.param({"code": 137, "phase": "agent"}, 4.0, Phase.STOPPED, id="stopped-hard"),
         pytest.param({"code": 7, "phase": "before_start"}, None, Phase.FAILED, id="before-start"),
         pytest.param({"code": 0}, 6.0, Phase.COMPLETED, id="stopped-after-the-end"),
+        pytest.param({"code": 1, "failure": LOST_PEER}, 4.0, Phase.STOPPED, id="was-cut-off"),
+        pytest.param({"code": 1, "failure": LOST_PEER}, None, Phase.FAILED, id="lost-its-peer"),
+        pytest.param(
+            {"code": 1, "failure": LOST_PEER}, 6.0, Phase.FAILED, id="stopped-after-the-loss"
+        ),
+        pytest.param({"code": 1, "failure": FAILED_RANK}, 4.0, Phase.FAILED, id="failed-anyway"),
         pytest.param(None, None, Phase.LOST, id="lost"),
         pytest.param(None, 4.0, Phase.STOPPED, id="killed-by-stop"),
     ],

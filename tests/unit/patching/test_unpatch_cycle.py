@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from flagscale.patching import adapt
 from flagscale.patching import unpatch as module
 from flagscale.patching.manifest import read_manifest, scan_tree
 from flagscale.patching.sources import SourceOptions
-from flagscale.patching.spec import BackendLayout, load_spec
+from flagscale.patching.spec import BackendLayout, cache_directory, load_spec
 from flagscale.patching.unpatch import unpatch
 
 from .conftest import Project, write_file
@@ -228,6 +230,52 @@ def test_interrupted_replacement_is_recovered(project: Project) -> None:
     assert (project.tree / "README.md").is_file()
 
 
+KILLED_BEFORE_RENAME = """
+import os, signal, sys
+from pathlib import Path
+from flagscale.patching.sources import SourceOptions
+from flagscale.patching.spec import BackendLayout
+from flagscale.patching.unpatch import unpatch
+
+count = int(sys.argv[2])
+
+def kill_before_rename(event, arguments):
+    global count
+    if event == "os.rename" and Path(arguments[0]).parent == layout.tree.parent:
+        count -= 1
+        if count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+layout = BackendLayout(Path(sys.argv[1]), "tiny")
+sys.addaudithook(kill_before_rename)
+unpatch(layout, SourceOptions(), force=True, report_step=lambda line: None)
+"""
+
+
+@pytest.mark.parametrize("rename", [1, 2, 3, 4])
+@pytest.mark.parametrize("edited", [True, False])
+def test_killed_forced_replacement_loses_neither_edits_nor_source(
+    project: Project, rename: int, edited: bool
+) -> None:
+    project.unpatch()
+    if edited:
+        write_file(project.tree / "README.md", "mine\n")
+    else:
+        write_file(project.source / "tiny/new.py", "x = 1\n")
+    argv = [sys.executable, "-c", KILLED_BEFORE_RENAME, str(project.layout.root), str(rename)]
+    returncode = subprocess.run(argv, check=False).returncode
+    assert returncode == (-signal.SIGKILL if rename < 4 else 0)
+    # Without options, the source is that of the existing tree. Its registry source does not exist.
+    outcome = unpatch(project.layout, SourceOptions(), force=True, report_step=ignore_line)
+    assert outcome.manifest.source == str(project.source)
+    backups = sorted(project.tree.parent.glob("tiny.backup-*"))
+    assert [(path / "README.md").read_text() for path in backups] == ["mine\n"] * edited
+    assert (project.tree / "README.md").read_text() == "# tiny\n"
+    assert (project.tree / "tiny/new.py").exists() is not edited
+    names = {path.name for path in project.tree.parent.iterdir()}
+    assert names == {"tiny", ".tiny.lock", *(path.name for path in backups)}
+
+
 def test_unknown_backend_suggests_the_closest_name(project: Project) -> None:
     layout = replace(project.layout, backend="tinny")
     with pytest.raises(ConfigError) as error:
@@ -301,6 +349,34 @@ class TestGitSource:
         assert unpatch(
             project.layout, SourceOptions(), force=True, report_step=ignore_line
         ).was_built
+
+    @pytest.mark.parametrize("damage", ["changed", "cut", "empty"])
+    def test_cached_copy_is_verified_and_fetched_again(
+        self, project: Project, repository: tuple[str, str], damage: str
+    ) -> None:
+        url, commit = repository
+        run_git = ["git", "-C", str(project.source), "config", "uploadpack.allowAnySHA1InWant"]
+        subprocess.run([*run_git, "true"], check=True)
+        options = SourceOptions(url=url, commit=commit)
+        unpatch(project.layout, options, report_step=ignore_line)
+        scan_before = scan_tree(project.tree)
+        object_files = cache_directory().glob("git-*/objects/??/*")
+        path = max(object_files, key=lambda path: path.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged = {"changed": bytes(content), "cut": bytes(content[:60]), "empty": b""}[damage]
+        path.chmod(0o644)
+        path.write_bytes(damaged)
+        (project.tree / "README.md").unlink()
+        unpatch(project.layout, options, force=True, report_step=ignore_line)
+        assert scan_tree(project.tree) == scan_before
+        # The same without the repository: the damage is not used.
+        path.chmod(0o644)
+        path.write_bytes(damaged)
+        (project.tree / "README.md").unlink()
+        shutil.rmtree(project.source)
+        with pytest.raises(BackendSourceError, match="could not be fetched"):
+            unpatch(project.layout, options, force=True, report_step=ignore_line)
 
     def test_missing_commit_is_reported(
         self, project: Project, repository: tuple[str, str]

@@ -148,4 +148,4 @@ def test_run_without_events(stored_run: StoredRun) -> None:
     assert run.attempts == ()
     assert run.snapshot.phase.value == "lost"
     assert _list_events(run, "failure") == [(1, None, "lost")]
-    assert Attempt(1, 1, [], [], {}).last_step() is None
+    assert Attempt(number=1, number_in_start=1, steps=[], times=[], metrics={}).last_step() is None

@@ -19,24 +19,30 @@ from flagscale.report.spikes import (
 )
 
 CALM = [2.0] * 20
+# A loss is a spike above 2 times the median and more than 0.5 above it: above 4.0 after CALM. A
+# gradient norm is one above 5 times the median.
 
 
 @pytest.mark.parametrize(
     ("values", "rule", "indices"),
     [
-        pytest.param([*CALM, 4.6, 2.0], LOSS_RULE, [20], id="one"),
-        pytest.param([*CALM, 3.9, 2.0], LOSS_RULE, [], id="not-enough"),
-        pytest.param([*CALM, 9.0, 9.0, 2.0, 9.0], LOSS_RULE, [20, 23], id="first-of-a-row"),
-        pytest.param([0.01] * 20 + [0.4], LOSS_RULE, [], id="small-losses-jump-by-factors"),
-        pytest.param([2.0] * (MIN_VALUES - 1) + [90.0], LOSS_RULE, [], id="too-early"),
-        pytest.param([2.0] * MIN_VALUES + [90.0], LOSS_RULE, [MIN_VALUES], id="just-enough"),
-        pytest.param([0.1] * 20 + [0.6], GRAD_NORM_RULE, [20], id="norms-by-their-factor-alone"),
+        pytest.param([*CALM, 4.6, 2.0], LOSS_RULE, [20], id="above-the-factor"),
+        pytest.param([*CALM, 3.9, 2.0], LOSS_RULE, [], id="below-the-factor"),
         pytest.param(
-            [math.nan, *CALM, math.inf, math.nan, 2.0], LOSS_RULE, [0, 21], id="no-numbers"
+            [*CALM, 9.0, 9.0, 2.0, 9.0], LOSS_RULE, [20, 23], id="first-of-consecutive-spikes"
         ),
-        pytest.param([1e300, *CALM], LOSS_RULE, [0], id="as-good-as-infinite"),
+        pytest.param([0.01] * 20 + [0.4], LOSS_RULE, [], id="factor-without-the-minimum-increase"),
+        pytest.param([2.0] * (MIN_VALUES - 1) + [90.0], LOSS_RULE, [], id="too-few-earlier-values"),
         pytest.param(
-            [9.0] * 60 + [2.0] * 60 + [5.0], LOSS_RULE, [120], id="of-the-last-ones-alone"
+            [2.0] * MIN_VALUES + [90.0], LOSS_RULE, [MIN_VALUES], id="fewest-earlier-values"
+        ),
+        pytest.param([0.1] * 20 + [0.6], GRAD_NORM_RULE, [20], id="norms-have-no-minimum-increase"),
+        pytest.param(
+            [math.nan, *CALM, math.inf, math.nan, 2.0], LOSS_RULE, [0, 21], id="nan-and-infinity"
+        ),
+        pytest.param([1e300, *CALM], LOSS_RULE, [0], id="too-large-to-draw"),
+        pytest.param(
+            [9.0] * 60 + [2.0] * 60 + [5.0], LOSS_RULE, [120], id="median-of-the-window-alone"
         ),
     ],
 )

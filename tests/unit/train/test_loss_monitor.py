@@ -25,7 +25,11 @@ def create_metrics(
 ) -> StepMetrics:
     host_metrics = HostMetrics(step=step, consumed_samples=step, learning_rate=1e-3)
     return StepMetrics(
-        host_metrics, loss, norm, stop_reason=None, is_rank_loss_finite=is_rank_loss_finite
+        host_metrics,
+        loss=loss,
+        grad_norm=norm,
+        stop_reason=None,
+        is_rank_loss_finite=is_rank_loss_finite,
     )
 
 
@@ -105,7 +109,17 @@ def test_consecutive_skipped_steps_are_reported_once() -> None:
         host_metrics = HostMetrics(
             step=step, consumed_samples=3, learning_rate=0.0, skip_reason=skipped
         )
-        warnings.append(monitor.check_step(StepMetrics(host_metrics, 3.0, 0.0, None, True)))
+        warnings.append(
+            monitor.check_step(
+                StepMetrics(
+                    host_metrics,
+                    loss=3.0,
+                    grad_norm=0.0,
+                    stop_reason=None,
+                    is_rank_loss_finite=True,
+                )
+            )
+        )
     assert [bool(warning) for warning in warnings] == [True, False, False, True]
     assert "step 0 is skipped: its gradients overflow" in str(warnings[0])
     assert "step 3 is skipped: too much of its gradients was lost" in str(warnings[3])
@@ -118,7 +132,13 @@ def test_non_finite_loss_of_a_skipped_step_is_an_error() -> None:
     )
     with pytest.raises(JobError, match="the loss is inf at step 3"):
         LossMonitor(spike_factor=2.0, fail_on_nonfinite=True).check_step(
-            StepMetrics(host_metrics, math.inf, 0.0, None, False)
+            StepMetrics(
+                host_metrics,
+                loss=math.inf,
+                grad_norm=0.0,
+                stop_reason=None,
+                is_rank_loss_finite=False,
+            )
         )
 
 

@@ -61,7 +61,9 @@ def test_progress_line_of_a_skipped_step() -> None:
         step=3, consumed_samples=12, learning_rate=0.0, skip_reason=GRADIENTS_OVERFLOWED
     )
     line = format_progress(
-        StepMetrics(host_metrics, 9.0, 0.0, None, True),
+        StepMetrics(
+            host_metrics, loss=9.0, grad_norm=0.0, stop_reason=None, is_rank_loss_finite=True
+        ),
         CPU_THROUGHPUT,
         10,
         {"loss_scale": 65536, "skipped_steps": 3},

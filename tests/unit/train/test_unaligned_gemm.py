@@ -30,7 +30,7 @@ def test_split_products_are_the_products(rows: int, width: int, shape: list[int]
     for gradient in (output, torch.randn(*shape, rows, generator=generator, dtype=torch.float64)):
         product = unaligned_gemm.split_multiply(gradient, weight)
         torch.testing.assert_close(product, gradient @ weight)
-        aligned = unaligned_gemm.align_rows(gradient)
+        aligned = unaligned_gemm.align_row_starts(gradient)
         assert not is_matrix or aligned.stride(0) % 8 == 0
         torch.testing.assert_close(aligned, gradient.reshape(-1, rows))
     parts = unaligned_gemm.split_rows(weight)
@@ -39,7 +39,7 @@ def test_split_products_are_the_products(rows: int, width: int, shape: list[int]
 
 
 def test_gradients_of_a_linear_layer_with_odd_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unaligned_gemm, "is_unaligned", lambda weight: weight.shape[0] % 8 != 0)
+    monkeypatch.setattr(unaligned_gemm, "needs_split", lambda weight: weight.shape[0] % 8 != 0)
     weight = torch.randn(37, 5, dtype=torch.float64, requires_grad=True)
     input_ = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
 

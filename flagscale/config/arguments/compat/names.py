@@ -1,9 +1,9 @@
 """Names of Megatron-LM and FlagScale that are not arguments of this project.
 
 An *alias* stands for an argument that megatron.core's dataclasses call by another name: with the
-same value, the opposite one, or a fixed value when it is switched on. An alias without effect
-(rule ``none``) has a replacement elsewhere, or repeats a setting that always holds. Parsed arguments
-have no attribute for an alias. In addition to this table, any boolean ``x`` can be written ``no_x`` (see
+same value, the opposite one, or a fixed value when it is switched on. An alias without effect (rule
+``none``) has a replacement elsewhere, or repeats a setting that always holds. Parsed arguments have
+no attribute for an alias. In addition to this table, any boolean ``x`` can be written ``no_x`` (see
 :mod:`..spec.registry`).
 
 An *unsupported* name has a reason, which describes what the name would do and what to write
@@ -247,6 +247,8 @@ UNSUPPORTED: Mapping[str, str] = {
 UNUSED_EXPERIMENT_KEYS: Mapping[str, str] = {
     "auto_tuner": "it belongs to the action auto_tune, which is not supported; `flagscale explain "
     "action` lists the supported actions",
+    "save_steps": "no key refers to it as ${experiment.save_steps}; checkpoints are saved every "
+    "`train.system.save_interval` steps",
 }
 """Keys of ``experiment`` that are accepted without effect, with the reason."""
 UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {

@@ -82,12 +82,18 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "mtp_standalone": "multi-token prediction layers are in the stage of the loss",
     "drop_last_partial_validation_sequence": "partial sequences are always dropped",
     "use_mcore_models": "only megatron.core's models are supported",
+    "qk_clip": "only Transformer Engine's attention records the largest scores that it needs",
 }
 """Refused arguments with the reason. Unless they are off or default, they would change what is
 trained."""
 UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "megatron.core": (
-        ("async_tensor_model_parallel_allreduce", "moe_extended_tp", "moe_token_dropping"),
+        (
+            "async_tensor_model_parallel_allreduce",
+            "fp16_lm_cross_entropy",
+            "moe_extended_tp",
+            "moe_token_dropping",
+        ),
         "megatron.core no longer reads it",
     ),
     "Transformer Engine": (
@@ -151,7 +157,7 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "caches of data sets are always validated, and attention needs no mask tensor",
     ),
     "records": (
-        ("config_logger_dir", "moe_per_layer_logging"),
+        ("config_logger_dir", "log_max_attention_logit", "moe_per_layer_logging"),
         "this log is not written",
     ),
     "tokenizers": (("legacy_tokenizer",), "each tokenizer has a single class"),

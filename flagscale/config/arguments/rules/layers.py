@@ -206,11 +206,7 @@ def _check_kernels(name: str, values: Values) -> Iterator[Violation]:
         )
 
 
-_LOCAL_ATTENTION: Mapping[str, Any] = {
-    "softmax_type": "vanilla",
-    "qk_clip": False,
-    "log_max_attention_logit": False,
-}
+_LOCAL_ATTENTION: Mapping[str, Any] = {"softmax_type": "vanilla"}
 """Options that torch's scaled_dot_product_attention does not support, with their "off" values."""
 
 

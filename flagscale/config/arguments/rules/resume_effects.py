@@ -1,4 +1,4 @@
-"""Effect of each argument on a resumed run: how a value that differs from the checkpoint is handled.
+"""Effect of each argument on a resumed run: handling of a value that differs from the checkpoint.
 
 Every argument that a user may set has one :class:`Effect`. Arguments that this trainer refuses or
 does not use (:mod:`..compat.unused`) have none. No torch.
@@ -38,86 +38,118 @@ class Effect(Enum):
     from the arguments. Results differ by rounding at most."""
 
 
-WEIGHTS_KEPT = tuple(
-    """layernorm_epsilon scale_embeddings attn_logit_softcapping final_logit_softcapping squared_relu
-    openai_gelu bias_activation_fusion rotary_base rotary_percent rotary_interleaved
-    rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor no_rope_freq window_size
-    window_attn_skip_freq window_rotary_base softmax_scale rope_type rotary_scaling_factor
-    original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim glu_linear_offset
-    activation_func_clamp_value moe_router_topk moe_router_pre_softmax moe_router_score_function
-    moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
-    moe_apply_probs_on_input""".split()
+WEIGHTS_KEPT = (
+    "layernorm_epsilon",
+    "scale_embeddings",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "squared_relu",
+    "openai_gelu",
+    "bias_activation_fusion",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "no_rope_freq",
+    "window_size",
+    "window_attn_skip_freq",
+    "window_rotary_base",
+    "softmax_scale",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_apply_probs_on_input",
 )
 """Arguments of the model that change its function but neither names nor shapes of its weights."""
 FUNCTION = (*MODEL_FUNCTION, "moe_shared_expert_gate", MTP_LAYERS)
 """Arguments that determine the weights of a model and the function that it computes from them."""
 
 _NAMES: Mapping[Effect, str] = {
-    Effect.MODEL: f"""family multiple_of hidden_dim_multiplier make_vocab_size_divisible_by
-    {" ".join(FUNCTION)}""",
+    Effect.MODEL: f"family multiple_of hidden_dim_multiplier {' '.join(FUNCTION)}",
     Effect.ADAPTERS: "peft_type lora_dim lora_alpha lora_target_modules",
     Effect.OPTIMIZER: "optimizer use_distributed_optimizer fp16 bf16",
-    Effect.SCHEDULE: """lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters
-    lr_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init
-    lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay start_weight_decay
-    end_weight_decay weight_decay_incr_style adam_beta1 adam_beta2 adam_eps sgd_momentum train_iters
-    train_samples""",
-    Effect.TRAINING: """apply_query_key_layer_scaling apply_wd_to_qk_layernorm attention_dropout
+    Effect.SCHEDULE: """
+    adam_beta1 adam_beta2 adam_eps decoupled_lr decoupled_min_lr end_weight_decay lr lr_decay_iters
+    lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
+    lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style min_lr
+    sgd_momentum start_weight_decay train_iters train_samples weight_decay weight_decay_incr_style
+    """,
+    Effect.TRAINING: """
+    apply_query_key_layer_scaling apply_wd_to_qk_layernorm attention_dropout
     attention_softmax_in_fp32 calculate_per_token_loss clip_grad decoupled_weight_decay
-    enable_autocast first_last_layers_bf16 fp16_lm_cross_entropy fp32_residual_connection fp8
-    fp8_recipe fp8_wgrad global_batch_size grad_reduce_in_fp32 hidden_dropout hysteresis
-    iterations_to_skip lora_dropout lora_dropout_position loss_scale loss_scale_window
-    min_loss_scale moe_aux_loss_coeff moe_enable_routing_replay moe_expert_capacity_factor
-    moe_input_jitter_eps moe_pad_expert_input_to_capacity moe_router_bias_update_rate
-    moe_router_dtype moe_router_force_load_balancing moe_router_load_balancing_type
-    moe_token_drop_policy moe_z_loss_coeff mtp_loss_scaling_factor num_layers_at_end_in_bf16
-    num_layers_at_start_in_bf16 qk_clip qk_clip_alpha qk_clip_threshold rampup_batch_size""",
-    Effect.DATA: """chat_template data_path data_phases dataloader_type eod_mask_loss external_data
-    mask_prob merge_file mid_level_dataset_surplus mock_data multiple_validation_sets
-    reset_attention_mask reset_position_ids seed seq_length sft sft_format sft_packing sft_too_long
-    special_tokens_file split test_data_path tokenizer_path tokenizer_type train_data_path
-    valid_data_path""",
-    Effect.START: """embedding_init_method_std init_method_std initial_loss_scale lora_in_init_method
-    lora_out_init_method norm_init_weight perform_initialization""",
-    Effect.EXECUTION: """account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    align_param_gather allow_fallbacks apply_rope_fusion async_save attention_backend
-    average_in_collective barrier_with_L1_time batch_p2p_comm batch_p2p_sync bias_dropout_fusion
-    bucket_size check_for_large_grads check_for_nan_in_grad check_for_nan_in_loss_and_grad
-    ckpt_format ckpt_fully_parallel_load ckpt_fully_parallel_save clone_scatter_output_in_embedding
-    comm context_parallel_size cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion
-    cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path deallocate_pipeline_outputs deterministic_mode device
-    disable_symmetric_registration distribute_saved_activations distributed_backend
-    distributed_timeout_minutes enable_hetero eval_interval eval_iters eval_prompt_tokens
-    eval_prompts exit_duration_in_mins exit_interval exit_on_missing_checkpoint exit_signal_handler
-    expert_model_parallel_size expert_tensor_parallel_size
-    expert_tensor_parallel_size_per_process_mesh export_huggingface export_peft finetune
-    fused_single_qkv_rope gradient_accumulation_fusion hetero_device_types hetero_eager_1f1b
-    hetero_micro_batch_sizes hetero_mode hetero_num_microbatches hetero_pipeline_layer_split
-    hetero_process_meshes hetero_use_cpu_communication keep_last load
-    log_learning_rate_to_tensorboard log_interval log_max_attention_logit
-    log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm log_throughput
-    log_timers_to_tensorboard log_validation_ppl_to_tensorboard loss_spike_factor manual_gc
-    manual_gc_interval micro_batch_size microbatch_group_size_per_vp_stage mmap_bin_files
-    moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend moe_grouped_gemm
-    moe_hybridep_num_sms moe_layer_recompute moe_shared_expert_overlap moe_token_dispatcher_type
-    nccl_ub no_load_optim no_load_rng no_save_optim no_save_rng num_dataset_builder_threads
-    num_distributed_optimizer_instances num_layers_in_first_pipeline_stage
-    num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage
-    num_microbatches_with_partial_activation_checkpoints num_virtual_stages_per_pipeline_rank
-    num_workers overlap_grad_reduce overlap_p2p_comm overlap_p2p_comm_warmup_flush
-    overlap_param_gather overlap_param_gather_with_optimizer_step override_opt_param_scheduler
-    pad_buckets_for_high_nccl_busbw peak_tflops pipeline_model_parallel_layout
-    pipeline_model_parallel_size pretrained_checkpoint profile profile_dir profile_ranks
-    profile_step_end profile_step_start rampup_save_interval recompute_granularity
-    recompute_granularity_per_stage_micro_batch recompute_memory_gib recompute_method
-    recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
+    enable_autocast first_last_layers_bf16 fp32_residual_connection fp8 fp8_recipe fp8_wgrad
+    global_batch_size grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout
+    lora_dropout_position loss_scale loss_scale_window make_vocab_size_divisible_by min_loss_scale
+    moe_aux_loss_coeff moe_enable_routing_replay moe_expert_capacity_factor moe_input_jitter_eps
+    moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
+    moe_router_force_load_balancing moe_router_load_balancing_type moe_token_drop_policy
+    moe_z_loss_coeff mtp_loss_scaling_factor num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+    rampup_batch_size
+    """,
+    Effect.DATA: """
+    chat_template data_path data_phases dataloader_type eod_mask_loss external_data mask_prob
+    merge_file mid_level_dataset_surplus mock_data multiple_validation_sets reset_attention_mask
+    reset_position_ids seed seq_length sft sft_format sft_packing sft_too_long special_tokens_file
+    split test_data_path tokenizer_path tokenizer_type train_data_path valid_data_path
+    """,
+    Effect.START: """
+    embedding_init_method_std init_method_std initial_loss_scale lora_in_init_method
+    lora_out_init_method norm_init_weight perform_initialization
+    """,
+    Effect.EXECUTION: """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split align_param_gather
+    allow_fallbacks apply_rope_fusion async_save attention_backend average_in_collective
+    barrier_with_L1_time batch_p2p_comm batch_p2p_sync bias_dropout_fusion bucket_size
+    check_for_large_grads check_for_nan_in_grad check_for_nan_in_loss_and_grad ckpt_format
+    ckpt_fully_parallel_load ckpt_fully_parallel_save clone_scatter_output_in_embedding comm
+    context_parallel_size cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion
+    cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path
+    deallocate_pipeline_outputs deterministic_mode device disable_symmetric_registration
+    distribute_saved_activations distributed_backend distributed_timeout_minutes enable_hetero
+    eval_interval eval_iters eval_prompt_tokens eval_prompts exit_duration_in_mins exit_interval
+    exit_on_missing_checkpoint exit_signal_handler expert_model_parallel_size
+    expert_tensor_parallel_size expert_tensor_parallel_size_per_process_mesh export_huggingface
+    export_peft finetune fused_single_qkv_rope gradient_accumulation_fusion hetero_device_types
+    hetero_eager_1f1b hetero_micro_batch_sizes hetero_mode hetero_num_microbatches
+    hetero_pipeline_layer_split hetero_process_meshes hetero_use_cpu_communication keep_last load
+    log_interval log_learning_rate_to_tensorboard log_memory_to_tensorboard log_num_zeros_in_grad
+    log_params_norm log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
+    loss_spike_factor manual_gc manual_gc_interval micro_batch_size
+    microbatch_group_size_per_vp_stage mmap_bin_files moe_deepep_num_sms moe_enable_deepep
+    moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_layer_recompute
+    moe_shared_expert_overlap moe_token_dispatcher_type nccl_ub no_load_optim no_load_rng
+    no_save_optim no_save_rng num_dataset_builder_threads num_distributed_optimizer_instances
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    num_layers_per_virtual_pipeline_stage num_microbatches_with_partial_activation_checkpoints
+    num_virtual_stages_per_pipeline_rank num_workers overlap_grad_reduce overlap_p2p_comm
+    overlap_p2p_comm_warmup_flush overlap_param_gather overlap_param_gather_with_optimizer_step
+    override_opt_param_scheduler pad_buckets_for_high_nccl_busbw peak_tflops
+    pipeline_model_parallel_layout pipeline_model_parallel_size pretrained_checkpoint profile
+    profile_dir profile_ranks profile_step_end profile_step_start rampup_save_interval
+    recompute_granularity recompute_granularity_per_stage_micro_batch recompute_memory_gib
+    recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation save
     save_interval save_retain_interval sequence_parallel skip_train standalone_embedding_stage
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_fused_weighted_squared_relu use_pytorch_profiler
     variable_seq_lengths verify_checkpoint virtual_pipeline_model_parallel_size wandb_entity
-    wandb_exp_name wandb_project wandb_save_dir""",
+    wandb_exp_name wandb_project wandb_save_dir
+    """,
 }
 RECORDED = (Effect.TRAINING, Effect.DATA, Effect.START)
 """Effects of arguments that a checkpoint records so that a later run can note their changes."""

@@ -52,27 +52,31 @@ _ARCHITECTURE = (
     "vocab_size",
     MTP_LAYERS,
 )
-"""Arguments that determine the weights of a model: if one differs, the checkpoint is of another
-model. Sizes that depend on the parallel layout, such as the padded vocabulary, are not included."""
+"""Arguments of the model that manifests of all versions record; older ones lack the others of
+:data:`FUNCTION`. Sizes that depend on the parallel layout, such as the padded vocabulary, are not
+included."""
 _DEFAULT_FAMILY = "gpt"
 """Family of checkpoints without the key: they were saved when it was the only family."""
+WEIGHTS_ONLY = "weights only (finetune); training starts from step 0"
+"""Note of a run with ``finetune``."""
 SCHEDULE_TERMS: Mapping[str, str] = {
     "max_lr": "learning rate (lr)",
     "min_lr": "minimum learning rate (min_lr)",
     "decoupled_lr": "learning rate of embedding and output layer (decoupled_lr)",
     "decoupled_min_lr": "minimum learning rate of embedding and output layer (decoupled_min_lr)",
     "init_lr": "learning rate at the start of the warm-up (lr_warmup_init)",
-    "lr_warmup_steps": "length of the warm-up in samples (lr_warmup_iters, lr_warmup_samples, "
-    "lr_warmup_fraction)",
-    "lr_decay_steps": "length of the decay in samples (lr_decay_iters, lr_decay_samples; without "
-    "them train_iters, train_samples)",
+    "lr_warmup_steps": "length of the warm-up in samples (lr_warmup_iters x global_batch_size, "
+    "lr_warmup_samples, lr_warmup_fraction)",
+    "lr_decay_steps": "length of the decay in samples (lr_decay_iters x global_batch_size or "
+    "lr_decay_samples; without them train_iters or train_samples)",
     "lr_decay_style": "shape of the decay (lr_decay_style)",
-    "wsd_decay_steps": "length of the final phase of WSD in samples (lr_wsd_decay_iters, "
-    "lr_wsd_decay_samples)",
+    "wsd_decay_steps": "length of the final phase of WSD in samples (lr_wsd_decay_iters x "
+    "global_batch_size, lr_wsd_decay_samples)",
     "lr_wsd_decay_style": "shape of the final phase of WSD (lr_wsd_decay_style)",
     "start_wd": "initial weight decay (weight_decay, start_weight_decay)",
     "end_wd": "final weight decay (weight_decay, end_weight_decay)",
-    "wd_incr_steps": "length of the change of weight decay in samples (train_iters, train_samples)",
+    "wd_incr_steps": "length of the change of weight decay in samples (train_iters x "
+    "global_batch_size, train_samples)",
     "wd_incr_style": "shape of the change of weight decay (weight_decay_incr_style)",
     "adam_beta1": "adam_beta1",
     "adam_beta2": "adam_beta2",
@@ -121,7 +125,7 @@ def describe_arguments(values: Values, world_size: int) -> dict[str, Any]:
 
 
 def architecture(values: Values) -> dict[str, Any]:
-    """Return the known values on which a checkpoint and a run that loads it must agree."""
+    """Return the arguments of the model that manifests of all versions record."""
     recorded = {name: values[name] for name in _ARCHITECTURE if name in values}
     recorded[MTP_LAYERS] = values.get(MTP_LAYERS) or None
     return {name: value for name, value in recorded.items() if _is_plain(value)}
@@ -199,7 +203,8 @@ def parts_to_load(
             embedding; None if unknown.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or its optimizer or schedule differs.
+        CheckpointError: the checkpoint is of another model, its optimizer differs, or its
+            hyperparameters differ and the user has not chosen.
     """
     current = describe_arguments(values, world_size)
     notes = list(_check_model(content, values, current, vocabulary))
@@ -207,7 +212,7 @@ def parts_to_load(
     optimizer = loads_optimizer(values)
     notes += _check_mtp_layers(content, current, optimizer=optimizer)
     if values["finetune"]:
-        notes.append("weights only (finetune); training starts from step 0")
+        notes.append(WEIGHTS_ONLY)
         return PartsToLoad(optimizer=False, progress=False, rng=False, notes=tuple(notes))
     kept_schedule: Mapping[str, Any] = {}
     if optimizer:
@@ -499,7 +504,9 @@ def _choose_schedule(
         for key in differing
     )
     if values["override_opt_param_scheduler"]:
-        return {}, (f"with the arguments' hyperparameters (override_opt_param_scheduler): {listed}",)
+        return {}, (
+            f"with the arguments' hyperparameters (override_opt_param_scheduler): {listed}",
+        )
     if not values["use_checkpoint_opt_param_scheduler"]:
         raise CheckpointError(
             f"the hyperparameters of the checkpoint differ from the arguments: {listed}",

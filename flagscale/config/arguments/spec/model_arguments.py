@@ -99,7 +99,11 @@ class TrainingLength:
     iterations_to_skip: tuple[int, ...] | None = arg(
         None, "Steps to skip: their data is consumed without training", minimum=1
     )
-    skip_train: bool = arg(False, "Evaluate the loaded model and exit without training")
+    skip_train: bool = arg(
+        False,
+        "Evaluate the loaded model and exit without training; requires a checkpoint, of which "
+        "optimizer and schedule are not loaded",
+    )
     eval_iters: int = arg(100, "Number of steps per evaluation; 0 disables evaluation", minimum=0)
     eval_interval: int | None = arg(1000, "Training steps between evaluations", minimum=1)
 
@@ -149,10 +153,14 @@ class LearningRate:
         choices=("constant", "linear", "cosine"),
     )
     override_opt_param_scheduler: bool = arg(
-        False, "When resuming, use the schedule of the arguments, not that of the checkpoint"
+        False,
+        "When resuming, use learning rates, schedule and the optimizer's other hyperparameters of "
+        "the arguments, not of the checkpoint",
     )
     use_checkpoint_opt_param_scheduler: bool = arg(
-        False, "When resuming, use the schedule of the checkpoint, not that of the arguments"
+        False,
+        "When resuming, use learning rates, schedule and the optimizer's other hyperparameters of "
+        "the checkpoint, not of the arguments",
     )
 
 

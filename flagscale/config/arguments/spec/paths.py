@@ -9,6 +9,7 @@ phase, ``samples=100000 0.2 web 0.8 code``, quoted like shell words.
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -400,11 +401,58 @@ def _missing_data_set(prefix: str) -> Iterator[str]:
     absent = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
     if not absent:
         return
-    path = Path(prefix)
-    if path.suffix in (".bin", ".idx"):
-        yield f"expected the prefix of a data set, without {path.suffix}; found {prefix}"
+    if problem := misnamed_data_set(prefix):
+        yield problem
         return
+    path = Path(prefix)
     folder = path if path.is_dir() else path.parent
     existing = sorted(str(p.with_suffix("")) for p in folder.glob("*.idx"))[:5]
     hint = f"; existing data sets: {', '.join(existing)}" if existing else ""
     yield f"no data set {prefix}: {' and '.join(prefix + s for s in absent)} missing{hint}"
+
+
+def misnamed_data_sets(name: str, value: Any) -> Iterator[str]:
+    """Yield one message for each data set of a blend that is missing on this machine, if its files
+    here show what is meant (:func:`misnamed_data_set`)."""
+    if name == DATA_PHASES:
+        for words in _phase_blends(value):
+            yield from misnamed_data_sets("data_path", words)
+    if name in BLENDS and _is_blend(value):
+        for prefix in blend_prefixes(value):
+            if "://" not in prefix and not is_conversation_file(prefix):
+                yield from filter(None, [misnamed_data_set(prefix)])
+
+
+def misnamed_data_set(prefix: str) -> str | None:
+    """Return the message about a prefix that has no files, but whose name shows what is meant: a
+    file of a data set, its beginning, its directory, or a text. None if it has files, or if nothing
+    of the kind is on this machine.
+    """
+    path = Path(prefix)
+    if Path(f"{prefix}.idx").is_file() or Path(f"{prefix}.bin").is_file():
+        return None
+    if path.suffix in (".bin", ".idx"):
+        return (
+            f"expected the prefix of a data set, without {path.suffix}: write "
+            f"{_shown(path.with_suffix(''))}"
+        )
+    if path.is_file():
+        return (
+            f"expected the prefix of a data set, found the file {_shown(path)}: convert its text "
+            "with tools/data/preprocess.py first"
+        )
+    pattern = "*.idx" if path.is_dir() else f"{glob.escape(path.name)}_*.idx"
+    folder = path if path.is_dir() else path.parent
+    existing = [_shown(file.with_suffix("")) for file in sorted(folder.glob(pattern))]
+    existing = [text for text in existing if Path(f"{text}.bin").is_file()]
+    if not existing:
+        return None
+    more = f" or {existing[1]}" if len(existing) == 2 else ""
+    more = f", or one of {len(existing) - 1} others" if len(existing) > 2 else more
+    return f"no data set {_shown(path)}, but there is {existing[0]}.bin: write {existing[0]}{more}"
+
+
+def _shown(path: Path) -> str:
+    """Return a path as a user writes it: relative to the working directory if it is below it."""
+    directory = Path.cwd()
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)

@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.compat.names import ALIASES, Alias, why_unsupported, why_unused
+from flagscale.config.arguments.compat.replacement_rules import Context
+from flagscale.config.arguments.compat.trainer_names import replacement_of
 from flagscale.config.arguments.spec.argument import Argument, Section, declared
 from flagscale.config.arguments.spec.data_arguments import (
     Conversations,
@@ -171,7 +173,14 @@ def _alias_argument(alias: Alias) -> Argument:
         "value": f"`{alias.target}: {alias.value}`",
     }.get(alias.rule, "")
     section = arguments()[alias.target].section if alias.target else "model"
-    return Argument(alias.name, "bool", doc, False, section, origin=f"alias of {alias.target}")
+    return Argument(
+        alias.name,
+        kind="bool",
+        doc=doc,
+        default=False,
+        section=section,
+        origin=f"alias of {alias.target}",
+    )
 
 
 @lru_cache(maxsize=1)
@@ -223,8 +232,16 @@ def closest_names(name: str) -> list[str]:
     return nearest_names(name.strip("-").replace("-", "_"), registry())
 
 
-def unknown_message(name: str) -> str:
-    """Return the message about a name that is not an argument."""
+def unknown_message(name: str, value: Any = None, context: Context | None = None) -> str:
+    """Return the message about a name that is not an argument.
+
+    Args:
+        name: Name in snake case.
+        value: Its value, from which the value of the key to write is computed.
+        context: Other settings, likewise.
+    """
+    if answer := replacement_of(name, value, context):
+        return answer
     reason = why_unsupported(name) or why_unused(name)
     if reason:
         return f"is not supported: {reason}"

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
+from flagscale.config.arguments.compat.replacement_rules import Context
 from flagscale.config.arguments.spec.paths import DATA_PHASES, absolute_value, phase_words
 from flagscale.config.arguments.spec.registry import (
     arguments,
@@ -183,6 +184,7 @@ def read_arguments(
     external: bool = False,
     absolute_paths: bool = True,
     locations: Mapping[str, str] | None = None,
+    ranks: int | None = None,
 ) -> ParsedArguments:
     """Parse nested sections of arguments.
 
@@ -193,6 +195,7 @@ def read_arguments(
             path.
         absolute_paths: make relative paths absolute.
         locations: ``file:line`` by dotted key.
+        ranks: number of ranks, if the configuration states it; messages use it.
     """
     parsed = ParsedArguments()
     repeated: list[Problem] = []
@@ -200,11 +203,13 @@ def read_arguments(
     entries = []
     by_name: dict[str, GivenArgument] = {}
     by_argument: dict[str, GivenArgument] = {}
-    for key, name, written in _leaves(sections, prefix, parsed.structure):
+    leaves = list(_leaves(sections, prefix, parsed.structure))
+    context = Context({name: value for _, name, value in leaves}, ranks)
+    for key, name, written in leaves:
         value = written
         if written is not None and absolute_paths:
             value = absolute_value(name, written, external=external)
-        entry, error = _interpret(key, name, value, (locations or {}).get(key))
+        entry, error = _interpret(key, name, value, (locations or {}).get(key), context)
         entries.append(entry)
         if value is None:
             continue
@@ -262,14 +267,16 @@ def _as_words(key: Any, value: Any) -> Any:
 
 
 def _interpret(
-    key: str, name: str, value: Any, location: str | None
+    key: str, name: str, value: Any, location: str | None, context: Context
 ) -> tuple[GivenArgument, str | None]:
     """Return the entry of one key of the YAML, and the problem of its name or value, if any."""
     match = lookup(name)
     if match is None:
         accepted = value is None or why_unused(name) or (why_unsupported(name) and value is False)
         entry = GivenArgument(key, name, value, value, location=location, known=False)
-        return entry, None if accepted else unknown_message(name)
+        return entry, None if accepted else unknown_message(
+            name, value, context._replace(is_override=location == "override")
+        )
     argument, alias = match
     if value is None:
         # A null of an alias that means another value removes only this alias.

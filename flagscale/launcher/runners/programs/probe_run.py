@@ -16,7 +16,7 @@ from flagscale.errors import FlagscaleError
 from flagscale.files import make_private_directory
 from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.program import FileChunk, build_program, run_program
-from flagscale.launcher.layout import EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
+from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, RANKS_DIRECTORY, STATUS_DIRECTORY
 from flagscale.launcher.runners.programs.start import start_lock_path
 from flagscale.launcher.snapshot import HostObservation
 from flagscale.launcher.state import HostState, RunState
@@ -101,6 +101,7 @@ def render_probe(state: RunState, host: HostState, request: ProbeRequest) -> str
             "output_file": str(host.output) if request.last_line else "",
             "run_dir": str(host.run_dir),
             "status": STATUS_DIRECTORY,
+            "agent_file": AGENT_FILE,
             "exit_file": EXIT_FILE,
             "ranks_directory": RANKS_DIRECTORY,
             "max_bytes": str(_MAX_CHUNK_BYTES),

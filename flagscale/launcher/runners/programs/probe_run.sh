@@ -7,7 +7,9 @@ if [[ -n $start_lock ]]; then
 fi
 # A pid and its start time alone prove nothing: the state that names them is a file. Processes of
 # another user cannot be looked into.
-is_script_of_run() { [[ ! -r /proc/$pid/environ ]] || carries "$pid" "$entry"; }
+is_script_of_run() {
+    carries "$pid" "$entry" || ! { [[ -r /proc/$pid/environ ]] || kill -0 "$pid" 2>/dev/null; }
+}
 alive=
 if [[ -z $expected_boot || $boot == "$expected_boot" ]]; then
     started_at "$pid"
@@ -16,11 +18,40 @@ if [[ -z $expected_boot || $boot == "$expected_boot" ]]; then
     if [[ -z $alive ]] && grep -qzsFx -e "$entry" /proc/[0-9]*/environ; then alive=orphans; fi
 fi
 report alive "$alive"
-if [[ -n $count_ranks ]]; then
-    ranks=0
-    for file in $(grep -lzsFx -e "$entry" /proc/[0-9]*/environ); do
-        if grep -qzs '^LOCAL_RANK=' "$file"; then ((ranks += 1)); fi
+children_of() { # $1: pid; sets `children`
+    local file of_thread
+    children=
+    for file in /proc/"$1"/task/*/children; do
+        of_thread=
+        { read -r of_thread <"$file"; } 2>/dev/null
+        children+=" $of_thread"
     done
+}
+# Count the ranks, of which a command may have emptied the environment: children of the process that
+# the agent has started.
+count_ranks() { # $1: pid of the agent
+    local pid starter children starters
+    children_of "$1"
+    starters=$children
+    for starter in $starters; do
+        carries "$starter" "$entry" || continue
+        children_of "$starter"
+        for pid in $children; do
+            started_at "$pid"
+            [[ -n $ticks ]] || continue
+            if ! carries "$pid" "$entry" || grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ"; then
+                ((ranks += 1))
+            fi
+        done
+    done
+}
+if [[ -n $count_ranks ]]; then
+    ranks=0 record=
+    { IFS= read -rd '' record <"$run_dir/$agent_file"; } 2>/dev/null
+    if [[ $record == *"$boot"* && $record =~ \"pid\":\ ([0-9]+) ]] &&
+        carries "${BASH_REMATCH[1]}" "$entry"; then
+        count_ranks "${BASH_REMATCH[1]}"
+    fi
     report ranks "$ranks"
 fi
 if [[ -n $output_file && -r $output_file ]]; then

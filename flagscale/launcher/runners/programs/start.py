@@ -20,6 +20,8 @@ from flagscale.launcher.state import HostState
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 START_TIMEOUT_SECONDS = 60.0
+# Exit codes of the program.
+_CANNOT_WRITE_CODE = 73
 _ALREADY_RUNNING_CODE = 75
 
 _BODY = Path(__file__).with_name("start.sh")
@@ -40,12 +42,21 @@ class ScriptProcess:
 class StartError(RunStateError):
     """Failure to write or start the script on a host that was reached.
 
-    ``already_running`` is True if a run of the same experiment is alive there.
+    ``already_running`` is True if a run of the same experiment is alive there, ``cannot_write`` if
+    the files of the run cannot be written there.
     """
 
-    def __init__(self, host: str, reason: str, *, already_running: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        reason: str,
+        *,
+        already_running: bool = False,
+        cannot_write: bool = False,
+    ) -> None:
         super().__init__(f"{host}: the script could not be started: {reason}")
         self.already_running = already_running
+        self.cannot_write = cannot_write
 
 
 def parse_result(name: str, result: CommandResult) -> ScriptProcess:
@@ -59,7 +70,12 @@ def parse_result(name: str, result: CommandResult) -> ScriptProcess:
     if not result.ok or pid is None or ticks is None:
         lines = result.error_text.strip().splitlines()
         reason = "; ".join(lines[-2:]) or f"exit code {result.exit_status}"
-        raise StartError(name, reason, already_running=result.exit_status == _ALREADY_RUNNING_CODE)
+        raise StartError(
+            name,
+            reason,
+            already_running=result.exit_status == _ALREADY_RUNNING_CODE,
+            cannot_write=result.exit_status == _CANNOT_WRITE_CODE,
+        )
     return ScriptProcess(pid, ticks, output.get("boot_id"))
 
 
@@ -99,6 +115,7 @@ def render_start(
             "run_dir": str(host.run_dir),
             "script": str(host.script),
             "output": str(host.output),
+            "pid_file": str(host.pid_file),
             "old_output": (
                 str(previous.run_dir / OLD_OUTPUT_FILE) if previous and same_output else ""
             ),

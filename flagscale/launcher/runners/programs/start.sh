@@ -4,7 +4,7 @@
 old_mask=$(umask)
 umask 077
 fail() { printf '%s\n' "$1" >&2; exit 73; }
-for directory in "${script%/*}" "${output%/*}" "$run_dir"; do
+for directory in "${script%/*}" "${output%/*}" "${pid_file%/*}" "$run_dir"; do
     [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot create $directory"
 done
 # Nobody else may be able to replace these files or to redirect them. The owner of new files is not
@@ -14,7 +14,7 @@ probe=$script.$$.new
 read -r own_uid < <(stat -c %u -- "$probe")
 rm -f -- "$probe"
 hint='set another experiment.exp_dir'
-directories=("${script%/*}" "${output%/*}" "${run_dir%/*}" "$run_dir")
+directories=("${script%/*}" "${output%/*}" "${pid_file%/*}" "${run_dir%/*}" "$run_dir")
 mapfile -t states < <(stat -c '%f %u' -- "${directories[@]}")
 for ((i = 0; i < ${#directories[@]}; i++)); do
     directory=${directories[i]}
@@ -45,7 +45,7 @@ for entry in "$status_dir_prefix" "$old_entry"; do
 done
 if [[ -n $claim_file ]]; then
     read -r claim <"$claim_file"
-    [[ $claim == "$run_id" ]] || fail "another launch has begun in the meantime"
+    [[ $claim == "$run_id" ]] || { echo "another launch has begun in the meantime" >&2; exit 74; }
 fi
 if [[ -n $old_output && -e $output ]]; then
     [[ -d ${old_output%/*} ]] || mkdir -p -- "${old_output%/*}"

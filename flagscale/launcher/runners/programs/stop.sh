@@ -1,13 +1,13 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# End exactly the processes of this host that have a run's id in their environment: TERM to the agent,
-# which ends the job in order; then, or without an agent, TERM to every process of the run, and KILL
-# after a grace period.
+# End exactly the processes of this host that have a run's id in their environment, and descendants
+# of those that were started with an emptied environment: TERM to the agent, which ends the job in
+# order; then, or without an agent, TERM to every process of the run, and KILL after a grace period.
 if [[ -n $expected_boot && $boot != "$expected_boot" ]]; then report end yes; print_results; exit 0; fi
 
 # Processes of the run, and the start time of each, which distinguishes it from a later process with
 # the same pid.
 members=()
-declare -A started=()
+declare -A started=() tree=()
 find_members() {
     members=()
     local pid pids
@@ -17,6 +17,9 @@ find_members() {
         [[ " $spared " != *" $pid "* ]] || continue
         started_at "$pid"
         [[ -n $ticks ]] && carries "$pid" "$entry" && members+=("$pid") && started[$pid]=$ticks
+    done
+    for pid in "${!tree[@]}"; do
+        [[ " ${members[*]} " == *" $pid "* ]] || ! is_alive "$pid" || members+=("$pid")
     done
 }
 is_alive() { # $1: pid of a member
@@ -58,16 +61,28 @@ terminate_members() {
 kill_members() {
     for pid in "${members[@]}"; do send_signal KILL "$pid" && killed[$pid]=1; done
 }
-# Add the script, if it is alive, and its descendants to the members, without starting a process.
+# Add a process of the run and its descendants to the members, without starting a process. Another run
+# may have been started from this one, and is left out with its descendants.
 add_tree() { # $1: pid, $2: pid of its parent
-    local pid children=
+    local pid file children='' of_thread
     [[ " $spared " != *" $1 "* ]] || return
     started_at "$1"
-    [[ -n $ticks && $parent == "$2" ]] || return
-    members+=("$1") started[$1]=$ticks
-    { read -r children </proc/"$1"/task/"$1"/children; } 2>/dev/null
+    [[ -n $ticks && $parent == "$2" ]] && ! carries_other_id "$1" || return
+    members+=("$1") started[$1]=$ticks tree[$1]=1
+    for file in /proc/"$1"/task/*/children; do
+        of_thread=
+        { read -r of_thread <"$file"; } 2>/dev/null
+        children+=" $of_thread"
+    done
     for pid in $children; do add_tree "$pid" "$1"; done
 }
+carries_other_id() { # $1: pid
+    local entry_text
+    while IFS= read -rd '' entry_text; do
+        [[ $entry_text != "${entry%%=*}="* ]] || { [[ $entry_text != "$entry" ]]; return; }
+    done <"/proc/$1/environ"
+    return 1
+} 2>/dev/null
 # A rank process has RANK in its environment, and its parent, torchrun, does not.
 ranks=()
 collect_ranks() {
@@ -110,9 +125,11 @@ find_agent
 started_at "$script_pid"
 [[ -n $ticks && $ticks == "$start_ticks" ]] && started[$script_pid]=$ticks || script_pid=
 # A pid and its start time come from files, which prove nothing: a process belongs to the run only if
-# it carries the run's id. If its environment is unreadable, another user owns it.
+# it carries the run's id. That of another user is not readable, and cannot be signalled. The
+# environment of some of this user's own processes is not readable either, such as ssh-agent.
 for pid in $script_pid $agent; do
-    [[ ! -r /proc/$pid/environ ]] || carries "$pid" "$entry" && continue
+    carries "$pid" "$entry" && continue
+    [[ -r /proc/$pid/environ ]] || kill -0 "$pid" 2>/dev/null || continue
     [[ $pid == "$script_pid" ]] && script_pid=
     [[ $pid == "$agent" ]] && agent=
 done
@@ -125,7 +142,11 @@ for pid in $script_pid $agent; do
     break
 done
 if [[ -z $owner ]]; then
-    [[ -z $script_pid ]] || { started_at "$script_pid" && add_tree "$script_pid" "$parent"; }
+    if [[ -n $script_pid ]]; then
+        started_at "$script_pid" && add_tree "$script_pid" "$parent"
+    elif [[ -n $agent ]]; then
+        started_at "$agent" && add_tree "$agent" "$parent" && find_members
+    fi
     ((${#members[@]})) || find_members
     member_count=${#members[@]}
 fi

@@ -8,6 +8,7 @@ of lines ``name=value``.
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from flagscale.launcher.planning.model import LaunchPlan
 
 NODES = "nodes"
 CANCELLED, TIME, STOP = "cancelled", "time", "stop"
-"""Reasons why a batch script ended: signalled by Slurm, time limit, stopped."""
+"""Reasons why a batch script ended: signalled by Slurm, time limit, ended by ``action=stop``."""
 
 
 def job_directory(exp_dir: Path, run_id: str) -> Path:
@@ -60,6 +61,14 @@ def read_start(directory: Path) -> JobStart | None:
         return JobStart(fields["job"], int(fields["start"]), tuple(expand_list(fields["nodes"])))
     except (KeyError, ValueError):
         return None
+
+
+def start_time(directory: Path) -> float:
+    """Return the time of the last start of a job, in Unix seconds; infinity if it is not known."""
+    try:
+        return (directory / NODES).stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def read_end(directory: Path) -> JobEnd | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 
 _NEVER = "and will never start"
+# The reason is the same if the job alone exceeds the limit.
+_WAITS = "it waits for other jobs to end, and never starts if it exceeds the limit by itself"
 _REASONS = {
     "Resources": "it is the next one, and waits for nodes to become free",
     "Priority": "jobs of higher priority are before it",
@@ -71,13 +73,7 @@ def _explain_limit(limit: re.Match[str]) -> str:
         return f"it requests more {resource} than {owner} allows per {per.lower()}, {_NEVER}"
     if limit["kind"] == "Max":
         holder = "account's" if per == "Account" else "user's"
-        return (
-            f"the {holder} jobs use all the {resource} that {owner} allows; it waits for other "
-            "jobs to end"
-        )
+        return f"with it the {holder} jobs would use more {resource} than {owner} allows; {_WAITS}"
     if limit["resource"].lower() == "wall" or minutes == "Minutes":
         return f"the jobs of {owner} have used up their total of {resource}"
-    return (
-        f"with it the jobs of {owner} would exceed their total of {resource}; it waits for other "
-        "jobs to end"
-    )
+    return f"with it the jobs of {owner} would exceed their total of {resource}; {_WAITS}"

@@ -105,7 +105,7 @@ class SlurmRunner:
             # here.
             state.save(layout.state)
             try:
-                job = scheduler.submit_job(plan.job.command, str(plan.runner.handle["name"]))
+                submitted = scheduler.submit_job(plan.job.command, str(plan.runner.handle["name"]))
             except scheduler.JobRejectedError as error:
                 files.remove_secrets(directory)
                 if previous is not None:
@@ -118,10 +118,13 @@ class SlurmRunner:
                 log_line(f"stopping run {state.run_id}: its job was submitted already")
                 self.stop(state)
                 raise
+            job = submitted.job_id
             handle = {**state.runner.handle, "job": job}
             state = replace(state, runner=RunnerHandle(RUNNER_TYPE, handle))
             state.save(layout.state)
         print(f"submitted job {job} for {len(state.hosts)} node(s)", file=sys.stderr, flush=True)
+        if submitted.message:
+            log_line(f"note: Slurm says about job {job}: {submitted.message}")
         return state
 
     def _write_files(
@@ -152,7 +155,7 @@ class SlurmRunner:
             if status.over:
                 code = _STOPPED_CODE if status.cancelled else 1
                 raise JobError(f"run {state.run_id} has not started: {status.end}", exit_code=code)
-            text = status.waits
+            text = status.pending_reason
             if status.trouble and not text:
                 text = f"{status.trouble}; the job may be pending or running"
             if text and text != reported_text and "(" in text:
@@ -187,7 +190,7 @@ class SlurmRunner:
             state = replace(state, stop_requested=time.time())
         if self._reader is None:
             self._reader = EventReader(state.hosts)
-        alive, waits = "script" if status.alive else "", status.waits
+        alive, waits = "script" if status.alive else "", status.pending_reason
         if alive and state.runner.handle.get("requeue") and self._any_host_ended(state):
             # Reported as ended, this start would be taken for the last one.
             waits = f"job {state.runner.handle.get('job', '')} is ending, and may be started again"
@@ -200,7 +203,8 @@ class SlurmRunner:
         elif status.alive:
             warnings.append(_warn_of_late_nodes(state))
         snapshot = replace(snapshot, warnings=(*filter(None, warnings), *snapshot.warnings))
-        return _mark_lost_nodes(state, snapshot, status.lost) if status.lost else snapshot
+        is_lost = status.lost or status.suspected
+        return _mark_lost_nodes(state, snapshot, status) if is_lost else snapshot
 
     def bring_output(self, state: RunState) -> None:
         self._resolve_node_names(state)
@@ -228,7 +232,7 @@ class SlurmRunner:
         exits = [host.exit() for host in state.hosts]
         code = compute_job_code(state, exits, find_first_failure(state, {})) or 0
         if code or None not in exits:
-            return code or bool(status.lost)
+            return code or bool(status.lost or status.suspected)
         end = files.read_end(files.job_directory(state.exp_dir, state.run_id))
         code = end.code if end is not None else 0
         return code or (_STOPPED_CODE if status.cancelled else 1)
@@ -271,14 +275,16 @@ class SlurmRunner:
             )
         if unrecorded is not None:
             unrecorded = record_stop(stopping_state)
-        grace_expired = time.monotonic() - start_time >= state.stop_grace and not status.waits
+        grace_expired = (
+            time.monotonic() - start_time >= state.stop_grace and not status.pending_reason
+        )
         return StopResult(
             self._killed_processes(state, grace_expired=grace_expired), unrecorded=unrecorded
         )
 
     def _signal_end(self, state: RunState, job_id: str, status: watch.JobStatus) -> bool:
         """Signal a running job to save and end, and return True if it ended in time."""
-        if status.waits or status.suspended:
+        if status.pending_reason or status.suspended:
             return False
         with suppress(OSError):
             (files.job_directory(state.exp_dir, state.run_id) / "stop").touch(mode=0o600)
@@ -310,16 +316,22 @@ class SlurmRunner:
         return by_host
 
 
-def _mark_lost_nodes(state: RunState, snapshot: Snapshot, lost_nodes: str) -> Snapshot:
+def _mark_lost_nodes(state: RunState, snapshot: Snapshot, status: watch.JobStatus) -> Snapshot:
     """Return the snapshot of a run that has lost nodes, which otherwise looks like a stop."""
     from flagscale.launcher.liveness.diagnosis import Failure
     from flagscale.launcher.snapshot import Phase
 
-    reason = "was lost: Slurm reported it as down and ended the job"
-    lost_host = next(
-        (host for host in state.hosts if host.name in expand_list(lost_nodes)), state.hosts[0]
+    if status.lost:
+        reason = "was lost: Slurm reported it as down and ended the job"
+        lost_names = expand_list(status.lost)
+        host = next((host for host in state.hosts if host.name in lost_names), state.hosts[0])
+        name = host.name
+    else:
+        reason = "one of these nodes was lost, and Slurm ended the job; which one is not known"
+        name, host = status.suspected, state.hosts[0]
+    failure = snapshot.failure or Failure(
+        name, rank=None, exit_code=None, reason=reason, traceback="", log=host.output
     )
-    failure = snapshot.failure or Failure(lost_host.name, None, None, reason, "", lost_host.output)
     return replace(snapshot, phase=Phase.FAILED, failure=failure, exit_code=snapshot.exit_code or 1)
 
 

@@ -7,6 +7,7 @@ explicit fields, because JSON output of older versions includes other jobs or is
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import re
@@ -25,6 +26,10 @@ _INVALID_JOB_ERROR = re.compile(r"Invalid job id|Invalid job name", re.IGNORECAS
 _CONNECTION_ERROR = re.compile(r"contact|timed out|Zero Bytes|connect", re.IGNORECASE)
 _PARTITION = re.compile(
     r"^ *([^|*]+)(\*?) *\|([^|]+)\|([^|]+)\|([^|]+)\|(\d+)[^|\n]*\|(\d+)", re.MULTILINE
+)
+# Reasons that Slurm itself gives for the state of a node, with their time.
+_FAILURE_REASON = re.compile(
+    r"\bReason=(?:Not responding|Node unexpectedly rebooted)[^\[]*\[[^@\]]*@([^\]]+)\]"
 )
 _QUEUE_FORMAT = "%T|%r|%S|%j"
 _RETRY_SECONDS = 1.0
@@ -87,7 +92,7 @@ class SlurmJob:
     start: str = ""
 
     @property
-    def waits(self) -> bool:
+    def is_pending(self) -> bool:
         return self.state in WAITING_STATES
 
     @property
@@ -166,8 +171,16 @@ def error_summary(result: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(dict.fromkeys(messages)) or f"{result.args[0]} ended with {result.returncode}"
 
 
-def submit_job(command: Sequence[str], name: str) -> str:
-    """Submit a job and return its id.
+@dataclass(frozen=True)
+class SubmittedJob:
+    """Job that Slurm has accepted, with its message about it."""
+
+    job_id: str
+    message: str = ""
+
+
+def submit_job(command: Sequence[str], name: str) -> SubmittedJob:
+    """Submit a job.
 
     Raises:
         JobRejectedError: If Slurm rejects the job.
@@ -177,11 +190,12 @@ def submit_job(command: Sequence[str], name: str) -> str:
         result = run_command(*command)
         job_id = re.match(r"(\d+)", result.stdout.strip())
         if result.returncode == 0 and job_id is not None:
-            return job_id[1]
+            # A plug-in of the cluster (job_submit) may explain what it has changed in the job.
+            return SubmittedJob(job_id[1], error_summary(result) if result.stderr.strip() else "")
         # Slurm may have accepted the job although its answer was lost.
         if result.returncode < 0 or _CONNECTION_ERROR.search(result.stderr):
             if accepted := find_job(name):
-                return accepted
+                return SubmittedJob(accepted)
             raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
     except UnreachableError as error:
         hint = error.hint or f"it may have accepted the job: scancel --name={name} cancels it"
@@ -249,7 +263,7 @@ def parse_queue(text: str, name: str) -> SlurmJob:
             components.append(SlurmJob(state, reason if reason != "None" else "", start))
     return max(
         components,
-        key=lambda job: (job.waits, not job.over, not job.start, job.start),
+        key=lambda job: (job.is_pending, not job.over, not job.start, job.start),
         default=SlurmJob(),
     )
 
@@ -339,6 +353,34 @@ def find_down_nodes(nodes: Sequence[str]) -> list[str]:
         "--format=%N",
     )
     return list(dict.fromkeys(output.split()))
+
+
+def find_failed_nodes(nodes: Sequence[str], since: float) -> list[str]:
+    """Return the nodes among these that have booted, or did not respond, after ``since`` (in Unix
+    seconds). They may be up again.
+    """
+    output = _read_output("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    return parse_failed_nodes(output, since)
+
+
+def parse_failed_nodes(text: str, since: float) -> list[str]:
+    """Parse the output of ``scontrol --oneliner show node``."""
+    failed_nodes = []
+    for line in text.splitlines():
+        name = re.search(r"\bNodeName=(\S+)", line)
+        boot, reason = re.search(r"\bBootTime=(\S+)", line), _FAILURE_REASON.search(line)
+        times = [match[1] for match in (boot, reason) if match is not None]
+        if name is not None and any(_unix_seconds(text) > since for text in times):
+            failed_nodes.append(name[1])
+    return failed_nodes
+
+
+def _unix_seconds(text: str) -> float:
+    """Return a time of Slurm's in Unix seconds; minus infinity if it is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return -math.inf
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress_names
+from flagscale.launcher.failures import find_first_failure
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runners.slurm import files, scheduler
@@ -24,7 +25,9 @@ from flagscale.launcher.runners.slurm.scheduler import SlurmJob
 from flagscale.launcher.state import HostState, RunState, load_state
 
 QUERY_SECONDS = 30.0
-_FIRST_SECONDS = 1.0
+_FIRST_QUERY_SECONDS = 1.0
+"""Interval before the second query of Slurm. Later intervals double, up to :data:`QUERY_SECONDS`.
+"""
 # A job that has just ended may still be about to record how: files take a moment to be visible.
 _SETTLE_SECONDS = 2.0
 
@@ -53,25 +56,27 @@ class JobStatus:
 
     Attributes:
         alive: True if the job is running.
-        waits: Reason why the job is pending.
+        pending_reason: Reason why the job is pending; empty if it is not.
         trouble: Reason why the status is unknown.
         end: Description of how the job ended, unless its ranks ended by themselves.
         cancelled: True if the job was ended from outside.
         lost: Nodes whose loss ended the job.
+        suspected: Nodes of which one or more were lost, if it is not known which.
         suspended: True if Slurm has suspended the job.
     """
 
     alive: bool = False
-    waits: str = ""
+    pending_reason: str = ""
     trouble: str = ""
     end: str = ""
     cancelled: bool = False
     lost: str = ""
+    suspected: str = ""
     suspended: bool = False
 
     @property
     def over(self) -> bool:
-        return not (self.alive or self.waits or self.trouble)
+        return not (self.alive or self.pending_reason or self.trouble)
 
 
 @lru_cache(maxsize=512)
@@ -92,7 +97,8 @@ class JobMonitor:
 
     def invalidate(self) -> None:
         """Query Slurm again at the next call of :meth:`status`."""
-        self._queried_at, self._pause = float("-inf"), _FIRST_SECONDS / 2
+        # The interval is doubled when it is first used.
+        self._queried_at, self._query_interval = float("-inf"), _FIRST_QUERY_SECONDS / 2
 
     def status(self, state: RunState) -> JobStatus:
         """Return the current status of the job."""
@@ -101,10 +107,14 @@ class JobMonitor:
         return status
 
     def _determine_status(self, state: RunState) -> JobStatus:
+        # The handle is the record of the job in state.json: job id, name, requeue, and its end.
         directory, handle = files.job_directory(state.exp_dir, state.run_id), state.runner.handle
         start, end = files.read_start(directory), files.read_end(directory)
+        # `start` counts the job's starts, of which Slurm makes several if it requeues the job.
         if end is not None and start is not None and end.start < start.start:
-            end = None
+            end = None  # of an earlier start
+        # With requeue, Slurm may start a job again unless its ranks ended by themselves or
+        # `action=stop` ended them.
         final = end is not None and (not handle.get("requeue") or end.reason in ("", files.STOP))
         if (start, end) != self._files:
             # The cached answer concerns an earlier start of the job, or none.
@@ -123,8 +133,11 @@ class JobMonitor:
         if isinstance(job, UnreachableError):
             return JobStatus(trouble=job.message)
         if not job.over:
-            waits = describe_wait(state, job) if job.waits else ""
-            return JobStatus(alive=not waits, waits=waits, suspended=job.state == "SUSPENDED")
+            return JobStatus(
+                alive=not job.is_pending,
+                pending_reason=describe_pending_job(state, job) if job.is_pending else "",
+                suspended=job.state == "SUSPENDED",
+            )
         if end is not None and explained:
             description = (
                 _describe_job(state, _RECORDED_END_DESCRIPTIONS[end.reason])
@@ -139,14 +152,16 @@ class JobMonitor:
     def _query_slurm(self, state: RunState) -> SlurmJob | UnreachableError:
         """Return Slurm's answer, cached for up to 30 seconds."""
         now, answer, (start, end) = time.monotonic(), self._answer, self._files
-        if answer is None or now - self._queried_at >= self._pause:
+        if answer is None or now - self._queried_at >= self._query_interval:
             answer = self._answer = query_job(state)
             # Slurm takes a moment to determine why a new job is pending, and a job to record its
             # start or end. That may take long, so the interval doubles with each query.
             is_incomplete = isinstance(answer, SlurmJob) and (
-                not answer.reason if answer.waits else start is None or end is not None
+                not answer.reason if answer.is_pending else start is None or end is not None
             )
-            self._pause = min(self._pause * 2, QUERY_SECONDS) if is_incomplete else QUERY_SECONDS
+            self._query_interval = (
+                min(self._query_interval * 2, QUERY_SECONDS) if is_incomplete else QUERY_SECONDS
+            )
             self._queried_at = now
         return answer
 
@@ -172,7 +187,11 @@ class JobMonitor:
                 )
             except UnreachableError as error:
                 accounting_error = "" if answer.state else error.message
-        lost_nodes = _find_lost_nodes(state) if answer.state == "NODE_FAIL" else ""
+        lost_nodes = suspected_nodes = ""
+        if answer.state == "NODE_FAIL":
+            lost_nodes = _find_lost_nodes(state)
+            if not lost_nodes:
+                suspected_nodes = _find_suspected_nodes(state)
         ended_by_slurm = end is not None and answer.state not in _END_DESCRIPTIONS
         cancelled = ended_by_slurm or answer.state in _STOP_STATES
         description = _describe_job(
@@ -183,6 +202,8 @@ class JobMonitor:
         )
         if lost_nodes:
             description += f": {lost_nodes}"
+        elif suspected_nodes:
+            description += f"; which one of {suspected_nodes} is not known"
         if start is None and not cancelled:
             description += (
                 f"; its batch script wrote nothing to {directory}, which nodes have to share with "
@@ -191,7 +212,12 @@ class JobMonitor:
         if accounting_error:
             # Not recorded, because a later query may get a better answer.
             return JobStatus(end=f"{description}; {accounting_error}", cancelled=cancelled)
-        return _record_end(state, JobStatus(end=description, cancelled=cancelled, lost=lost_nodes))
+        return _record_end(
+            state,
+            JobStatus(
+                end=description, cancelled=cancelled, lost=lost_nodes, suspected=suspected_nodes
+            ),
+        )
 
 
 def find_job_id(state: RunState) -> str:
@@ -220,15 +246,33 @@ def _describe_end(answer: SlurmJob) -> str:
 
 
 def _find_lost_nodes(state: RunState) -> str:
-    """Return the nodes that a job has lost, as a range expression.
+    """Return the nodes that a job has lost, as a range expression; empty if they are not known.
 
-    These are the nodes that Slurm reports as down, else those without a record of their end.
+    These are the nodes that Slurm reports as down, else those that have booted or did not respond
+    since the job started, else the node that the other nodes' agents have lost, else the only node
+    without a record of its end.
     """
     names = [host.name for host in state.hosts]
+    directory = files.job_directory(state.exp_dir, state.run_id)
     with suppress(UnreachableError):
         if down := scheduler.find_down_nodes(names):
             return compress_names(down)
-    return compress_names(host.name for host in state.hosts if host.exit() is None) or names[0]
+        if failed := scheduler.find_failed_nodes(names, files.start_time(directory)):
+            return compress_names(failed)
+    failure = find_first_failure(state, {})
+    if failure is not None and failure.host in names and failure.is_lost_host:
+        return failure.host
+    unrecorded = _find_unrecorded_nodes(state)
+    return unrecorded[0] if len(unrecorded) == 1 else ""
+
+
+def _find_suspected_nodes(state: RunState) -> str:
+    """Return the nodes without a record of their end, or all, as a range expression."""
+    return compress_names(_find_unrecorded_nodes(state) or (host.name for host in state.hosts))
+
+
+def _find_unrecorded_nodes(state: RunState) -> list[str]:
+    return [host.name for host in state.hosts if host.exit() is None]
 
 
 def _recorded_status(state: RunState) -> JobStatus | None:
@@ -236,7 +280,7 @@ def _recorded_status(state: RunState) -> JobStatus | None:
     record = {
         name: value
         for name, value in state.runner.handle.items()
-        if name in ("end", "cancelled", "lost")
+        if name in ("end", "cancelled", "lost", "suspected")
     }
     return JobStatus(**record) if "end" in record else None
 
@@ -248,7 +292,13 @@ def _describe_job(state: RunState, predicate: str) -> str:
 def _record_end(state: RunState, status: JobStatus) -> JobStatus:
     """Record how a job ended, because Slurm forgets it within minutes, and return the status."""
     files.remove_secrets(files.job_directory(state.exp_dir, state.run_id))
-    record_job(state, end=status.end, cancelled=status.cancelled, lost=status.lost)
+    record_job(
+        state,
+        end=status.end,
+        cancelled=status.cancelled,
+        lost=status.lost,
+        suspected=status.suspected,
+    )
     return status
 
 
@@ -267,7 +317,7 @@ def record_job(state: RunState, hosts: tuple[HostState, ...] = (), **properties:
             replace(current, runner=runner, hosts=hosts or current.hosts).save(path)
 
 
-def describe_wait(state: RunState, job: SlurmJob) -> str:
+def describe_pending_job(state: RunState, job: SlurmJob) -> str:
     """Describe why a job has not started, and when it may."""
     job_id = state.runner.handle.get("job", "")
     explanation = ": ".join(filter(None, (job.reason, explain_reason(job.reason))))

@@ -22,6 +22,7 @@ from flagscale.config.arguments.rules.adapters import (
 )
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
+from flagscale.train.checkpoint.chat_template import MANIFEST_KEY
 from flagscale.train.checkpoint.formats.base import (
     ByteProgress,
     StoredModel,
@@ -49,11 +50,13 @@ class Adapters:
         settings: entry ``adapters`` of the manifest: base, rank, alpha, dropout and targets.
         pairs: A ``[rank, in]`` and B ``[out, rank]`` by the layer's name, such as
             ``decoder.layers.0.mlp.linear_fc1``.
+        chat_template: text of the chat template that they were trained with, if it is known.
     """
 
     path: Path
     settings: Mapping[str, Any]
     pairs: Mapping[str, tuple[LazyTensor, LazyTensor]]
+    chat_template: str | None = None
 
     @property
     def scale(self) -> float:
@@ -86,7 +89,7 @@ def read_adapters(path: Path) -> Adapters | None:
     pairs = {
         name: (tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]) for name in sorted(layers)
     }
-    return Adapters(path, settings, pairs)
+    return Adapters(path, settings, pairs, manifest.get(MANIFEST_KEY))
 
 
 def open_base_model(adapters: Adapters, directory: Path | None = None) -> StoredModel:
@@ -160,7 +163,8 @@ def merge_adapters(adapters: Adapters, base: StoredModel) -> StoredModel:
     for name, pair in adapters.pairs.items():
         weight = tensors[f"{name}.weight"]
         tensors[f"{name}.weight"] = _MergedWeight(weight, *pair, adapters.scale, cache)
-    return replace(base, path=adapters.path, tensors=tensors)
+    chat_template = adapters.chat_template or base.chat_template
+    return replace(base, path=adapters.path, tensors=tensors, chat_template=chat_template)
 
 
 def write_peft(adapters: Adapters, base: StoredModel, path: Path, report: ByteProgress) -> Path:

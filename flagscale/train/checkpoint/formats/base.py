@@ -60,6 +60,7 @@ class StoredModel:
         files: files that belong to the model, such as the tokenizer's.
         resume: identity of the conversion, by which an interrupted one is resumed.
         notes: messages for the user about parts that were left out.
+        chat_template: text of the chat template that the model was trained with, if it is known.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class StoredModel:
     files: tuple[Path, ...] = ()
     resume: ResumeOptions | None = None
     notes: tuple[str, ...] = ()
+    chat_template: str | None = None
 
     @property
     def total_bytes(self) -> int:

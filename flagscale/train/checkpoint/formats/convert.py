@@ -25,7 +25,11 @@ import torch
 
 from flagscale import __version__
 from flagscale.config.arguments.compat.huggingface.config_reader import read_config
-from flagscale.config.arguments.compat.huggingface.models import arguments_of, disagreements
+from flagscale.config.arguments.compat.huggingface.models import (
+    arguments_of,
+    disagreements,
+    huggingface_family_of,
+)
 from flagscale.errors import CheckpointError, FlagscaleError
 from flagscale.train.checkpoint.formats.adapters import (
     Adapters,
@@ -232,13 +236,25 @@ def convert(options: argparse.Namespace) -> None:
         if not options.no_verify:
             inspect = partial(verify, model, report=report_bytes)
         output = writer.write(model, target, report_bytes, inspect)
+    _print_result(model, output, output_format)
+    if options.check is not None:
+        precision = None if options.dtype is None else _DTYPES_BY_PRECISION[options.dtype]
+        _compare_logits(model, writer.read(output), output_format, options.check or None, precision)
+
+
+def _print_result(model: StoredModel, output: Path, output_format: str) -> None:
+    """Print what was written, and what was left out."""
     print(f"{model.model_type}, {model.total_bytes / 1e9:.2f} GB: {output}")
     for note in model.notes:
         print(f"note: {note}")
     if output_format == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
-    if options.check is not None:
-        _compare_logits(model, writer.read(output), output_format, options.check or None)
+    if model.chat_template is None:
+        return
+    if output_format == _HUGGING_FACE:
+        print("its chat template is the one that it was trained with")
+    elif output_format != _TORCH_DIST:
+        print(f"note: {output_format} does not keep the chat template that it was trained with")
 
 
 def _create_writer(output_format: str, options: argparse.Namespace) -> CheckpointFormat:
@@ -334,7 +350,7 @@ def copy_config(model: StoredModel, like: Path) -> StoredModel:
     }
     return replace(
         model,
-        model_type=str(config["model_type"]),
+        model_type=huggingface_family_of(config).model_type,
         values=values,
         tensors=tensors,
         config=config,
@@ -413,15 +429,27 @@ def _check_tokens(model: StoredModel, source: Path | None, text: str | None) -> 
 
 
 def _compare_logits(
-    model: StoredModel, written: StoredModel, output_format: str, text: str | None
+    model: StoredModel,
+    written: StoredModel,
+    output_format: str,
+    text: str | None,
+    precision: torch.dtype | None,
 ) -> None:
-    """Compare the logits of the written model with those of its source, and print the result."""
+    """Compare the logits of the written model with those of its source, and print the result.
+
+    Args:
+        model: the source, rounded to ``precision`` if it is given.
+        written: the written model.
+        output_format: format of the written model.
+        text: text or token ids; None for a default text.
+        precision: precision that ``--dtype`` names.
+    """
     from flagscale.train.checkpoint.formats.logits import compare_logits
 
     if output_format == _HUGGING_FACE:
         print(compare_logits(model, written.path, text))
     else:
-        print(compare_logits(written, model.path, text))
+        print(compare_logits(written, model.path, text, precision))
 
 
 if __name__ == "__main__":

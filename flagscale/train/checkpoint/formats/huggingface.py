@@ -43,6 +43,7 @@ from flagscale.train.checkpoint.formats.sidecar_files import (
     PUBLIC_MODE,
     atomic_directory,
     list_sidecar_files,
+    write_chat_template,
     write_sidecar_files,
 )
 from flagscale.train.checkpoint.formats.weight_mappings import (
@@ -52,6 +53,7 @@ from flagscale.train.checkpoint.formats.weight_mappings import (
 )
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_HEAD = "lm_head.weight"
 _MAX_INDEX_BYTES = 256 << 20
 _MAX_SHARD_BYTES = 4 << 30
 
@@ -67,16 +69,16 @@ class HuggingFace:
     def read(self, path: Path) -> StoredModel:
         config = read_config(path)
         model_type = huggingface_family_of(config).model_type
-        stored_tensors = _open_tensors(path)
+        stored_tensors, notes = _open_tensors(path)
         arguments = effective(arguments_of(config))
-        values, omitted_names, notes = _detect_mtp_layers(model_type, arguments, stored_tensors)
+        values, omitted_names, mtp_notes = _detect_mtp_layers(model_type, arguments, stored_tensors)
         included_tensors = {
             name: tensor for name, tensor in stored_tensors.items() if name not in omitted_names
         }
-        tensors = _convert_tensors(path, model_type, values, included_tensors)
-        return StoredModel(
-            path, model_type, values, tensors, config, tuple(list_sidecar_files(path)), notes=notes
-        )
+        tensors, more_notes = _convert_tensors(path, model_type, values, included_tensors)
+        files = tuple(list_sidecar_files(path))
+        notes = (*notes, *mtp_notes, *more_notes)
+        return StoredModel(path, model_type, values, tensors, config, files, notes=notes)
 
     def write(
         self, model: StoredModel, path: Path, report: ByteProgress, inspect: InspectModel
@@ -89,13 +91,26 @@ class HuggingFace:
         with atomic_directory(path, model.resume) as output:
             _write_weights(output, tensors, report)
             write_sidecar_files(output.directory, config, tensors, model.files)
+            if model.chat_template is not None:
+                write_chat_template(output.directory, model.chat_template)
             inspect(self.read(output.directory))
         return path
 
 
-def _open_tensors(path: Path) -> dict[str, LazyTensor]:
-    """Open all tensors in the files of a directory, by name."""
-    files = _read_index(path)
+def _open_tensors(path: Path) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Open all tensors in the files of a directory.
+
+    A single file is the model, whatever an index next to it says, as in transformers.
+
+    Returns:
+        The tensors by name, and notes for the user.
+    """
+    files: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    if not (path / WEIGHTS_FILE).is_file():
+        files = _read_index(path)
+    elif (path / INDEX_FILE).exists():
+        notes = (f"{INDEX_FILE} is ignored, because {WEIGHTS_FILE} is there, as in transformers",)
     tensors: dict[str, LazyTensor] = {}
     duplicates: list[str] = []
     for name in sorted(set(files.values())) or [WEIGHTS_FILE]:
@@ -111,7 +126,7 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
     raise_if_any(path, "has tensors in several files", duplicates)
     missing = [f"{name} (in {files[name]})" for name in files if name not in tensors]
     raise_if_any(path, f"lacks tensors that {INDEX_FILE} names", missing)
-    return tensors
+    return tensors, notes
 
 
 def _detect_mtp_layers(
@@ -187,10 +202,16 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _convert_tensors(
     path: Path, model_type: str, values: Mapping[str, Any], stored_tensors: dict[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Convert the tensors to megatron.core's names and check that all are present and expected."""
+) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Convert the tensors to megatron.core's names and check that all are present and expected.
+
+    Returns:
+        The tensors by name, and notes for the user about names and tensors that are not kept.
+    """
     mapping = FAMILY_MAPPINGS[model_type]
-    if mapping.prefix and not any(name.startswith(mapping.prefix) for name in stored_tensors):
+    notes: list[str] = []
+    if not any(name.startswith(mapping.prefix) for name in stored_tensors):
+        notes.append(f"its tensors are named without the prefix {mapping.prefix!r}")
         stored_tensors = {
             _add_prefix(name, mapping.prefix): tensor for name, tensor in stored_tensors.items()
         }
@@ -208,15 +229,24 @@ def _convert_tensors(
                 tensors[spec.name] = spec.transform.to_megatron(list(parts.values()), spec.sizes)
     raise_if_any(path, "lacks tensors", missing_names)
     raise_if_any(path, "has tensors that do not fit its config.json", mismatches)
-    unexpected_names = {
-        name for name in unexpected_names if not re.fullmatch(mapping.ignored_pattern, name)
-    }
-    if "lm_head.weight" in unexpected_names and _equals_embedding(
-        stored_tensors["lm_head.weight"], tensors
-    ):
-        unexpected_names.remove("lm_head.weight")  # tied to the embedding, but stored anyway
+    no_weights = sorted(n for n in unexpected_names if re.fullmatch(mapping.ignored_pattern, n))
+    unexpected_names -= set(no_weights)
+    if no_weights:
+        count = f"{len(no_weights)} tensors that are no weights are"
+        if len(no_weights) == 1:
+            count = "a tensor that is no weight is"
+        notes.append(f"{count} left out, such as {no_weights[0]}")
+    if _HEAD in unexpected_names:
+        if not _equals_embedding(stored_tensors[_HEAD], tensors):
+            raise CheckpointError(
+                f"{path}: {_HEAD} is not the embedding, but tie_word_embeddings is true in "
+                f"{CONFIG}; transformers would not tie them",
+                hint=f"set tie_word_embeddings to false in {CONFIG}",
+            )
+        unexpected_names.remove(_HEAD)
+        notes.append(f"{_HEAD} is left out: it is the embedding, to which it is tied")
     raise_if_any(path, f"has tensors that no {model_type} model has", sorted(unexpected_names))
-    return tensors
+    return tensors, tuple(notes)
 
 
 def _add_prefix(name: str, prefix: str) -> str:

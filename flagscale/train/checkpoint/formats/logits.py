@@ -6,7 +6,8 @@ Both programs compute in fp32 on the CPU, so differences are rounding errors.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ _DEFAULT_TOKENS = 64
 
 
 def compare_logits(
-    megatron_model: StoredModel, transformers_directory: Path, text: str | None
+    megatron_model: StoredModel,
+    transformers_directory: Path,
+    text: str | None,
+    rounded_to: torch.dtype | None = None,
 ) -> str:
     """Compare the fp32 logits of two copies of a model. Both are in memory at once.
 
@@ -34,17 +38,20 @@ def compare_logits(
         megatron_model: model to build with megatron.core.
         transformers_directory: directory that transformers loads.
         text: text to compare on, or comma-separated token ids; None for a default text.
+        rounded_to: precision to which the weights of ``megatron_model`` were rounded, and those in
+            ``transformers_directory`` were not.
 
     Returns:
         A line with the largest difference.
 
     Raises:
-        CheckpointError: the difference exceeds rounding errors.
+        CheckpointError: the difference exceeds rounding errors, or transformers cannot load the
+            model.
     """
     tokens, description = _tokenize_text(
         transformers_directory, text, megatron_model.values["vocab_size"]
     )
-    reference = compute_transformers_logits(transformers_directory, tokens, megatron_model.dtype)
+    reference = compute_transformers_logits(transformers_directory, tokens, rounded_to)
     logits = compute_megatron_logits(megatron_model, tokens)
     difference = float((logits - reference).abs().max())
     max_logit = float(reference.abs().max())
@@ -98,8 +105,9 @@ def _tokenize_text(directory: Path, text: str | None, vocab_size: int) -> tuple[
         return selected
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    tokens = list(tokenizer(text or _DEFAULT_TEXT)["input_ids"])
+    with _transformers_errors(directory, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokens = list(tokenizer(text or _DEFAULT_TEXT)["input_ids"])
     if not tokens:
         raise CheckpointError("--check: the text has no tokens")
     return tokens, f"a text of {len(tokens)} tokens"
@@ -107,22 +115,47 @@ def _tokenize_text(directory: Path, text: str | None, vocab_size: int) -> tuple[
 
 @torch.no_grad()
 def compute_transformers_logits(
-    directory: Path, tokens: list[int], dtype: torch.dtype
+    directory: Path, tokens: list[int], rounded_to: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Compute logits with transformers, in fp32 on the CPU, of weights rounded to ``dtype``.
+    """Compute logits with transformers, in fp32 on the CPU.
+
+    Weights have the precision in which they are stored, whatever ``dtype`` of config.json is.
+
+    Args:
+        directory: directory of the model.
+        tokens: token ids.
+        rounded_to: precision to which to round the weights first.
 
     Returns:
         Logits ``[sequence, vocabulary]``.
+
+    Raises:
+        CheckpointError: transformers cannot load the model.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        str(directory), local_files_only=True, use_safetensors=True
-    )
-    for weight in model.parameters():
-        weight.data = weight.data.to(dtype)
-    logits: torch.Tensor = model.float().eval()(torch.tensor([tokens])).logits[0]
+    with _transformers_errors(directory, "the model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory), local_files_only=True, use_safetensors=True, dtype=torch.float32
+        )
+        if rounded_to is not None:
+            for weight in model.parameters():
+                weight.data = weight.data.to(rounded_to).float()
+        logits: torch.Tensor = model.eval()(torch.tensor([tokens])).logits[0]
     return logits
+
+
+@contextmanager
+def _transformers_errors(directory: Path, part: str) -> Iterator[None]:
+    """Context manager that raises any error of transformers as a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}"
+        raise CheckpointError(
+            f"--check: transformers cannot load {part} in {directory}: {reason.splitlines()[0]}",
+            hint="the output is written, only this comparison is missing",
+        ) from error
 
 
 def compute_megatron_logits(model: StoredModel, tokens: list[int]) -> torch.Tensor:

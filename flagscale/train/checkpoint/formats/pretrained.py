@@ -16,6 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from flagscale.config.arguments.compat.huggingface.models import differing_values, disagreements
+from flagscale.config.arguments.rules.resuming import WEIGHTS_ONLY
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint import loading, sharded_state
 from flagscale.train.checkpoint.collective_errors import describe_error, raise_on_all_ranks
@@ -71,7 +72,10 @@ def load_pretrained(args: argparse.Namespace, state: TrainState) -> str:
         load_args = copy.copy(args)
         load_args.load, load_args.finetune = str(path), True
         report = loading.load(load_args, state)
-        return f"weights of iteration {report.iteration if report else 0} from {path}"
+        if report is None:
+            return f"weights of iteration 0 from {path}"
+        notes = "".join(f"; {note}" for note in report.notes if note != WEIGHTS_ONLY)
+        return f"weights of iteration {report.iteration} from {path}{notes}"
     # The optimizer's fp32 copies still hold the initial weights.
     state.optimizer.reload_model_params()
     return f"weights from {path}{notes}"

@@ -86,14 +86,29 @@ def read_header(path: Path) -> tuple[dict[str, _TensorLocation], int]:
         name: _parse_location(path, name, entry, file_size - data_begin)
         for name, entry in header.items()
     }
+    _check_coverage(path, locations, file_size - data_begin)
+    return locations, data_begin
+
+
+def _check_coverage(path: Path, locations: Mapping[str, _TensorLocation], data_size: int) -> None:
+    """Check that every byte of the data belongs to exactly one tensor, as safetensors demands."""
     previous_end = 0
-    previous_name = ""
-    for name, location in sorted(locations.items(), key=lambda item: item[1].begin):
+    previous_name = "the header"
+    for name, location in sorted(locations.items(), key=lambda item: (item[1].begin, item[1].end)):
         if location.begin < previous_end:
             raise CheckpointError(f"{path}: {previous_name} and {name} overlap")
+        if location.begin > previous_end:
+            count = location.begin - previous_end
+            raise CheckpointError(
+                f"{path}: {count:,} bytes between {previous_name} and {name} belong to no tensor"
+            )
         previous_end = location.end
         previous_name = name
-    return locations, data_begin
+    if previous_end < data_size:
+        raise CheckpointError(
+            f"{path}: {data_size - previous_end:,} bytes behind the last tensor belong to no "
+            "tensor: the file is damaged"
+        )
 
 
 def _parse_location(path: Path, name: str, entry: Any, data_size: int) -> _TensorLocation:

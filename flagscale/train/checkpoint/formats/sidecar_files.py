@@ -14,6 +14,8 @@ from typing import Any
 
 from flagscale.config.arguments.compat.huggingface.config_reader import CONFIG
 from flagscale.files import fsync_path, write_atomic
+from flagscale.tokenizer_files import TEMPLATE_FILE
+from flagscale.train.checkpoint.chat_template import read_tokenizer_template
 from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor
 from flagscale.train.checkpoint.formats.resumable_directory import (
     ResumableDirectory,
@@ -85,3 +87,15 @@ def write_sidecar_files(
     for file in files:
         shutil.copyfile(file, directory / file.name)
     write_atomic(directory / CONFIG, json.dumps(content, indent=2) + "\n", PUBLIC_MODE)
+
+
+def write_chat_template(directory: Path, text: str) -> None:
+    """Write the chat template that a model was trained with.
+
+    It replaces the tokenizer's, unless they are equal: transformers prefers this file to
+    ``tokenizer_config.json``.
+    """
+    if read_tokenizer_template(directory) == text:
+        return
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    write_atomic(directory / TEMPLATE_FILE, text, PUBLIC_MODE)

@@ -18,9 +18,15 @@ import torch
 from flagscale.checkpoint_metadata import METADATA_FILE
 from flagscale.checkpoints import DIRECTORY_PATTERN, CheckpointDirectory, check_complete
 from flagscale.config.arguments.compat.huggingface.config_reader import CONFIG, read_config
-from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, config_of, effective
+from flagscale.config.arguments.compat.huggingface.models import (
+    MTP_LAYERS,
+    config_of,
+    effective,
+    huggingface_family_of,
+)
 from flagscale.config.arguments.rules.resuming import architecture
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.chat_template import MANIFEST_KEY
 from flagscale.train.checkpoint.content_metadata import (
     METADATA_KEY,
     STORAGE_METADATA,
@@ -74,7 +80,8 @@ class TorchDist:
         values = effective(arguments)
         sidecar_directory = path / SIDECAR_DIRECTORY
         config = read_config(sidecar_directory) if (sidecar_directory / CONFIG).is_file() else None
-        expected_config = config_of(values, None if config is None else config["model_type"])
+        model_type = None if config is None else huggingface_family_of(config).model_type
+        expected_config = config_of(values, model_type)
         model = StoredModel(
             path,
             expected_config["model_type"],
@@ -87,8 +94,8 @@ class TorchDist:
         raise_if_any(path, "lacks tensors", [name for name in names if name not in stored_tensors])
         tensors = {name: trim_vocabulary(name, stored_tensors[name], values) for name in names}
         notes = _note_missing_mtp(values, names)
-        return StoredModel(
-            path, model.model_type, values, tensors, config, model.files, notes=notes
+        return replace(
+            model, tensors=tensors, notes=notes, chat_template=manifest.get(MANIFEST_KEY)
         )
 
     def write(
@@ -141,7 +148,9 @@ def build_manifest(model: StoredModel) -> dict[str, Any]:
     dtype = str(model.dtype).removeprefix("torch.")
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
     vocab_size = model.values["vocab_size"]
+    template = {} if model.chat_template is None else {MANIFEST_KEY: model.chat_template}
     return {
+        **template,
         "architecture": architecture(_mask_equivalent_arguments(model.values)),
         "model": dict(model.values),
         "precision": precision,

@@ -129,7 +129,7 @@ class FamilyMapping:
     dense_mlp: tuple[TensorMapping, ...]
     experts: tuple[TensorMapping, ...] = ()
     layer_prefix: str = "model.layers."
-    prefix: str = ""
+    prefix: str = "model."
     ignored_pattern: str = r".*\.rotary_emb\.inv_freq"
     mtp_layer: tuple[TensorMapping, ...] = ()
     mtp_copies: tuple[TensorMapping, ...] = ()

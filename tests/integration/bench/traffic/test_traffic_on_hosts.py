@@ -1,4 +1,7 @@
-"""Tests of traffic between hosts: its targets, its load, and that no process remains."""
+"""Tests of traffic between hosts: its targets, its load, and that no process remains.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

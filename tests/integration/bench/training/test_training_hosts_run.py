@@ -1,4 +1,7 @@
-"""Test of training on hosts with traffic between them."""
+"""Test of training on hosts with traffic between them.
+
+The hosts of the fixture ``bed`` (tests/bed) are namespaces of this machine, each with a real sshd.
+"""
 
 from __future__ import annotations
 

@@ -275,3 +275,5 @@ def test_job_that_never_joined_is_not_restarted(one_host: AgentHosts) -> None:
     assert one_host.wait_for_exit_codes() == [5]
     assert one_host[0].exit_record()["attempt"] == 1
     assert one_host[0].exit_record()["failure"]["exit_code"] == 5
+    expected = "flagscale: the job does not start again: its ranks never joined\n"
+    assert one_host[0].read_output().count(expected) == 1

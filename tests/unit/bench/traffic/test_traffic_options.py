@@ -72,9 +72,13 @@ def test_hostfile_keeps_connection_settings(tmp_path: Path) -> None:
     )
     parsed_plan = parse_line(f"--hosts-file {hostfile} --rate 1gbit --flow node1:left").environment
     assert parsed_plan.hosts == (
-        TrafficHost("node1", "10.0.0.1", None, "ssh", "me", 22, "door"),
-        TrafficHost("node2", "10.0.0.2", None, "ssh", "me", 22, "door"),
-        TrafficHost("left", "10.1.0.1", None, "netns"),
+        TrafficHost(
+            "node1", addr="10.0.0.1", flow_addr=None, via="ssh", user="me", port=22, proxy="door"
+        ),
+        TrafficHost(
+            "node2", addr="10.0.0.2", flow_addr=None, via="ssh", user="me", port=22, proxy="door"
+        ),
+        TrafficHost("left", addr="10.1.0.1", flow_addr=None, via="netns"),
     )
     assert parsed_plan.flows == (Flow(0, 2),)
 
@@ -127,7 +131,7 @@ def test_invalid_command_lines_are_refused(line: str, message: str) -> None:
 
 def test_replay_defines_hosts_and_pattern(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
-    hosts = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2"))
+    hosts = (TrafficHost("a", addr="10.0.0.1"), TrafficHost("b", addr="10.0.0.2"))
     environment = Environment(hosts, flows_between(2, "pairs"), Pattern(1e9, 6e7, 65536.0))
     write_environment(environment, path)
     assert parse_line(f"--replay {path} --seconds 5").environment == environment

@@ -146,9 +146,9 @@ inline void fail_before_first_collective(const Settings& settings, int n) {
   });
 }
 
-// The rank that creates the segment gets an exception between the exchange of identities and the
-// first step.
-inline void fail_to_publish_segment(const Settings& settings, int n) {
+// The rank that creates its node's shared-memory segment gets an exception between the exchange of
+// identities and the first step.
+inline void fail_to_publish_shared_memory(const Settings& settings, int n) {
   if (settings.node_sizes[0] < 2) return;  // the only rank of its node does not publish the segment
   const auto call = [](Group& group, const Deadline& d) { group.barrier(d); };
   run_on_all_ranks<FailingStore>(

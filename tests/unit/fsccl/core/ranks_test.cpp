@@ -2,8 +2,11 @@
 // reference, for many sizes and numbers of ranks per node; then errors. Built with a sanitizer by
 // test_fsccl_core.py. Usage:
 //   ranks_test <ranks per node, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
-//   ranks_test <ranks per node> <seed> <rounds> <algorithm>, or, over the mailbox transport,
+//   ranks_test <ranks per node> <seed> <rounds> <algorithm>
 //   ranks_test <ranks per node> <seed> <rounds> <algorithm>@mailboxes
+// pipeline_k and pipeline_nelem are the number of chunks and the elements per send of a pipelined
+// schedule (settings.h). With @mailboxes the messages between nodes are delivered in memory, in
+// random order (mailbox_transport.h), instead of over TCP.
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -58,6 +61,13 @@ class RankTest {
 
  private:
   static Deadline deadline() { return Deadline::after(Deadline::Ms(60000)); }
+  Reduction int32_sum() const {
+    Reduction sum;
+    sum.dtype = DType::kI32;
+    sum.op = RedOp::kSum;
+    sum.divisor = size_;
+    return sum;
+  }
   std::vector<int32_t> input_of(size_t count, int rank) const {
     std::vector<int32_t> v(count);
     for (size_t i = 0; i < count; ++i) v[i] = static_cast<int32_t>(value(rank, i, round_));
@@ -96,14 +106,13 @@ class RankTest {
 
   void all_reduce() {
     auto v = input_of(count_, rank_);
-    group_.all_reduce(v.data(), v.data(), count_, {DType::kI32, RedOp::kSum, 1, size_}, deadline());
+    group_.all_reduce(v.data(), v.data(), count_, int32_sum(), deadline());
     for (size_t i = 0; i < count_; ++i) expect("all_reduce", i, v[i], sum(i));
   }
   void reduce() {
     auto v = input_of(count_, rank_);
     std::vector<int32_t> out(count_, -1);
-    group_.reduce(v.data(), out.data(), count_, {DType::kI32, RedOp::kSum, 1, size_}, root_,
-                  deadline());
+    group_.reduce(v.data(), out.data(), count_, int32_sum(), root_, deadline());
     for (size_t i = 0; i < count_; ++i) expect("reduce", i, out[i], rank_ == root_ ? sum(i) : -1);
   }
   void reduce_scatter() {
@@ -111,8 +120,8 @@ class RankTest {
     auto v = input_of(total(counts), rank_);
     const auto me = static_cast<size_t>(rank_);
     std::vector<int32_t> out(counts[me], -1);
-    group_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4),
-                          {DType::kI32, RedOp::kSum, 1, size_}, deadline());
+    group_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4), int32_sum(),
+                          deadline());
     size_t base = 0;
     for (size_t p = 0; p < me; ++p) base += counts[p];
     for (size_t i = 0; i < out.size(); ++i) expect("reduce_scatter", i, out[i], sum(base + i));
@@ -210,7 +219,7 @@ void abort_during_operations(Group& group) {
     });
   }
   std::vector<int32_t> v(50000);
-  const Reduction sum{DType::kI32, RedOp::kSum, 1, group.size()};
+  const Reduction sum{DType::kI32, RedOp::kSum, /*factor=*/1, /*divisor=*/group.size()};
   for (int failures = 0; failures < 2;) {
     const Deadline d = Deadline::after(Deadline::Ms(30000));
     try {
@@ -226,6 +235,7 @@ void abort_during_operations(Group& group) {
   if (aborting_thread.joinable()) aborting_thread.join();
 }
 
+// A Device is a process's access to a network (transport.h). Null: TCP on the loopback interface.
 using DevicePtr = std::shared_ptr<Device>;
 
 void run_rank(StoreContents& contents, int rank, int n, const Settings& settings,
@@ -252,7 +262,8 @@ void run_rank(StoreContents& contents, int rank, int n, const Settings& settings
           std::_Exit(1);
         }
       };
-      executor.run({job, {}}, k % 2 == 0);
+      const bool allow_inline = k % 2 == 0;  // else a thread of the executor runs the job
+      executor.run({job, /*run_callbacks=*/{}}, allow_inline);
     }
     executor.drain(std::chrono::milliseconds(60000));
   }
@@ -261,7 +272,8 @@ void run_rank(StoreContents& contents, int rank, int n, const Settings& settings
     check_all_types(group, {1, 3000, 30011});
     const std::string algorithm = name_of(settings.algorithm);
     int one_element = 1;
-    group.all_reduce(&one_element, &one_element, 1, {DType::kI32, RedOp::kMax, 1, n},
+    const Reduction max{DType::kI32, RedOp::kMax, /*factor=*/1, /*divisor=*/n};
+    group.all_reduce(&one_element, &one_element, 1, max,
                      Deadline::after(Deadline::Ms(60000)));
     if (std::string(group.last_algorithm()).rfind(algorithm, 0) != 0) {
       std::fprintf(stderr, "%s is not %s\n", group.last_algorithm(), algorithm.c_str());
@@ -372,7 +384,7 @@ int main(int argc, char** argv) {
   if (argc == 5) return std::puts("ok") < 0 ? 1 : 0;
   expect_mismatch_errors(settings, n);
   fail_before_first_collective(settings, n);
-  fail_to_publish_segment(settings, n);
+  fail_to_publish_shared_memory(settings, n);
   late_rank_is_named(settings, n);
   other_version_is_refused(settings);
   std::puts("ok");

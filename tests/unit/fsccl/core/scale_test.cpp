@@ -145,7 +145,7 @@ void traffic_cost(StoreContents& contents, const std::string& operation, int n, 
   std::vector<std::vector<Transport::Traffic>> sent(static_cast<size_t>(n));
   run_on_all_ranks(contents, n, settings, [&](Group& group, auto&) {
     std::vector<float> v(bytes / 4, 1);
-    const Reduction sum{DType::kF32, RedOp::kSum, 1, n};
+    const Reduction sum{DType::kF32, RedOp::kSum, /*factor=*/1, /*divisor=*/n};
     if (operation == "all_reduce")
       group.all_reduce(v.data(), v.data(), v.size(), sum, test_deadline());
     if (operation == "reduce")

@@ -1,5 +1,6 @@
 // Tests of the NVLink engine on a CPU in place of GPUs: ranks are threads of one process, each with
-// its own engine.
+// its own engine. The algorithms (kFlagged, kLines, ...), and the columns of a tuning table, are
+// described in kernel_plan.h; channels, slots and cells in kernel_args.h and cells.h.
 #include "host_device.h"
 
 using namespace fsccl;

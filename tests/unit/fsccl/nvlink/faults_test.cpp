@@ -1,5 +1,7 @@
 // Tests of the NVLink engine with ranks that differ or do not come, on a CPU in place of GPUs:
-// ranks are threads of one process, each with its own engine.
+// ranks are threads of one process, each with its own engine. small_slot_options() gives staging
+// buffers (slots) of a few kilobytes, so that messages take many steps. A line of a tuning table
+// begins with collective, memory (`ordinary` or `registered`) and largest size (kernel_plan.h).
 #include "host_device.h"
 
 using namespace fsccl;
@@ -82,9 +84,10 @@ void absent_rank_is_named() {
   });
 }
 
-// A rank that has given up lacks data that it would have to send on. A rank that comes later fails,
-// too, or gets correct data that does not depend on the first rank's waits, also when a graph
-// replays the first rank's kernels.
+// Rank 0 calls first and times out, so it lacks data of its peers. With an algorithm of several
+// steps it would have to forward results that contain this data, so the peers that call later must
+// fail, too. With an algorithm of one step they may succeed: they need only rank 0's own data,
+// which was sent before the timeout. The same must hold when a graph replays rank 0's kernels.
 void late_rank_gets_no_wrong_data() {
   struct Variant {
     Algorithm algorithm;
@@ -124,6 +127,7 @@ void late_rank_gets_no_wrong_data() {
         for (size_t i = 0; i < variant.count && !c->failure(); ++i) {
           EXPECT(values[i] == static_cast<float>(6 + 3 * (i % 5)));
         }
+        // kFlagged and kLines send all data to all peers in one step.
         const bool is_one_step =
             variant.algorithm == Algorithm::kFlagged || variant.algorithm == Algorithm::kLines;
         EXPECT(c->failure() || is_one_step);

@@ -38,14 +38,31 @@ from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 
 FAILURE = Failure("h1", 3, -9, "ended 'so'\n\u2028", "trace", Path("/a b/stderr.log"))
 REPORT = FailureReport(FAILURE, 1.5, Severity.KILLED)
-POSITION = HostProgress(HostStatus.RUNNING, 1, 8, 7, False, True, None, None)
+POSITION = HostProgress(
+    HostStatus.RUNNING, joined=1, nproc=8, moves=7, busy=False, lived=True, ended=None, report=None
+)
 HEAD = (3, 0, 1234.5)
 FROM_HOST = (
     Hello(*HEAD, replace(POSITION, ended=1, report=REPORT)),
     Heartbeat(*HEAD, POSITION),
     AttemptEnded(*HEAD, replace(POSITION, ended=0)),
     RankFailed(*HEAD, REPORT),
-    RankStacks(*HEAD, (RankProgress("h", 0, None, "", True, False, "", Path("l")),) * 2),
+    RankStacks(
+        *HEAD,
+        (
+            RankProgress(
+                host="h",
+                rank=0,
+                step=None,
+                doing="",
+                stopped=True,
+                answered=False,
+                stack="",
+                log=Path("l"),
+            ),
+        )
+        * 2,
+    ),
     RankStacks(*HEAD, ()),
     StopSignalled(*HEAD, 15, None),
     StopSignalled(*HEAD, 2, FAILURE),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.launcher.liveness.options import AgentOptions, compress_places, parse_command_line
+from flagscale.launcher.liveness.options import AgentOptions, compress_positions, parse_command_line
 
 ALONE = AgentOptions(
     max_restarts=2,
@@ -71,7 +71,7 @@ def test_names_are_those_of_all_hosts_in_their_order() -> None:
     ids=["alike", "two", "three", "one"],
 )
 def test_places_of_consecutive_hosts_are_compressed(places: list[str]) -> None:
-    options = replace(FIRST, places=tuple(compress_places(places)))
+    options = replace(FIRST, places=tuple(compress_positions(places)))
     assert options.positions_by_host == places
     assert len(options.places) == sum(1 for _ in groupby(places))
 

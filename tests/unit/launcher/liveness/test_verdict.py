@@ -31,7 +31,15 @@ def state(tmp_path: Path) -> RunState:
         paths = {name: run_dir / name for name in ("script", "output", "pid_file")}
         hosts.append(HostState(f"h{n}", n, 1, run_dir, node_rank=n, **paths))
     return RunState(
-        "r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), tuple(hosts)
+        "r",
+        name="n",
+        exp_dir=tmp_path,
+        started=time.time(),
+        world_size=2,
+        external=True,
+        stop_grace=1.0,
+        runner=RunnerHandle("local"),
+        hosts=tuple(hosts),
     )
 
 

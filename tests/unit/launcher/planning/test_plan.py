@@ -258,6 +258,26 @@ def test_agents_get_the_places_of_heterogeneous_hosts(make_plan: MakePlan) -> No
     ] * 3
 
 
+@pytest.mark.parametrize("address", ["-rf", "a b", "a;b", "--help", "10.0.0.1:29500", ""])
+@pytest.mark.parametrize("key", ["master_addr", "rdzv_endpoint"])
+def test_master_address_that_is_none_is_refused(
+    make_plan: MakePlan, key: str, address: str
+) -> None:
+    value = address if key == "master_addr" else f"{address}:29500"
+    if not address:
+        assert make_plan(runner=Runner(master_addr=address)).master_addr == "127.0.0.1"
+    else:
+        with pytest.raises(ConfigError, match=rf"experiment\.runner\.{key}: expected a host name"):
+            make_plan(runner=Runner(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    "address", ["node-1.cluster", "node_1", "10.0.0.1", "fe80::1", "::1", "fe80::1%eth0", "[::1]"]
+)
+def test_names_and_addresses_of_the_master(make_plan: MakePlan, address: str) -> None:
+    assert make_plan(runner=Runner(master_addr=address)).master_addr == address
+
+
 def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
     runner = Runner(
         nproc_per_node=2,
@@ -270,7 +290,7 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
     )
     argv = make_plan(runner=runner).hosts[0].starter
     allowed = {
-        *("-u", "-m", "--nnodes", "--node_rank", "--nproc_per_node", "--rdzv_id"),
+        *("-u", "--nnodes", "--node_rank", "--nproc_per_node", "--rdzv_id"),
         *("--master_addr", "--master_port", "--log_dir", "--redirects", "--tee"),
         *("--max_restarts", "--monitor_interval", "--no_python"),
     }

@@ -181,7 +181,7 @@ def test_bash_reproduces_any_value(
     """Runs the head of the script only, and prints the assigned values."""
     plan = _plan_of(value, argument, command, tmp_path_factory.getbasetemp())
     head = render(plan, plan.hosts[0]).partition(FRAME)[0]
-    show = 'printf "%s\\0" "$VALUE" "${agent[5]}" "${program[@]}" "$before_start"\n'
+    show = 'printf "%s\\0" "$VALUE" "${agent[4]}" "${program[@]}" "$before_start"\n'
     result = subprocess.run(
         ["bash", "-c", head + show], capture_output=True, check=True, timeout=30
     )
@@ -260,7 +260,7 @@ def test_thousands_of_unordered_names_reach_the_agent(make_plan: MakePlan, tmp_p
     host = plan.hosts[0]
     assert len(host.agent.to_json()) > 1 << 17
     path = tmp_path / "script.sh"
-    show = '/usr/bin/env printf "%s\\n" "${agent[@]:4}"\n'
+    show = '/usr/bin/env printf "%s\\n" "${agent[@]:3}"\n'
     path.write_text(render(plan, host).partition(FRAME)[0] + show, encoding="utf-8")
     result = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
     option, _, output = result.stdout.partition("\n")

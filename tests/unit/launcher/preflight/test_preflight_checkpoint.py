@@ -145,9 +145,10 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
             (
                 False,
                 False,
-                "iter_0000004 in /l: the checkpoint's learning-rate schedule differs from the "
-                "arguments: total number of iterations (in samples): the checkpoint has 5, the "
-                "arguments 10",
+                "iter_0000004 in /l: the hyperparameters of the checkpoint differ from the "
+                "arguments: length of the decay in samples (lr_decay_iters x global_batch_size "
+                "or lr_decay_samples; without them train_iters or train_samples): the checkpoint "
+                "has 5, the arguments 10",
             ),
             id="longer",
         ),

@@ -15,7 +15,7 @@ from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runners.slurm import scheduler, watch
 from flagscale.launcher.runners.slurm.reasons import explain_reason
 from flagscale.launcher.runners.slurm.scheduler import SlurmJob
-from flagscale.launcher.runners.slurm.watch import _describe_end, describe_wait
+from flagscale.launcher.runners.slurm.watch import _describe_end, describe_pending_job
 from flagscale.launcher.state import RunState
 
 
@@ -59,6 +59,24 @@ def test_squeue(text: str, expected: SlurmJob) -> None:
     assert scheduler.parse_queue(text, "x.1") == expected
 
 
+NODES = """\
+NodeName=h00 Arch=x86_64 State=IDLE BootTime=2026-01-01T00:00:00 SlurmdStartTime=2026-01-02T04:00:00
+NodeName=h01 State=IDLE BootTime=2026-01-02T03:30:00 SlurmdStartTime=2026-01-02T03:31:00
+NodeName=h02 BootTime=2026-01-01T00:00:00 Reason=Not responding [slurm@2026-01-02T03:20:00]
+NodeName=h03 BootTime=Unknown Reason=Node unexpectedly rebooted [root@2026-01-02T03:21:00]
+NodeName=h04 BootTime=2026-01-01T00:00:00 Reason=Not responding [slurm@2026-01-01T03:20:00]
+NodeName=h05 BootTime=2026-01-01T00:00:00 Reason=new disks [root@2026-01-02T03:22:00]
+NodeName=h06 BootTime=None Reason=Not responding [slurm@Unknown]
+"""
+
+
+def test_nodes_that_failed_during_a_job_are_found_although_they_are_up_again() -> None:
+    start = datetime.fromisoformat("2026-01-02T03:00:00").timestamp()
+    assert scheduler.parse_failed_nodes(NODES, start) == ["h01", "h02", "h03"]
+    assert scheduler.parse_failed_nodes(NODES, start + 7200) == []
+    assert scheduler.parse_failed_nodes("", start) == []
+
+
 @given(st.text(max_size=60))
 def test_arbitrary_output_raises_no_error(text: str) -> None:
     assert isinstance(scheduler.parse_queue(text, "x.1"), SlurmJob)
@@ -92,9 +110,18 @@ def test_sacct(text: str, description: str) -> None:
         ("AssocMaxWallDurationPerJobLimit", "more time than the account allows per job, and will"),
         ("AssocMaxCpuMinutesPerJobLimit", "more CPU minutes than the account allows per job"),
         ("QOSMaxGRESPerNode", "more GPUs (or other GRES) than the QOS allows per node, and will"),
-        ("QOSMaxJobsPerUserLimit", "the user's jobs use all the jobs at once that the QOS allows"),
-        ("AssocMaxJobsLimit", "all the jobs at once that the account allows; it waits"),
-        ("MaxMemoryPerAccount", "the account's jobs use all the memory that the QOS allows"),
+        (
+            "QOSMaxJobsPerUserLimit",
+            "with it the user's jobs would use more jobs at once than the QOS allows",
+        ),
+        (
+            "AssocMaxJobsLimit",
+            "more jobs at once than the account allows; it waits for other jobs to end",
+        ),
+        (
+            "MaxMemoryPerAccount",
+            "the account's jobs would use more memory than the QOS allows; it waits",
+        ),
         ("AssocGrpCpuLimit", "the jobs of the account would exceed their total of CPUs"),
         (
             "AssocGrpGRESMinutes",
@@ -128,7 +155,7 @@ def test_unpredictable_start_time(days: int, expected: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "waits", "is_over"),
+    ("state", "is_pending", "is_over"),
     [
         ("PENDING", True, False),
         ("REQUEUE_HOLD", True, False),
@@ -139,9 +166,9 @@ def test_unpredictable_start_time(days: int, expected: bool) -> None:
         ("", False, True),
     ],
 )
-def test_states(state: str, waits: bool, is_over: bool) -> None:
+def test_states(state: str, is_pending: bool, is_over: bool) -> None:
     job = SlurmJob(state)
-    assert (job.waits, job.over) == (waits, is_over)
+    assert (job.is_pending, job.over) == (is_pending, is_over)
 
 
 def test_variables_hidden_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +206,17 @@ def test_complaints_in_one_line() -> None:
 )
 def test_why_a_job_waits(job: SlurmJob, description: str) -> None:
     handle = RunnerHandle("slurm", {"job": "7"})
-    state = RunState("id", "x", Path("/x"), 0.0, 1, False, 1.0, handle)
-    assert describe_wait(state, job) == description
+    state = RunState(
+        "id",
+        name="x",
+        exp_dir=Path("/x"),
+        started=0.0,
+        world_size=1,
+        external=False,
+        stop_grace=1.0,
+        runner=handle,
+    )
+    assert describe_pending_job(state, job) == description
 
 
 def test_a_command_that_this_user_may_not_run(
@@ -210,7 +246,16 @@ def test_query_interval_grows(
 
     monkeypatch.setattr(watch, "query_job", ask)
     handle = RunnerHandle("slurm", {"job": "7", "name": "x"})
-    state = RunState("id", "x", tmp_path, 0.0, 1, False, 1.0, handle)
+    state = RunState(
+        "id",
+        name="x",
+        exp_dir=tmp_path,
+        started=0.0,
+        world_size=1,
+        external=False,
+        stop_grace=1.0,
+        runner=handle,
+    )
     looker = watch.JobMonitor()
     for second in range(600):
         now = float(second)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.launch_lab import wait_for
 
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
@@ -91,6 +94,31 @@ def test_descendants_of_the_script_are_ended(state: RunState, start: Start) -> N
     assert script.stdout.read() == b""  # whoever could write to it has ended
 
 
+def test_descendants_without_environment_that_ignore_term_are_killed(
+    state: RunState, start: Start
+) -> None:
+    script = start("env -i bash -c \"trap '' TERM; echo begun; exec sleep 600\" & wait")
+    assert script.stdout is not None
+    assert script.stdout.readline() == b"begun\n"
+    output = run(host_of(state, script))
+    assert (output.get("found"), output.get("left")) == ("2", "")
+    assert len(output.get("killed").split()) == 1
+    assert script.stdout.read() == b""
+
+
+def test_another_run_below_the_script_is_left_alone(state: RunState, start: Start) -> None:
+    script = start(f"{RUN_ID_VARIABLE}=another bash -c 'env -i sleep 600 & echo $$; wait' & wait")
+    assert script.stdout is not None
+    other_pid = int(script.stdout.readline())
+    (child,) = processes.find_descendants(other_pid, "another")
+    output = run(host_of(state, script))
+    assert output.get("found") == "1"
+    assert script.wait() == -15
+    for pid in (child.pid, other_pid):
+        assert processes.identify_process(pid) is not None
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
     other_process = start("exec sleep 600", "other")
     identity = processes.identify_process(other_process.pid)
@@ -112,6 +140,28 @@ def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
     output = run(functions + tries + "print_results\n")
     assert (output.get("early"), output.get("exact")) == ("spared", "sent")
     assert other_process.wait() == -9
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user")
+def test_unreadable_process_of_the_same_user_is_spared(state: RunState) -> None:
+    """The environment of an ssh-agent cannot be read, not even by its owner."""
+    as_nobody = ("setpriv", "--reuid=65534", "--clear-groups")
+    with tempfile.TemporaryDirectory() as directory:
+        os.chown(directory, 65534, 65534)
+        argv = [*as_nobody, "ssh-agent", "-D", "-a", f"{directory}/socket"]
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as agent:
+            try:
+                wait_for(Path(directory, "socket").exists)
+                program = ["bash", "-c", host_of(state, agent)]
+                readable = subprocess.run(
+                    [*as_nobody, "test", "-r", f"/proc/{agent.pid}/environ"], check=False
+                )
+                assert readable.returncode == 1
+                result = subprocess.run([*as_nobody, *program], capture_output=True, check=True)
+                assert parse_output(result.stdout).get("found") == "0"
+                assert agent.poll() is None
+            finally:
+                agent.kill()
 
 
 def test_an_earlier_boots_pids_mean_nothing(state: RunState, start: Start) -> None:

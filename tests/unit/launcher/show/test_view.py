@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.show import view
@@ -55,3 +56,22 @@ def test_paths_stay_on_one_line(
     monkeypatch.setenv("COLUMNS", "80")
     failure = Failure(host="h", rank=1, exit_code=1, reason="ValueError", traceback="", log=LOG)
     assert str(LOG) in _print(replace(_make_snapshot("h"), failure=failure), capsys)
+
+
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 70, 80, 100])
+@pytest.mark.parametrize("with_lines", [False, True], ids=["once", "live"])
+def test_no_figure_is_cut(
+    *, width: int, with_lines: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (
+        HostRow("gpu-node-17", Phase.RUNNING, 8, 8, step=815, last_line="a line " * 30),
+        HostRow("gpu-node-18", Phase.RUNNING, 8, 8, step=816),
+    )
+    snapshot = replace(_make_snapshot("h"), hosts=rows, memory_gib=71.5)
+    console = Console(width=width, highlight=False)
+    console.print(view.run_table(snapshot, with_lines=with_lines))
+    text = capsys.readouterr().out
+    assert "…" not in text
+    for figure in ("815/100000", "816/100000", "2.5000", "1,234,567", "71.5 GiB", "1:01:01"):
+        assert figure in text
+    assert max(map(len, text.splitlines())) <= width

@@ -334,7 +334,11 @@ def test_sequences_hold_whole_separate_conversations(
         tmp_path, write_conversations(tmp_path / "a.jsonl", 200), tokenizer_directory, tokenizer
     )
     selected_samples = [(stored_samples, np.arange(len(stored_samples)))]
-    data = PackedConversations("train", selected_samples, SequenceSettings(256, True, "refuse", 1))
+    data = PackedConversations(
+        "train",
+        selected_samples,
+        SequenceSettings(length=256, is_packed=True, long_conversations="refuse", seed=1),
+    )
     assert data.token_utilization > 0.95
     texts = []
     for index in range(len(data)):
@@ -363,15 +367,29 @@ def test_long_conversations_are_truncated_dropped_or_refused(
     lines = write_lines(tmp_path / "a.jsonl", [long, late, {"messages": QUESTION_AND_ANSWER}])
     stored_samples = tokenize_file(tmp_path, lines, tokenizer_directory, tokenizer)
     selected_samples = [(stored_samples, np.arange(3))]
-    cut = PackedConversations("train", selected_samples, SequenceSettings(64, True, "truncate", 1))
-    dropped = PackedConversations("train", selected_samples, SequenceSettings(64, True, "drop", 1))
+    cut = PackedConversations(
+        "train",
+        selected_samples,
+        SequenceSettings(length=64, is_packed=True, long_conversations="truncate", seed=1),
+    )
+    dropped = PackedConversations(
+        "train",
+        selected_samples,
+        SequenceSettings(length=64, is_packed=True, long_conversations="drop", seed=1),
+    )
     assert (cut.conversation_count, cut.truncated_count, cut.dropped_count) == (2, 1, 1)
     assert (dropped.conversation_count, dropped.truncated_count, dropped.dropped_count) == (1, 0, 2)
     with pytest.raises(DataError, match=r"2 conversations for train are longer.*in .*a\.jsonl"):
-        PackedConversations("train", selected_samples, SequenceSettings(64, True, "refuse", 1))
+        PackedConversations(
+            "train",
+            selected_samples,
+            SequenceSettings(length=64, is_packed=True, long_conversations="refuse", seed=1),
+        )
     with pytest.raises(DataError, match="no conversation is left for train"):
         PackedConversations(
-            "train", [(stored_samples, np.array([1]))], SequenceSettings(64, True, "drop", 1)
+            "train",
+            [(stored_samples, np.array([1]))],
+            SequenceSettings(length=64, is_packed=True, long_conversations="drop", seed=1),
         )
 
 
@@ -382,6 +400,8 @@ def test_without_packing_a_conversation_has_a_sequence(
         tmp_path, write_conversations(tmp_path / "a.jsonl", 9), tokenizer_directory, tokenizer
     )
     data = PackedConversations(
-        "train", [(stored_samples, np.arange(9))], SequenceSettings(256, False, "drop", 1)
+        "train",
+        [(stored_samples, np.arange(9))],
+        SequenceSettings(length=256, is_packed=False, long_conversations="drop", seed=1),
     )
     assert len(data) == 9

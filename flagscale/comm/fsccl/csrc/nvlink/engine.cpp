@@ -1,3 +1,10 @@
+// Engine and Communicator (engine.h). Terms, which kernel_args.h defines:
+//
+//   arena    a group's part of a rank's memory, in which its peers write
+//   channel  a block of a kernel's grid, which exchanges data with the same block of each peer, so
+//            the number of channels is also the largest number of blocks; at most kChannels
+//   slot     a staging buffer of a channel; its size limits how much is sent in one step
+//   cell     data with its flag; cells have buffers of their own in an arena (cells.h)
 #include "engine.h"
 
 #include <algorithm>
@@ -167,6 +174,7 @@ Communicator::Communicator(Engine& engine, int rank, u64 timeout_ns, const Borro
   std::string rows;
   for (int c = 0; c < kCollectives; ++c) {
     rows += name_of(static_cast<Collective>(c));
+    // A row for ordinary (not registered) memory and all sizes.
     rows += " ordinary 1 staged " + std::to_string(borrowed.channels) + " 0\n";
   }
   table_ = TuningTable::parse(rows);
@@ -278,12 +286,12 @@ void Communicator::disconnect_memory(const void* address) {
 // none.
 const Communicator::RegisteredMemory* Communicator::find_registered(const Call& call) const {
   if (registered_memory_.empty()) return nullptr;
-  const bool has_one_part = call.collective == Collective::kAllReduce;
-  if (call.collective == Collective::kBroadcast || (has_one_part && call.in != call.out))
+  const bool is_all_reduce = call.collective == Collective::kAllReduce;
+  if (call.collective == Collective::kBroadcast || (is_all_reduce && call.in != call.out))
     return nullptr;
   const auto* const address = static_cast<const char*>(is_reduction(call) ? call.in : call.out);
-  const u64 bytes = has_one_part ? call.bytes : call.bytes * static_cast<u64>(size_);
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || (!has_one_part && call.bytes % 16 != 0))
+  const u64 bytes = is_all_reduce ? call.bytes : call.bytes * static_cast<u64>(size_);
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || (!is_all_reduce && call.bytes % 16 != 0))
     return nullptr;
   for (const RegisteredMemory& m : registered_memory_) {
     if (address >= m.begin && address + bytes <= m.begin + m.bytes) return &m;
@@ -299,6 +307,7 @@ const Communicator::PreparedKernel& Communicator::prepare_kernel(const Call& cal
     const auto prepared = prepared_kernels_.find(key);
     if (prepared != prepared_kernels_.end()) return prepared->second;
   }
+  // The message has one part (Call), or one for each rank.
   const bool has_one_part =
       call.collective == Collective::kAllReduce || call.collective == Collective::kBroadcast;
   const u64 total = has_one_part ? call.bytes : call.bytes * static_cast<u64>(size_);
@@ -320,7 +329,8 @@ const Communicator::PreparedKernel& Communicator::prepare_kernel(const Call& cal
   if (forced_shape != nullptr) return forced_kernel_ = plan_kernel_of_shape(*forced_shape);
   const KernelShape shape = table_.choose_shape(call.collective, registered, total);
   PreparedKernel kernel = plan_kernel_of_shape(shape);
-  // A table may select an algorithm whose cell buffers are too small for the message.
+  // A table may select an algorithm whose cell buffers are too small for the message. Bundles have
+  // larger buffers than packets, and staging has no limit.
   if (kernel.function == nullptr && shape.algorithm == Algorithm::kFlagged) {
     kernel = plan_kernel_of_shape({Algorithm::kLines, 0, 0});
   }

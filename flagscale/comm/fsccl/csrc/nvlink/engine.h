@@ -48,10 +48,11 @@ struct Call {
 class Engine {
  public:
   struct Options {
-    // Bytes of a slot; a group has 64 channels of 4 slots (kernel_args.h). The first groups have
-    // slots of this size, later ones of half of it: programs create many groups, and few of them
-    // transfer much. The default is a little more than a power of two, because messages are often
-    // powers of two, and the third or seventh of a slot that a peer gets is rounded down.
+    // Bytes of a slot (a staging buffer); a group has 64 channels of 4 slots (kernel_args.h). The
+    // first groups have slots of this size, later ones of half of it: programs create many groups,
+    // and few of them transfer much. The default is a little more than a power of two, because
+    // messages are often powers of two, and the third or seventh of a slot that a peer gets is
+    // rounded down.
     u64 slot_bytes = 65 << 10;
     u32 max_blocks = kChannels;  // of a kernel's grid; a group takes the minimum of its ranks
     u32 initial_arenas = 8, arenas_per_growth = 4;  // allocated at once
@@ -105,12 +106,13 @@ class Communicator {
  public:
   // `timeout_ns`: how long a kernel waits for a peer; 0: without a timeout.
   Communicator(Engine& engine, int rank, int size, u64 timeout_ns);
-  // Arenas that the caller provides, for ranks whose GPUs cannot access each other's memory: zeroed
-  // memory that all GPUs can access, such as pinned host memory, which must outlive the group.
-  // `arenas` are the addresses by rank on this rank's GPU; `slot_bytes` as in Options.
+  // Arenas that the caller (csrc/device) lends to the group, for ranks whose GPUs cannot access
+  // each other's memory: zeroed memory that all GPUs can access, such as pinned host memory, which
+  // must outlive the group. `arenas` are the addresses by rank on this rank's GPU; `slot_bytes` as
+  // in Options.
   struct BorrowedArenas {
     std::vector<char*> arenas;
-    u32 channels;
+    u32 channels;  // of each arena, and the largest number of blocks of a kernel
     u64 slot_bytes;
     static constexpr u64 kSlotsOffset = kPacketBuffersOffset;
     static u64 arena_bytes(u32 channels, u64 slot_bytes) {

@@ -13,13 +13,16 @@ namespace fsccl {
 namespace nvlink {
 
 enum class Collective : uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kBroadcast };
+// Algorithms. Their names in tables and output are `other`, `flagged`, `lines`, ... A cell is data
+// with its flag, written by one access (cells.h): a packet of 8 bytes of data, as in NCCL's
+// protocol LL, or a bundle of lines of 128 bytes, as in LL128.
 enum class Algorithm : uint8_t {
-  kOther,    // no kernel: another library is faster at this size
-  kFlagged,  // flagged.h, of packets
-  kLines,    // flagged.h, of bundles
-  kTwoShot,  // flagged.h, of bundles: all_reduce in two steps
-  kStaged,   // staged.h
-  kDirect,   // direct.h, of registered buffers
+  kOther,    // no kernel of this engine: another library, such as NCCL, is faster at this size
+  kFlagged,  // each rank sends all data to all peers in one step, as packets (flagged.h)
+  kLines,    // the same as bundles, for larger messages
+  kTwoShot,  // reduce_scatter and all_gather in one kernel, as bundles (flagged.h)
+  kStaged,   // data in staging buffers of the peers, and flags apart from it (staged.h)
+  kDirect,   // access to registered buffers of the peers, without staging (direct.h)
 };
 constexpr int kCollectives = 5, kAlgorithms = 6;
 
@@ -43,9 +46,10 @@ struct KernelShape {
 //
 //   <collective> <ordinary|registered> <max bytes> <algorithm> <blocks> <threads>
 //
-// `registered`: for memory that peers have mapped (engine.h). Sizes ascend; the last line of a
-// collective also applies to larger sizes. Sizes are counted as benchmarks print them: the whole
-// message of all_reduce and broadcast, and the number of ranks times a part of the others.
+// `registered`: for buffers that peers have mapped (engine.h); `ordinary`: for all others. Sizes
+// ascend; the last line of a collective also applies to larger sizes. Sizes are counted as
+// benchmarks print them: the whole message of all_reduce and broadcast, and the number of ranks
+// times a part of the others.
 class TuningTable {
  public:
   // Throws Error(kUsage) naming the line.

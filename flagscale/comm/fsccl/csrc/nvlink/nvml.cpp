@@ -6,7 +6,7 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-// Declarations of nvml.h, which need not be installed.
+// Declarations of NVIDIA's <nvml.h>, which need not be installed.
 using Handle = void*;
 constexpr int kSuccess = 0;
 constexpr int kP2pCapabilityNvlink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK

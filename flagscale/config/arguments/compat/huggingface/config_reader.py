@@ -86,7 +86,8 @@ class ConfigReader:
         value = self.get(name)
         if is_number(value) and value == int(value) and minimum <= value <= maximum:
             return int(value)
-        self._add_unexpected(name, f"a whole number from {minimum}", value)
+        limit = "" if maximum == _MAX_NUMBER else f" to {maximum}"
+        self._add_unexpected(name, f"a whole number from {minimum}{limit}", value)
         return minimum
 
     def positive_number(self, name: str) -> float:
@@ -129,11 +130,14 @@ class ConfigReader:
         self.require_value("per_layer_config", {}, "layers that differ are not supported")
         self.require_value("is_causal", True, "only causal attention is supported")
 
-    def require_layer_types(self, expected: str, reason: str) -> None:
-        """Record ``layer_types`` other than ``expected`` in all layers."""
+    def require_equal_layers(self, layer_type: str) -> None:
+        """Record ``layer_types`` of a family that ignores it, unless all layers are of this
+        type."""
         types = self.get("layer_types")
-        if types is not None and (not isinstance(types, list) or any(t != expected for t in types)):
-            self.refuse("layer_types", types, reason)
+        if types is None or (isinstance(types, list) and all(t == layer_type for t in types)):
+            return
+        reason = f"transformers ignores it for this family, whose layers have {layer_type}"
+        self.refuse("layer_types", types, reason)
 
     def _add_unexpected(self, name: str, expected: str, value: Any) -> None:
         found = f"found {format_value(value)}"
@@ -166,7 +170,7 @@ def rope_base(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any], str]:
     settings = read.section("rope_parameters")
     if nested := [name for name in LAYER_TYPES if name in settings]:
         read.refuse("rope_parameters", nested, "this family has the same positions in all layers")
-    theta = settings.get("rope_theta")
+    theta: Any = settings.get("rope_theta")
     if not is_number(theta) or theta != int(theta) or theta < 1:
         read.refuse("rope_theta", theta, "rotary_base is an integer of at least 1")
         theta = 1

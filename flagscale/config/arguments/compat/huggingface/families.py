@@ -19,7 +19,7 @@ from flagscale.config.arguments.compat.huggingface.config_reader import (
     rope_base,
 )
 from flagscale.config.arguments.compat.huggingface.llama import Gemma, LlamaLike
-from flagscale.config.arguments.compat.huggingface.resolved_config import resolve_config
+from flagscale.config.arguments.compat.huggingface.resolved_config import FULL, resolve_config
 from flagscale.config.arguments.spec.argument import Values
 
 _LATENT_NORM_EPSILON = 1e-6
@@ -103,6 +103,7 @@ class DeepSeek:
             # transformers replaces it in V2
             rotary, reason = arguments["qk_pos_emb_head_dim"], "it differs from qk_rope_head_dim"
             read.require_value("head_dim", rotary, reason)
+        read.require_equal_layers(FULL)
         read.require_plain_model()
 
     def _rope(self, read: ConfigReader) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class DeepSeek:
         return arguments
 
     def _experts(self, read: ConfigReader, layers: int) -> dict[str, Any]:
-        dense = read.integer("first_k_dense_replace", minimum=0)
+        dense = read.integer("first_k_dense_replace", minimum=0, maximum=layers)
         width = read.integer("moe_intermediate_size")
         factor = read.positive_number("routed_scaling_factor")
         arguments: dict[str, Any] = {
@@ -285,6 +286,7 @@ class GPT2:
             "max_position_embeddings": read.integer("n_positions"),
             "vocab_size": read.integer("vocab_size"),
         }
+        read.require_equal_layers(FULL)
         read.require_plain_model()
         if activation == "gelu":
             # The fused kernel computes the tanh approximation.

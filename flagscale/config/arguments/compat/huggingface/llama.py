@@ -120,8 +120,7 @@ class LlamaLike:
             pattern = sliding_layers(read, layers, pattern)
         else:
             pattern = [int(size is not None)] * layers
-            reason = f"transformers ignores it for {self.model_type}, which would have other layers"
-            read.require_layer_types(SLIDING if size is not None else FULL, reason)
+            read.require_equal_layers(FULL if size is None else SLIDING)
         if not any(pattern):
             return {}
         if size is None:

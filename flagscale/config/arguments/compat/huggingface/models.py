@@ -95,6 +95,8 @@ MODEL_FUNCTION = (
 MTP_LAYERS = "mtp_num_layers"
 """Number of multi-token prediction layers, which are not part of this function: a run may ignore
 those of a checkpoint."""
+_NULL_TOKENIZER = "NullTokenizer"
+"""Tokenizer whose ``vocab_size`` does not count the token that ends a document."""
 _MAY_DIFFER = ("vocab_size",)
 """Arguments that may differ from config.json: the vocabulary may be larger."""
 
@@ -285,8 +287,12 @@ def disagreements(config: Mapping[str, Any], values: Values) -> list[tuple[str, 
         if name not in _MAY_DIFFER and expected[name] != model[name]
     ]
     size, minimum = values["vocab_size"], config_arguments["vocab_size"]
+    reason = CONFIG
+    if values.get("tokenizer_type") == _NULL_TOKENIZER:
+        minimum -= 1
+        reason = f"{CONFIG} without the token that ends a document"
     if size is not None and size < minimum:
-        differences.append(("vocab_size", f"must be at least {minimum} ({CONFIG}), found {size}"))
+        differences.append(("vocab_size", f"must be at least {minimum} ({reason}), found {size}"))
     return differences
 
 
@@ -326,6 +332,8 @@ def missing_arguments(values: Values, given: Values, config: Mapping[str, Any]) 
         CheckpointError: like :func:`arguments_of`.
     """
     config_arguments = {**arguments_of(config), "make_vocab_size_divisible_by": 1}
+    if values.get("tokenizer_type") == _NULL_TOKENIZER:
+        config_arguments["vocab_size"] -= 1
     length = values["seq_length"]
     if config_arguments["position_embedding_type"] == "rope" and length:
         max_length = max(config_arguments["max_position_embeddings"], length)

@@ -1,0 +1,67 @@
+"""Suggestions for commands and options of other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+OTHER_VERBS = {
+    **dict.fromkeys(("status", "state", "info", "describe", "inspect", "poll"), "query"),
+    **dict.fromkeys(("watch", "monitor", "top", "attach", "follow"), "query CONFIG --follow"),
+    **dict.fromkeys(("launch", "start", "train", "submit", "up", "exec"), "run"),
+    **dict.fromkeys(("sbatch", "srun", "torchrun", "finetune", "sft", "pretrain"), "run"),
+    **dict.fromkeys(("resume", "continue", "restart", "requeue"), "run"),
+    **dict.fromkeys(("list", "ls", "ps", "jobs", "squeue", "history"), "runs"),
+    **dict.fromkeys(("kill", "cancel", "abort", "down", "scancel", "terminate", "end"), "stop"),
+    **dict.fromkeys(("tail",), "logs CONFIG --follow"),
+    **dict.fromkeys(("log", "output", "cat"), "logs"),
+    **dict.fromkeys(("validate", "verify", "lint", "doctor", "preflight"), "check"),
+    **dict.fromkeys(("plan", "dry-run", "preview", "render"), "dryrun"),
+    **dict.fromkeys(("debug", "foreground"), "test"),
+    **dict.fromkeys(("memory", "profile", "cost"), "estimate"),
+    **dict.fromkeys(("plot", "dashboard", "tensorboard", "compare"), "report"),
+    **dict.fromkeys(("export", "import"), "convert"),
+    **dict.fromkeys(("doc", "docs", "man", "search", "option", "options", "keys"), "explain"),
+    **dict.fromkeys(("benchmark", "nccl-tests"), "bench"),
+    **dict.fromkeys(("sweep", "multirun"), "run CONFIG -m key=a,b"),
+    **dict.fromkeys(("help",), "--help"),
+}
+"""Commands of other programs, with the command line of this program that does the same."""
+_REMARKS = {
+    **dict.fromkeys(
+        ("resume", "continue", "restart", "requeue"),
+        "; it resumes from the newest checkpoint of the experiment",
+    ),
+}
+
+
+def suggest_command(word: str, commands: Iterable[str]) -> str:
+    """Return the message about a word that is not a command, with the command that is meant."""
+    meant = OTHER_VERBS.get(word.lower())
+    if meant is not None:
+        return f"no command {word!r}; did you mean `flagscale {meant}`?{_REMARKS.get(word, '')}"
+    if word.endswith((".yaml", ".yml")):
+        return f"{word} is not a command; did you mean `flagscale run {word}`?"
+    similar = get_close_matches(word, list(commands), n=1, cutoff=0.7)
+    suggestion = f"; did you mean `flagscale {similar[0]}`?" if similar else ""
+    return f"no command {word!r}{suggestion}"
+
+
+def suggest_override(option: str, words: Sequence[str]) -> str | None:
+    """Return the override that an unknown option stands for, such as ``train.model.lr=0.1`` for
+    ``--lr 0.1``, as a hint; None if the name is unknown.
+
+    Args:
+        option: The option: ``--lr``, or ``--lr=0.1``.
+        words: Words of the command line that follow it.
+    """
+    from flagscale.config.arguments.compat.replacement_rules import Context
+    from flagscale.config.arguments.compat.trainer_names import replacement_of
+    from flagscale.config.overrides import complete_key, usual_key
+
+    flag, _, value = option.partition("=")
+    value = value or next((word for word in words[:1] if not word.startswith("-")), "")
+    name = flag.strip("-").replace("-", "_")
+    if key := complete_key(name) or usual_key(name):
+        return f"settings are overrides: {key}={value or 'VALUE'}"
+    return replacement_of(name, value or None, Context(is_override=True)) or None

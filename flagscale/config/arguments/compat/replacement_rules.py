@@ -1,0 +1,282 @@
+"""Rules that replace settings of other trainers by keys of this project (:mod:`.trainer_names`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+NO_EPOCHS = "lengths and intervals are numbers of steps, not epochs"
+
+
+class Setting(NamedTuple):
+    """A key of this project with a value; None if no value follows from the other name."""
+
+    key: str
+    value: Any = None
+
+    def text(self, *, is_override: bool = False) -> str:
+        """Return the setting as a YAML has it, or as an override."""
+        if self.value is None:
+            return self.key
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.key}={value}" if is_override else f"{self.key}: {value}"
+
+
+class Replacement(NamedTuple):
+    """Settings to write instead of a name, and a remark about them or in place of them."""
+
+    settings: tuple[Setting, ...] = ()
+    remark: str = ""
+
+    def text(self, *, is_override: bool = False) -> str:
+        """Return the replacement as the end of a message: "write `train.model.lr: 0.1`"."""
+        settings = [f"`{setting.text(is_override=is_override)}`" for setting in self.settings]
+        *first_settings, last = settings or [""]
+        text = " and ".join(filter(None, (", ".join(first_settings), last)))
+        return "; ".join(filter(None, (f"write {text}" if text else "", self.remark)))
+
+
+class Context(NamedTuple):
+    """Place of a setting, and other settings from which values are computed."""
+
+    given: Mapping[str, Any] = {}
+    """Values of the configuration by the names that it uses."""
+    ranks: int | None = None
+    """Number of ranks, if the configuration states it."""
+    is_override: bool = False
+    """True if the name is an override of the command line."""
+
+
+Rule = Callable[[Any, Context], Replacement]
+"""Computes the replacement of a value; the value is None if only the name is known."""
+
+
+@dataclass(frozen=True)
+class TrainerName:
+    """A setting of another trainer."""
+
+    name: str
+    origin: str
+    """Name of the trainer or program."""
+    keys: tuple[str, ...]
+    """Dotted keys of this project that the name may stand for; empty if there is none."""
+    rule: Rule
+
+
+Entry = Callable[[str, str], TrainerName]
+"""Builds the entry of a name and its origin."""
+
+
+def same_value(key: str, remark: str = "") -> Entry:
+    """Replace a name by a key with the same value."""
+    return lambda name, origin: TrainerName(
+        name, origin, (key,), lambda value, _: Replacement((Setting(key, value),), remark)
+    )
+
+
+def advice(text: str) -> Entry:
+    """Answer a name that no key replaces."""
+    return lambda name, origin: TrainerName(name, origin, (), lambda *_: Replacement((), text))
+
+
+def by_value(key: str, values: Mapping[Any, Any], otherwise: str = "") -> Entry:
+    """Replace a name by a key, value by value. A value that is a text starting with a lower-case
+    letter and containing a space is advice. ``otherwise`` answers other values.
+    """
+
+    def replace(value: Any, _: Context) -> Replacement:
+        if value is None:
+            return Replacement((Setting(key),), otherwise)
+        replacement = values.get(_normalize(value), otherwise)
+        if isinstance(replacement, Replacement):
+            return replacement
+        if isinstance(replacement, str) and " " in replacement:
+            return Replacement((), replacement)
+        return Replacement((Setting(key, replacement),))
+
+    return lambda name, origin: TrainerName(name, origin, (key,), replace)
+
+
+def _normalize(value: Any) -> Any:
+    """Return a value in the form of the tables: texts in lower case, booleans as they are."""
+    text = str(value).lower()
+    return {"true": True, "false": False}.get(text, text)
+
+
+def computed(rule: Rule, *keys: str) -> Entry:
+    """Replace a name by a rule that returns settings of these keys."""
+    return lambda name, origin: TrainerName(name, origin, keys, rule)
+
+
+MICRO_BATCH = "train.model.micro_batch_size"
+BATCH = "train.model.global_batch_size"
+STEPS = "train.model.train_iters"
+SAMPLES = "train.model.train_samples"
+_PER_REPLICA = ("micro_batch_size", "batch_size", "per_device_train_batch_size")
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else int(str(value))
+    except ValueError:
+        return None
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        return None
+
+
+def _count_replicas(context: Context) -> int | None:
+    """Return the number of model replicas, if the configuration states it."""
+    if context.ranks is None:
+        return None
+    sizes = [_integer(context.given.get(name, 1)) for name in _PARALLEL_SIZES]
+    if None in sizes:
+        return None
+    replicas, remainder = divmod(context.ranks, math.prod(size or 1 for size in sizes))
+    return replicas if not remainder and replicas else None
+
+
+def global_batch_of_accumulation(value: Any, context: Context) -> Replacement:
+    """Return the global batch size that a number of micro-batches per step amounts to."""
+    meaning = "sequences per step: micro_batch_size x accumulation x model replicas"
+    accumulation = _integer(value)
+    micro_batch = next(
+        (size for name in _PER_REPLICA if (size := _integer(context.given.get(name)))), None
+    )
+    if accumulation is None:
+        return Replacement((Setting(BATCH),), meaning)
+    replicas = _count_replicas(context)
+    if micro_batch and replicas:
+        return Replacement(
+            (Setting(BATCH, micro_batch * accumulation * replicas),),
+            f"micro-batches of {micro_batch} x {accumulation} x {replicas} model replicas",
+        )
+    factors = f"{micro_batch or 'micro_batch_size'} x {accumulation} x the number of model replicas"
+    return Replacement((Setting(BATCH),), f"its value is {factors}")
+
+
+def samples_of_epochs(value: Any, _: Context) -> Replacement:
+    factor = f"{value:g}" if isinstance(value, float) else value or "epochs"
+    return Replacement(
+        (Setting(SAMPLES),),
+        f"its value is {factor} x the number of sequences in the data; {NO_EPOCHS}",
+    )
+
+
+def steps_of_limit(value: Any, _: Context) -> Replacement:
+    steps = _integer(value)
+    if steps is not None and steps <= 0:
+        return Replacement((Setting(STEPS),), "the number of steps has to be given")
+    return Replacement((Setting(STEPS, value),))
+
+
+def warmup_of_steps(value: Any, _: Context) -> Replacement:
+    number = _number(value)
+    if number is not None and 0 < number < 1:
+        return Replacement((Setting("train.model.lr_warmup_fraction", value),))
+    return Replacement((Setting("train.model.lr_warmup_iters", value),))
+
+
+def interval(key: str, remark: str = "") -> Entry:
+    """Replace an interval in steps. A number below 1 is a fraction of all steps."""
+
+    def replace(value: Any, context: Context) -> Replacement:
+        fraction = _number(value)
+        if fraction is None or not 0 < fraction < 1:
+            return Replacement((Setting(key, value),), remark)
+        steps = next(
+            (
+                n
+                for name in ("train_iters", "max_steps")
+                if (n := _integer(context.given.get(name)))
+            ),
+            None,
+        )
+        if steps:
+            return Replacement((Setting(key, math.ceil(steps * fraction)),), remark)
+        return Replacement((Setting(key),), f"its value is {value} x the number of steps")
+
+    return lambda name, origin: TrainerName(name, origin, (key,), replace)
+
+
+def interval_of_strategy(interval_key: str, off: Replacement) -> Entry:
+    """Replace a strategy (steps, epoch or no) by an interval."""
+    values = {
+        "steps": f"leave it out: `{interval_key}` sets the number of steps",
+        "no": off,
+        False: off,
+        "epoch": Replacement((Setting(interval_key),), f"in steps; {NO_EPOCHS}"),
+        "best": "keeping the best checkpoint is not implemented; `train.system.keep_last` keeps "
+        "the newest",
+    }
+    return by_value(interval_key, values, f"it sets the number of steps; {NO_EPOCHS}")
+
+
+def loggers_of_report_to(value: Any, _: Context) -> Replacement:
+    names = value if isinstance(value, (list, tuple)) else [value]
+    lowered = [str(name).lower() for name in names if name is not None]
+    settings = []
+    if "wandb" in lowered or "all" in lowered:
+        settings.append(Setting("train.system.wandb_project", "NAME"))
+    remarks = []
+    if {"tensorboard", "all"} & set(lowered):
+        remarks.append(
+            "TensorBoard files are always written; `train.system.tensorboard_dir` sets where"
+        )
+    unknown = [name for name in lowered if name not in ("wandb", "tensorboard", "all", "none")]
+    if unknown:
+        remarks.append(f"{' and '.join(unknown)} is not supported; TensorBoard and W&B are")
+    if not lowered:
+        return Replacement(
+            (Setting("train.system.wandb_project"),),
+            "it enables Weights & Biases; TensorBoard files are always written",
+        )
+    if not settings and not remarks:
+        remarks.append("leave it out: Weights & Biases is off by default")
+    return Replacement(tuple(settings), "; ".join(remarks))
+
+
+RECOMPUTE_ALL = Replacement(
+    (
+        Setting("train.system.recompute_granularity", "full"),
+        Setting("train.model.recompute_method", "uniform"),
+        Setting("train.model.recompute_num_layers", 1),
+    )
+)
+
+
+def recomputation_of_switch(value: Any, _: Context) -> Replacement:
+    if _normalize(value) is False:
+        return Replacement((), "leave it out: activations are not recomputed by default")
+    return RECOMPUTE_ALL
+
+
+def load_of_resume(value: Any, _: Context) -> Replacement:
+    if value is None or isinstance(_normalize(value), bool):
+        if _normalize(value) is False:
+            return Replacement(
+                (Setting("train.system.load", "null"),), "a run starts at step 0 with it"
+            )
+        remark = "a run resumes from its newest checkpoint by default; "
+        return Replacement((), f"leave it out: {remark}`train.system.load` sets another directory")
+    return Replacement(
+        (Setting("train.system.load", value),),
+        "a directory of checkpoints of this project; its newest one is loaded",
+    )
+
+
+def minutes_of_timeout(value: Any, _: Context) -> Replacement:
+    seconds = _number(value)
+    minutes = None if seconds is None else f"{seconds / 60:g}"
+    return Replacement((Setting("train.system.distributed_timeout_minutes", minutes),))

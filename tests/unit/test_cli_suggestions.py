@@ -1,0 +1,88 @@
+"""Commands and options of other programs are answered with those of this one."""
+
+from __future__ import annotations
+
+import sys
+from subprocess import run
+
+import pytest
+
+from flagscale import cli
+from flagscale.cli_suggestions import OTHER_VERBS, suggest_command, suggest_override
+from flagscale.config.actions import ACTIONS
+
+COMMANDS = (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        ("status", "query"),
+        ("launch", "run"),
+        ("start", "run"),
+        ("train", "run"),
+        ("resume", "run"),
+        ("list", "runs"),
+        ("ps", "runs"),
+        ("kill", "stop"),
+        ("tail", "logs CONFIG --follow"),
+        ("validate", "check"),
+        ("Status", "query"),
+        ("qurey", "query"),
+        ("dryrnu", "dryrun"),
+        ("patch-statsu", "patch-status"),
+    ],
+)
+def test_verb_suggests_command(word: str, command: str) -> None:
+    assert f"no command {word!r}; did you mean `flagscale {command}`?" in suggest_command(
+        word, COMMANDS
+    )
+
+
+def test_yaml_suggests_run() -> None:
+    message = suggest_command("conf/train.yaml", COMMANDS)
+    assert message.endswith("did you mean `flagscale run conf/train.yaml`?")
+
+
+def test_nothing_similar_suggests_nothing() -> None:
+    assert suggest_command("xyzzy", COMMANDS) == "no command 'xyzzy'"
+
+
+def test_verbs_stand_for_commands_and_are_none() -> None:
+    assert {text.split()[0] for text in OTHER_VERBS.values()} <= {*COMMANDS, "--help"}
+    assert set(OTHER_VERBS) & set(COMMANDS) == set()
+
+
+@pytest.mark.parametrize(
+    ("option", "words", "hint"),
+    [
+        ("--lr", ["1e-4"], "settings are overrides: train.model.lr=1e-4"),
+        ("--lr=1e-4", [], "settings are overrides: train.model.lr=1e-4"),
+        ("--nproc-per-node", ["8"], "settings are overrides: experiment.runner.nproc_per_node=8"),
+        ("--max_steps", ["10"], "is a name of Hugging Face; write `train.model.train_iters=10`"),
+        ("--num-layers", ["--follow"], "settings are overrides: train.model.num_layers=VALUE"),
+        ("--no-such", [], None),
+    ],
+)
+def test_option_suggests_override(option: str, words: list[str], hint: str | None) -> None:
+    assert suggest_override(option, words) == hint
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["status", "x"], ["error: no command 'status'; did you mean `flagscale query`?"]),
+        (["run", "x.yaml", "--lr=3"], ["unknown option --lr\n", "hint: settings are overrides"]),
+        (["run", "x.yaml", "--nope"], ["unknown option --nope", "hint: flagscale run -h"]),
+    ],
+)
+def test_command_line_prints_suggestion(words: list[str], parts: list[str]) -> None:
+    command = [sys.executable, "-m", "flagscale.cli", *words]
+    result = run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert all(part in result.stderr for part in parts)
+
+
+def test_every_command_of_the_parser_is_accepted() -> None:
+    actions = [action for action in cli._create_parser()._actions if action.dest == "command"]
+    assert tuple(actions[0].choices or ()) == (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
