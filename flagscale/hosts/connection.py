@@ -27,6 +27,8 @@ CONNECTION_FACTORIES: Registry = Registry(
 )
 CloseableT = TypeVar("CloseableT", bound="Closeable")
 OutputCallback = Callable[[bytes], object]
+START_FILE_VARIABLE = "FLAGSCALE_BASH_ENV"
+"""Variable that passes the value of BASH_ENV on to the scripts of hosts."""
 SHELL_OPTION_VARIABLES = ("SHELLOPTS", "BASHOPTS", "BASH_ENV")
 """Variables by which a user's shell would give its options, such as errexit, to the programs that a
 connection runs.

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from flagscale.hosts.connection import (
     SHELL_OPTION_VARIABLES,
+    START_FILE_VARIABLE,
     CommandResult,
     Endpoint,
     OutputCallback,
@@ -87,6 +88,9 @@ class LocalConnection:
         # Options of the user's shell must not apply to the programs.
         dropped_names = (*RUN_VARIABLES, *SHELL_OPTION_VARIABLES)
         environment = {k: v for k, v in os.environ.items() if k not in dropped_names}
+        if start_file := os.environ.get("BASH_ENV"):
+            # A host's script reads it for the user's commands.
+            environment[START_FILE_VARIABLE] = start_file
         environment |= variables or {}
         on_parent_death = None
         if dies_with_parent:

@@ -75,7 +75,11 @@ trap 'on_signal 1' HUP
 # before_start runs in this shell, so that the job sees variables set by it; the first command that
 # fails ends the script.
 if [[ -n $before_start ]]; then
-    set +u -e
+    set +u
+    # The start file of non-interactive shells often defines commands such as `module`.
+    # shellcheck source=/dev/null
+    [[ -z ${FLAGSCALE_BASH_ENV-} ]] || . "$FLAGSCALE_BASH_ENV"
+    set -e
     eval "$before_start"
     set -u +e
 fi

@@ -2,9 +2,11 @@
 # tiny llama: host 1 of 2, ranks 2 to 3 of 4.
 # Written by flagscale VERSION for run 20250102-030405-abcdef; can be run by hand.
 # shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions
-# Options of the caller's shell (SHELLOPTS, BASHOPTS, BASH_ENV) do not apply to this script.
+# Options of the caller's shell (SHELLOPTS, BASHOPTS, BASH_ENV) do not apply to this script. The
+# start file that BASH_ENV names is read before before_start instead.
 if [[ -f ${BASH_SOURCE[0]-} && ${SHELLOPTS@a}${BASHOPTS@a}${BASH_ENV+x} == *x* ]]; then
-    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV bash -- "${BASH_SOURCE[0]}" "$@"
+    exec env -u SHELLOPTS -u BASHOPTS -u BASH_ENV FLAGSCALE_BASH_ENV="${BASH_ENV-}" \
+        bash -- "${BASH_SOURCE[0]}" "$@"
 fi
 set -uo pipefail
 
@@ -164,7 +166,11 @@ trap 'on_signal 1' HUP
 # before_start runs in this shell, so that the job sees variables set by it; the first command that
 # fails ends the script.
 if [[ -n $before_start ]]; then
-    set +u -e
+    set +u
+    # The start file of non-interactive shells often defines commands such as `module`.
+    # shellcheck source=/dev/null
+    [[ -z ${FLAGSCALE_BASH_ENV-} ]] || . "$FLAGSCALE_BASH_ENV"
+    set -e
     eval "$before_start"
     set -u +e
 fi

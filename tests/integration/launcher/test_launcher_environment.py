@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import subprocess
+from typing import Any
 
 import pytest
 from support.launch_lab import Lab, rank_processes, wait_for
@@ -19,12 +20,13 @@ from flagscale.hosts import processes
 pytestmark = pytest.mark.integration
 
 
-def configure_command(lab: Lab, script: str) -> None:
+def configure_command(lab: Lab, script: str, **experiment: Any) -> None:
     """Make the lab's experiment run a script in bash as its only rank."""
     lab.configure(
         "",
         task={"type": "command", "command": ["bash", "-c", script]},
         runner={"nproc_per_node": 1, "preflight": False},
+        **experiment,
     )
 
 
@@ -158,6 +160,22 @@ def test_modules_in_the_working_directory_do_not_shadow_the_standard_library(lab
 
 
 # -- options of the user's shell ------------------------------------------------------------------
+
+
+def test_before_start_has_the_commands_of_the_users_start_file(lab: Lab) -> None:
+    start_file = lab.root / "bash_env"
+    start_file.write_text("module() { export LOADED=$2; }\n")
+    configure_command(lab, 'echo "loaded $LOADED"', cmds={"before_start": "module load cuda"})
+    result = subprocess.run(
+        lab.command("action=test"),
+        cwd=lab.root,
+        env={**lab.environment(), "BASH_ENV": str(start_file)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "localhost:0: loaded cuda" in result.stdout
 
 
 def test_options_of_the_users_shell_do_not_reach_scripts_and_programs(lab: Lab) -> None:
