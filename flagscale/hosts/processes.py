@@ -118,6 +118,11 @@ def find_run_processes(run_id: str, *, exclude: Collection[int] = ()) -> list[Pr
     return processes
 
 
+def find_children(pid: int) -> list[int]:
+    """Return the pids of the children of a process."""
+    return [child for child in iter_pids() if parent_pid_of(child) == pid]
+
+
 def find_descendants(pid: int, run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
     """Return the live descendants of a process that belong to its run, by ascending pid.
 

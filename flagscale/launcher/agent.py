@@ -121,6 +121,7 @@ class Agent:
             {} if no_shared_secret else secret.rank_secret_variables(key),
             reports_status=options.reports_status,
         )
+        self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self.member.other_children = lambda: self._notifier.pids
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
@@ -129,7 +130,6 @@ class Agent:
             self._coordinator = Coordinator(options, names, now, output, self._port, mesh_positions)
         self._server: Server | None = None
         self._client: Client | None = None
-        self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._start_time = self._last_order_at = self._last_run_at = now
         self._coordinator_reached = self._ranks_joined = False
         self._heartbeat_at = 0.0

@@ -56,13 +56,17 @@ class Attempt:
         self,
         run_id: str,
         grace_seconds: float,
-        other_children: Callable[[], Collection[int]] = tuple,
+        other_children: Callable[[], Collection[int]] | None = None,
     ) -> None:
         """``other_children`` returns the pids of children of this process that are no part of the
-        run.
+        run; by default those that it has already.
         """
         self.run_id = run_id
-        self._other_children = other_children
+        if other_children is None:
+            earlier_children = processes.find_children(os.getpid())
+            self._other_children: Callable[[], Collection[int]] = lambda: earlier_children
+        else:
+            self._other_children = other_children
         self.stage = Stage.RUNNING
         self.exit_code: int | None = None
         self.end_time = 0.0

@@ -52,8 +52,9 @@ class Member:
         self.node_rank = node_rank
         self.host = host
         self.attempt_number = 0
-        self.other_children: Callable[[], Collection[int]] = tuple
-        """Returns the pids of children of this process that are no part of the run."""
+        self.other_children: Callable[[], Collection[int]] | None = None
+        """Returns the pids of children of this process that are no part of the run; if None, those
+        that it has when an attempt starts."""
         self._min_life_seconds = MIN_LIFE_SECONDS if reports_status else 0.0
         self.attempt = Attempt(run_id, grace_seconds)
         self.stop_signal: int | None = None

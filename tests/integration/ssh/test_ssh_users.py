@@ -118,7 +118,7 @@ def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None
     assert f"exp_dir (h01): {lab.root} is not writable for user {USER}" in result.stderr
     assert "(h00" not in result.stderr
     unchecked = lab.run_action("run", "experiment.runner.preflight=false")
-    assert unchecked.returncode == 3
+    assert unchecked.returncode == 2
     assert "h01: the script could not be started" in unchecked.stderr
     assert "Permission denied" in unchecked.stderr
     assert lab.remaining_processes() == {}
