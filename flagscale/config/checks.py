@@ -31,6 +31,8 @@ from flagscale.config.arguments.rules.optimizer import (
 from flagscale.config.arguments.rules.parallel_layout import check_interleaving
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.paths import (
+    BLENDS,
+    DATA_PHASES,
     NOT_A_PATH,
     WRITTEN_DIRECTORIES,
     misnamed_data_sets,
@@ -63,14 +65,18 @@ def check_experiment(
     """
     experiment, problems = fill_from_pretrained(experiment)
     problems += check_directories(experiment)
+    args, shared_fs = experiment.train, not experiment.runner.no_shared_fs
+    tokenizer_violations = (
+        [] if experiment.task.external else check_tokenizer_files(args.values, shared_fs=shared_fs)
+    )
     problems += (
         argument_problems
-        or [*check_arguments(experiment), *check_tokenizer_files(experiment)]
+        or [*check_arguments(experiment), *(args.problem(*v) for v in tokenizer_violations)]
         or check_vocabulary_size(experiment)
     )
-    if purpose == "plan" and not experiment.runner.no_shared_fs:
+    if purpose == "plan" and shared_fs:
         problems += check_data_names(experiment)
-    if purpose == "launch" and not experiment.runner.no_shared_fs:
+    if purpose == "launch" and shared_fs:
         missing = check_files(experiment)
         if missing and not (schema.BACKEND_SOURCE / "megatron" / "core").is_dir():
             message = f"no adapted Megatron-LM in {short_path(schema.BACKEND_SOURCE)}"
@@ -103,7 +109,7 @@ def check_data_names(experiment: Experiment) -> list[Problem]:
     return [
         Problem(argument.key, message, argument.location)
         for argument in experiment.train
-        if why_unfit(str(argument.value)) is None
+        if argument.name in (*BLENDS, DATA_PHASES) and why_unfit(str(argument.value)) is None
         for message in misnamed_data_sets(argument.name, argument.value)
     ]
 

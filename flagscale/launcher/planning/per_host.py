@@ -8,7 +8,7 @@ Pure functions.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -57,7 +57,12 @@ class HostSettings:
 
 def resolve_settings(experiment: Experiment, host: Host) -> HostSettings:
     """Resolve the settings of one host."""
-    layers = list(_layers(experiment, host))
+    layers: list[tuple[str, HostOverride]] = []
+    if host.device_type is not None and host.device_type in experiment.by_type:
+        override = experiment.by_type[host.device_type]
+        layers.append((f"device_type_specific.{host.device_type}", override))
+    if host.name in experiment.by_host:
+        layers.append((f"node_specific.{host.name}", experiment.by_host[host.name]))
     origins: list[tuple[str, str]] = []
     runner, cmds = experiment.runner, experiment.cmds
     values: dict[str, Any] = {
@@ -98,13 +103,6 @@ def resolve_all_settings(experiment: Experiment, hosts: Iterable[Host]) -> tuple
             resolved[key] = resolve_settings(experiment, host)
         settings_of_hosts.append(resolved[key])
     return tuple(settings_of_hosts)
-
-
-def _layers(experiment: Experiment, host: Host) -> Iterator[tuple[str, HostOverride]]:
-    if host.device_type is not None and host.device_type in experiment.by_type:
-        yield f"device_type_specific.{host.device_type}", experiment.by_type[host.device_type]
-    if host.name in experiment.by_host:
-        yield f"node_specific.{host.name}", experiment.by_host[host.name]
 
 
 def rebase_path(path: Path, project: Path) -> Path:

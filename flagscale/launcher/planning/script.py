@@ -53,7 +53,8 @@ def render(plan: LaunchPlan, host: HostPlan) -> str:
 
 
 def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
-    rank_text = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
+    last_rank = host.first_rank + host.nproc - 1
+    rank_text = f"ranks {host.first_rank} to {last_rank} of {plan.world_size}"
     yield "#!/usr/bin/env bash"
     yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {rank_text}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; can be run by hand."

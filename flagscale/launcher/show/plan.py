@@ -106,7 +106,7 @@ def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
     first = hosts[0]
     type_text = f" ({first.device_type})" if first.device_type else ""
     if len(hosts) == 1:
-        ranks = _format_ranks(first.ranks)
+        ranks = _format_ranks(first.first_rank, first.nproc)
         yield f"# host {first.node_rank} {first.name}{type_text}: ranks {ranks}"
         return
     names = _format_names([host.name for host in hosts])
@@ -119,15 +119,15 @@ def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
     yield f"# host=NAME shows the script of another host; this is the script of {first.name}:"
 
 
-def _format_ranks(ranks: range) -> str:
-    return f"{ranks.start}-{ranks.stop - 1}"
+def _format_ranks(first_rank: int, nproc: int) -> str:
+    return f"{first_rank}-{first_rank + nproc - 1}"
 
 
 def _varying_fields(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:
     """Yield what differs between hosts of the same shape, and how."""
     yield "name", _format_names([host.name for host in hosts])
     yield "node_rank", _first_and_last([str(host.node_rank) for host in hosts])
-    yield "ranks", _first_and_last([_format_ranks(host.ranks) for host in hosts])
+    yield "ranks", _first_and_last([_format_ranks(host.first_rank, host.nproc) for host in hosts])
     if any(host.address != host.name for host in hosts):
         yield "address", _format_names([host.address for host in hosts])
     for field in ("run_dir", "pid_file"):

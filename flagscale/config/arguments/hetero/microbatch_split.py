@@ -16,7 +16,6 @@ No torch.
 from __future__ import annotations
 
 import heapq
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -57,7 +56,7 @@ def pass_times(
         counts: micro-batches per step of each replica.
         pipeline: pipeline of every replica.
     """
-    medians = [statistics.median_low(durations) for durations in zip(*laps, strict=True)]
+    medians = [sorted(durations)[(len(laps) - 1) // 2] for durations in zip(*laps, strict=True)]
     replicas = zip(medians, counts, strict=True)
     return tuple(max(lap // pipeline.step_passes(count), 1) for lap, count in replicas)
 

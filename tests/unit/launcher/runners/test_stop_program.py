@@ -114,9 +114,11 @@ def test_another_run_below_the_script_is_left_alone(state: RunState, start: Star
     output = run(host_of(state, script))
     assert output.get("found") == "1"
     assert script.wait() == -15
-    for pid in (child.pid, other_pid):
-        assert processes.identify_process(pid) is not None
+    alive = [processes.identify_process(pid) is not None for pid in (child.pid, other_pid)]
+    # The parent first: it ends when its child does.
+    for pid in (other_pid, child.pid):
         os.kill(pid, signal.SIGKILL)
+    assert alive == [True, True]
 
 
 def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
