@@ -37,9 +37,11 @@ _REMARKS = {
 
 def suggest_command(word: str, commands: Iterable[str]) -> str:
     """Return the message about a word that is not a command, with the command that is meant."""
-    meant = OTHER_VERBS.get(word.lower())
-    if meant is not None:
-        return f"no command {word!r}; did you mean `flagscale {meant}`?{_REMARKS.get(word, '')}"
+    equivalent = OTHER_VERBS.get(word.lower())
+    if equivalent is not None:
+        return (
+            f"no command {word!r}; did you mean `flagscale {equivalent}`?{_REMARKS.get(word, '')}"
+        )
     if word.endswith((".yaml", ".yml")):
         return f"{word} is not a command; did you mean `flagscale run {word}`?"
     similar = get_close_matches(word, list(commands), n=1, cutoff=0.7)
@@ -55,8 +57,8 @@ def suggest_override(option: str, words: Sequence[str]) -> str | None:
         option: The option: ``--lr``, or ``--lr=0.1``.
         words: Words of the command line that follow it.
     """
-    from flagscale.config.arguments.compat.replacement_rules import Context
     from flagscale.config.arguments.compat.trainer_names import replacement_of
+    from flagscale.config.arguments.spec.argument import SettingContext
     from flagscale.config.overrides import complete_key, usual_key
 
     flag, _, value = option.partition("=")
@@ -64,4 +66,4 @@ def suggest_override(option: str, words: Sequence[str]) -> str | None:
     name = flag.strip("-").replace("-", "_")
     if key := complete_key(name) or usual_key(name):
         return f"settings are overrides: {key}={value or 'VALUE'}"
-    return replacement_of(name, value or None, Context(is_override=True)) or None
+    return replacement_of(name, value or None, SettingContext(is_override=True)) or None

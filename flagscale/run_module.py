@@ -17,8 +17,8 @@ def _main() -> None:
     library = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib may not be imported yet
     directory = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     project = os.path.dirname(directory)  # noqa: PTH120
-    others = [path for path in sys.path if path not in ("", directory)]
-    sys.path[:] = [library, f"{library}/lib-dynload", project, *others]
+    other_paths = [path for path in sys.path if path not in ("", directory)]
+    sys.path[:] = [library, f"{library}/lib-dynload", project, *other_paths]
     import importlib
     import runpy
 

@@ -48,7 +48,7 @@ _WITHOUT_VOCABULARY = frozenset(
         "requirements.txt",
     }
 )
-_VOCABULARY_SUFFIXES = (".json", ".model", ".txt", ".tiktoken")
+VOCABULARY_SUFFIXES = (".json", ".model", ".txt", ".tiktoken")
 
 
 def find_vocabulary_files(directory: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def find_vocabulary_files(directory: Path) -> list[Path]:
     return sorted(
         path
         for path in directory.iterdir()
-        if path.suffix in _VOCABULARY_SUFFIXES
+        if path.suffix in VOCABULARY_SUFFIXES
         and path.name not in _WITHOUT_VOCABULARY
         and not path.name.endswith(".index.json")
         and path.is_file()

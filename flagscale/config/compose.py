@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
-from flagscale.config.arguments.compat.replacement_rules import Context
-from flagscale.config.arguments.compat.trainer_names import replacement_of
+from flagscale.config.arguments.spec.argument import SettingContext
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.experiment_reader import find_program
 from flagscale.config.interpolation import (
@@ -247,11 +246,13 @@ def _unreadable_override_problem(override: str, message: str) -> Problem:
 
 
 def _explain_missing_key(key: str, sources: Sources) -> str:
+    from flagscale.config.arguments.compat.trainer_names import replacement_of
+
     typed_override = _override_of(key, sources)
     name = typed_override.key.rpartition(".")[2].replace("-", "_")
     if own_key := complete_key(typed_override.key):
         return f"no such key; did you mean {own_key!r}?"
-    context = Context(_argument_texts(sources), _stated_ranks(sources), is_override=True)
+    context = SettingContext(_argument_texts(sources), _stated_ranks(sources), is_override=True)
     if answer := replacement_of(name, typed_override.value, context):
         return answer
     if key.startswith("train.") and (reason := why_unsupported(name) or why_unused(name)):

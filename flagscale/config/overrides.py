@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments.compat.replacement_rules import Context
-from flagscale.config.arguments.compat.trainer_names import TRAINER_NAMES, replacement_of
+from flagscale.config.arguments.spec.argument import SettingContext
 from flagscale.config.arguments.spec.registry import canonical_name, lookup, registry
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
@@ -160,10 +159,12 @@ def replacement_of_key(key: str, value: Any, *, is_override: bool) -> str:
     """Return the answer to a key of another trainer in a section that is not for arguments; empty
     if the name is not listed or no key replaces it, because users may have such keys of their own.
     """
+    from flagscale.config.arguments.compat.trainer_names import TRAINER_NAMES, replacement_of
+
     entry = TRAINER_NAMES.get(key.rpartition(".")[2].replace("-", "_"))
     if entry is None or not entry.keys:
         return ""
-    return replacement_of(entry.name, value, Context(is_override=is_override))
+    return replacement_of(entry.name, value, SettingContext(is_override=is_override))
 
 
 def usual_key(name: str) -> str | None:

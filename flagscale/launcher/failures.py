@@ -7,9 +7,7 @@ it (``liveness``). If no agent recorded one, the files of each host are used.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from flagscale.files import read_json
@@ -21,7 +19,6 @@ from flagscale.launcher.state import Exit, HostState, RunState
 from flagscale.records import from_record
 from flagscale.status import Event
 
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _WITHOUT_AGENT = ("agent", "before_start")
 """Phases of a host's end that its agent did not record."""
 
@@ -38,11 +35,7 @@ def list_earlier_failures(hosts: Sequence[HostState]) -> tuple[tuple[int, Failur
     """Return number (from 1) and failure of each attempt that was followed by another one."""
     restarts = read_job_record(hosts).get("restarts", [])
     failures = ((n, from_record(Failure, r.get("failure"))) for n, r in enumerate(restarts, 1))
-    return tuple(
-        (attempt, complete_traceback(failure))
-        for attempt, failure in failures
-        if failure is not None
-    )
+    return tuple((attempt, failure) for attempt, failure in failures if failure is not None)
 
 
 def find_first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -> Failure | None:
@@ -50,23 +43,9 @@ def find_first_failure(state: RunState, events: Mapping[int, Sequence[Event]]) -
     reports = [r for host in state.hosts if (r := _diagnose_host(host, events)) is not None]
     agreed_failure = _read_agreed_failure(state.hosts)
     if agreed_failure is not None:
-        return complete_traceback(_add_later_information(agreed_failure, reports, state.hosts))
+        return _add_later_information(agreed_failure, reports, state.hosts)
     first = diagnosis.find_cause(reports)
-    return complete_traceback(first.failure) if first is not None else None
-
-
-def complete_traceback(failure: Failure) -> Failure:
-    """Return the failure with its whole traceback, without torch's prefix ``[rank3]:``.
-
-    Once a process group exists, torch puts the prefix in front of every line of an exception, which
-    makes the second line look like the end of the traceback.
-    """
-    lines = failure.traceback.splitlines()
-    if not lines or not _RANK_PREFIX.match(lines[-1]):
-        return failure
-    text = _RANK_PREFIX.sub("", diagnosis.read_tail(failure.log))
-    traceback = diagnosis.last_traceback(text) or _RANK_PREFIX.sub("", failure.traceback)
-    return replace(failure, traceback=traceback)
+    return first.failure if first is not None else None
 
 
 def _add_later_information(

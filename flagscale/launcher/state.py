@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,7 +94,7 @@ class Exit:
     lost_peer: bool = False
     """True if the first failure, according to this host, is that it lost the contact to another."""
     how: str = ""
-    """How ``before_start`` ended abnormally, in words."""
+    """Description of an abnormal end of ``before_start``; empty for others."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def load_state(path: Path) -> RunState | None:
         RunStateError: another user could have written it.
     """
     if os.path.lexists(path):
-        _check_trust(lambda: require_trusted_file(path, path.parent.parent))
+        _check_trust(require_trusted_file, path, path.parent.parent)
     record = read_json(path)
     if record is None:
         if path.exists():
@@ -144,14 +143,14 @@ def load_state(path: Path) -> RunState | None:
     return read_state(_with_moved_paths(record, path), path)
 
 
-def _check_trust(check: Callable[[], None]) -> None:
-    """Run a check of :mod:`flagscale.files`.
+def _check_trust(check: Callable[..., None], *paths: Path) -> None:
+    """Apply a check of :mod:`flagscale.files` to paths.
 
     Raises:
         RunStateError: Another user could have written what the check is about.
     """
     try:
-        check()
+        check(*paths)
     except PermissionError as error:
         raise RunStateError(
             f"{error.filename} {error.strerror}: it is not used for a run",
@@ -235,7 +234,7 @@ def start_lock(layout: Layout) -> Iterator[None]:
 
     with convert_disk_errors(layout):
         make_private_directory(layout.logs)
-        _check_trust(lambda: require_private(layout.logs))
+        _check_trust(require_private, layout.logs)
     lock = FileLock(layout.lock, timeout=10, mode=0o600)
     try:
         with convert_disk_errors(layout):
@@ -284,7 +283,7 @@ def save_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
     layout = plan.layout
     for directory in (layout.scripts, layout.logs / "pids"):
         make_private_directory(directory)
-        _check_trust(partial(require_private, directory))
+        _check_trust(require_private, directory)
     write_json(layout.plan, plan.to_json(), durable=False)
     write_atomic(layout.config, config_text, durable=False)
     write_atomic(layout.overrides, overrides_text, durable=False)

@@ -51,7 +51,7 @@ class StepMetrics:
     stop_reason: StopReason | None
     """Reason to end training that any rank had before it queued this step, or None."""
     is_rank_loss_finite: bool
-    """Whether this rank's part of the loss is finite; True if the rank computes no loss."""
+    """True if this rank's part of the loss is finite, or if the rank computes no loss."""
 
 
 class DeferredMetrics:

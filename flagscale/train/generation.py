@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from flagscale.train.data.chat.messages import (
     normalize_messages,
     normalize_tools,
 )
-from flagscale.train.data.chat.templates import open_template
+from flagscale.train.data.chat.templates import ChatTemplate, open_template
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.device import Device
 from flagscale.train.models.base import get_model_spec
@@ -199,11 +199,14 @@ def read_prompts(
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
+    open_template_once = cache(
+        partial(open_template, args.chat_template, tokenizer, str(args.tokenizer_path))
+    )
     displayed_texts, prompt_ids = [], []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                prompt, text = _parse_prompt(line, args, tokenizer)
+                prompt, text = _parse_prompt(line, open_template_once)
             except (UnusableConversationError, ValueError) as error:
                 raise DataError(f"{path}:{number}: {error}") from None
             tokens = tokenizer.tokenize(text)
@@ -221,8 +224,12 @@ def read_prompts(
     return displayed_texts, prompt_ids
 
 
-def _parse_prompt(line: str, args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[str, str]:
+def _parse_prompt(line: str, get_template: Callable[[], ChatTemplate]) -> tuple[str, str]:
     """Parse a line of the prompt file.
+
+    Args:
+        line: the line.
+        get_template: returns the chat template; it is only called for a conversation.
 
     Returns:
         The text to display in the log, and the text that the model continues. They differ for a
@@ -235,6 +242,5 @@ def _parse_prompt(line: str, args: argparse.Namespace, tokenizer: Tokenizer) -> 
     if not isinstance(messages, list) or not messages:
         raise UnusableConversationError('expected {"prompt": "…"} or {"messages": […]}')
     messages = normalize_messages(messages, "messages")
-    template = open_template(args.chat_template, tokenizer, str(args.tokenizer_path))
-    text = template.render(messages, normalize_tools(record), add_generation_prompt=True)
+    text = get_template().render(messages, normalize_tools(record), add_generation_prompt=True)
     return str(messages[-1].get("content", "")), text

@@ -46,7 +46,7 @@ class StepStopwatch:
         self.lap_times_ns: list[int] = []
         """Duration of each timed step in nanoseconds."""
         self.enabled = False
-        """Whether the next steps are to be timed; set by :class:`MicrobatchBalancer`."""
+        """True if the next steps are to be timed; set by :class:`MicrobatchBalancer`."""
 
     def start_lap(self) -> None:
         """Start the lap of a step. All ranks call it."""

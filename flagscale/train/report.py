@@ -39,7 +39,7 @@ class Throughput:
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float | None
-    """None if the model's floating-point operations are not known."""
+    """Model TFLOP/s; None if the model's floating-point operations are not known."""
     mfu: float | None
     """Model FLOPs utilization, 0 to 1; None if the peak of the device is not known."""
     memory_gib: float | None

@@ -54,13 +54,13 @@ class OutputCheck:
     first: int = -1
     """Index of the first wrong element."""
     expected: float = 0.0
-    found: float = 0.0
+    actual: float = 0.0
 
     def __str__(self) -> str:
         if not self.wrong:
             return "right"
         location = f"{self.wrong} wrong, the first at {self.first}"
-        return f"{location}: expected {self.expected:g}, found {self.found:g}"
+        return f"{location}: expected {self.expected:g}, found {self.actual:g}"
 
 
 def output_pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[OutputPiece]:

@@ -66,7 +66,7 @@ class TrafficWorker(RemoteWorker[TrafficEvent]):
         self.ready: TrafficEvent | None = None
         """The ``ready`` event; None before it has arrived."""
         self.joined = False
-        """Whether the ``joined`` event has arrived."""
+        """True once the ``joined`` event has arrived."""
 
 
 def play(

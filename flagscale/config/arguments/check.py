@@ -159,9 +159,9 @@ def _check_export(values: Values) -> Iterator[Violation]:
 def _check_length(values: Values) -> Iterator[Violation]:
     iters, samples = values["train_iters"], values["train_samples"]
     if (iters is None) == (samples is None):
-        found = "neither" if iters is None else "both"
+        stated = "neither" if iters is None else "both"
         name = "train_iters" if iters is None else "train_samples"
-        yield name, f"expected either train_iters or train_samples, found {found}"
+        yield name, f"expected either train_iters or train_samples, found {stated}"
     max_length = values["max_position_embeddings"]
     if max_length is not None and max_length < values["seq_length"]:
         yield (

@@ -18,16 +18,20 @@ started_at() { # $1: pid; sets `ticks` and `parent`, both empty if the process e
     [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]} parent=${fields[1]}
 }
 
-# Bash reads these files about as fast as grep would, and grep would be one more process per host.
-carrying() { # $1: text; sets `pids` to the processes whose environment contains it
-    local file environment LC_ALL=C
+# Set `pids` to the processes whose environment contains any of the texts; an empty text is ignored.
+carrying() { # $@: texts
+    local file environment text LC_ALL=C
     pids=()
+    # Bash reads these files about as fast as grep would, and grep would be one more process.
     for file in /proc/[0-9]*/environ; do
         environment=
         { read -r -N 8388608 environment <"$file"; } 2>/dev/null
-        [[ $environment == *"$1"* ]] || continue
-        file=${file#/proc/}
-        pids+=("${file%/environ}")
+        for text; do
+            [[ -n $text && $environment == *"$text"* ]] || continue
+            file=${file#/proc/}
+            pids+=("${file%/environ}")
+            break
+        done
     done
 }
 

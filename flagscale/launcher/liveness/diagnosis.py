@@ -27,6 +27,8 @@ from flagscale.records import printable
 from flagscale.status import Event
 
 TAIL_BYTES = 256 * 1024
+# torch puts the prefix in front of every line of an exception once a process group exists.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _MAX_TRACEBACK_LINES = 60
 # Signals that are never sent to a rank because another one failed. SIGABRT is not among them: a
 # collective's watchdog aborts its process when a peer is gone.
@@ -308,8 +310,10 @@ def _rank_report(
     reason = f"ended with {describe_code(exit_code)}" if exit_code is not None else "failed"
     if exit_code == -signal.SIGKILL:
         reason += f": {_explain_kill(torchrun_exit.oom_kills if torchrun_exit else None)}"
-    # Without a traceback, the last lines may contain the program's error message.
-    trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (exit_code or 0) >= 0 else ""
+    trace = ""
+    if (exit_code or 0) >= 0:
+        # Without a traceback, the last lines may contain the program's error message.
+        trace = last_traceback(read_tail(log)) or _RANK_PREFIX.sub("", last_lines(log, 5))
     failure_time = entry.time if entry is not None else 0.0
     return FailureReport(
         Failure(host.name, rank=rank, exit_code=exit_code, reason=reason, traceback=trace, log=log),
@@ -398,9 +402,10 @@ def read_tail(path: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
 
 
 def last_traceback(text: str) -> str:
-    """Return the last Python traceback of a text, without the text after it; empty if there is
-    none.
+    """Return the last Python traceback of a text, without torch's prefix ``[rank3]:`` and without
+    the text after it; empty if there is none.
     """
+    text = _RANK_PREFIX.sub("", text)
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""

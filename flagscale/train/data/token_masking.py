@@ -39,7 +39,7 @@ class MaskingSettings:
 
     @property
     def adds_cls_and_sep(self) -> bool:
-        """Whether each sequence is put between ``[CLS]`` and ``[SEP]``."""
+        """True if each sequence is put between ``[CLS]`` and ``[SEP]``."""
         return self.cls_id is not None and self.sep_id is not None
 
 

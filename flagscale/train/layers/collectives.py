@@ -14,7 +14,7 @@ import torch
 _FUNCTIONAL_OPERATORS: Any = torch.ops._c10d_functional
 
 InputSharing = Literal["none", "reduce", "gather"]
-"""How tensor-parallel ranks share the input of a column-parallel layer.
+"""Sharing of a column-parallel layer's input by tensor-parallel ranks.
 
 ``none``: not shared. ``reduce``: the input is replicated and its gradient all-reduced. ``gather``:
 each rank has a part of the sequence (sequence parallelism).

@@ -62,7 +62,7 @@ class AdapterRuns:
         self.template.write_text("Question and answer:\n" + CHATML_TEMPLATE)
         self.prompts = write_lines(root / "prompts.jsonl", [*template, {"prompt": "gather"}])
         self.answers: list[list[str]] = []
-        """For each run, the answers to the prompts after three steps."""
+        """Answers to the prompts after three steps, of each run."""
 
     def argv(self, flags: str, save: str) -> list[str]:
         options = {"seq_length": 96}

@@ -112,6 +112,17 @@ def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: 
     assert f"before_start {reason}" in bench.output
 
 
+def test_a_script_that_ends_before_it_is_looked_at_has_started(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = bench.root / "programs" / "sleep"
+    sleep.parent.mkdir()
+    sleep.write_text("#!/bin/sh\nexec /bin/sleep 1\n", encoding="utf-8")
+    sleep.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{sleep.parent}:{os.environ['PATH']}")
+    assert bench.run("", cmds=Commands("exit 5")) == 5
+
+
 def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None:
     commands = Commands(after_stop="echo after ran; false")
     assert bench.run("raise SystemExit(4)", cmds=commands) == 4

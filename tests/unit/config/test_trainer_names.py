@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.compat.replacement_rules import Context
 from flagscale.config.arguments.compat.trainer_names import TRAINER_NAMES, replacement_of
+from flagscale.config.arguments.spec.argument import SettingContext
 from flagscale.config.arguments.spec.registry import lookup, unknown_message
 from flagscale.config.arguments.spec.values import convert
 from flagscale.config.explain import experiment_entries
@@ -125,7 +125,7 @@ SETTINGS = st.one_of(
 
 @given(name=st.sampled_from(sorted(TRAINER_NAMES)), value=SETTINGS, size=SETTINGS, ranks=SETTINGS)
 def test_any_value_has_an_answer(name: str, value: Any, size: Any, ranks: Any) -> None:
-    context = Context({"micro_batch_size": size}, ranks if isinstance(ranks, int) else None)
+    context = SettingContext({"micro_batch_size": size}, ranks if isinstance(ranks, int) else None)
     entry = TRAINER_NAMES[name]
     replacement = entry.rule(value, context)
     assert replacement.settings or replacement.remark
@@ -140,7 +140,7 @@ def test_any_value_has_an_answer(name: str, value: Any, size: Any, ranks: Any) -
 
 @pytest.mark.parametrize("name", COMMON)
 def test_written_value_fits_the_argument(name: str) -> None:
-    for setting in TRAINER_NAMES[name].rule(COMMON[name][0], Context()).settings:
+    for setting in TRAINER_NAMES[name].rule(COMMON[name][0], SettingContext()).settings:
         assert is_known_key(setting.key)
         argument = lookup(setting.key.rpartition(".")[2])
         if argument is not None and setting.value is not None:
@@ -158,7 +158,7 @@ def test_accumulation_is_the_batch_that_it_amounts_to(
 ) -> None:
     given_values = {"per_device_train_batch_size": micro, "tensor_model_parallel_size": tensor}
     answer = replacement_of(
-        "gradient_accumulation_steps", accumulation, Context(given_values, replicas * tensor)
+        "gradient_accumulation_steps", accumulation, SettingContext(given_values, replicas * tensor)
     )
     assert f"`train.model.global_batch_size: {micro * accumulation * replicas}`" in answer
 

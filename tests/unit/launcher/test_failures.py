@@ -13,7 +13,6 @@ import pytest
 
 from flagscale.files import to_plain
 from flagscale.launcher.failures import (
-    complete_traceback,
     find_first_failure,
     is_settled,
     list_earlier_failures,
@@ -215,22 +214,37 @@ PREFIXED = (
 
 
 @pytest.mark.parametrize(
-    ("log", "traceback", "last_line"),
+    ("log", "lines"),
     [
-        pytest.param(PREFIXED, last_traceback(PREFIXED), "ValueError: bad", id="cut"),
-        pytest.param("", last_traceback(PREFIXED), '  File "a.py", line 1, in <module>', id="gone"),
-        pytest.param(PREFIXED, "Traceback:\nOther: x", "Other: x", id="not-prefixed"),
-        pytest.param(PREFIXED, "", None, id="none"),
+        pytest.param(
+            PREFIXED,
+            [
+                "Traceback (most recent call last):",
+                '  File "a.py", line 1, in <module>',
+                "    f()",
+                "ValueError: bad",
+            ],
+            id="traceback",
+        ),
+        pytest.param("[rank3]: bad\nTraceback:\n[rank3]: Other: x", [], id="no-traceback"),
+        pytest.param("", [], id="empty"),
     ],
 )
-def test_prefix_of_a_rank_is_removed(
-    tmp_path: Path, log: str, traceback: str, last_line: str | None
-) -> None:
-    path = tmp_path / "stderr.log"
-    path.write_text(log, encoding="utf-8")
-    failure = Failure("h", 3, 1, "ended with exit code 1", traceback, path)
-    lines = complete_traceback(failure).traceback.splitlines()
-    assert (lines[-1] if lines else None) == last_line
+def test_prefix_of_a_rank_is_removed(log: str, lines: list[str]) -> None:
+    assert last_traceback(log).splitlines() == lines
+
+
+def test_prefix_of_a_rank_is_removed_from_last_lines(state: RunState) -> None:
+    host = state.hosts[0]
+    host.output.write_text(f"[rank1]: Other: x\n{TABLE}", encoding="utf-8")
+    log = host.run_dir / "ranks" / "r" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("[rank1]: Other: x\n", encoding="utf-8")
+    end = {"code": 1, "ended": 200.0, "phase": "job"}
+    (host.run_dir / EXIT_FILE).write_text(json.dumps(end), encoding="utf-8")
+    failure = find_first_failure(state, {})
+    assert failure is not None
+    assert failure.traceback == "Other: x"
 
 
 def test_last_traceback_without_following_lines() -> None:

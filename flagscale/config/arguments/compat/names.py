@@ -42,8 +42,8 @@ class Alias:
     doc: str = ""
     """Reason why an alias with rule "none" has no effect."""
     noted_value: bool | None = None
-    """With rule "none": the value for which a note is printed that the alias has no effect. None:
-    no note is printed. The other value agrees with the behavior of this project."""
+    """Value for which a note is printed that the alias has no effect, if its rule is "none"; None
+    if no note is printed. The other value agrees with the behavior of this project."""
 
     def translate(self, value: Any) -> Any:
         """Return the value of the target; None ("not given") if the alias is a switch that is

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flagscale.config.arguments.spec.argument import SettingContext
+
 NO_EPOCHS = "lengths and intervals are numbers of steps, not epochs"
 
 
@@ -38,18 +40,7 @@ class Replacement(NamedTuple):
         return "; ".join(filter(None, (f"write {text}" if text else "", self.remark)))
 
 
-class Context(NamedTuple):
-    """Place of a setting, and other settings from which values are computed."""
-
-    given: Mapping[str, Any] = {}
-    """Values of the configuration by the names that it uses."""
-    ranks: int | None = None
-    """Number of ranks, if the configuration states it."""
-    is_override: bool = False
-    """True if the name is an override of the command line."""
-
-
-Rule = Callable[[Any, Context], Replacement]
+Rule = Callable[[Any, SettingContext], Replacement]
 """Computes the replacement of a value; the value is None if only the name is known."""
 
 
@@ -86,7 +77,7 @@ def by_value(key: str, values: Mapping[Any, Any], otherwise: str = "") -> Entry:
     letter and containing a space is advice. ``otherwise`` answers other values.
     """
 
-    def replace(value: Any, _: Context) -> Replacement:
+    def replace(value: Any, _: SettingContext) -> Replacement:
         if value is None:
             return Replacement((Setting(key),), otherwise)
         replacement = values.get(_normalize(value), otherwise)
@@ -136,23 +127,23 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _count_replicas(context: Context) -> int | None:
+def _count_replicas(context: SettingContext) -> int | None:
     """Return the number of model replicas, if the configuration states it."""
     if context.ranks is None:
         return None
-    sizes = [_integer(context.given.get(name, 1)) for name in _PARALLEL_SIZES]
+    sizes = [_integer(context.values.get(name, 1)) for name in _PARALLEL_SIZES]
     if None in sizes:
         return None
     replicas, remainder = divmod(context.ranks, math.prod(size or 1 for size in sizes))
     return replicas if not remainder and replicas else None
 
 
-def global_batch_of_accumulation(value: Any, context: Context) -> Replacement:
+def global_batch_of_accumulation(value: Any, context: SettingContext) -> Replacement:
     """Return the global batch size that a number of micro-batches per step amounts to."""
     meaning = "sequences per step: micro_batch_size x accumulation x model replicas"
     accumulation = _integer(value)
     micro_batch = next(
-        (size for name in _PER_REPLICA if (size := _integer(context.given.get(name)))), None
+        (size for name in _PER_REPLICA if (size := _integer(context.values.get(name)))), None
     )
     if accumulation is None:
         return Replacement((Setting(BATCH),), meaning)
@@ -166,7 +157,7 @@ def global_batch_of_accumulation(value: Any, context: Context) -> Replacement:
     return Replacement((Setting(BATCH),), f"its value is {factors}")
 
 
-def samples_of_epochs(value: Any, _: Context) -> Replacement:
+def samples_of_epochs(value: Any, _: SettingContext) -> Replacement:
     factor = f"{value:g}" if isinstance(value, float) else value or "epochs"
     return Replacement(
         (Setting(SAMPLES),),
@@ -174,14 +165,14 @@ def samples_of_epochs(value: Any, _: Context) -> Replacement:
     )
 
 
-def steps_of_limit(value: Any, _: Context) -> Replacement:
+def steps_of_limit(value: Any, _: SettingContext) -> Replacement:
     steps = _integer(value)
     if steps is not None and steps <= 0:
         return Replacement((Setting(STEPS),), "the number of steps has to be given")
     return Replacement((Setting(STEPS, value),))
 
 
-def warmup_of_steps(value: Any, _: Context) -> Replacement:
+def warmup_of_steps(value: Any, _: SettingContext) -> Replacement:
     number = _number(value)
     if number is not None and 0 < number < 1:
         return Replacement((Setting("train.model.lr_warmup_fraction", value),))
@@ -191,7 +182,7 @@ def warmup_of_steps(value: Any, _: Context) -> Replacement:
 def interval(key: str, remark: str = "") -> Entry:
     """Replace an interval in steps. A number below 1 is a fraction of all steps."""
 
-    def replace(value: Any, context: Context) -> Replacement:
+    def replace(value: Any, context: SettingContext) -> Replacement:
         fraction = _number(value)
         if fraction is None or not 0 < fraction < 1:
             return Replacement((Setting(key, value),), remark)
@@ -199,7 +190,7 @@ def interval(key: str, remark: str = "") -> Entry:
             (
                 n
                 for name in ("train_iters", "max_steps")
-                if (n := _integer(context.given.get(name)))
+                if (n := _integer(context.values.get(name)))
             ),
             None,
         )
@@ -223,7 +214,7 @@ def interval_of_strategy(interval_key: str, off: Replacement) -> Entry:
     return by_value(interval_key, values, f"it sets the number of steps; {NO_EPOCHS}")
 
 
-def loggers_of_report_to(value: Any, _: Context) -> Replacement:
+def loggers_of_report_to(value: Any, _: SettingContext) -> Replacement:
     names = value if isinstance(value, (list, tuple)) else [value]
     lowered = [str(name).lower() for name in names if name is not None]
     settings = []
@@ -256,13 +247,13 @@ RECOMPUTE_ALL = Replacement(
 )
 
 
-def recomputation_of_switch(value: Any, _: Context) -> Replacement:
+def recomputation_of_switch(value: Any, _: SettingContext) -> Replacement:
     if _normalize(value) is False:
         return Replacement((), "leave it out: activations are not recomputed by default")
     return RECOMPUTE_ALL
 
 
-def load_of_resume(value: Any, _: Context) -> Replacement:
+def load_of_resume(value: Any, _: SettingContext) -> Replacement:
     if value is None or isinstance(_normalize(value), bool):
         if _normalize(value) is False:
             return Replacement(
@@ -276,7 +267,7 @@ def load_of_resume(value: Any, _: Context) -> Replacement:
     )
 
 
-def minutes_of_timeout(value: Any, _: Context) -> Replacement:
+def minutes_of_timeout(value: Any, _: SettingContext) -> Replacement:
     seconds = _number(value)
     minutes = None if seconds is None else f"{seconds / 60:g}"
     return Replacement((Setting("train.system.distributed_timeout_minutes", minutes),))

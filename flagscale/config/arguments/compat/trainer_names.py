@@ -18,7 +18,6 @@ from flagscale.config.arguments.compat.replacement_rules import (
     RECOMPUTE_ALL,
     SAMPLES,
     STEPS,
-    Context,
     Entry,
     Replacement,
     Setting,
@@ -38,6 +37,7 @@ from flagscale.config.arguments.compat.replacement_rules import (
     steps_of_limit,
     warmup_of_steps,
 )
+from flagscale.config.arguments.spec.argument import SettingContext
 
 _DECAY_STYLES = (
     "the implemented schedules are constant, linear, cosine, inverse-square-root and WSD "
@@ -382,13 +382,13 @@ TRAINER_NAMES: Mapping[str, TrainerName] = {
 """Settings of other trainers by name in snake case."""
 
 
-def replacement_of(name: str, value: Any = None, context: Context | None = None) -> str:
+def replacement_of(name: str, value: Any = None, context: SettingContext | None = None) -> str:
     """Return the answer to another trainer's name and its value, as the end of a message; empty if
     the name is not listed.
     """
     entry = TRAINER_NAMES.get(name.strip("-").replace("-", "_"))
     if entry is None:
         return ""
-    context = context or Context()
+    context = context or SettingContext()
     text = entry.rule(value, context).text(is_override=context.is_override)
     return f"is a name of {entry.origin}; {text}"

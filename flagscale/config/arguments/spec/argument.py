@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["int", "float", "str", "bool"]
 Section = Literal["system", "model", "data"]
@@ -103,6 +103,17 @@ def _argument(
         maximum=item.metadata["maximum"],
         origin=f"flagscale {group.__name__}",
     )
+
+
+class SettingContext(NamedTuple):
+    """Place of a setting, and other settings; a message about the setting depends on them."""
+
+    values: Mapping[str, Any] = {}
+    """Values of the configuration by the names that it uses."""
+    ranks: int | None = None
+    """Number of ranks, if the configuration states it."""
+    is_override: bool = False
+    """True if the setting is an override of the command line."""
 
 
 Values = Mapping[str, Any]

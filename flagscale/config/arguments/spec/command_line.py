@@ -91,10 +91,10 @@ def _words_of_argument(argument: GivenArgument, external: bool) -> list[str]:
 
 
 def _switched_off(name: str, external: bool) -> list[str]:
-    found = lookup(name)
-    if found is None or found[0].kind != "bool":
+    match = lookup(name)
+    if match is None or match[0].kind != "bool":
         return []
-    argument, alias = found
+    argument, alias = match
     if alias is not None and alias.rule == "opposite":
         # Switching the alias off switches its target on, which is the default of other parsers.
         is_on = external or arguments()[alias.target].default is True
@@ -198,10 +198,10 @@ def _evaluate_flag(flag: _GivenFlag) -> tuple[str, Any] | None:
     Raises:
         ValueError: the flag is unknown or its value is invalid.
     """
-    found = lookup(flag.name)
-    if found is None:
+    match = lookup(flag.name)
+    if match is None:
         raise ValueError(unknown_message(flag.name))
-    argument, alias = found
+    argument, alias = match
     return fold_alias(alias, argument.name, _flag_value(argument, flag.words))
 
 

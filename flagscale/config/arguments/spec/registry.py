@@ -14,9 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.compat.names import ALIASES, Alias, why_unsupported, why_unused
-from flagscale.config.arguments.compat.replacement_rules import Context
-from flagscale.config.arguments.compat.trainer_names import replacement_of
-from flagscale.config.arguments.spec.argument import Argument, Section, declared
+from flagscale.config.arguments.spec.argument import Argument, Section, SettingContext, declared
 from flagscale.config.arguments.spec.data_arguments import (
     Conversations,
     Data,
@@ -232,7 +230,7 @@ def closest_names(name: str) -> list[str]:
     return nearest_names(name.strip("-").replace("-", "_"), registry())
 
 
-def unknown_message(name: str, value: Any = None, context: Context | None = None) -> str:
+def unknown_message(name: str, value: Any = None, context: SettingContext | None = None) -> str:
     """Return the message about a name that is not an argument.
 
     Args:
@@ -240,6 +238,8 @@ def unknown_message(name: str, value: Any = None, context: Context | None = None
         value: Its value, from which the value of the key to write is computed.
         context: Other settings, likewise.
     """
+    from flagscale.config.arguments.compat.trainer_names import replacement_of
+
     if answer := replacement_of(name, value, context):
         return answer
     reason = why_unsupported(name) or why_unused(name)

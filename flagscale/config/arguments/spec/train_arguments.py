@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
-from flagscale.config.arguments.compat.replacement_rules import Context
+from flagscale.config.arguments.spec.argument import SettingContext
 from flagscale.config.arguments.spec.paths import DATA_PHASES, absolute_value, phase_words
 from flagscale.config.arguments.spec.registry import (
     arguments,
@@ -204,7 +204,7 @@ def read_arguments(
     by_name: dict[str, GivenArgument] = {}
     by_argument: dict[str, GivenArgument] = {}
     leaves = list(_leaves(sections, prefix, parsed.structure))
-    context = Context({name: value for _, name, value in leaves}, ranks)
+    context = SettingContext({name: value for _, name, value in leaves}, ranks)
     for key, name, written in leaves:
         value = written
         if written is not None and absolute_paths:
@@ -267,7 +267,7 @@ def _as_words(key: Any, value: Any) -> Any:
 
 
 def _interpret(
-    key: str, name: str, value: Any, location: str | None, context: Context
+    key: str, name: str, value: Any, location: str | None, context: SettingContext
 ) -> tuple[GivenArgument, str | None]:
     """Return the entry of one key of the YAML, and the problem of its name or value, if any."""
     match = lookup(name)

@@ -32,16 +32,13 @@ if [[ $boot == "$old_boot" ]] && started_at "$old_pid" && [[ $ticks == "$old_tic
     printf '%s\n' "the previous run is alive there (script pid $old_pid)" >&2
     exit 75
 fi
-for entry in "$status_dir_prefix" "$old_entry"; do
-    [[ -n $entry ]] || continue
-    carrying "$entry"
-    for pid in "${pids[@]}"; do
-        started_at "$pid"
-        # This process may carry the id of the run that it starts.
-        [[ -n $ticks && $pid != "$$" ]] || continue
-        printf '%s\n' "a run of this experiment is alive there (pid $pid)" >&2
-        exit 75
-    done
+carrying "$status_dir_prefix" "$old_entry"
+for pid in "${pids[@]}"; do
+    started_at "$pid"
+    # This process may carry the id of the run that it starts.
+    [[ -n $ticks && $pid != "$$" ]] || continue
+    printf '%s\n' "a run of this experiment is alive there (pid $pid)" >&2
+    exit 75
 done
 if [[ -n $claim_file ]]; then
     read -r claim <"$claim_file"
@@ -71,15 +68,23 @@ if [[ -n $tied ]]; then
     unlock_start # this process carries the id of the run already
     exec bash "$script" </dev/null >>"$output" 2>&1
 fi
-# The script runs in its own session with its own standard streams, so it outlives this program.
-(unlock_start; exec setsid bash "$script") </dev/null >>"$output" 2>&1 &
-pid=$!
-for ((i = 0; i < 200; i++)); do
-    carries "$pid" "$new_entry" && break
-    sleep 0.005
-done
+# The script runs in its own session with its own standard streams, so it outlives this program. It
+# begins after its start time has been read, since it may end at once.
+command -v setsid >/dev/null || fail "there is no setsid: install util-linux"
+coproc starter {
+    read -r || exit # this program was killed
+    unlock_start
+    exec setsid bash "$script" </dev/null >>"$output" 2>&1
+}
+pid=$starter_PID
 started_at "$pid"
-[[ -n $ticks ]] || fail "setsid bash does not start"
 report pid "$pid"
 report start_ticks "$ticks"
+echo >&"${starter[1]}"
+for ((i = 0; i < 200; i++)); do
+    carries "$pid" "$new_entry" && break
+    started_at "$pid"
+    [[ -n $ticks ]] || break # it has ended already
+    sleep 0.005
+done
 print_results

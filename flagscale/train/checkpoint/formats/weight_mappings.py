@@ -362,7 +362,7 @@ FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
         mtp_count_keys=("num_nextn_predict_layers", "num_mtp_layers"),
     ),
 }
-"""By ``model_type``, as in ``flagscale.config.arguments.compat.huggingface.families``."""
+"""Mappings by ``model_type``, as in ``flagscale.config.arguments.compat.huggingface.families``."""
 
 
 @dataclass(frozen=True)

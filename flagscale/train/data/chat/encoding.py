@@ -47,9 +47,10 @@ def render_samples(conversation: Conversation, template: ChatTemplate) -> list[R
             them have ``weight: 0``.
     """
     messages, tools = conversation.messages, conversation.tools
-    _require_tools_rendered(conversation, template)
     if template.marks_answers(tools):
         return [_render_marked(conversation, template)]
+    full_text = template.render(messages, tools)
+    _require_tools_rendered(conversation, template, full_text)
     answer_indices = [index for index, message in enumerate(messages) if has_loss(message)]
     texts_with_answer = [template.render(messages[: index + 1], tools) for index in answer_indices]
     questions = [
@@ -63,7 +64,6 @@ def render_samples(conversation: Conversation, template: ChatTemplate) -> list[R
                 "continuation of its question (add_generation_prompt)"
             )
     answer_spans = [(len(q), len(t)) for q, t in zip(questions, texts_with_answer, strict=True)]
-    full_text = template.render(messages, tools)
     if all(full_text.startswith(text) for text in texts_with_answer):
         return [RenderedSample(full_text, tuple(answer_spans))]
     return [
@@ -72,11 +72,16 @@ def render_samples(conversation: Conversation, template: ChatTemplate) -> list[R
     ]
 
 
-def _require_tools_rendered(conversation: Conversation, template: ChatTemplate) -> None:
+def _require_tools_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
     """Check that the template does not ignore tools and their calls.
 
+    Args:
+        conversation: the conversation.
+        template: the template, for messages.
+        text: the rendered conversation.
+
     Raises:
-        UnusableConversationError: a name of them is missing in the rendered text.
+        UnusableConversationError: a name of a tool is missing in the text.
     """
     calls = [
         call["function"]["name"]
@@ -84,9 +89,6 @@ def _require_tools_rendered(conversation: Conversation, template: ChatTemplate) 
         for call in message.get("tool_calls", ())
     ]
     tools = [tool["function"]["name"] for tool in conversation.tools or ()]
-    if not calls and not tools:
-        return
-    text = template.render(conversation.messages, conversation.tools)
     for key, names in (("tool_calls", calls), ("tools", tools)):
         if missing := [name for name in names if name not in text]:
             raise UnusableConversationError(
@@ -98,6 +100,7 @@ def _require_tools_rendered(conversation: Conversation, template: ChatTemplate) 
 def _render_marked(conversation: Conversation, template: ChatTemplate) -> RenderedSample:
     """Render a conversation with a template that marks answers."""
     text, spans = template.render_with_answers(conversation.messages, conversation.tools)
+    _require_tools_rendered(conversation, template, text)
     answers = [message for message in conversation.messages if message["role"] == ASSISTANT]
     if not all(map(has_loss, answers)):
         if len(spans) != len(answers):

@@ -104,14 +104,16 @@ def _normalize_sharegpt(item: Mapping[str, Any], field_name: str) -> Message:
         raise UnusableConversationError(
             f"{field_name}.from: unknown speaker {speaker!r} (known: {speakers})"
         )
-    rest = {key: v for key, v in item.items() if key not in ("from", "value", "content")}
+    other_fields = {key: v for key, v in item.items() if key not in ("from", "value", "content")}
     if speaker in _CALL_ROLES:
         calls = _parse_json(value, f"{field_name}.value") if isinstance(value, str) else value
         calls = calls if isinstance(calls, list) else [calls]
-        return normalize_message({**rest, "role": ASSISTANT, "tool_calls": calls}, field_name)
+        return normalize_message(
+            {**other_fields, "role": ASSISTANT, "tool_calls": calls}, field_name
+        )
     text = require_text(value, f"{field_name}.value")
     return normalize_message(
-        {**rest, "role": _ROLES_BY_SPEAKER[speaker], "content": text}, field_name
+        {**other_fields, "role": _ROLES_BY_SPEAKER[speaker], "content": text}, field_name
     )
 
 
@@ -162,9 +164,9 @@ def _normalize_tool_call(call: Any, field_name: str) -> dict[str, Any]:
         raise UnusableConversationError(
             f"{field_name}.arguments: expected an object, found {describe_type(arguments)}"
         )
-    rest = {k: v for k, v in call.items() if v is not None} if is_wrapped else {}
+    other_fields = {k: v for k, v in call.items() if v is not None} if is_wrapped else {}
     return {
-        **rest,
+        **other_fields,
         "type": kind,
         "function": {**function, "arguments": arguments},
     }

@@ -21,6 +21,7 @@ from flagscale.errors import DataError
 from flagscale.tokenizer_files import (
     DEFAULT_TEMPLATE,
     SPECIAL_TOKEN_NAMES,
+    VOCABULARY_SUFFIXES,
     iter_declared_tokens,
     read_chat_templates,
     read_settings,
@@ -119,10 +120,11 @@ def open_files(vocabulary: Path, merges: Path, special_tokens: Path | None = Non
 
 def _open_tokenizer_json(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
-    backend = _load_backend([file])
     settings = read_settings(directory)
-    reason = _why_not_self_contained(directory, backend, settings)
-    if reason is not None:
+    if reason := _why_settings_matter(directory, settings):
+        return _open_with_transformers(directory, reason)
+    backend = _load_backend([file])
+    if reason := next(_iter_backend_differences(directory, backend, settings), None):
         return _open_with_transformers(directory, reason)
     special_tokens = _texts_of(settings)
     if backend.padding is not None:
@@ -373,14 +375,12 @@ def _chat_templates_of(tokenizer: Any) -> dict[str, str]:
     return dict(templates) if isinstance(templates, dict) else {DEFAULT_TEMPLATE: templates}
 
 
-def _why_not_self_contained(
-    directory: Path, backend: Any, settings: Mapping[str, Any]
-) -> str | None:
-    """Return why transformers may make something else of a directory than ``tokenizer.json`` says.
+def _why_settings_matter(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return why settings may make transformers read something else than ``tokenizer.json`` says,
+    or None.
 
     Args:
         directory: the tokenizer's directory.
-        backend: ``tokenizer.json``, as a ``tokenizers.Tokenizer``.
         settings: result of :func:`read_settings`.
     """
     tokenizer_class = settings.get("tokenizer_class")
@@ -389,17 +389,22 @@ def _why_not_self_contained(
     if (directory / "config.json").is_file():
         return "its token ids may depend on the model type in config.json"
     unknown_settings = sorted(settings.keys() - _NEUTRAL_SETTINGS)
-    if unknown_settings:
-        return f"tokenizer_config.json sets {unknown_settings[0]}"
-    if "add_prefix_space=True" in str(backend.pre_tokenizer):
-        return "its pre-tokenizer adds a space in front"
-    return next(_iter_token_differences(directory, backend, settings), None)
+    return f"tokenizer_config.json sets {unknown_settings[0]}" if unknown_settings else None
 
 
-def _iter_token_differences(
+def _iter_backend_differences(
     directory: Path, backend: Any, settings: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield how other files of a directory declare tokens otherwise than ``tokenizer.json``."""
+    """Yield why transformers may make something else of a directory than ``tokenizer.json`` says:
+    its pre-tokenizer, and tokens that other files declare otherwise.
+
+    Args:
+        directory: the tokenizer's directory.
+        backend: ``tokenizer.json``, as a ``tokenizers.Tokenizer``.
+        settings: result of :func:`read_settings`.
+    """
+    if "add_prefix_space=True" in str(backend.pre_tokenizer):
+        yield "its pre-tokenizer adds a space in front"
     added_tokens = {
         token.content: (index, token) for index, token in backend.get_added_tokens_decoder().items()
     }
@@ -473,4 +478,4 @@ def _find_special_id(
 
 
 def _list_model_files(directory: Path) -> list[Path]:
-    return sorted(p for p in directory.iterdir() if p.suffix in {".json", ".model", ".txt"})
+    return sorted(p for p in directory.iterdir() if p.suffix in VOCABULARY_SUFFIXES)

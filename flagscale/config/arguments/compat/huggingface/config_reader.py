@@ -140,10 +140,10 @@ class ConfigReader:
         self.refuse("layer_types", types, reason)
 
     def _add_unexpected(self, name: str, expected: str, value: Any) -> None:
-        found = f"found {format_value(value)}"
+        observation = f"found {format_value(value)}"
         if value is None:
-            found = "found null" if name in self._config else "it is missing"
-        self.problems.append(f"{name}: expected {expected}, {found}")
+            observation = "found null" if name in self._config else "it is missing"
+        self.problems.append(f"{name}: expected {expected}, {observation}")
 
     def raise_problems(self, model_type: str) -> None:
         """Raise the recorded problems, if any.

@@ -44,7 +44,7 @@ class DeepSeek:
     """True if experts are scored by sigmoid with a bias for their selection (V3); otherwise by
     softmax (V2)."""
     ranked_experts: int
-    """With group-limited routing: a group is ranked by the sum of this many best experts."""
+    """Number of best experts of a group whose sum of scores ranks it, in group-limited routing."""
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
         read = ConfigReader(resolve_config(config, self.model_type))

@@ -237,8 +237,8 @@ class Gemma(LlamaLike):
     """
 
     period: int = 0
-    """For Gemma 2 and 3: every layer has a sliding window except every ``period``-th by default; 0
-    for the first Gemma."""
+    """Number of layers from one without a sliding window to the next, by default, in Gemma 2 and 3;
+    0 for the first Gemma, which has no windows."""
 
     def _arguments(self, read: ConfigReader) -> dict[str, Any]:
         arguments = super()._arguments(read)
