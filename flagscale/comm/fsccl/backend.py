@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flagscale.comm.fsccl import native
+from flagscale.comm.fsccl import generation, native
 from flagscale.comm.fsccl.build import load_extension
 from flagscale.errors import ConfigError
 
@@ -38,6 +38,7 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
         ConfigError: an environment variable has an invalid value.
         TypeError: ``backend_options`` has another type.
         BuildError: the extension cannot be compiled or loaded.
+        DistBackendError: a rank did not come within the group's timeout.
     """
     extension = load_extension()
     native_library = native.detect_native_library()
@@ -54,12 +55,14 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
             f"found {type(backend_options).__name__}"
         )
     _register_shutdown(extension.shutdown_all)
+    store, generation_name = generation.get_store(options, extension)
     make_native = native.native_backend_factory(
-        native_library, extension, options, backend_options if is_library_options else None
+        native_library, extension, options, store, backend_options if is_library_options else None
     )
     try:
         return extension.Backend(
-            store=options.store,
+            store=store,
+            generation=generation_name,
             rank=options.group_rank,
             size=options.group_size,
             timeout=options.timeout,

@@ -113,7 +113,7 @@ def accepts_options(native: NativeLibrary, options: Any) -> bool:
 
 
 def native_backend_factory(
-    native: NativeLibrary, extension: Any, options: Any, library_options: Any = None
+    native: NativeLibrary, extension: Any, options: Any, store: Any, library_options: Any = None
 ) -> MakeNativeBackend:
     """Return the factory of the native library's backends for a group.
 
@@ -121,6 +121,7 @@ def native_backend_factory(
         native: description of this rank's native library.
         extension: the compiled module.
         options: torch's ``DistributedBackendOptions`` of the group.
+        store: store of the group's generation.
         library_options: options of the native library, see :func:`accepts_options`.
     """
     global_ranks = list(options.global_ranks_in_group)
@@ -128,7 +129,7 @@ def native_backend_factory(
     def make_backend(cluster: int, index: int, ranks: Sequence[int]) -> Any:
         # A separate connection: libraries wait in the store, and a wait blocks the connection for
         # other groups of this process, on which other ranks may depend.
-        store = PrefixStore(f"native/{cluster}", options.store.clone())
+        cluster_store = PrefixStore(f"native/{cluster}", store.clone())
         # The default group has no list: its group ranks are the global ranks.
         member_global_ranks = [global_ranks[r] if global_ranks else r for r in ranks]
         name = f"{options.group_id}/native{cluster}"
@@ -137,11 +138,12 @@ def native_backend_factory(
             nccl_options._timeout = options.timeout
             nccl_options.global_ranks_in_group = member_global_ranks
             nccl_options.group_name = name
-            return dist.ProcessGroupNCCL(store, index, len(ranks), nccl_options)
+            return dist.ProcessGroupNCCL(cluster_store, index, len(ranks), nccl_options)
         if native.library == "gloo":
-            return dist.ProcessGroupGloo(store, index, len(ranks), options.timeout)
+            return dist.ProcessGroupGloo(cluster_store, index, len(ranks), options.timeout)
         return extension.Backend(
-            store=store,
+            store=cluster_store,
+            generation="",
             rank=index,
             size=len(ranks),
             timeout=options.timeout,

@@ -39,6 +39,8 @@ class Mailbox final : public Transport {
                   const CollectiveFingerprint& fingerprint) override;
   void notify(const RequestPtr& request, std::function<void()> callback) override;
   void raise_transport_error() override;
+  std::optional<Error> loss_of(int) override { return std::nullopt; }
+  ProcessState probe_process(int, const Deadline&) override { return ProcessState::kUnknown; }
   void listen() override {}
   void ensure_connection(int) override {}
   void abort(const Error& error) override;

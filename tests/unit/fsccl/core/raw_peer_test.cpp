@@ -41,6 +41,51 @@ void abort_before_the_peer_connects() {
   peer.transport->close();
 }
 
+// A peer that has left without knowing the key of the group says so with its farewell key. With
+// that key it can say nothing else.
+void farewell_key_signs_farewells_only(FrameKind kind) {
+  RawPeer peer;
+  Bytes in(1000);
+  const RequestPtr request = peer.transport->recv(1, kTag, all_of(in));
+  const Fd fd = peer.accept();
+  Frame frame;
+  frame.kind = kind;
+  frame.tag = kTag;
+  const Key key = key_of_connection(RawPeer::kFarewellKey, peer.last_hello);
+  frame.mac = mac_of(key, frame, 1);
+  RawPeer::write_all(fd, &frame, sizeof frame);
+  const Error error = expect_failure(*peer.transport, request, &in);
+  const bool has_left = std::string(error.what()) == std::string("rank 1") + kLeftGroup;
+  expect(has_left == (kind == FrameKind::kBye) && error.rank == 1, error.what());
+  peer.transport->close();
+}
+
+// A transport that is closed or aborted before it knows its peers answers them later.
+void unknown_peers_get_a_farewell(bool aborted) {
+  TcpOptions options;
+  options.interface = "lo";
+  const auto device = std::make_shared<TcpDevice>(options);
+  const auto transport = device->open();
+  transport->set_farewell_key(RawPeer::kFarewellKey);
+  RawPeer peer;
+  const std::vector<std::string> address = split(transport->address(), ' ');
+  if (aborted) transport->abort(Error(Fault::kAborted, 0, "enough"));
+  transport->close();
+  Frame hello;
+  expect(parse_decimal(address[0], &hello.tag), "no token");
+  hello.flags = kProtocolVersion;
+  hello.mac = 1;  // of a key that the transport does not know
+  const Fd fd = connect_to(address[2], options);
+  RawPeer::make_blocking(fd);
+  RawPeer::write_all(fd, &hello, sizeof hello);
+  const auto frame = RawPeer::read_struct<Frame>(fd);
+  const Key key = key_of_connection(RawPeer::kFarewellKey, hello);
+  expect(frame.kind == (aborted ? FrameKind::kAbort : FrameKind::kBye), "another farewell");
+  expect(frame.mac == mac_of(key, frame, 1), "an unsigned farewell");
+  expect(frame.bytes == (aborted ? 6 : 0), "another reason");
+  peer.transport->close();
+}
+
 // All callbacks of a request run, including those that are added late.
 void every_callback_of_a_request_runs() {
   RawPeer peer;
@@ -391,6 +436,9 @@ void buffered_bytes_of_a_peer_are_limited() {
 int main() {
   for (int k = 0; k < 50; ++k) RUN_CASE(abort_right_after_connecting());
   RUN_CASE(abort_before_the_peer_connects());
+  for (const FrameKind kind : {FrameKind::kBye, FrameKind::kMessage, FrameKind::kWaitQuery})
+    RUN_CASE(farewell_key_signs_farewells_only(kind));
+  for (const bool aborted : {false, true}) RUN_CASE(unknown_peers_get_a_farewell(aborted));
   RUN_CASE(every_callback_of_a_request_runs());
   RUN_CASE(abort_while_sending());
   RUN_CASE(abort_while_receiving());

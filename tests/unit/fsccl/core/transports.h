@@ -49,6 +49,7 @@ inline std::vector<std::unique_ptr<Transport>> connect_transports(
     peers.addresses.push_back(out.back()->address());
     peers.names.push_back("rank " + std::to_string(r));
     peers.same_host.push_back(false);
+    peers.farewell_keys.push_back(random_key());
   }
   for (; peers.rank < ranks; ++peers.rank) out[static_cast<size_t>(peers.rank)]->set_peers(peers);
   return out;
@@ -112,6 +113,7 @@ class RawPeer {
     peers.names = {"rank 0", "rank 1"};
     peers.same_host = {false, false};
     peers.key = kKey;
+    peers.farewell_keys = {Key(), kFarewellKey};
     const std::vector<std::string> address_fields = split(transport->address(), ' ');
     if (!parse_decimal(address_fields[0], &token) || address_fields.size() != 3)
       fail_test("no address");
@@ -128,6 +130,7 @@ class RawPeer {
     Fd fd = accept_from(listener_.get(), options_);
     make_blocking(fd);
     const auto hello = read_struct<Frame>(fd);
+    last_hello = hello;
     connection_keys()[fd.get()] = {key_of_connection(kKey, hello), 1};
     const bool condition = hello.mac == mac_of(connection_keys()[fd.get()].key, hello, 0);
     expect(hello.kind == FrameKind::kHello && condition, "no hello");
@@ -200,10 +203,12 @@ class RawPeer {
     return out;
   }
 
+  static void make_blocking(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }
+
   std::unique_ptr<Transport> transport;
   uint64_t token = 0;
   Frame last_hello;
-  static constexpr Key kKey{1, 2};
+  static constexpr Key kKey{1, 2}, kFarewellKey{3, 4};
 
  private:
   // Key and frame counter of a connection of a RawPeer.
@@ -215,7 +220,6 @@ class RawPeer {
     static std::map<int, ConnectionKey> keys;
     return keys;
   }
-  static void make_blocking(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }
 
   TcpOptions options_;
   Fd listener_;

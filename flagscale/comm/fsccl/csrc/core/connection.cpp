@@ -185,12 +185,17 @@ ssize_t Connection::receive_some(LockHold& hold) {
   return hold.copy(incoming_body_, v.bytes(), call);
 }
 
+bool Connection::is_signed(const Frame& frame) const {
+  if (frame.mac == mac_of(key_, frame, next_received_number_)) return true;
+  return farewell_key_ && (frame.kind == FrameKind::kBye || frame.kind == FrameKind::kAbort) &&
+         frame.mac == mac_of(*farewell_key_, frame, next_received_number_);
+}
+
 bool Connection::process_received(ConnectionOwner& owner, size_t bytes, LockHold& hold) {
   received_bytes_ += bytes;
   if (!receiving_body_) {
     if (received_bytes_ < sizeof incoming_frame_) return true;
-    if (!header_complete_ &&
-        incoming_frame_.mac != mac_of(key_, incoming_frame_, next_received_number_)) {
+    if (!header_complete_ && !is_signed(incoming_frame_)) {
       close_reason = "received a frame that no rank of this group has signed";
       return false;
     }

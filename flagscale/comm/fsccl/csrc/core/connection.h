@@ -32,9 +32,13 @@
 //   kAbort        the group has failed: tag = rank at fault, body = the error message
 //   kBye          the sender leaves the group in an orderly way and has opened `offset` connections
 //                 to the receiver
+//
+// A rank that has left answers a later hello with kAbort or kBye. If it left before it knew the key
+// of the group, the key of the connection is derived from its farewell key (transport.h) instead.
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,6 +59,7 @@ enum class FrameKind : uint32_t {
   kWaitQuery,
   kWaitReply,
 };
+constexpr size_t kMaxReasonBytes = 4000;  // of the error message in kAbort
 // Bit of Frame::flags in kAnnounce.
 constexpr uint32_t kNeedsClearToSend = 1;
 
@@ -110,12 +115,15 @@ class ConnectionOwner {
 // owner, a TcpTransport, guards it.
 class Connection {
  public:
-  // If the peer opened the connection, its hello has been received and verified.
-  Connection(Fd fd, int peer, bool opened_here, const Key& key)
+  // If the peer opened the connection, its hello has been received and verified. `farewell_key`
+  // verifies the answer of a peer that has left without knowing the key of the group.
+  Connection(Fd fd, int peer, bool opened_here, const Key& key,
+             const std::optional<Key>& farewell_key = std::nullopt)
       : fd_(std::move(fd)),
         peer_(peer),
         opened_here_(opened_here),
         key_(key),
+        farewell_key_(farewell_key),
         next_sent_number_(opened_here ? 0 : 1),
         next_received_number_(opened_here ? 1 : 2) {}
 
@@ -175,11 +183,13 @@ class Connection {
   void count_sent(size_t bytes);
   ssize_t receive_some(LockHold& hold);
   bool process_received(ConnectionOwner& owner, size_t bytes, LockHold& hold);
+  bool is_signed(const Frame& frame) const;
 
   Fd fd_;
   int peer_;
   bool opened_here_;
   Key key_;
+  std::optional<Key> farewell_key_;
   uint64_t next_sent_number_, next_received_number_;  // of frames, for their MACs
   bool stalled_ = false, sending_ = false;
   std::deque<QueuedFrame> send_queue_;

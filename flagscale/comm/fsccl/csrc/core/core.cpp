@@ -8,6 +8,7 @@
 #include "event_loop.cpp"
 #include "executor.cpp"
 #include "futex.cpp"
+#include "generation.cpp"
 #include "group.cpp"
 #include "group_failure.cpp"
 #include "hierarchical.cpp"

@@ -7,11 +7,14 @@
 #include <ctime>
 #include <deque>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "per_process.h"
 #include "thread.h"
+#include "types.h"
 
 namespace fsccl {
 namespace {
@@ -29,11 +32,17 @@ std::chrono::nanoseconds cpu_time_of(pthread_t thread) {
 // Threads of all executors of this process. A thread ends after kIdleTimeout without work.
 class ThreadPool {
  public:
+  // Throws Error(kSystem) if no thread can be started.
   void run(std::function<void()> task) {
     const Lock lock(mutex_);
     tasks_.push_back(std::move(task));
     if (tasks_.size() > idle_) {
-      std::thread([this] { work(); }).detach();
+      try {
+        std::thread([this] { work(); }).detach();
+      } catch (const std::system_error& e) {
+        tasks_.pop_back();
+        throw Error(Fault::kSystem, -1, std::string("cannot start a thread: ") + e.what());
+      }
     } else {
       task_added_.notify_one();
     }
@@ -109,11 +118,11 @@ struct Executor::State {
   // a watcher, which detects that the worker blocks.
   void ensure_worker(const std::shared_ptr<State>& state) {
     if (!has_worker) {
-      has_worker = true;
       start_thread(loop, state);
+      has_worker = true;
     } else if (worker_in_callback && !has_watcher && !queue.empty()) {
-      has_watcher = true;
       start_thread(watch_worker, state);
+      has_watcher = true;
     }
   }
 
@@ -156,7 +165,12 @@ bool Executor::run(Job job, bool allow_inline) {
   }
   if (!s.stopped && (!allow_inline || s.is_running_job || !s.queue.empty())) {
     s.queue.push_back(std::move(job));
-    s.ensure_worker(state_);
+    try {
+      s.ensure_worker(state_);
+    } catch (const Error&) {
+      s.queue.pop_back();
+      throw;
+    }
     s.changed.notify_all();
     return false;
   }
@@ -224,7 +238,11 @@ void Executor::loop(const std::shared_ptr<State>& state) {
     if (job.run_callbacks) {
       s.worker_in_callback = true;
       ++s.progress;
-      s.ensure_worker(state);
+      try {
+        s.ensure_worker(state);
+      } catch (const Error&) {
+        // Without a watcher, jobs wait until the callback returns.
+      }
       if (s.has_watcher) s.changed.notify_all();
       lock.unlock();
       job.run_callbacks();

@@ -34,7 +34,12 @@ Group::Group(std::unique_ptr<Store> store, GroupConfig config)
     config_.global_ranks.push_back(r);
   }
   for (int r = 0; r < config_.size; ++r) names_.push_back(describe_rank(r));
-  publish();
+  try {
+    publish();
+  } catch (const std::exception& e) {  // other ranks would wait for this one
+    fail_without_throw("creation", 0, Error(Fault::kSystem, -1, e.what()));
+    throw;
+  }
   register_group();
 }
 
@@ -52,15 +57,25 @@ std::string Group::describe_rank(int rank) const {
 void Group::publish() {
   identity_ = Identity::of_this_process(config_.settings);
   identity_.native = config_.native;
-  if (config_.rank == 0) identity_.key = random_key();
+  identity_.key = random_key();
   if (config_.size > 1) {
     if (!config_.network) config_.network = Device::of_this_process(config_.settings);
     transport_ = config_.network->open();
     transport_->set_wait_query_handler([this] { return awaited_rank(); });
     transport_->set_abort_handler([this](const Error& error) { record_error(error); });
+    transport_->set_farewell_key(secret_key(identity_.key, KeyPurpose::kFarewell));
     identity_.address = transport_->address();
   }
   rendezvous_.publish(identity_);
+}
+
+// Returns a key that every rank of the group can compute from the published one, and nobody else if
+// there is a secret (FSCCL_SECRET).
+Key Group::secret_key(const Key& published, KeyPurpose purpose) const {
+  const auto& secret = config_.settings.secret;
+  if (!secret) return published;
+  return derive_key(*secret, std::array<uint64_t, 3>{static_cast<uint64_t>(purpose), published.lo,
+                                                     published.hi});
 }
 
 // Polls the store until has_arrived() returns true. A blocking wait would hold the lock of the
@@ -81,6 +96,7 @@ void Group::wait_at_rendezvous(int expected_rank, const Deadline& d,
       try {
         poll_failure();
         if (identities_known_ && transport_) transport_->raise_transport_error();
+        if (identities_known_ && expected_rank >= 0) check_has_not_left(expected_rank);
       } catch (const Error&) {
         // The awaited key may have arrived in the meantime. This rank must then continue, because
         // other ranks may wait for keys that it has yet to set.
@@ -125,11 +141,11 @@ void Group::exchange_identities(const Deadline& d) {
     peers.rank = config_.rank;
     peers.names = names_;
     peers.same_host.resize(identities_.size());
-    const Key& rank0_key = identities_[0].key;
-    const auto& secret = config_.settings.secret;
-    peers.key = secret ? derive_key(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi})
-                       : rank0_key;
-    for (const Identity& identity : identities_) peers.addresses.push_back(identity.address);
+    peers.key = secret_key(identities_[0].key, KeyPurpose::kGroup);
+    for (const Identity& identity : identities_) {
+      peers.addresses.push_back(identity.address);
+      peers.farewell_keys.push_back(secret_key(identity.key, KeyPurpose::kFarewell));
+    }
     for (const int node_peer : nodes_.own_ranks())
       peers.same_host[static_cast<size_t>(node_peer)] = true;
     transport_->set_peers(std::move(peers));
@@ -184,6 +200,7 @@ Segment Group::open_shared_segment(const std::string& segment_name,
   try {
     return Segment::open(address, bytes, directory);
   } catch (const Error& e) {
+    if (e.fault == Fault::kSystem) throw;  // this rank lacks a resource
     throw Error(Fault::kPeerLost, owner,
                 names_[static_cast<size_t>(owner)] + " made a segment that cannot be opened: " +
                     e.what() + "; FSCCL_SHM=0 does without shared memory");
@@ -219,9 +236,15 @@ void Group::open_shared_memory(const Deadline& d) {
   shm_ = std::make_unique<ShmSteps>(std::move(segment), nodes_.own_index, std::move(config));
   shm_->set_wait_callback([this] {
     if (const auto error = recorded_error()) throw Error(*error);
+    if (shut_down_) throw Error(Fault::kAborted, config_.rank, kShutDown);
     if (transport_) transport_->raise_transport_error();
-    // A rank that fails before it maps the segment reports only through the store.
-    if (!shm_->all_joined()) poll_failure();
+    if (shm_->all_joined()) return;
+    // A rank that fails before it maps the segment reports only through the store, and one that
+    // leaves only through the transport.
+    poll_failure();
+    for (int r = 0; r < shm_->size(); ++r) {
+      if (!shm_->has_joined(r)) check_has_not_left(shm_->group_rank_of(r));
+    }
   });
   if (spans_nodes()) {
     shm_->set_straggler_query([this](int rank) {

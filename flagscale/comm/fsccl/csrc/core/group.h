@@ -157,6 +157,10 @@ class Group final : public Collectives {
   bool is_forked_child() const;
   // As throw_if_failed(), and throws if a rank of this node has ended. Any thread may call.
   void check_peers() const;
+  // Throws if a rank that shares no memory with this one yet has left the group, or its process, on
+  // this host, has ended. Connects to the rank, so that it can tell, and does not wait for its
+  // answer: a later call finds it.
+  void check_presence(int rank);
   // Connects each rank to the next, so that an abort reaches every rank, even if no message has
   // connected it. Needed by ranks that wait in a native library, outside the core. All ranks call
   // it.
@@ -177,6 +181,8 @@ class Group final : public Collectives {
   void log_algorithm(const CollectiveFingerprint& fingerprint, const char* algorithm);
 
   void publish();
+  enum class KeyPurpose : uint64_t { kGroup = 1, kFarewell = 2 };
+  Key secret_key(const Key& published, KeyPurpose purpose) const;
   void exchange_identities(const Deadline& d);  // waits for the identities of all ranks
   void open_shared_memory(const Deadline& d);   // maps the segment of the node
   std::string poll_key(const std::string& key, int expected_rank, const Deadline& d);
@@ -184,13 +190,13 @@ class Group final : public Collectives {
                           const std::function<bool()>& has_arrived);
   void poll_failure();  // throws a failure that a rank has reported through the store
   void check_segment_owner(int owner) const;
+  void check_has_not_left(int rank);
   bool is_same_host(int rank) const;
-  bool has_node_peer(int rank) const;
   Error refine_peer_loss(const Error& error);
   Error record_error(const Error& error);
   void register_group();
   void report_to_other_groups(const Error& error);
-  void on_process_end(uint64_t process, const char* suffix);
+  void on_process_end(uint64_t process);
   std::optional<Error> recorded_error() const;
   // Calls body(). Fails the group if it throws.
   template <class F>

@@ -1,7 +1,7 @@
 // Failure and shutdown of a group.
 #include <unistd.h>
 
-#include <algorithm>
+#include <cstring>
 #include <set>
 #include <thread>
 
@@ -58,7 +58,7 @@ void Group::check_not_forked() const {
 
 void Group::check_usable() const {
   check_not_forked();
-  if (shut_down_) throw Error(Fault::kAborted, config_.rank, "the group has been shut down");
+  if (shut_down_) throw Error(Fault::kAborted, config_.rank, kShutDown);
 }
 
 void Group::poll_failure() {
@@ -67,7 +67,7 @@ void Group::poll_failure() {
     Store& store = rendezvous_.store();
     if (store.has({kFailedKey})) message = store.get({kFailedKey});
   } catch (const std::exception&) {
-    throw Error(Fault::kSystem, -1, "the store of the group is gone before all ranks have joined");
+    throw Error(Fault::kAborted, -1, "the store of the group is gone before all ranks have joined");
   }
   if (!message.empty()) throw Error(Fault::kAborted, -1, message[0]);
 }
@@ -77,34 +77,35 @@ bool Group::is_same_host(int rank) const {
          identities_[static_cast<size_t>(rank)].domain == identity_.domain;
 }
 
-// Returns whether `rank` shares memory with another rank, which detects the end of its process
-// first and most precisely.
-bool Group::has_node_peer(int rank) const {
-  for (const auto& node : nodes_.ranks) {
-    const bool is_member = std::find(node.begin(), node.end(), rank) != node.end();
-    if (is_member) return node.size() > 1;
-  }
-  return false;
-}
-
 // Returns a more precise error than a lost connection, which does not say what happened to the
-// peer. For a rank of this host, the kernel reports soon whether its process has ended. For another
-// rank, the ranks of its node report.
+// peer. The process has ended if the kernel of this host says so, or another host refuses
+// connections to it, or a rank of its node, which notices first, reports it.
 Error Group::refine_peer_loss(const Error& error) {
   const bool has_left = std::string(error.what()).find(kLeftGroup) != std::string::npos;
   if (error.fault != Fault::kPeerLost || error.rank < 0 || has_left || !identities_known_)
     return error;
+  const std::string& name = names_[static_cast<size_t>(error.rank)];
   const bool same_host = is_same_host(error.rank);
+  // A process that ends closes its connections before the kernel reports its end.
   const auto deadline = Deadline::after(Deadline::Ms(same_host ? 50 : 200));
-  while (!deadline.passed() && (same_host || has_node_peer(error.rank))) {
-    if (same_host && !identities_[static_cast<size_t>(error.rank)].is_running()) {
-      return Error(Fault::kPeerLost, error.rank,
-                   names_[static_cast<size_t>(error.rank)] + kProcessEnded);
+  auto state = ProcessState::kUnknown;
+  while (!deadline.passed()) {
+    if (same_host) {
+      const bool is_running = identities_[static_cast<size_t>(error.rank)].is_running();
+      state = is_running ? ProcessState::kRunning : ProcessState::kEnded;
+    } else {
+      state = transport_->probe_process(error.rank, deadline);
     }
+    if (state == ProcessState::kEnded) return {Fault::kPeerLost, error.rank, name + kProcessEnded};
     if (const auto first_error = recorded_error()) return *first_error;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(same_host ? 1 : 10));
   }
-  return error;
+  if (state != ProcessState::kRunning) return error;
+  const std::string text = error.what();
+  const size_t at = text.find(kConnectionLost);
+  if (at == std::string::npos) return error;
+  return {error.fault, error.rank,
+          text.substr(0, at) + kConnectionBroke + text.substr(at + std::strlen(kConnectionLost))};
 }
 
 // Records an error unless there is one already, and returns the first error of the group: that of
@@ -128,23 +129,20 @@ void Group::report_to_other_groups(const Error& error) {
   if (is_reporting || error.rank < 0 || !identities_known_) return;
   const uint64_t process = identities_[static_cast<size_t>(error.rank)].process_id;
   if (process == identity_.process_id) return;
-  for (const char* const suffix : {kProcessEnded, kConnectionLost}) {
-    if (std::string(error.what()).find(suffix) == std::string::npos) continue;
-    auto& registry = per_process<GroupRegistry>();
-    const std::lock_guard<std::mutex> lock(registry.mutex);
-    is_reporting = true;
-    for (Group* const group : registry.groups) group->on_process_end(process, suffix);
-    is_reporting = false;
-    return;
-  }
+  if (std::string(error.what()).find(kProcessEnded) == std::string::npos) return;
+  auto& registry = per_process<GroupRegistry>();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  is_reporting = true;
+  for (Group* const group : registry.groups) group->on_process_end(process);
+  is_reporting = false;
 }
 
-void Group::on_process_end(uint64_t process, const char* suffix) {
+void Group::on_process_end(uint64_t process) {
   if (!identities_known_ || failed_ || shut_down_) return;
   for (const Identity& identity : identities_) {
     if (identity.process_id != process) continue;
     const auto rank = static_cast<int>(&identity - identities_.data());
-    const Error error(Fault::kAborted, rank, names_[static_cast<size_t>(rank)] + suffix);
+    const Error error(Fault::kAborted, rank, names_[static_cast<size_t>(rank)] + kProcessEnded);
     transport_->abort(record_error(error));
     return;
   }
@@ -157,8 +155,20 @@ std::optional<Error> Group::recorded_error() const {
 }
 
 void Group::fail(const char* operation, uint64_t sequence, const Error& error) {
-  const Error first_error = record_error(error);
-  if (identities_known_ && transport_) transport_->abort(first_error);
+  const std::string prefix =
+      std::string("fsccl: ") + operation + " #" + std::to_string(sequence) + " in group '" +
+      config_.name + "', rank " +
+      std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": ";
+  if (shut_down_ && !failed_) {  // an operation that the shutdown has ended; no other rank's concern
+    throw Error(Fault::kAborted, config_.rank, prefix + kShutDown);
+  }
+  // What the operating system refuses to this rank is reported as the fault of this rank.
+  const bool lacks_resource = error.fault == Fault::kSystem && error.rank < 0;
+  const Error first_error = record_error(
+      lacks_resource ? Error(error.fault, config_.rank,
+                             names_[static_cast<size_t>(config_.rank)] + ": " + error.what())
+                     : error);
+  if (transport_) transport_->abort(first_error);
   if (!shared_memory_open_ || !identities_known_ || !shm_->all_joined()) {
     try {
       rendezvous_.store().set(kFailedKey, first_error.what());
@@ -166,11 +176,7 @@ void Group::fail(const char* operation, uint64_t sequence, const Error& error) {
       // The store has been lost as well. The error thrown below is the one to report.
     }
   }
-  throw Error(first_error.fault, first_error.rank,
-              std::string("fsccl: ") + operation + " #" + std::to_string(sequence) + " in group '" +
-                  config_.name + "', rank " +
-                  std::to_string(config_.global_ranks[static_cast<size_t>(config_.rank)]) + ": " +
-                  first_error.what());
+  throw Error(first_error.fault, first_error.rank, prefix + first_error.what());
 }
 
 void Group::fail_without_throw(const char* operation, uint64_t sequence, const Error& error) {
@@ -182,7 +188,9 @@ void Group::fail_without_throw(const char* operation, uint64_t sequence, const E
 }
 
 void Group::abort(const std::string& error) {
-  fail_without_throw("abort", sequence_, Error(Fault::kAborted, config_.rank, error));
+  fail_without_throw("abort", sequence_,
+                     Error(Fault::kAborted, config_.rank,
+                           names_[static_cast<size_t>(config_.rank)] + ": " + error));
 }
 
 void Group::shutdown() {
@@ -211,6 +219,17 @@ void Group::check_peers() const {
     if (node_peer != config_.rank)
       shm_->check_peers(shm_->local_rank_of(node_peer), [] { return false; });
   }
+}
+
+void Group::check_presence(int rank) {
+  check_segment_owner(rank);
+  check_has_not_left(rank);
+}
+
+void Group::check_has_not_left(int rank) {
+  transport_->ensure_connection(rank);
+  const auto loss = transport_->loss_of(rank);
+  if (loss && std::string(loss->what()).find(kLeftGroup) != std::string::npos) throw Error(*loss);
 }
 
 // Throws if the process that creates a segment has ended, before or after it created the segment.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <list>
 #include <map>
 #include <mutex>
@@ -82,7 +83,11 @@ Segment Segment::open(const std::string& address, size_t bytes, const std::strin
     }
   }
   const int fd = ::open(address.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) fail_system("cannot open the shared segment " + address);
+  if (fd < 0) {
+    const std::string message = "cannot open the shared segment " + address;
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) fail_system(message);
+    throw Error(Fault::kPeerLost, -1, message + ": " + std::strerror(errno));
+  }
   return Segment(map(fd, bytes, name_of_directory(directory)));
 }
 

@@ -218,9 +218,8 @@ void ShmSteps::check_peers(int awaited_peer, const std::function<bool()>& has_ar
 const char* ShmSteps::exit_reason(int peer) const {
   const RankState& peer_state = rank_state(peer);
   if (peer_state.has_left.load(std::memory_order_acquire) != 0) return kLeftGroup;
-  const bool has_joined = peer_state.has_joined.load(std::memory_order_acquire) != 0;
   const bool alive =
-      !has_joined ? config_.is_running(group_rank_of(peer))
+      !has_joined(peer) ? config_.is_running(group_rank_of(peer))
                   : peer_state.process_id.load(std::memory_order_relaxed) == config_.process_id ||
                         segment_.rank_is_locked(peer);
   return alive ? nullptr : kProcessEnded;
@@ -279,9 +278,13 @@ Error ShmSteps::abort(const Error& error) {
 
 void ShmSteps::throw_if_aborted() const { group_error().throw_if_set(); }
 
+bool ShmSteps::has_joined(int local_rank) const {
+  return rank_state(local_rank).has_joined.load(std::memory_order_acquire) != 0;
+}
+
 bool ShmSteps::all_joined() const {
   for (int p = 0; p < size(); ++p) {
-    if (rank_state(p).has_joined.load(std::memory_order_acquire) == 0) return false;
+    if (!has_joined(p)) return false;
   }
   return true;
 }

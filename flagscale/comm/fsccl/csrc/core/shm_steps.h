@@ -106,7 +106,8 @@ class ShmSteps {
   // thread may call.
   Error abort(const Error& error);
   void throw_if_aborted() const;
-  bool all_joined() const;  // whether all ranks have mapped the segment
+  bool has_joined(int local_rank) const;  // whether a rank has mapped the segment
+  bool all_joined() const;
   // Marks this rank as having left the group. Does not wait. With `retain_segment`, ranks that have
   // yet to map the segment can do so as long as this process runs.
   void leave(bool retain_segment);

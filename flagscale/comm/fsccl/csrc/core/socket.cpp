@@ -7,6 +7,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
@@ -277,7 +278,11 @@ std::vector<Listener> listen_tcp(const TcpOptions& options) {
   return out;
 }
 
-Fd connect_to(const std::string& address, const TcpOptions& options) {
+namespace {
+
+// Starts a connection and returns its socket. `error_code` is the errno if that is refused at once,
+// otherwise 0.
+Fd start_connecting(const std::string& address, const TcpOptions& options, int* error_code) {
   Address a;
   if (address.rfind("unix:", 0) == 0) {
     a = unix_address(address.substr(5));
@@ -290,10 +295,35 @@ Fd connect_to(const std::string& address, const TcpOptions& options) {
   }
   Fd fd = open_socket(a.family());
   set_socket_options(fd.get(), a.family(), options);
-  if (connect(fd.get(), a.get(), a.length) != 0 && errno != EINPROGRESS) {
-    throw Error(Fault::kPeerLost, -1, "cannot connect to " + address + ": " + std::strerror(errno));
+  const bool started = connect(fd.get(), a.get(), a.length) == 0 || errno == EINPROGRESS;
+  *error_code = started ? 0 : errno;
+  return fd;
+}
+
+}  // namespace
+
+Fd connect_to(const std::string& address, const TcpOptions& options) {
+  int error_code = 0;
+  Fd fd = start_connecting(address, options, &error_code);
+  if (error_code != 0) {
+    throw Error(Fault::kPeerLost, -1,
+                "cannot connect to " + address + ": " + std::strerror(error_code));
   }
   return fd;
+}
+
+ProcessState probe_listener(const std::string& address, const TcpOptions& options,
+                            const Deadline& deadline) {
+  int error_code = 0;
+  const Fd fd = start_connecting(address, options, &error_code);
+  if (error_code == 0) {
+    pollfd waiting{fd.get(), POLLOUT, 0};
+    if (poll(&waiting, 1, static_cast<int>(deadline.remaining().count())) != 1)
+      return ProcessState::kUnknown;
+    error_code = pending_error(fd.get());
+  }
+  if (error_code == 0) return ProcessState::kRunning;
+  return error_code == ECONNREFUSED ? ProcessState::kEnded : ProcessState::kUnknown;
 }
 
 Fd accept_from(int listener, const TcpOptions& options) {

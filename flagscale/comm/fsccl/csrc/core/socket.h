@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "types.h"
+
 namespace fsccl {
 
 // Owner of a file descriptor. A forked child inherits copies of all descriptors, which would keep
@@ -70,6 +72,10 @@ std::vector<Listener> listen_tcp(const TcpOptions& options);
 // Starts a connection without blocking; it may not be established yet. Throws Error(kPeerLost), or
 // kSystem if this process cannot make any connection.
 Fd connect_to(const std::string& address, const TcpOptions& options);
+// Finds out by a connection whether a process listens at a TCP address. The host refuses the
+// connection if the process has ended; kUnknown: nothing answered before the deadline.
+ProcessState probe_listener(const std::string& address, const TcpOptions& options,
+                            const Deadline& deadline);
 Fd accept_from(int listener, const TcpOptions& options);  // -1 if no connection is pending
 // Returns the errno of a broken connection, 0 if there is no error.
 int pending_error(int fd);

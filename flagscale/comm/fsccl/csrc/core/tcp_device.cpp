@@ -12,7 +12,8 @@ namespace fsccl {
 namespace {
 
 constexpr uint32_t kReadable = EPOLLIN;
-constexpr std::chrono::milliseconds kByeReadTimeout(2000);
+// Time for which a connection stays open after a farewell, so that the peer can read it.
+constexpr std::chrono::milliseconds kFarewellLinger(2000);
 
 // The devices of this process, by options.
 struct DeviceRegistry {
@@ -48,7 +49,7 @@ TcpDevice::~TcpDevice() {
   // A child forked in the meantime has copies of these descriptors, and peers would wait for it.
   for (const Fd& listener : listeners_) shut_down_socket(listener.get());
   for (const auto& [fd, peer] : unauthenticated_) shut_down_socket(fd);
-  for (const auto& [sent_at, fd] : bye_sent_) shut_down_socket(fd.get());
+  for (const auto& [sent_at, fd] : farewell_sent_) shut_down_socket(fd.get());
 }
 
 std::unique_ptr<Transport> TcpDevice::open() {
@@ -72,7 +73,7 @@ std::vector<TcpDevice::Arrival> TcpDevice::take_arrivals(uint64_t token) {
   return out;
 }
 
-void TcpDevice::unregister_transport(uint64_t token, const std::optional<Key>& closed_key) {
+void TcpDevice::unregister_transport(uint64_t token, Farewell farewell) {
   try {
     receiving_.start();  // needed to notify peers that connect later
   } catch (const Error&) {
@@ -83,30 +84,41 @@ void TcpDevice::unregister_transport(uint64_t token, const std::optional<Key>& c
   if (registration == registrations_.end()) return;
   std::vector<Arrival> late_arrivals = std::move(registration->second.arrivals);
   registrations_.erase(registration);
-  if (closed_key) {
-    closed_groups_[token] = *closed_key;
-    closed_group_order_.push_back(token);
+  farewells_.insert_or_assign(token, std::move(farewell));
+  farewell_order_.push_back(token);
+  if (farewell_order_.size() > kMaxClosedGroups) {
+    farewells_.erase(farewell_order_.front());
+    farewell_order_.pop_front();
   }
-  if (closed_group_order_.size() > kMaxClosedGroups) {
-    closed_groups_.erase(closed_group_order_.front());
-    closed_group_order_.pop_front();
-  }
-  for (Arrival& a : late_arrivals) send_bye(std::move(a));
+  for (Arrival& a : late_arrivals) send_farewell(std::move(a));
 }
 
-// Sends kBye to a peer that connected while this rank left the group, and would otherwise report
-// the closed connection as a failure.
-void TcpDevice::send_bye(Arrival arrival) {
-  const auto group = closed_groups_.find(arrival.hello.tag);
-  if (group == closed_groups_.end()) return;
-  const Key key = key_of_connection(group->second, arrival.hello);
-  if (arrival.hello.mac != mac_of(key, arrival.hello, 0)) return;
-  Frame bye;
-  bye.kind = FrameKind::kBye;
-  bye.mac = mac_of(key, bye, 1);
-  if (send(arrival.fd.get(), &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof bye) {
-    bye_sent_.emplace_back(Clock::now(), std::move(arrival.fd));
+// Tells a peer that connects after this rank has left its group, and would otherwise take the
+// closed connection for the end of this process.
+void TcpDevice::send_farewell(Arrival arrival) {
+  const auto entry = farewells_.find(arrival.hello.tag);
+  if (entry == farewells_.end()) return;
+  const Farewell& farewell = entry->second;
+  const Key key = key_of_connection(farewell.key, arrival.hello);
+  if (farewell.is_group_key && arrival.hello.mac != mac_of(key, arrival.hello, 0)) return;
+  Frame frame;
+  frame.kind = FrameKind::kBye;
+  std::string body;
+  if (farewell.failure) {
+    frame.kind = FrameKind::kAbort;
+    frame.tag = static_cast<uint64_t>(static_cast<int64_t>(farewell.failure->rank));
+    body = std::string(farewell.failure->what()).substr(0, kMaxReasonBytes);
+    frame.bytes = body.size();
+    const Seal seal = Seal::kWhole;
+    body.append(reinterpret_cast<const char*>(&seal), sizeof seal);
   }
+  frame.mac = mac_of(key, frame, 1);
+  const std::string message(reinterpret_cast<const char*>(&frame), sizeof frame);
+  const std::string bytes = message + body;
+  const ssize_t sent =
+      send(arrival.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent == static_cast<ssize_t>(bytes.size()))
+    farewell_sent_.emplace_back(Clock::now(), std::move(arrival.fd));
 }
 
 bool TcpDevice::has_unauthenticated(uint64_t token) {
@@ -170,7 +182,7 @@ void TcpDevice::resolve_hello(std::map<int, UnauthenticatedPeer>::iterator entry
     registration->second.arrivals.push_back({std::move(entry->second.fd), entry->second.hello});
     receiving_.wake(registration->second.handler);
   } else if (state == HelloState::kValid && registration == registrations_.end()) {
-    send_bye({std::move(entry->second.fd), entry->second.hello});
+    send_farewell({std::move(entry->second.fd), entry->second.hello});
   }
   unauthenticated_.erase(entry);
   for (auto& [token, p] : registrations_) {
@@ -210,8 +222,8 @@ void TcpDevice::on_events(int fd, uint32_t) {
 void TcpDevice::on_tick() {
   const std::lock_guard<std::mutex> lock(mutex_);
   drop_expired();
-  while (!bye_sent_.empty() && Clock::now() - bye_sent_.front().first > kByeReadTimeout) {
-    bye_sent_.pop_front();
+  while (!farewell_sent_.empty() && Clock::now() - farewell_sent_.front().first > kFarewellLinger) {
+    farewell_sent_.pop_front();
   }
   if (!accepting_) accept_all();
 }

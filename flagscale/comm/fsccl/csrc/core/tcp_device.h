@@ -33,7 +33,7 @@ class TcpDevice final : public Device,
                         private EventLoop::Handler {
  public:
   // Maximum numbers: unauthenticated connections, arrivals that a transport has not taken, and
-  // closed groups whose keys are kept.
+  // closed groups whose farewells are kept.
   static constexpr size_t kMaxUnauthenticated = 256, kMaxEarlyArrivals = 4096,
                           kMaxClosedGroups = 1024;
   static constexpr std::chrono::milliseconds kHelloTimeoutWhenFull{300};
@@ -53,13 +53,20 @@ class TcpDevice final : public Device,
     Fd fd;
     Frame hello;
   };
+  // What peers are told that connect after a transport has been closed.
+  struct Farewell {
+    Key key;  // signs the frame
+    // The key is that of the group, so that the peer's hello can be verified. False: the key is the
+    // farewell key of this rank, which did not know the peers.
+    bool is_group_key = true;
+    std::optional<Error> failure;  // sent as kAbort; without a failure kBye is sent
+  };
   // register_transport() returns the token of a new transport; `handler`, in the loop receiving(),
   // is woken when a connection with this token has arrived. take_arrivals() returns these
-  // connections. unregister_transport() refuses further connections. After an orderly shutdown,
-  // `closed_key` is the key of the group, and peers that connect later get a kBye frame.
+  // connections. From unregister_transport() on, peers that connect get the farewell.
   uint64_t register_transport(EventLoop::Id handler);
   std::vector<Arrival> take_arrivals(uint64_t token);
-  void unregister_transport(uint64_t token, const std::optional<Key>& closed_key);
+  void unregister_transport(uint64_t token, Farewell farewell);
   // Returns whether there are unauthenticated connections, any of which may be for this transport.
   // If so, its handler is woken when one of them is authenticated or closed.
   bool has_unauthenticated(uint64_t token);
@@ -98,7 +105,7 @@ class TcpDevice final : public Device,
   static HelloState read_hello(UnauthenticatedPeer* peer);
   void drop_expired();
   void resolve_hello(std::map<int, UnauthenticatedPeer>::iterator at, HelloState state);
-  void send_bye(Arrival arrival);
+  void send_farewell(Arrival arrival);
 
   const TcpOptions options_;
   std::atomic<size_t> buffered_bytes_{0};
@@ -109,10 +116,10 @@ class TcpDevice final : public Device,
   std::mutex mutex_;
   std::map<int, UnauthenticatedPeer> unauthenticated_;
   std::map<uint64_t, Registration> registrations_;  // by token
-  std::map<uint64_t, Key> closed_groups_;           // keys of groups, by token
-  std::deque<uint64_t> closed_group_order_;         // their tokens, the oldest first
-  // Connections on which kBye was sent at this time; kept open until the peers have read it.
-  std::deque<std::pair<Clock::time_point, Fd>> bye_sent_;
+  std::map<uint64_t, Farewell> farewells_;          // by token
+  std::deque<uint64_t> farewell_order_;             // their tokens, the oldest first
+  // Connections on which a farewell was sent at this time; kept open until the peers have read it.
+  std::deque<std::pair<Clock::time_point, Fd>> farewell_sent_;
   // New connections are accepted. False while kMaxUnauthenticated is reached or the process is out
   // of descriptors.
   bool accepting_ = false;

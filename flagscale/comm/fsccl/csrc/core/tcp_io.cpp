@@ -105,7 +105,10 @@ void TcpTransport::open_connection(int rank, bool same_host) {
   hello.total = random_number();
   Fd fd = connect_to(same_host ? addresses[1] : tcp_address, device_->options());
   const Key key = key_of_connection(peers_.key, hello);
-  const auto connection = std::make_shared<Connection>(std::move(fd), rank, true, key);
+  const Key farewell_key =
+      key_of_connection(peers_.farewell_keys[static_cast<size_t>(rank)], hello);
+  const auto connection =
+      std::make_shared<Connection>(std::move(fd), rank, true, key, farewell_key);
   connections_[connection->fd()] = connection;
   connection->queue(hello);
   state.out.push_back(connection);
@@ -167,7 +170,12 @@ void TcpTransport::accept_arrivals() {
     const auto connection = std::make_shared<Connection>(std::move(arrival.fd), rank, false, key);
     connections_[fd] = connection;
     update_polling(*connection);
-    if (abort_error_) send_abort(connection);  // it was not connected when the others were informed
+    // It was not connected when the others were informed.
+    if (abort_error_) {
+      send_abort(connection);
+    } else if (closed_) {
+      send_bye(connection);
+    }
   }
 }
 
@@ -309,12 +317,21 @@ void TcpTransport::on_body(Connection& connection, const Frame& frame, LockHold&
       }
       return;
     case FrameKind::kBye:
-      connection.received_bye = peer_state(connection.peer()).received_bye = true;
-      peer_state(connection.peer()).expected_incoming_connections = frame.offset;
-      return;
+      return on_bye(connection, frame);
     case FrameKind::kAnnounce:
       return;
   }
+}
+
+// The peer reads nothing more from this rank. What it has sent may still arrive, on connections that
+// it has opened.
+void TcpTransport::on_bye(Connection& connection, const Frame& frame) {
+  PeerState& state = peer_state(connection.peer());
+  connection.received_bye = state.received_bye = true;
+  // An answer to a late hello does not count the connections.
+  state.expected_incoming_connections =
+      std::max(state.expected_incoming_connections, frame.offset);
+  if (connection.opened_here()) mark_lost_when_drained(connection.peer(), describe_loss(connection));
 }
 
 void TcpTransport::on_clear_to_send(Connection& connection, const Frame& frame) {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "tcp_transport.h"
+#include "text.h"
 
 namespace fsccl {
 namespace {
@@ -13,7 +14,6 @@ namespace {
 constexpr std::chrono::milliseconds kFlushTimeout(2000);  // of close()
 // Time from the loss of a peer to the failure of collectives that do not wait for that peer.
 constexpr std::chrono::milliseconds kBrokenConnectionGrace(200);
-constexpr size_t kMaxReasonBytes = 4000;  // of the reason why a group failed
 
 }  // namespace
 
@@ -124,12 +124,31 @@ void TcpTransport::check_connections() {
   check_drained_peers();
 }
 
+std::optional<Error> TcpTransport::loss_of(int rank) {
+  const LockHold hold(lock_);
+  const auto& error = peer_state(rank).loss_error;
+  return error ? std::optional<Error>(*error) : std::nullopt;
+}
+
+ProcessState TcpTransport::probe_process(int rank, const Deadline& deadline) {
+  const std::vector<std::string> addresses =
+      split(peers_.addresses[static_cast<size_t>(rank)], ' ');
+  if (addresses.size() < 3) return ProcessState::kUnknown;
+  return probe_listener(addresses.back(), device_->options(), deadline);
+}
+
 void TcpTransport::abort(const Error& error) {
-  LockHold hold(lock_);
-  abort_locked(error, nullptr);
-  flush_queued(hold);
-  hold.wait_for_copies();
+  bool peers_are_known = true;
+  {
+    LockHold hold(lock_);
+    peers_are_known = !peer_states_.empty();
+    abort_locked(error, nullptr);
+    flush_queued(hold);
+    hold.wait_for_copies();
+  }
   if (getpid() != owner_pid_) return;  // a forked child does not act for the group
+  // Connections of unknown peers are never taken, so the device answers them.
+  if (!peers_are_known) return detach_from_device();
   // Threads are needed to notify peers that connect later, even if nothing has been sent or
   // received before.
   try {
@@ -148,6 +167,13 @@ void TcpTransport::send_abort(const ConnectionPtr& connection) {
   queue(connection, frame,
         {BufferList(connection->abort_text_out.data(), connection->abort_text_out.size()), nullptr,
          nullptr});
+}
+
+void TcpTransport::send_bye(const ConnectionPtr& connection) {
+  Frame bye;
+  bye.kind = FrameKind::kBye;
+  bye.offset = peer_state(connection->peer()).out.size();
+  queue(connection, bye);
 }
 
 // Returns memory for the text of a kAbort frame. If the text is longer than any rank sends, the
@@ -173,14 +199,10 @@ void TcpTransport::close() {
   {
     LockHold hold(lock_);
     if (closed_) return;
-    closed_ = true;
     accept_arrivals();
+    closed_ = true;
     for (auto& [fd, connection] : connections_) {
-      if (abort_error_) continue;
-      Frame bye;
-      bye.kind = FrameKind::kBye;
-      bye.offset = peer_state(connection->peer()).out.size();
-      queue(connection, bye);
+      if (!abort_error_) send_bye(connection);
     }
     flush_queued(hold);
   }
@@ -203,7 +225,7 @@ void TcpTransport::close() {
 
 void TcpTransport::drop_everything() {
   LockHold hold(lock_);
-  const Error closing(Fault::kAborted, peers_.rank, "the group has been shut down");
+  const Error closing(Fault::kAborted, peers_.rank, kShutDown);
   if (!abort_error_) abort_error_ = std::make_unique<Error>(closing);
   for (auto& [fd, connection] : connections_) connection->release_requests(closing);
   for (size_t r = 0; r < peer_states_.size(); ++r) mark_lost(static_cast<int>(r), closing);
@@ -217,9 +239,14 @@ void TcpTransport::drop_everything() {
 // Unregisters from the device. Afterwards no thread of the device calls this object.
 void TcpTransport::detach_from_device() {
   if (getpid() != owner_pid_) return;
-  const bool is_clean_shutdown = !abort_error_ && !peer_states_.empty();
-  device_->unregister_transport(token_,
-                                is_clean_shutdown ? std::optional<Key>(peers_.key) : std::nullopt);
+  TcpDevice::Farewell farewell;
+  {
+    const LockHold hold(lock_);
+    farewell.is_group_key = !peer_states_.empty();
+    farewell.key = farewell.is_group_key ? peers_.key : farewell_key_;
+    if (abort_error_) farewell.failure = *abort_error_;
+  }
+  device_->unregister_transport(token_, std::move(farewell));
   device_->receiving().remove(receiving_id_);
   device_->sending().remove(sending_id_);
 }

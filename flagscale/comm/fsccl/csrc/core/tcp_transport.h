@@ -72,6 +72,8 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void raise_transport_error() override;
   void listen() override;
   void ensure_connection(int rank) override;
+  std::optional<Error> loss_of(int rank) override;
+  ProcessState probe_process(int rank, const Deadline& deadline) override;
   void abort(const Error& error) override;
   std::vector<Traffic> sent_traffic() override;
   uint64_t progress_count() const override { return event_count_.load(std::memory_order_relaxed); }
@@ -102,6 +104,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void on_body(Connection& connection, const Frame& frame, LockHold& hold) override;
   Decision on_stripe(Connection& connection, const Frame& frame, Body* body);
   void on_clear_to_send(Connection& connection, const Frame& frame);
+  void on_bye(Connection& connection, const Frame& frame);
   void answer_wait_query(Connection& connection, const Frame& frame);
   void on_wait_reply(const Frame& frame);
   RequestPtr query_awaited_rank(int rank) override;
@@ -119,6 +122,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   PeerState& peer_state(int rank) { return peer_states_[static_cast<size_t>(rank)]; }
   void abort_locked(const Error& error, const Connection* source);
   void send_abort(const ConnectionPtr& connection);
+  void send_bye(const ConnectionPtr& connection);
   Body abort_text_body(Connection& connection, size_t bytes);
   // Opens as many connections as a message of `bytes` bytes is striped over. Returns false if the
   // peer cannot be reached.

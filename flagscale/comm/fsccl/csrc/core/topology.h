@@ -33,7 +33,7 @@ struct Identity {
   uint64_t start_time = 0;  // start_time_of(pid)
   uint64_t process_id = 0;  // random, one per process
   std::string address;      // of its transport
-  Key key;                  // random; that of rank 0 becomes the key of the group
+  Key key;  // random; that of rank 0 becomes the key of the group, others are farewell keys
   std::string settings;     // agreed_settings()
   NativeLibrary native;
 

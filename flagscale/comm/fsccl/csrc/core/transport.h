@@ -17,6 +17,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct Peers {
   std::vector<std::string> names;      // of every rank, for messages
   std::vector<bool> same_host;         // whether a rank runs on this host
   Key key;                             // secret of the group, which authenticates its ranks
+  std::vector<Key> farewell_keys;      // of every rank, see Transport::set_farewell_key()
 };
 
 // Endpoint of one group. Any thread may call.
@@ -59,8 +61,12 @@ class Transport {
   // Returns the address under which peers reach this endpoint, one line of text. It does not
   // change.
   virtual std::string address() const = 0;
-  // Sets the peers, once all are known. Before that, only abort() and close() may be called.
+  // Sets the peers, once all are known. Before that, only set_farewell_key(), abort() and close()
+  // may be called.
   virtual void set_peers(Peers peers) = 0;
+  // Sets the key that proves to peers, which know it from the rendezvous, that this rank has left
+  // the group, if it leaves before set_peers() and so without the key of the group.
+  void set_farewell_key(const Key& key) { farewell_key_ = key; }
 
   // Starts a send or a receive. The memory must stay valid until the request has finished. A
   // receive fails if the fingerprint of the message differs from its own. A receive of a collective
@@ -81,6 +87,12 @@ class Transport {
   // because the peer may have sent everything before. Without this check, a rank that waits for
   // another message would detect the failure too late.
   virtual void raise_transport_error() = 0;
+
+  // Returns the error with which messages of this peer fail from now on, if there is one.
+  virtual std::optional<Error> loss_of(int rank) = 0;
+  // Finds out whether the process of a peer runs, by a second connection to it. Waits at most until
+  // the deadline.
+  virtual ProcessState probe_process(int rank, const Deadline& deadline) = 0;
 
   // Accepts connections from now on, also before this rank sends or receives anything.
   virtual void listen() = 0;
@@ -121,6 +133,7 @@ class Transport {
   int ranks() const { return static_cast<int>(peers_.names.size()); }
 
   Peers peers_;
+  Key farewell_key_;
   std::function<int()> wait_query_handler_;
   std::function<void(const Error&)> abort_handler_;
 };

@@ -19,7 +19,7 @@ namespace fsccl {
 
 // Version of the wire protocol and of the shared-memory layout. Ranks that run different versions
 // reject each other when the group connects.
-constexpr uint32_t kProtocolVersion = 10;
+constexpr uint32_t kProtocolVersion = 11;
 constexpr size_t kCacheLine = 64;
 
 enum class DType : uint8_t {
@@ -124,12 +124,18 @@ class Error : public std::runtime_error {
   int rank;
 };
 
-// Suffixes after the name of a rank in error messages. They also classify errors: the first two
-// mean that the process of the rank is lost, which is reported to the other groups of this process
+// Suffixes after the name of a rank in error messages. They also classify errors. kProcessEnded is
+// used only if the end of the process is proved: it fails the other groups with that process, too
 // (Group::report_to_other_groups).
 constexpr const char* kProcessEnded = " ended without leaving the group";
 constexpr const char* kConnectionLost = " ended or its connection broke";
+constexpr const char* kConnectionBroke = " is running, but its connection broke";
 constexpr const char* kLeftGroup = " has left the group";
+// Message of operations that this rank's own shutdown of the group has ended.
+constexpr const char* kShutDown = "the group has been shut down";
+
+// What is known about the process of a rank.
+enum class ProcessState { kUnknown, kRunning, kEnded };
 
 [[noreturn]] void fail_usage(const std::string& message);
 // Throws Error(kSystem) with a description of errno. If the process is out of file descriptors, the

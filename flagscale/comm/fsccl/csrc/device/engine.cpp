@@ -217,6 +217,13 @@ void DeviceEngine::check_wait(int peer) {
   control_block_->set_waiting_for(peer < 0 ? SharedControlBlock::kNobody : peer);
   if (peer < 0) return;
   check_peers();
+  if (control_block_->has_member(peer)) {
+    if (!control_block_->has_joined(peer)) group_->check_presence(peer);
+    // It may have written the word before it left. The caller checks the word between two calls.
+    const bool has_left = control_block_->has_left(peer);
+    if (has_left && peer_that_left_.exchange(peer) == peer)
+      throw Error(Fault::kPeerLost, peer, group_->name(peer) + kLeftGroup);
+  }
   if (!deadline_.passed()) return;
   const int at_fault = control_block_->find_stalled_rank(peer);
   const auto margin = std::min(Deadline::Ms(500), deadline_.limit() / 5);
@@ -254,6 +261,10 @@ void DeviceEngine::barrier(const Deadline& d) {
 }
 
 void DeviceEngine::abort() {
+  // The core's error does not reach ranks of this host that wait in the control block.
+  if (const auto failure = group_->failure()) {
+    control_block_->abort(Error(Fault::kAborted, -1, *failure));
+  }
   local_->abort();
   if (kernels_) kernels_->abort();
 }
@@ -263,7 +274,7 @@ void DeviceEngine::fail(const char* operation, uint64_t sequence, const Error& e
   if (reason.rank < 0) {
     const std::string text =
         std::string(reason.what()) + " (reported by " + group_->name(rank_) + ")";
-    reason = Error(reason.fault, -1, text);
+    reason = Error(Fault::kAborted, -1, text);
   }
   reason = control_block_->abort(reason);
   abort();

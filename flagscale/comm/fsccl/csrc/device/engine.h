@@ -168,6 +168,7 @@ class DeviceEngine final : public Collectives {
   std::unique_ptr<Error> proxy_error_;
   uint64_t sequence_ = 0;
   uint32_t exchange_step_ = 0;  // number of exchanges through the control block
+  std::atomic<int> peer_that_left_{-1};  // rank that check_wait() has found to have left
   bool shut_down_ = false;
   Deadline deadline_ = Deadline::after(Deadline::Ms(0));  // of the current operation
   std::unique_ptr<ProxyThread> proxy_;                    // destroyed first

@@ -28,7 +28,7 @@ void DeviceEngine::run_operation(CollectiveFingerprint fingerprint, const Deadli
   const at::NoGradGuard no_grad;
   const StreamScope native(*streams_, StreamId::kNative);
   try {
-    if (shut_down_) throw Error(Fault::kAborted, rank_, "the group has been shut down");
+    if (shut_down_) throw Error(Fault::kAborted, rank_, kShutDown);
     check_peers();
     control_block_->publish(fingerprint);
     proxy_->begin(fingerprint);

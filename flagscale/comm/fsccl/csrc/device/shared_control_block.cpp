@@ -117,6 +117,14 @@ bool SharedControlBlock::all_joined() const {
   return true;
 }
 
+bool SharedControlBlock::has_joined(int group_rank) const {
+  return state_of(index_of(group_rank)).joined.load(std::memory_order_acquire) != 0;
+}
+
+bool SharedControlBlock::has_left(int group_rank) const {
+  return state_of(index_of(group_rank)).left.load(std::memory_order_acquire) != 0;
+}
+
 void SharedControlBlock::check_peers() const {
   group_error().throw_if_set();
   for (size_t p = 0; p < members_.size(); ++p) {
@@ -128,7 +136,7 @@ void SharedControlBlock::check_peers() const {
       continue;
     }
     throw Error(Fault::kPeerLost, members_[p],
-                names_[static_cast<size_t>(members_[p])] + " ended without leaving the group");
+                names_[static_cast<size_t>(members_[p])] + kProcessEnded);
   }
 }
 

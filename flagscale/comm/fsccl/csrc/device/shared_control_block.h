@@ -59,6 +59,8 @@ class SharedControlBlock {
   void leave();
   // Returns whether all members have mapped the block.
   bool all_joined() const;
+  bool has_joined(int group_rank) const;  // whether it has mapped the block
+  bool has_left(int group_rank) const;    // whether it has called leave()
   // Throws if an error is recorded, or a rank of this host has ended without leave().
   void check_peers() const;
   // Returns the rank that delays a rank that waits for `peer`: follows the chain of ranks that wait

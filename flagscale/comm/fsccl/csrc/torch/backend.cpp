@@ -133,12 +133,13 @@ void TorchBackend::abort() {
   router_.abort();
 }
 
-// Lets queued operations finish; aborts them once they make no progress.
+// Lets queued operations finish. Once they make no progress, leaves the group, which ends them; for
+// other ranks this one has left.
 void TorchBackend::shutdown() {
   if (group_->is_forked_child()) return;
   GilRelease gil_release;
   if (!queue_.finish()) {
-    group_->abort("the program ended with operations under way");
+    group_->shutdown();
     router_.abort();
   }
   queue_.executor()->stop();

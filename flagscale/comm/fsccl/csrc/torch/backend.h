@@ -45,6 +45,7 @@ class TorchBackend : public c10d::Backend {
     // "bounded": all_reduces may omit contributions of late ranks to finish in bounded time
     // (datagram/bounded_all_reduce.h); "exact": never.
     std::optional<std::string> tail;
+    std::string generation;  // under which the group keeps its keys in the store
   };
 
   // `native` describes the native library of this rank: the one that transfers its tensors to other
@@ -108,6 +109,7 @@ class TorchBackend : public c10d::Backend {
     router_.register_memory(name, std::move(regions));
   }
   void deregister_memory(const std::string& name) { router_.deregister_memory(name); }
+  const std::string& generation() const { return options_->generation; }
   // Description of the algorithm of the last operation.
   std::string last_algorithm() const { return group_->last_algorithm(); }
   // Messages and bytes that this rank has sent, by group rank of the receiver.

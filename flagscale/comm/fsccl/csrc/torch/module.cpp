@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.h"
+#include "store.h"
 
 namespace py = pybind11;
 using fsccl::TorchBackend;
@@ -42,6 +43,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shutdown_all", &TorchBackend::shutdown_all);
   fsccl::nvlink::bind(m);
   m.attr("protocol_version") = fsccl::kProtocolVersion;
+  m.def("agree_on_generation", &fsccl::agree_on_generation_of_ranks, py::arg("store"),
+        py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("global_ranks"),
+        py::call_guard<py::gil_scoped_release>());
 
   using Options = TorchBackend::Options;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
@@ -66,7 +70,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return Options(o); });
 
   py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
-      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, std::string generation, int rank,
+                       int size,
                        std::chrono::milliseconds timeout, const std::string& name,
                        std::vector<uint64_t> global_ranks, const Options* user_options,
                        const std::vector<std::string>& native,
@@ -76,16 +81,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                     : c10::make_intrusive<Options>();
              options->timeout = timeout;
              options->group_name = name;
+             options->generation = std::move(generation);
              options->global_ranks_in_group = std::move(global_ranks);
              return c10::make_intrusive<TorchBackend>(
                  std::move(store), rank, size, std::move(options),
                  fsccl::NativeLibrary{native[0], native[1], native[2], native[3]},
                  std::move(make_native));
            }),
-           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
-           py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
+           py::arg("store"), py::arg("generation"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
+      .def_property_readonly("generation", &TorchBackend::generation)
       .def("last_algorithm", &TorchBackend::last_algorithm)
       .def("traffic", &TorchBackend::traffic)
       .def("datagrams", &TorchBackend::datagrams)

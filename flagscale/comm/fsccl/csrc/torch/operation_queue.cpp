@@ -1,5 +1,7 @@
 #include "operation_queue.h"
 
+#include <cstring>
+
 #include "nvlink_path.h"
 
 namespace fsccl {
@@ -31,6 +33,14 @@ void OperationQueue::check_failure(const char* title) {
   try {
     if (const auto error = path->failure()) group_->fail(title, sequence_, *error);
     group_->throw_if_failed();
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+void OperationQueue::fail(const char* title, const Error& error) {
+  try {
+    group_->fail(std::strchr(title, ':') + 1, sequence_, error);
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }

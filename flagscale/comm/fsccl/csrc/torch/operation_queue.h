@@ -71,6 +71,8 @@ class OperationQueue {
   void set_nvlink(NvlinkPath* path) { nvlink_ = path; }
   NvlinkPath* nvlink() const { return nvlink_; }
   bool failed() const;
+  // Fails the group on all ranks, and throws the error as torch's exception.
+  [[noreturn]] void fail(const char* title, const Error& error);
 
   // Runs body(Group&, const Deadline&) on the executor. The work completes when it returns.
   template <class Body>
@@ -135,8 +137,12 @@ WorkPtr OperationQueue::enqueue(const OperationInfo& info, c10::intrusive_ptr<Co
     }
     work->finish_operation(error);
   };
-  executor_->run({std::move(job), [work] { work->complete_future(); }},
-                 !info.async && !coalescing_);
+  try {
+    executor_->run({std::move(job), [work] { work->complete_future(); }},
+                   !info.async && !coalescing_);
+  } catch (const Error& e) {  // no thread could be started: other ranks would wait for this one
+    fail(info.title, e);
+  }
   return collect(std::move(work));
 }
 

@@ -217,7 +217,7 @@ std::string Router::path_of(const at::Tensor& t) {
 }
 
 void Router::check_running() const {
-  if (!make_native_) throw Error(Fault::kAborted, group_.rank(), "the group has been shut down");
+  if (!make_native_) throw Error(Fault::kAborted, group_.rank(), kShutDown);
 }
 
 DeviceEngine* Router::host_engine(const Deadline& d) {

@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "../core/generation.h"
 #include "../core/rendezvous.h"
+#include "work.h"
 
 namespace fsccl {
 
@@ -50,5 +52,24 @@ class TorchStore : public Store {
 
   c10::intrusive_ptr<c10d::Store> store_;
 };
+
+// agree_on_generation() over a store of torch, with torch's exceptions. `global_ranks`: the ranks in
+// the whole job; empty: the same as in the group.
+inline std::string agree_on_generation_of_ranks(const c10::intrusive_ptr<c10d::Store>& store,
+                                                int rank, int size,
+                                                std::chrono::milliseconds timeout,
+                                                const std::vector<int>& global_ranks) {
+  std::vector<std::string> names;
+  for (size_t r = 0; r < static_cast<size_t>(size); ++r) {
+    names.push_back("rank " + std::to_string(global_ranks.empty() ? static_cast<int>(r)
+                                                                  : global_ranks[r]));
+  }
+  try {
+    TorchStore adapter(store);
+    return agree_on_generation(adapter, rank, names, Deadline::after(timeout));
+  } catch (const std::exception& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
 
 }  // namespace fsccl

@@ -182,7 +182,11 @@ class MessageWork : public c10d::Work {
     // on the transport's thread, because they may wait for messages.
     auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
     group_->notify(request_, [self, future, callbacks = callbacks_] {
-      callbacks->run({[] {}, [self, future] { self->set_result(*future); }}, false);
+      try {
+        callbacks->run({[] {}, [self, future] { self->set_result(*future); }}, false);
+      } catch (const Error& e) {  // no thread could be started
+        future->setError(torch_error(e));
+      }
     });
     return future;
   }
