@@ -59,6 +59,18 @@ def require_private(directory: Path) -> None:
     raise PermissionError(errno.EPERM, problem, str(directory))
 
 
+def require_fixed_names(directory: Path) -> None:
+    """Check that not every user can rename what is in a directory.
+
+    Raises:
+        PermissionError: The directory is writable by every user and has no sticky bit.
+    """
+    mode = directory.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        problem = "is writable by every user and has no sticky bit"
+        raise PermissionError(errno.EPERM, problem, str(directory))
+
+
 def _user_name(uid: int) -> str:
     import pwd
 

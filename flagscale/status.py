@@ -27,6 +27,8 @@ In addition, ``rank_<rank>.place`` holds one line of JSON with the rank's ``step
 (``doing``), which is overwritten in place. It lets the launcher detect a hang and find the rank
 that is behind, without a line per step. Activities that advance no step but may take long are
 listed in :data:`BUSY_ACTIVITIES`, so that they are not mistaken for a hang.
+
+For the ranks of a command, ``rank_<rank>.exit`` holds the exit code of a rank that has ended.
 """
 
 from __future__ import annotations
@@ -163,6 +165,28 @@ def read_progress(directory: Path, rank: int) -> Progress | None:
 def progress_path(directory: Path, rank: int) -> Path:
     """Return the path of a rank's progress file."""
     return directory / f"rank_{rank}.place"
+
+
+def write_exit_code(rank: int, code: int) -> None:
+    """Record the exit code of an ended rank in the directory in ``FLAGSCALE_STATUS_DIR``, if any.
+    Write errors are ignored.
+    """
+    directory = os.environ.get(STATUS_DIR_VARIABLE)
+    if directory:
+        with suppress(OSError):
+            _exit_code_path(Path(directory), rank).write_text(f"{code}\n", encoding="ascii")
+
+
+def read_exit_code(directory: Path, rank: int) -> int | None:
+    """Return the exit code of a rank from its status directory; None if none is recorded."""
+    try:
+        return int(_exit_code_path(directory, rank).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _exit_code_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank}.exit"
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:

@@ -88,7 +88,7 @@ class RankStarter(Generic[P]):
             return run_over_ssh(placement, self.rank_entry_point, plan, os.environ)
         if placement.nodes > 1:
             raise ConfigError(
-                f"-N {placement.nodes} hosts: which? give --hosts, --hosts-file or --slurm-mode"
+                f"-N {placement.nodes}: hosts are missing: --hosts, --hosts-file or --slurm-mode"
             )
         require_capacity(ranks, usable_cores(), placement, "this machine")
         require_local_address(placement.address)
@@ -105,7 +105,7 @@ class BenchCommand(RankStarter[P], ABC):
         the same arguments.
         """
         words = list(sys.argv[1:] if arguments is None else arguments)
-        return run_command(lambda: self.run_line(words, prog or self.prog))
+        return run_command(lambda: self.run_arguments(words, prog or self.prog))
 
     @abstractmethod
     def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> P:
@@ -125,8 +125,8 @@ class BenchCommand(RankStarter[P], ABC):
         """Return whether libraries print debug output."""
         return False
 
-    def run_line(self, words: list[str], prog: str) -> int:
-        """Run a command line, and return the exit code.
+    def run_arguments(self, words: list[str], prog: str) -> int:
+        """Run the command with these arguments, and return the exit code.
 
         Raises:
             FlagscaleError: the command line is wrong, or the ranks cannot be started.
@@ -161,14 +161,14 @@ class BenchCommand(RankStarter[P], ABC):
 def _count_ranks(placement: Placement, world: BenchWorld | None) -> int:
     """Return the number of ranks."""
     if world is None:
-        if placement.workers is None:
+        if placement.ranks is None:
             raise ConfigError(
                 "the number of ranks is missing: -r 8, or start this under torchrun, mpirun or srun"
             )
-        return placement.workers
-    if placement.workers not in (None, world.size):
+        return placement.ranks
+    if placement.ranks not in (None, world.size):
         raise ConfigError(
-            f"-r asks for {placement.workers} ranks, and {world.launcher} has started {world.size}",
-            hint="leave -r out under a launcher, or make both equal",
+            f"-r {placement.ranks}: {world.launcher} has started {world.size} ranks",
+            hint="omit -r under a launcher, or set it to the same number",
         )
     return world.size

@@ -1,6 +1,13 @@
 """Placement of a benchmark's ranks: number, hosts and starter; and the flags for it.
 
-A *starter* starts the ranks: this process on its own host, SSH, mpirun or Slurm (:mod:`.starters`).
+A *starter* starts the ranks (:mod:`.starters`):
+
+- ``--slurm-mode``: srun, in an allocation;
+- ``--hosts`` or ``--hosts-file``: SSH, or mpirun with ``--starter mpirun``;
+- neither: this process, on its own host.
+
+The flags include those of nccom-test, a benchmark of AWS Neuron, so that its command lines work
+unchanged. It calls ranks *workers*.
 """
 
 from __future__ import annotations
@@ -28,15 +35,17 @@ from flagscale.hosts.hostfile import Host, parse_hostfile
 from flagscale.hosts.names import expand_pattern
 
 NO_SETUP_SCRIPT = Path("default")
-"""Name of nccom-test's own setup script, which installs nothing that is needed here."""
+"""Value of ``--slurm-setup-script`` that selects nccom-test's own script. That installs nothing
+that is needed here, so no script is run.
+"""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Ranks and the hosts they run on."""
 
-    workers: int | None = None
-    """Number of ranks; None: that of the launcher which started this process."""
+    ranks: int | None = None
+    """Total number of ranks; None: that of the launcher which started this process."""
     nodes: int = 1
     """Number of hosts."""
     backend: str = "auto"
@@ -53,16 +62,22 @@ class Placement:
     """Rendezvous port; None: a free one."""
     hosts: tuple[Host, ...] = ()
     per_host: tuple[int, ...] = ()
-    """Number of ranks on each of ``hosts``."""
+    """Number of ranks on each of ``hosts``; as long as ``hosts``."""
     environment: tuple[tuple[str, str, str], ...] = ()
     """Variables of the ranks: host name (empty: all hosts), variable name, value."""
     starter: Literal["ssh", "mpirun"] = "ssh"
+    """Starter on ``hosts``. Not used without ``hosts``, nor with ``slurm``."""
     ssh_config: Path | None = None
     log_dir: Path | None = None
+    """Directory for a file with each rank's output."""
     slurm: bool = False
-    slurm_job: str | None = None
+    """Start the ranks by srun."""
+    slurm_job_id: str | None = None
+    """Job to run in; None: that of this process, or a new allocation."""
     slurm_cpus: int | None = None
+    """CPUs per host of a new allocation; None: Slurm's default."""
     slurm_setup: Path | None = None
+    """Script to run on each host before the ranks start."""
     slurm_wait: float = 600.0
     """Longest wait for a new allocation, in seconds."""
 
@@ -123,7 +138,7 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> Callable[..., object
     add("--data-collector-host", metavar="HOST", help="rendezvous address of rank 0 (its host's)")
     add("--data-collector-port", type=int, metavar="PORT", help="rendezvous port (a free one)")
     add("-S", "--slurm-mode", dest="slurm", action="store_true", help="start the ranks by srun")
-    add("--slurm-job-id", dest="slurm_job", metavar="ID", help="allocation to use (a new one)")
+    add("--slurm-job-id", metavar="ID", help="allocation to use (a new one)")
     add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs per host (all)")
     add("--slurm-setup-script", type=Path, metavar="FILE", help="script to run on each host first")
     add(
@@ -147,7 +162,7 @@ def require_capacity(ranks: int, cores: int, placement: Placement, host: str) ->
         raise ConfigError(
             f"{ranks} ranks on {host}, which has {cores} cores; at most {max_ranks} are started "
             "there",
-            hint="--oversubscribe starts them all the same",
+            hint="--oversubscribe starts them nevertheless",
         )
 
 
@@ -161,8 +176,10 @@ def require_local_address(address: str | None) -> None:
         family = socket.getaddrinfo(address, 0)[0][0]
         socket.create_server((address or "", 0), family=family).close()
     except OSError as error:
-        text = f"--data-collector-host {address}: all ranks are on this machine, which is another"
-        raise ConfigError(f"{text} ({error.strerror})") from error
+        raise ConfigError(
+            f"--data-collector-host {address}: not an address of this machine ({error.strerror}), "
+            "on which all ranks run"
+        ) from error
 
 
 def parse_placement(options: argparse.Namespace) -> Placement:
@@ -176,25 +193,30 @@ def parse_placement(options: argparse.Namespace) -> Placement:
         options.slurm_setup_script = None
     hosts = parse_host_names(options.hosts) or read_host_list(options.hosts_file)
     slots = [host.slots for host in hosts if host.slots is not None]
-    workers = options.nworkers
-    # The slots in a hostfile are the number of ranks on each host, which may differ.
-    per_host = tuple(slots) if slots and workers in (None, sum(slots)) else ()
-    workers = sum(per_host) if per_host else workers
+    ranks = options.nworkers
+    # If all hosts have slots, these are the number of ranks on each host, which may differ. Else
+    # slots are only a limit.
+    has_slots = bool(slots) and len(slots) == len(hosts)
+    per_host = tuple(slots) if has_slots and ranks in (None, sum(slots)) else ()
+    ranks = sum(per_host) if per_host else ranks
     nodes = max(options.nnodes, len(hosts))
-    if workers is not None and not per_host and workers % nodes:
-        raise ConfigError(f"-r {workers} ranks cannot be divided equally among {nodes} hosts")
-    if hosts and workers is None:
-        raise ConfigError("--hosts: the number of ranks is missing: -r 16, or a file with slots=")
-    ranks_per_host = (workers or 0) // nodes
+    if ranks is not None and not per_host and ranks % nodes:
+        raise ConfigError(f"-r {ranks}: the ranks cannot be divided equally among {nodes} hosts")
+    if hosts and ranks is None:
+        raise ConfigError(
+            "--hosts: the number of ranks is missing: -r 16, or slots of every host: h1:8, or "
+            "slots=8 in a file"
+        )
+    ranks_per_host = (ranks or 0) // nodes
     for host in hosts:
         if host.slots is not None and not per_host and ranks_per_host > host.slots:
             raise ConfigError(
-                f"-r {workers}: {ranks_per_host} ranks on {host.name}, slots={host.slots}"
+                f"-r {ranks}: {ranks_per_host} ranks on {host.name}, which has slots={host.slots}"
             )
     return from_options(
         Placement,
         options,
-        workers=workers,
+        ranks=ranks,
         nodes=nodes,
         address=options.data_collector_host,
         port=options.data_collector_port,
@@ -214,8 +236,8 @@ def _check_flags(options: argparse.Namespace) -> None:
     for flag, seconds in (("-T/--timeout", options.timeout), ("--slurm-wait", options.slurm_wait)):
         if not 0 < seconds < math.inf:
             raise ConfigError(f"{flag} {seconds:g}; expected seconds above 0")
-    if options.slurm_job is not None and not options.slurm_job.isdigit():
-        raise ConfigError(f"--slurm-job-id {options.slurm_job!r}; expected a number")
+    if options.slurm_job_id is not None and not options.slurm_job_id.isdigit():
+        raise ConfigError(f"--slurm-job-id {options.slurm_job_id!r}; expected a number")
     script = options.slurm_setup_script
     if script not in (None, NO_SETUP_SCRIPT) and not script.is_file():
         raise ConfigError(f"--slurm-setup-script {script}: no such file")
@@ -236,9 +258,13 @@ def _parse_variable(word: str, hosts: Sequence[Host]) -> tuple[str, str, str]:
         raise ConfigError(f"--env {word!r}; expected NAME=VALUE or HOST:NAME=VALUE")
     names = [known_host.name for known_host in hosts]
     if host and host not in names:
-        raise ConfigError(f"--env {word!r}: {host} is none of --hosts{suggest_name(host, names)}")
+        raise ConfigError(
+            f"--env {word!r}: {host!r} is not one of the hosts{suggest_name(host, names)}"
+        )
     if not hosts:
-        raise ConfigError(f"--env {word!r} needs --hosts; here the shell sets it")
+        raise ConfigError(
+            f"--env {word!r} needs --hosts; set variables of ranks on this machine in the shell"
+        )
     return host, name, value
 
 
@@ -249,7 +275,7 @@ def parse_host_names(words: Iterable[str]) -> tuple[Host, ...]:
         hosts = [Host(name, slots=slots) for part, slots in pairs for name in expand_pattern(part)]
     except ValueError as error:
         raise ConfigError(f"--hosts: {error}") from error
-    _require_distinct([host.name for host in hosts], "--hosts")
+    _check_host_names([host.name for host in hosts], "--hosts")
     return tuple(hosts)
 
 
@@ -276,15 +302,17 @@ def read_host_list(file: Path | None) -> tuple[Host, ...]:
     if any("=" in line for line in lines):
         return parse_hostfile(text, file)
     if not any(lines):
-        raise ConfigError(f"--hosts-file {file}: no host in it; expected one a line")
-    return _require_distinct([line for line in lines if line], f"--hosts-file {file}")
+        raise ConfigError(f"--hosts-file {file}: no host in it; expected one per line")
+    names = [line for line in lines if line]
+    _check_host_names(names, f"--hosts-file {file}")
+    return tuple(Host(name) for name in names)
 
 
-def _require_distinct(names: list[str], source: str) -> tuple[Host, ...]:
+def _check_host_names(names: Sequence[str], source: str) -> None:
+    """Check that names are valid and distinct. ``source`` is the flag they come from."""
     for name in names:
         # Such a name would later be parsed as an option.
         if not name or name.startswith("-") or any(c.isspace() for c in name):
-            raise ConfigError(f"{source}: {name!r} is no host name")
+            raise ConfigError(f"{source}: {name!r} is not a host name")
         if names.count(name) > 1:
             raise ConfigError(f"{source}: host {name!r} is named twice")
-    return tuple(Host(name) for name in names)

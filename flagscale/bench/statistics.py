@@ -159,4 +159,4 @@ def warn_about_few_samples(selected: Sequence[Statistic], samples: int) -> str |
     if not high_percentiles or samples >= _MIN_TAIL_SAMPLES:
         return None
     names = ", ".join(high_percentiles)
-    return f"{names} of {samples} iterations: ask for at least {_MIN_TAIL_SAMPLES} with -n"
+    return f"{names} of {samples} iterations: increase -n to at least {_MIN_TAIL_SAMPLES}"

@@ -86,7 +86,7 @@ def detect_world(environment: Mapping[str, str]) -> BenchWorld | None:
     else:
         local_size = _read_number(environment, names[3], size)
     if not 0 <= rank < size:
-        raise ConfigError(f"{launcher}: {names[0]}={rank} is no rank of {names[1]}={size}")
+        raise ConfigError(f"{launcher}: {names[0]}={rank} is not a rank of {names[1]}={size}")
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if launcher == "Slurm" and address is None and local_size != size:
         address, port = _slurm_endpoint(environment)
@@ -125,12 +125,12 @@ def _read_number(environment: Mapping[str, str], name: str, default: int | None 
     try:
         return int(text or "")
     except ValueError as error:
-        raise ConfigError(f"{name}={text!r} in the environment is no whole number") from error
+        raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from error
 
 
 def _read_port(text: str | None) -> int:
     if text is None or not text.isdigit() or not 0 < int(text) < 2**16:
-        raise ConfigError(f"MASTER_ADDR is set, but MASTER_PORT={text!r} is no port")
+        raise ConfigError(f"MASTER_ADDR is set, but MASTER_PORT={text!r} is not a port")
     return int(text)
 
 

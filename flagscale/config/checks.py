@@ -24,6 +24,7 @@ from flagscale.config.arguments.rules.data import check_data_sources, split_shar
 from flagscale.config.arguments.rules.optimizer import (
     BOUNDED_VARIABLE,
     PLANNED_STEPS,
+    drop_unused_schedule,
     exact_reductions,
     note_unreached_steps,
     rampup_of,
@@ -181,7 +182,8 @@ def check_world(experiment: Experiment, world_size: int) -> list[Problem]:
     if experiment.task.is_command:
         return []
     args = experiment.train
-    violations = check_world_size(args.values, world_size)
+    values = args.values if experiment.task.external else drop_unused_schedule(args.values)
+    violations = check_world_size(values, world_size)
     return [args.problem(name, message) for name, message in violations]
 
 
@@ -240,7 +242,7 @@ def _note_steps(values: Values, world_size: int) -> Iterator[str]:
     """Yield a note with the number of steps if training is limited by samples."""
     train_samples = values["train_samples"]
     batch_size = global_batch_size(values, world_size) if train_samples else 0
-    if not train_samples or not batch_size:
+    if not train_samples or not batch_size or values["skip_train"]:
         return
     if rampup := rampup_of(values):
         steps, unused_samples = rampup.steps(0, train_samples), 0
@@ -264,7 +266,7 @@ def _note_arguments(args: TrainArguments, world_size: int) -> Iterator[str]:
         yield f"{args.key_of(name)}: {message}"
     yield from note_adapters(values)
     unused = list(note_unused(values, args.given))
-    if any(values[name] for name in PLANNED_STEPS):
+    if any(values[name] for name in PLANNED_STEPS) and not values["skip_train"]:
         batch_size = global_batch_size(values, world_size)
         unused += [([name], why) for name, why in note_unreached_steps(values, batch_size)]
     for names, reason in unused:

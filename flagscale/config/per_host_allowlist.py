@@ -64,7 +64,7 @@ ARGUMENTS: Mapping[str, str] = {
     name: why for group in GROUPS.values() for name, why in group.items()
 }
 
-COMM_OPTIONS = frozenset({"socket_ifname", "ib_hca", "debug"})
+PER_HOST_COMM_OPTIONS = frozenset({"socket_ifname", "ib_hca", "debug"})
 """Options of communication backends (``system.comm``) that may differ. The others choose an
 algorithm, on which ranks have to agree.
 """

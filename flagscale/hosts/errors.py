@@ -44,14 +44,14 @@ class ConnectTimeoutError(HostError, summary="no answer"):
     """The host did not answer: the machine is off, or a firewall drops the packets."""
 
 
-class GreetingTimeoutError(HostError, summary="sshd does not answer"):
-    """The port accepts connections, but sshd sends no greeting: it is stopped or starved of
+class SshTimeoutError(HostError, summary="sshd does not answer"):
+    """The port accepts connections, but sshd does not answer: it is stopped or starved of
     resources.
     """
 
 
 class ConnectionDroppedError(HostError, summary="sshd drops connections", retryable=True):
-    """sshd closed the connection during its greeting, as it does under a burst (MaxStartups)."""
+    """sshd closed the connection during the handshake, as it does under a burst (MaxStartups)."""
 
 
 class HandshakeError(HostError, summary="no SSH handshake"):
@@ -94,6 +94,10 @@ class ConnectionLostError(HostError, summary="connection lost"):
 
 class CommandTimeoutError(HostError, summary="command timed out"):
     """The host accepted a command that did not finish in time."""
+
+
+class StartupFileError(CommandTimeoutError, summary="login shell does not start"):
+    """The account's login shell did not start the command in time: a startup file does not end."""
 
 
 class ChannelRefusedError(HostError, summary="session refused"):

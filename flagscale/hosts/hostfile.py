@@ -122,7 +122,7 @@ def _parse_line(words: list[str]) -> list[Host]:
             if separator and _USER_PATTERN.fullmatch(user)
             else _SYNTAX_HINT
         )
-        raise ValueError(f"{invalid_name!r} is no host name; {suggestion}")
+        raise ValueError(f"{invalid_name!r} is not a host name; {suggestion}")
     values: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
@@ -191,7 +191,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         return parse_hostfile(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
-        hint = "write it, or leave the key out to train on this machine"
+        hint = "write it, or omit the key to train on this machine"
         raise ConfigError(Problem(_HOSTFILE_KEY, f"no such file: {path}"), hint=hint) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"

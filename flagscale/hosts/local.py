@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 from flagscale.hosts.connection import (
@@ -22,6 +23,7 @@ from flagscale.hosts.kernel import signal_on_parent_death
 from flagscale.status import RUN_VARIABLES
 
 _CHUNK = 1 << 16
+_FAILURE_SECONDS = 5.0
 # As on a host behind SSH: the whole script is read before its first command runs, it is not
 # visible in any process table, and its own stdin is empty.
 _READ_SCRIPT = 'LC_ALL=C read -r -N "$1" script; shift; eval "$script" </dev/null'
@@ -60,7 +62,8 @@ class LocalConnection:
         ``variables`` are added to the environment of the process from its start.
 
         That process is a child of this one and gets SIGTERM when this process ends. The result
-        holds the script's output before ``exec``.
+        holds the script's output before ``exec``. Without any on stdout the script has failed, and
+        the result has its exit status.
         """
         argv, data = _bash_command(script)
         process = self._start(argv, dies_with_parent=True, variables=variables)
@@ -144,11 +147,10 @@ class _ProcessIO:
         process = self._process
         try:
             self._transfer(stdin)
-            exit_code = (
-                (process.poll() or 0)
-                if self._may_outlive_output
-                else process.wait(self._remaining_seconds())
-            )
+            if self._may_outlive_output:
+                exit_code = self._wait_for_failure()
+            else:
+                exit_code = process.wait(self._remaining_seconds())
         except subprocess.TimeoutExpired:
             last_output = (
                 bytes(self._collected_output[1] or self._collected_output[0])[-500:]
@@ -170,6 +172,14 @@ class _ProcessIO:
         return CommandResult(
             status, bytes(self._collected_output[0]), bytes(self._collected_output[1])
         )
+
+    def _wait_for_failure(self) -> int:
+        """Return the exit code of a process that ended its output; 0 while it is running."""
+        if not self._collected_output[0]:
+            # It ends a moment after its output.
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_FAILURE_SECONDS)
+        return self._process.poll() or 0
 
     def _transfer(self, stdin: bytes) -> None:
         """Write the process's input and forward its output, until both output streams are

@@ -31,7 +31,7 @@ def expand_pattern(pattern: str) -> list[str]:
     choices = [list(_iter_numbers(bracket_text)) for bracket_text in ranges]
     total = prod(map(len, choices))
     if total > MAX_NAMES:
-        raise ValueError(f"{pattern!r} stands for {total} names; at most {MAX_NAMES} are taken")
+        raise ValueError(f"{pattern!r} expands to {total} names; at most {MAX_NAMES} are supported")
     names = []
     for numbers in product(*choices):
         suffix = "".join(number + text for number, text in zip(numbers, texts[1:], strict=True))
@@ -55,7 +55,7 @@ def _iter_numbers(bracket_text: str) -> Iterator[str]:
             raise ValueError(f"[{bracket_text}]: expected numbers and ranges such as 01-16")
         first, last = match[1], match[2] or match[1]
         if len(last) > 9 or int(last) < int(first):
-            raise ValueError(f"[{bracket_text}]: {first}-{last} is no range")
+            raise ValueError(f"[{bracket_text}]: {first}-{last} is not a range")
         padded = any(len(number) > 1 and number[0] == "0" for number in (first, last))
         if padded and len(first) != len(last):
             raise ValueError(f"[{bracket_text}]: {first} and {last} have different widths")

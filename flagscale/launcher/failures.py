@@ -8,6 +8,7 @@ it (``liveness``). If no agent recorded one, the files of each host are used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flagscale.files import read_json
@@ -26,7 +27,8 @@ _WITHOUT_AGENT = ("agent", "before_start")
 def read_job_record(hosts: Sequence[HostState]) -> dict[str, Any]:
     """Return the coordinator's record of the job, or {}.
 
-    It has ``phase``, ``attempt`` from 1, ``attempts``, ``failure``, ``hosts`` and ``restarts``.
+    It has ``phase``, ``attempt`` from 1, ``attempts``, ``failure``, ``early_exit``, ``hosts`` and
+    ``restarts``.
     """
     return (hosts and read_json(hosts[0].run_dir / LIVENESS_FILE)) or {}
 
@@ -64,11 +66,18 @@ def _add_later_information(
         # which the agents ended a rank that blocked the others does not explain the failure.
         headline = agreed_failure.headline()
         matches = (
-            f
+            replace(f, reason=_add_missing_lines(f.reason, agreed_failure.reason))
             for f in failures
             if f.rank == agreed_failure.rank and f.headline().startswith(headline)
         )
     return next(matches, agreed_failure)
+
+
+def _add_missing_lines(reason: str, agreed_reason: str) -> str:
+    """Return a reason with the lines below the first one that only the agents' reason has."""
+    lines = reason.splitlines()
+    lines += [line for line in agreed_reason.splitlines()[1:] if line not in lines]
+    return "\n".join(lines)
 
 
 def compute_job_code(

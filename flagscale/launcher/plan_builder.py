@@ -20,7 +20,7 @@ from flagscale.launcher.planning.environment import note_unexpanded_variables
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.planning.plan import plan, requested_port
-from flagscale.launcher.planning.support import check_backend, check_device_support
+from flagscale.launcher.planning.support import check_backend, check_fp8_support
 from flagscale.launcher.state import new_run_id
 
 # Port shown by a dry run; a run uses a port that is free on the master host.
@@ -99,7 +99,7 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
     problems = [
         *check_backend(experiment),
         *check_world(experiment, launch_plan.world_size),
-        *check_device_support(experiment, launch_plan.hosts),
+        *check_fp8_support(experiment, launch_plan.hosts),
     ]
     problems = problems or check_placement(experiment, launch_plan.hosts)
     if problems:

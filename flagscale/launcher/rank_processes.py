@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flagscale.hosts.kernel import handle_hangup
+from flagscale.status import write_exit_code
 
 LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -93,9 +94,11 @@ class RankProcess:
             self.exit_code, self.ended = _COMMAND_NOT_FOUND_CODE, time.time()
 
     def poll(self) -> None:
-        """Update ``exit_code`` if the process has ended."""
+        """Update ``exit_code`` if the process has ended, and record it for the agent."""
         if self.exit_code is None and self._process is not None:
             self.exit_code, self.ended = self._process.poll(), time.time()
+            if self.exit_code is not None:
+                write_exit_code(self.rank, self.exit_code)
 
     def send_signal(self, number: int) -> None:
         if self.exit_code is None and self._process is not None:

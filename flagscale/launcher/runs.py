@@ -292,8 +292,8 @@ def require_run(text: str) -> RunState:
     if state is None:
         ids = list_first([entry.state.run_id for entry in reversed(read_entries())], 3)
         raise RunStateError(
-            f"{text!r} is no run's id, no beginning of one, no directory in which a run was "
-            "started, and no YAML",
+            f"{text!r} is not a run id, a prefix of one, a directory in which a run was "
+            "started, or a YAML",
             hint=f"`flagscale runs` lists yours{f': {ids}' if ids else ''}",
         )
     return state

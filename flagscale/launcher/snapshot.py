@@ -211,6 +211,8 @@ def take_snapshot(
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
     job_record = failures.read_job_record(state.hosts)
+    if not phase.ended and job_record.get("early_exit"):
+        warnings.append(str(job_record["early_exit"]))
     return Snapshot(
         run_id=state.run_id,
         name=state.name,

@@ -20,6 +20,7 @@ from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import (
     make_private_directory,
     read_json,
+    require_fixed_names,
     require_private,
     require_trusted_file,
     to_plain,
@@ -143,7 +144,9 @@ def load_state(path: Path) -> RunState | None:
     return read_state(_with_moved_paths(record, path), path)
 
 
-def _check_trust(check: Callable[..., None], *paths: Path) -> None:
+def _check_trust(
+    check: Callable[..., None], *paths: Path, hint: str = "set another experiment.exp_dir"
+) -> None:
     """Apply a check of :mod:`flagscale.files` to paths.
 
     Raises:
@@ -153,8 +156,7 @@ def _check_trust(check: Callable[..., None], *paths: Path) -> None:
         check(*paths)
     except PermissionError as error:
         raise RunStateError(
-            f"{error.filename} {error.strerror}: it is not used for a run",
-            hint="set another experiment.exp_dir",
+            f"{error.filename} {error.strerror}: it is not used for a run", hint=hint
         ) from None
 
 
@@ -234,6 +236,8 @@ def start_lock(layout: Layout) -> Iterator[None]:
 
     with convert_disk_errors(layout):
         make_private_directory(layout.logs)
+        hint = f"chmod o-w {layout.exp_dir}, or set another experiment.exp_dir"
+        _check_trust(require_fixed_names, layout.exp_dir, hint=hint)
         _check_trust(require_private, layout.logs)
     lock = FileLock(layout.lock, timeout=10, mode=0o600)
     try:

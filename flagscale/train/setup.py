@@ -19,7 +19,7 @@ from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.checkpoint.formats.pretrained import load_pretrained, overwrites_all_weights
 from flagscale.train.checkpoint.formats.weight_sample import sample_base_model
 from flagscale.train.data.datasets import DataIterators, Datasets
-from flagscale.train.data.tokenizers import build_tokenizer, warn_unused_vocabulary
+from flagscale.train.data.tokenizers import build_tokenizer, describe_unused_vocabulary
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
@@ -69,7 +69,7 @@ def prepare_training(
     checkpointer = Checkpointer(args, warn=reporter.warn)
     is_new_run = checkpointer.check_writable()
     tokenizer = build_tokenizer(args)
-    if warning := warn_unused_vocabulary(tokenizer, args.vocab_size):
+    if warning := describe_unused_vocabulary(tokenizer, args.vocab_size):
         reporter.warn(warning)
     unpadded_vocabulary = vocabulary_size(args, tokenizer)
     args, mesh_groups = resolve_auto_layout(
@@ -159,7 +159,7 @@ def _resume(
         reporter.warn(f"a checkpoint was skipped: {reason}")
     notes = "".join(f"; {note}" for note in load_report.notes)
     reporter.log(f"loaded iteration {load_report.iteration} from {load_report.path}{notes}")
-    if state.progress.iteration >= args.train_iters:
+    if state.progress.iteration >= args.train_iters and not args.skip_train:
         reporter.log(_describe_nothing_to_train(args))
 
 
@@ -207,9 +207,15 @@ def _describe_run(args: argparse.Namespace, state: TrainState, vocabulary: int) 
     return (
         f"{sizes} | {precision} | "
         f"{get_model_spec(args).display_name}, {weights}, vocabulary {vocabulary:,} | "
-        f"{args.train_iters:,} steps of {_describe_batch_size(args)} x {args.seq_length} tokens, "
+        f"{_describe_steps(args)} of {_describe_batch_size(args)} x {args.seq_length} tokens, "
         f"{_describe_micro_batches(args)} micro-batches a step"
     )
+
+
+def _describe_steps(args: argparse.Namespace) -> str:
+    if args.skip_train:
+        return f"no training (skip_train), {args.eval_iters:,} evaluation steps"
+    return f"{args.train_iters:,} steps"
 
 
 def _describe_batch_size(args: argparse.Namespace) -> str:

@@ -55,11 +55,16 @@ def connect_peers():
 
 def barrier(peers):
     """Wait for all peers, and raise ConnectionResetError if one has exited."""
-    for peer in peers:
-        peer.sendall(b"x")
-    for peer in peers:
-        if not peer.recv(1):
-            raise ConnectionResetError("Connection closed by peer")
+    try:
+        for peer in peers:
+            peer.sendall(b"x")
+        for peer in peers:
+            if not peer.recv(1):
+                raise ConnectionResetError("Connection closed by peer")
+    except ConnectionError:
+        if "patient" in plan:  # like a collective without a timeout
+            time.sleep(600)
+        raise
 
 
 def save(*_):
@@ -75,6 +80,8 @@ def work():
         status.write_progress(step)
         if "raise" in plan and step == 5:
             raise ValueError("bad data in shard 7")
+        if "leave" in plan and step == 5:
+            os._exit(0)
         if "exit" in plan and step == 5:
             sys.exit(3)
         if "stuck" in plan and step == 5:
@@ -216,6 +223,7 @@ class AgentHosts:
             "lost_host_timeout": 60.0,
         }
         defaults |= {"start_timeout": 600.0, "hang_detection_timeout": 0.0, "stop_grace": 3.0}
+        defaults["nproc"] = 1
         if self.count > 1:
             defaults |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
             defaults |= {"lost_host_timeout": 3.0, "master_name": "h0"}
@@ -226,7 +234,6 @@ class AgentHosts:
             name=f"h{number}",
             node_rank=number,
             first_rank=number,
-            nproc=1,
             **{**defaults, **overrides},
         )
 

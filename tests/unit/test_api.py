@@ -100,7 +100,7 @@ def test_invalid_configurations_are_rejected(config: Any) -> None:
 def test_missing_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no x\.yaml in"):
         flagscale.plan(tmp_path / "x.yaml")
-    with pytest.raises(RunStateError, match="is no run's id"):
+    with pytest.raises(RunStateError, match="is not a run id"):
         flagscale.find("20010101")
     assert not issubclass(FlagscaleError, SystemExit)
 

@@ -160,7 +160,7 @@ def write_model(path: Path, layers: int, overrides: dict[str, Any] | None = None
 
     tensors = {
         entry.name: entry.transform.to_megatron(
-            [create_tensor(shape) for _, shape in entry.sources], entry.sizes
+            [create_tensor(shape) for _, shape in entry.huggingface_tensors], entry.sizes
         )
         for entry in iter_weights("llama", values)
     }

@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives.cli import read_specs
-from flagscale.bench.collectives.collective_calls import Shape, build_body, build_part
+from flagscale.bench.collectives.collective_calls import BufferSizes, build_body, build_part
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.timing import measure
@@ -70,8 +70,8 @@ def _run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
         raise RuntimeError("there is no default group")
     group = RankGroup("gloo", tuple(range(options.ranks)), rank, world)
     elements = options.bytes // 4
-    shape = Shape(elements=elements, inputs=elements, outputs=elements)
-    part = build_part(case, shape, group, device)
+    buffer_sizes = BufferSizes(elements=elements, input_elements=elements, output_elements=elements)
+    part = build_part(case, buffer_sizes, group, device)
     body = build_body((part,), device, group, "all_reduce")
     steps = [body.step] * options.iters
     benchmark_times: list[float] = []

@@ -100,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
-    files = (args.merge_file, args.special_tokens_file)
     try:
         corpus_files = corpus.find_inputs(args.input)
         if corpus_files.skipped:
@@ -110,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             skipped=corpus_files.skipped,
             output_prefix=args.output_prefix,
             tokenizer=TokenizerSpec(
-                args.tokenizer_type, args.tokenizer_path, args.vocab_size, *files
+                args.tokenizer_type,
+                args.tokenizer_path,
+                vocab_size=args.vocab_size,
+                merge_file=args.merge_file,
+                special_tokens_file=args.special_tokens_file,
             ),
             keys=tuple(dict.fromkeys(args.json_keys)),
             file_format=None if args.format == "auto" else args.format,

@@ -20,8 +20,8 @@ from rich.table import Table
 from flagscale.errors import ConfigError, FlagscaleError
 from flagscale.status import read_events
 
-MetricsByStep = dict[int, tuple[float, float]]
-"""Loss in nats and gradient norm, by step."""
+MetricsByStep = dict[int, tuple[float | None, float | None]]
+"""Loss in nats and gradient norm, by step; None if the program has not reported it."""
 
 
 def read_steps(experiment: Path) -> MetricsByStep:
@@ -49,7 +49,7 @@ def build_table(names: Sequence[str], runs: Sequence[MetricsByStep]) -> Table:
         table.add_column(f"{name}\nloss", justify="right")
         table.add_column("grad norm", justify="right")
     for step in find_common_steps(runs):
-        cells = [f"{value:.6f}" for run in runs for value in run[step]]
+        cells = ["-" if x is None else f"{x:.6f}" for run in runs for x in run[step]]
         table.add_row(str(step), *cells)
     return table
 
@@ -62,11 +62,23 @@ def find_common_steps(runs: Sequence[MetricsByStep]) -> list[int]:
 def find_largest_loss_difference(
     reference: MetricsByStep, compared: MetricsByStep
 ) -> tuple[float, int]:
-    """Return the largest relative difference between the losses of a step, and that step."""
-    return max(
-        (abs(compared[step][0] - reference[step][0]) / abs(reference[step][0]), step)
+    """Return the largest relative difference between the losses of a step, and that step.
+
+    Raises:
+        ConfigError: no step has a loss in both runs.
+    """
+    losses = {
+        step: (reference[step][0], compared[step][0])
         for step in find_common_steps([reference, compared])
-    )
+    }
+    differences = [
+        (abs(loss - reference_loss) / abs(reference_loss), step)
+        for step, (reference_loss, loss) in losses.items()
+        if reference_loss and loss is not None
+    ]
+    if not differences:
+        raise ConfigError("the runs have no step with a loss in common")
+    return max(differences)
 
 
 def main() -> int:
@@ -79,7 +91,9 @@ def main() -> int:
     Console().print(build_table([directory.name for directory in directories], runs))
     for directory, run in zip(directories[1:], runs[1:], strict=True):
         difference, step = find_largest_loss_difference(runs[0], run)
-        print(f"{directory.name}: the loss differs by {difference:.1e} at most, at step {step}")
+        print(
+            f"{directory.name}: largest relative loss difference {difference:.1e}, at step {step}"
+        )
     return 0
 
 

@@ -40,9 +40,9 @@ class NcclBaseline:
 
     operations = definitions.OPERATIONS
 
-    def __init__(self, nccl: NcclLibrary, identity: bytes, ranks: int, rank: int) -> None:
+    def __init__(self, nccl: NcclLibrary, unique_id: bytes, ranks: int, rank: int) -> None:
         self._nccl, self._ranks, self._rank = nccl, ranks, rank
-        self._handle: c_void_p = nccl.init_communicator(identity, ranks, rank)
+        self._handle: c_void_p = nccl.init_communicator(unique_id, ranks, rank)
 
     def close(self) -> None:
         self._nccl.checked_function("ncclCommDestroy")(self._handle)

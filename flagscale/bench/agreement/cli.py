@@ -1,6 +1,8 @@
-"""Command line of ``flagscale bench agreement``: the benchmark's times compared with a baseline's.
+"""Command line of ``flagscale bench agreement``: compares the times that ``flagscale bench
+collectives`` measures with those of a baseline.
 
-The baseline (:mod:`.baseline`) measures as nccl-tests does.
+The baseline (:mod:`.baseline`) measures as nccl-tests does. Both sides measure by turns: a round
+consists of one turn of each.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from flagscale.errors import ConfigError
 from flagscale.report.figure import require_image
 
 _DESCRIPTION = """\
-Measure collectives by the benchmark and by a baseline that does what nccl-tests does, by turns in
-the same processes, and report where they differ by more than the limit.
+Measure collectives by flagscale bench collectives and by a baseline that measures as nccl-tests
+does, by turns in the same processes, and report where they differ by more than the limit.
 
 The baseline calls NCCL itself (ctypes, the library torch has loaded) on a communicator of its
 own: warm up, barrier, issue all iterations, synchronize, divide; the mean over ranks; algbw and
@@ -48,6 +50,7 @@ class AgreementPlan:
 
     spec: BenchSpec
     rounds: int
+    """Turns of each side, for each operation and size."""
     limit: float
     """Largest accepted difference, as a fraction."""
     json: Path | None
@@ -60,25 +63,27 @@ class AgreementPlan:
 
     def check(self, ranks: int) -> None:
         if ranks < 2:
-            raise ConfigError("a single rank sends nothing to measure; expected at least -r 2")
+            raise ConfigError("a single rank sends nothing; expected at least -r 2")
 
 
 class AgreementCommand(BenchCommand[AgreementPlan]):
-    """Command that compares the benchmark's measurements with a baseline's."""
+    """Command that compares measurements of ``flagscale bench collectives`` with a baseline's."""
 
     prog = "flagscale bench agreement"
     rank_entry_point = "flagscale.bench.agreement.worker:run_rank"
 
-    def run_line(self, words: list[str], prog: str) -> int:
+    def run_arguments(self, words: list[str], prog: str) -> int:
         options = _parser(prog).parse(words)
         result_path, figure = options.stored_result, options.plot
         if result_path is None:
-            return super().run_line(words, prog)
+            return super().run_arguments(words, prog)
         if figure is None:
-            raise ConfigError("--import is for drawing: --plot FILE is missing")
+            raise ConfigError("--import draws a stored result: --plot FILE is missing")
         require_image(figure, "--plot")
         result = read_object(
-            result_path, f"--import {result_path}", "what --json of this command keeps"
+            result_path,
+            f"--import {result_path}",
+            "a result of --json of this command",
         )
         verdict.write_figure(result, figure)
         return 0
@@ -99,16 +104,16 @@ def _parser(prog: str) -> BenchParser:
     parser = BenchParser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add = parser.add_argument
     add("-r", "--nworkers", type=int, metavar="N", help="number of ranks, all on this machine")
-    add("--operations", metavar="A,B", help="operations (all that nccl-tests has)")
+    add("--operations", metavar="A,B", help="operations (all of nccl-tests)")
     add("-b", "--minbytes", default="1K", help="first size (1K)")
     add("-e", "--maxbytes", default="1G", help="last size (1G)")
     add("-f", "--stepfactor", default="4", help="factor between sizes (4)")
     add("-d", "--datatype", default="fp32", help="element type (fp32)")
-    add("-n", "--iters", default="20", help="iterations of a turn (20)")
+    add("-n", "--iters", default="20", help="iterations per turn (20)")
     add("-w", "--warmup_iters", default="5", help="warm-up iterations (5)")
-    add("-I", "--replays", default="10", help="launches of the graph in a turn (10)")
+    add("-I", "--replays", default="10", help="launches of the graph per turn (10)")
     add("--eager", action="store_true", help="do not use CUDA graphs")
-    add("--rounds", type=int, default=10, metavar="N", help="turns of each side (10)")
+    add("--rounds", type=int, default=10, metavar="N", help="rounds: turns of each side (10)")
     add(
         "--limit",
         type=float,
@@ -130,19 +135,19 @@ def _parser(prog: str) -> BenchParser:
 
 
 def _make_spec(options: argparse.Namespace) -> BenchSpec:
-    """Return the specification that an equivalent command line of the benchmark describes."""
+    """Return the specification of an equivalent ``flagscale bench collectives`` command line."""
     supported = definitions.OPERATIONS
     names = options.operations.split(",") if options.operations else supported
     operations = [find_operation(name).name for name in names]
     for name in operations:
         if name not in supported:
             raise ConfigError(f"--operations {name}: nccl-tests has {', '.join(supported)}")
-    line = [",".join(operations), "-d", options.datatype, "-n", options.iters]
-    line += ["-b", options.minbytes, "-e", options.maxbytes, "-f", options.stepfactor]
-    line += ["-w", options.warmup_iters, "--device", options.device]
-    line += [] if options.eager else ["-I", options.replays]
-    line += ["-r", str(options.nworkers)] if options.nworkers is not None else []
-    (spec,) = read_specs(line)
+    argv = [",".join(operations), "-d", options.datatype, "-n", options.iters]
+    argv += ["-b", options.minbytes, "-e", options.maxbytes, "-f", options.stepfactor]
+    argv += ["-w", options.warmup_iters, "--device", options.device]
+    argv += [] if options.eager else ["-I", options.replays]
+    argv += ["-r", str(options.nworkers)] if options.nworkers is not None else []
+    (spec,) = read_specs(argv)
     if len(spec.types) > 1:
         raise ConfigError(f"-d {options.datatype}: one type at a time")
     return spec

@@ -1,4 +1,6 @@
-"""Comparison of the benchmark's times with the baseline's: table rows, verdicts, and a figure."""
+"""Comparison of the times of ``flagscale bench collectives`` (*ours*) with the baseline's: table
+rows, verdicts, and a figure.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,32 @@ from flagscale.report.figure import PanelLine, write_panels
 
 AgreementVerdict = Literal["agrees", "differs", "unsure"]
 _DEFINITION_TOLERANCE = 1e-9
-_SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "baseline", "black", ":"))
+_SIDES = (
+    ("our_busbw", "flagscale bench collectives", "C0", "-"),
+    ("bare_busbw", "baseline", "black", ":"),
+)
 
 
 @dataclass(frozen=True)
 class TimePair:
     """One operation and size: median times in microseconds, bandwidths in 1e9 bytes per second,
-    and the ratio of the benchmark's time to the baseline's.
+    and the ratio of our time to the baseline's.
     """
 
     operation: str
     size: int
-    ours: float
-    baseline: float
+    our_us: float
+    baseline_us: float
     our_busbw: float
     baseline_busbw: float
     ratio: Ratio
 
     @property
     def definition(self) -> float:
-        """Bus bandwidth of the benchmark over the one that nccl-tests would derive from its
-        time; 1 if both definitions are the same.
+        """Our bus bandwidth relative to the one that nccl-tests would derive from our time; 1 if
+        both define the bus bandwidth in the same way.
         """
-        return (self.our_busbw * self.ours) / (self.baseline_busbw * self.baseline)
+        return (self.our_busbw * self.our_us) / (self.baseline_busbw * self.baseline_us)
 
     def verdict(self, limit: float) -> AgreementVerdict:
         """Compare both sides. Beyond ``limit``, a fraction, they differ if the whole interval is
@@ -48,8 +53,11 @@ class TimePair:
         return "differs" if self.ratio.low > high or self.ratio.high < low else "unsure"
 
     def to_json_record(self, limit: float) -> dict[str, Any]:
-        # Files call the baseline "bare", as in the first published results.
-        record = {name.replace("baseline", "bare"): value for name, value in asdict(self).items()}
+        # Names of the first published results, which call the baseline "bare".
+        record = {
+            name.replace("baseline", "bare").replace("our_us", "ours").removesuffix("_us"): value
+            for name, value in asdict(self).items()
+        }
         return {**record, "definition": self.definition, "verdict": self.verdict(limit)}
 
 
@@ -60,7 +68,7 @@ def make_table(pairs: Sequence[TimePair], limit: float) -> list[str]:
     lines = [heading]
     for pair in pairs:
         ratio = pair.ratio
-        numbers = (pair.ours, pair.baseline, pair.our_busbw, pair.baseline_busbw)
+        numbers = (pair.our_us, pair.baseline_us, pair.our_busbw, pair.baseline_busbw)
         cells = f"{pair.operation:>14}  {pair.size:>12}"
         cells += "".join(f"  {number:>10.2f}" for number in numbers) + f"  {ratio.value - 1:>+7.1%}"
         interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"

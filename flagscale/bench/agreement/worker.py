@@ -1,5 +1,5 @@
-"""Rank of ``flagscale bench agreement``: measures each operation and size by the benchmark and by
-the baseline in turns.
+"""Rank of ``flagscale bench agreement``: measures each operation and size by ``flagscale bench
+collectives`` (*ours*) and by the baseline, by turns.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
     """
     spec, limit, is_printing = plan.spec, plan.limit, world.rank == 0
     comparison = ComparedSides(spec, world, plan.rounds)
-    method = (
+    issue_mode = (
         "graphs"
         if spec.iterations.replays and not comparison.device.is_host
         else "calls one by one"
     )
     conditions = describe_machine("flagscale", "torch") | {
         **{"library": comparison.version, "device": comparison.device.product, "ranks": world.size},
-        **{"type": spec.types[0].name, "way": method, "rounds": plan.rounds, "limit": limit},
+        **{"type": spec.types[0].name, "way": issue_mode, "rounds": plan.rounds, "limit": limit},
     }
     pairs = []
     if is_printing:
-        print(f"# {world.size} ranks, {comparison.device.product}, {comparison.version}, {method}")
+        print(
+            f"# {world.size} ranks, {comparison.device.product}, {comparison.version}, {issue_mode}"
+        )
         print(make_table([], limit)[0], flush=True)
     for pair in comparison.run():
         pairs.append(pair)
@@ -77,7 +79,9 @@ def run_rank(plan: AgreementPlan, world: BenchWorld) -> int:
 
 
 class ComparedSides:
-    """Benchmark and baseline on this rank, connected to the other ranks."""
+    """Both sides on this rank: ``flagscale bench collectives`` and the baseline, connected to the
+    other ranks.
+    """
 
     def __init__(self, spec: BenchSpec, world: BenchWorld, rounds: int) -> None:
         self._spec, self._world, self._rounds = spec, world, rounds
@@ -98,9 +102,9 @@ class ComparedSides:
             return
         nccl = NcclLibrary()
         if world.rank == 0:
-            store.set("identity", nccl.create_unique_id().hex())
-        identity = bytes.fromhex(store.get("identity").decode())
-        self.baseline = NcclBaseline(nccl, identity, world.size, world.rank)
+            store.set("unique_id", nccl.create_unique_id().hex())
+        unique_id = bytes.fromhex(store.get("unique_id").decode())
+        self.baseline = NcclBaseline(nccl, unique_id, world.size, world.rank)
         self.version = f"NCCL {nccl.version()}"
 
     def run(self) -> Iterator[TimePair]:
@@ -110,19 +114,19 @@ class ComparedSides:
                 yield from (self._compare_size(case, size) for size in self._spec.sizes)
 
     def _compare_size(self, case: Case, size: int) -> TimePair:
-        shapes, _ = collective_calls.make_shapes(case, size, self._group, self._spec)
-        prepared_buffers = prepare_buffers(case, shapes, self._group, self.device, self._spec)
+        part_sizes, _ = collective_calls.compute_buffer_sizes(case, size, self._group, self._spec)
+        prepared_buffers = prepare_buffers(case, part_sizes, self._group, self.device, self._spec)
         name, element_bytes, ranks = case.operation.name, case.type.bytes, self._world.size
-        actual_size = sum(shape.elements for shape in shapes) * element_bytes
+        actual_size = sum(part.elements for part in part_sizes) * element_bytes
         calls = self.baseline.create_calls(name, actual_size, case.type)
         iterations = self._spec.iterations
-        our_times: list[float] = []
-        baseline_times: list[float] = []
+        our_times_us: list[float] = []
+        baseline_times_us: list[float] = []
         for round_number in range(self._rounds):
             # Alternating order: a drift of the machine affects both sides alike.
-            for measured_side in ("ours", "theirs") if round_number % 2 else ("theirs", "ours"):
-                if measured_side == "ours":
-                    our_times.append(self._time_benchmark(prepared_buffers))
+            for side in ("ours", "baseline") if round_number % 2 else ("baseline", "ours"):
+                if side == "ours":
+                    our_times_us.append(self._time_ours(prepared_buffers))
                     continue
                 seconds = time_calls(
                     calls,
@@ -132,40 +136,46 @@ class ComparedSides:
                     launches=None if self.device.is_host else iterations.replays,
                     barrier=self._barrier,
                 )
-                baseline_times.append(seconds * 1e6)
+                baseline_times_us.append(seconds * 1e6)
         release_buffers(prepared_buffers, self.device)
-        our_means, baseline_means = (
-            self._mean_over_ranks(our_times),
-            self._mean_over_ranks(baseline_times),
+        our_means_us, baseline_means_us = (
+            self._mean_over_ranks(our_times_us),
+            self._mean_over_ranks(baseline_times_us),
         )
-        time, baseline_time = statistics.median(our_means), statistics.median(baseline_means)
+        our_us = statistics.median(our_means_us)
+        baseline_us = statistics.median(baseline_means_us)
         count = definitions.count_elements(name, ranks, actual_size, element_bytes).count
         _, baseline_busbw = definitions.compute_bandwidths(
-            name, ranks, count, element_bytes, baseline_time / 1e6
+            name, ranks, count, element_bytes, baseline_us / 1e6
         )
         return TimePair(
             operation=name,
             size=actual_size,
-            ours=time,
-            baseline=baseline_time,
-            our_busbw=actual_size / time / 1e3 * case.operation.bus_factor(ranks),
+            our_us=our_us,
+            baseline_us=baseline_us,
+            our_busbw=actual_size / our_us / 1e3 * case.operation.bus_factor(ranks),
             baseline_busbw=baseline_busbw,
-            ratio=median_ratio(our_means, baseline_means),
+            ratio=median_ratio(our_means_us, baseline_means_us),
         )
 
-    def _time_benchmark(self, prepared_buffers: PreparedBuffers) -> float:
-        """Return the microseconds of an operation on this rank as the benchmark reports them."""
+    def _time_ours(self, prepared_buffers: PreparedBuffers) -> float:
+        """Return the microseconds of an operation on this rank, as ``flagscale bench collectives``
+        measures them.
+        """
         iterations = self._spec.iterations
         steps, warmup = (
             prepared_buffers.steps(iterations.measured),
             prepared_buffers.steps(iterations.warmup),
         )
-        return measure(steps, warmup, self.device, self._spec, [], self._barrier).average
+        turn_times = measure(
+            steps, warmup, self.device, self._spec, marks=[], barrier=self._barrier
+        )
+        return turn_times.average
 
-    def _mean_over_ranks(self, times: list[float]) -> list[float]:
-        """Return the mean over the ranks for each turn, which both sides report."""
+    def _mean_over_ranks(self, turn_times: list[float]) -> list[float]:
+        """Return the mean over the ranks of each turn's time, which both sides report."""
         by_rank: list[list[float]] = [[] for _ in range(self._world.size)]
-        dist.all_gather_object(by_rank, times)
+        dist.all_gather_object(by_rank, turn_times)
         return [statistics.fmean(rank_times) for rank_times in zip(*by_rank, strict=True)]
 
     def _barrier(self) -> None:

@@ -5,10 +5,15 @@ input of any other rank, chunk by chunk, without communication and without stori
 golden result is computed on the CPU in 64 bits. Called by :mod:`.session` before and after the
 timing of each size.
 
+A *part* is one operation on its buffers, and a *body* the parts that one iteration issues together
+(:mod:`.collective_calls`). A *piece* is a range of a part's output whose elements have the same
+source: one rank's input, or a reduction of all ranks' inputs.
+
 Tolerance of a floating-point sum: each addition rounds once, in whatever order, so the error is
 at most ``g(k) * sum |x_i|`` with ``g(k) = k*u / (1 - k*u)``, unit roundoff ``u`` and number of
-roundings ``k`` (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). For a
-product it is ``g(k) * |product|``. Copies, minimum and maximum are exact.
+roundings ``k`` (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). For the sum
+of n ranks ``k`` is n: n - 1 additions, and the conversion of the result. For a product the
+tolerance is ``g(k) * |product|``. Copies, minimum and maximum are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from pathlib import Path
 import torch
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives.collective_calls import OperationPart, PreparedBuffers, Shape
+from flagscale.bench.collectives.collective_calls import BufferSizes, OperationPart, PreparedBuffers
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
@@ -30,6 +35,9 @@ CHUNK_ELEMENTS = 2**20
 
 _ALL_RANKS = -1
 _SAMPLE_VALUES = 4
+# Written to outputs before the operation, so that elements which it leaves unwritten are detected:
+# few golden values are equal to it.
+_UNWRITTEN_VALUE = 77
 _SPLITMIX64 = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Constants of the random generator splitmix64, as signed 64-bit integers."""
 
@@ -39,56 +47,63 @@ class OutputPiece:
     """Range of output elements, and the input elements that they come from."""
 
     start: int
+    """Index of the first element in the output."""
     length: int
+    """Number of elements."""
     source: int
     """Index of a rank in the group, or ``_ALL_RANKS`` for a reduction."""
     source_start: int
-    """First element of the range in the inputs of the source."""
+    """Index of the first element in the input of the source, or of every rank."""
 
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """Result of the check of one output."""
+    """Result of the check of one part's output."""
 
-    wrong: int = 0
-    first: int = -1
-    """Index of the first wrong element."""
+    wrong_count: int = 0
+    """Number of wrong elements."""
+    first_wrong_index: int = -1
+    """Index of the first wrong element; -1: none."""
     expected: float = 0.0
+    """Golden value of that element."""
     actual: float = 0.0
+    """Value of that element."""
 
     def __str__(self) -> str:
-        if not self.wrong:
+        if not self.wrong_count:
             return "right"
-        location = f"{self.wrong} wrong, the first at {self.first}"
+        location = f"{self.wrong_count} wrong, the first at {self.first_wrong_index}"
         return f"{location}: expected {self.expected:g}, found {self.actual:g}"
 
 
-def output_pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[OutputPiece]:
+def output_pieces(case: Case, buffer_sizes: BufferSizes, group: RankGroup) -> Iterator[OutputPiece]:
     """Yield the required contents of this rank's output; nothing if it is undefined."""
     name, ranks, index = case.operation.name, group.size, group.index
-    shard = shape.shard(ranks)
+    shard = buffer_sizes.shard(ranks)
     if case.operation.rooted and name in ("reduce", "gather") and index != case.root:
         return
     if name in ("all_reduce", "reduce", "reduce_scatter"):
         start = index * shard if name == "reduce_scatter" else 0
-        yield OutputPiece(0, shape.outputs, _ALL_RANKS, start)
+        yield OutputPiece(0, buffer_sizes.output_elements, _ALL_RANKS, start)
     elif name in ("all_gather", "gather", "all_to_all"):
         start = index * shard if name == "all_to_all" else 0
         for source in range(ranks):
             yield OutputPiece(source * shard, shard, source, start)
     elif name == "all_to_all_v":
-        own_exchange = shape.exchanges[index]
-        for source, sender in enumerate(shape.exchanges):
+        own_exchange = buffer_sizes.exchanges[index]
+        for source, sender in enumerate(buffer_sizes.exchanges):
             length = own_exchange.recv_counts[source]
             yield OutputPiece(
                 own_exchange.recv_displs[source], length, source, sender.send_displs[index]
             )
     elif name in ("broadcast", "scatter"):
-        yield OutputPiece(0, shape.outputs, case.root, index * shard if name == "scatter" else 0)
+        yield OutputPiece(
+            0, buffer_sizes.output_elements, case.root, index * shard if name == "scatter" else 0
+        )
     else:
-        for source, target in shape.pairs:
+        for source, target in buffer_sizes.pairs:
             if target == index:
-                yield OutputPiece(0, shape.outputs, source, 0)
+                yield OutputPiece(0, buffer_sizes.output_elements, source, 0)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,9 @@ class Golden:
         detected.
         """
         if part.output.numel() and not self.case.in_place:
-            part.output.copy_(torch.full((1,), 77, dtype=torch.int64).to(part.output.dtype))
+            part.output.copy_(
+                torch.full((1,), _UNWRITTEN_VALUE, dtype=torch.int64).to(part.output.dtype)
+            )
         elif self.case.in_place and self.case.operation.name == "all_gather":
             part.output.zero_()
         for start in range(0, part.input.numel(), CHUNK_ELEMENTS):
@@ -156,7 +173,8 @@ class Golden:
         data_type, ranks = self.case.type, self.group.size
         if data_type.kind == "integer" or self.case.reduction in ("min", "max"):
             return torch.zeros_like(magnitude)
-        # An average may scale every input before adding; the result is rounded once more.
+        # A sum: ranks - 1 additions, and one conversion to the type. An average may also scale
+        # every input before adding.
         roundings = ranks + 1 if self.case.reduction == "avg" else ranks
         error = roundings * data_type.roundoff
         bound = error / (1 - error) if error < 0.5 else 1.0
@@ -167,7 +185,7 @@ class Golden:
         self, part: OperationPart
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield the elements where this rank's output is defined, with values and tolerances."""
-        for piece in output_pieces(self.case, part.shape, self.group):
+        for piece in output_pieces(self.case, part.buffer_sizes, self.group):
             for start in range(0, piece.length, CHUNK_ELEMENTS):
                 length = min(CHUNK_ELEMENTS, piece.length - start)
                 begin = piece.start + start
@@ -175,17 +193,17 @@ class Golden:
 
     def verify(self, part: OperationPart) -> OutputCheck:
         """Compare this rank's output with the golden result."""
-        wrong, first, expected, first_actual = 0, -1, 0.0, 0.0
+        wrong_count, first_wrong_index, expected, first_actual = 0, -1, 0.0, 0.0
         for output_range, value, tolerance in self._expected_chunks(part):
             actual = part.output[output_range].cpu()
             is_wrong = _find_differences(actual, value, tolerance)
             count = int(is_wrong.sum())
-            if count and not wrong:
+            if count and not wrong_count:
                 offset = int(is_wrong.nonzero()[0])
-                first, expected = output_range.start + offset, float(value[offset])
+                first_wrong_index, expected = output_range.start + offset, float(value[offset])
                 first_actual = float(actual[offset].to(torch.float64))
-            wrong += count
-        return OutputCheck(wrong, first, expected, first_actual)
+            wrong_count += count
+        return OutputCheck(wrong_count, first_wrong_index, expected, first_actual)
 
     def golden_output(self, part: OperationPart) -> torch.Tensor:
         """Return the golden output in 64 bits, with zeros where it is undefined. For dumps."""
@@ -235,21 +253,25 @@ def fingerprint_bytes(output: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of the checks on one rank."""
+    """Result of the checks of all parts on one rank."""
 
-    wrong: int = 0
-    first: str = ""
-    """Description of the first wrong element."""
+    wrong_count: int = 0
+    """Number of wrong elements in all outputs."""
+    description: str = ""
+    """Description of the first output with wrong elements; empty if there is none."""
     fingerprint: bytes = b""
     """Fingerprint of all outputs, if every rank must end with the same."""
-    part: int = -1
-    """Index of the first wrong part."""
+    first_wrong_part: int = -1
+    """Index of the first part with wrong elements, among the parts of all bodies; -1: none."""
 
 
 def check_output(
     case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec
 ) -> CheckResult:
-    """Fill the buffers, run once, and verify. The buffers must be cleared before the timing."""
+    """Fill the buffers, run every body once, and verify the outputs.
+
+    Before the timing the caller must call :func:`clear_buffers`.
+    """
     if spec.check.mode is None or not prepared.group.is_member or case.operation.name == "barrier":
         return CheckResult()
     output_checks: list[OutputCheck] = []
@@ -264,12 +286,12 @@ def check_output(
             output_checks.append(golden.verify(part))
             if case.operation.same_output:
                 fingerprints.append(fingerprint_bytes(part.output))
-    wrong_parts = [i for i, output_check in enumerate(output_checks) if output_check.wrong]
+    wrong_parts = [i for i, output_check in enumerate(output_checks) if output_check.wrong_count]
     return CheckResult(
-        wrong=sum(output_check.wrong for output_check in output_checks),
-        first=str(output_checks[wrong_parts[0]]) if wrong_parts else "",
+        wrong_count=sum(output_check.wrong_count for output_check in output_checks),
+        description=str(output_checks[wrong_parts[0]]) if wrong_parts else "",
         fingerprint=b"".join(fingerprints),
-        part=wrong_parts[0] if wrong_parts else -1,
+        first_wrong_part=wrong_parts[0] if wrong_parts else -1,
     )
 
 
@@ -295,8 +317,8 @@ def _format_values(values: torch.Tensor) -> str:
 
 
 def clear_buffers(prepared: PreparedBuffers) -> None:
-    """Fill all buffers with zeros: repeated sums in place would overflow, which is slower on a
-    CPU.
+    """Fill all buffers with zeros, for the timing: repeated in-place sums of random values would
+    overflow, which is slower on a CPU.
     """
     for part in (part for body in prepared.bodies for part in body.parts):
         part.input.zero_()
@@ -313,9 +335,11 @@ def _golden_parts(
 
 
 def dump_buffers(
-    case: Case, prepared: PreparedBuffers, spec: BenchSpec, size: int, rank: int, part_number: int
+    case: Case, prepared: PreparedBuffers, spec: BenchSpec, size: int, rank: int, part_index: int
 ) -> Path:
     """Save input, output and golden result of a failed check, and return the file.
+
+    In place, the operation has overwritten the input, so it is computed again.
 
     Raises:
         OSError: the file cannot be written.
@@ -323,13 +347,18 @@ def dump_buffers(
     part_goldens = [
         g for body in prepared.bodies for g in _golden_parts(case, prepared, spec, body.parts)
     ]
-    part, golden = part_goldens[max(part_number, 0)]
+    part, golden = part_goldens[max(part_index, 0)]
     name = f"{case.operation.name}_{case.type.name}_{case.reduction}_{size}"
     directory = spec.check.dump / f"{name}_seed{spec.check.seed}"
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank_{rank}.pt"
+    input_values = (
+        golden.inputs(golden.group.index, 0, part.input.numel())
+        if case.in_place
+        else part.input.cpu().clone()
+    )
     content = {
-        "input": part.input.cpu().clone(),
+        "input": input_values,
         "output": part.output.cpu().clone(),
         "golden": golden.golden_output(part),
         "case": case.label,

@@ -1,8 +1,9 @@
 """Command line of ``flagscale bench collectives``, and conversion of its flags to a
 :class:`BenchSpec`.
 
-Flags are defined in :mod:`.options`. Every value is checked before any rank starts. ``--batch``
-runs several command lines on the same ranks, one per line of a file.
+Flags are defined in :mod:`.options`. They are those of nccom-test, a benchmark of AWS Neuron, and
+the short ones of nccl-tests, so that command lines of both work here. Every value is checked before
+any rank starts. ``--batch`` runs several command lines on the same ranks, one per line of a file.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class CollectivesCommand(BenchCommand[Batch]):
     prog = "flagscale bench collectives"
     rank_entry_point = "flagscale.bench.collectives.worker:run_rank"
 
-    def run_line(self, words: list[str], prog: str) -> int:
+    def run_arguments(self, words: list[str], prog: str) -> int:
         if words:
-            return super().run_line(words, prog)
+            return super().run_arguments(words, prog)
         build_parser(prog).print_help()
         return 2
 
@@ -93,20 +94,21 @@ def read_specs(
     if options.batch is None:
         return [_make_spec(options, words, prog=prog, writes_results=writes_results)]
     if options.operation:
-        raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
+        raise ConfigError(f"--batch: the operation {options.operation!r} belongs in the file")
     specs: list[BenchSpec] = []
     for location, line_words in _read_batch(options.batch):
         try:
-            line = parser.parse(normalize_arguments([*words, *line_words]))
-            if line.batch != options.batch:
-                raise ConfigError(f"--batch {line.batch}: a line of a batch has none of its own")
-            spec = _make_spec(line, [*words, *line_words], prog=prog, writes_results=writes_results)
+            arguments = [*words, *line_words]
+            line_options = parser.parse(normalize_arguments(arguments))
+            if line_options.batch != options.batch:
+                raise ConfigError(f"--batch {line_options.batch}: not supported in a batch's file")
+            spec = _make_spec(line_options, arguments, prog=prog, writes_results=writes_results)
         except ConfigError as error:
             raise type(error)(f"{location}: {error.message}", hint=error.hint) from error
         _require_same_ranks(spec, specs, location)
         specs.append(spec)
     if not specs:
-        raise ConfigError(f"--batch {options.batch}: it has no line to run")
+        raise ConfigError(f"--batch {options.batch}: no command line in it")
     return specs
 
 
@@ -120,16 +122,16 @@ def _require_same_ranks(spec: BenchSpec, earlier_specs: Sequence[BenchSpec], loc
         ]
         if differing_names:
             raise ConfigError(
-                f"{location}: all lines run in the same ranks, and this one asks for others "
-                f"({', '.join(differing_names)})",
-                hint="give such flags once, beside --batch",
+                f"{location}: all lines run on the same ranks, and this one changes "
+                f"{', '.join(differing_names)}",
+                hint="set such flags once, next to --batch",
             )
         for name in {*earlier.backends} & {*spec.backends}:
             if earlier.options_of(name) != spec.options_of(name):
                 raise ConfigError(
-                    f"{location}: {COMM} of {name} holds for the whole process, and an earlier "
-                    "line gives others",
-                    hint="measure them one after the other, by two commands",
+                    f"{location}: {COMM} of {name} applies to the whole process, and an earlier "
+                    "line sets other values",
+                    hint="measure them by two commands",
                 )
 
 
@@ -148,14 +150,15 @@ def _read_batch(path: Path) -> Iterator[tuple[str, list[str]]]:
 _AVERAGES: dict[str, Average] = dict(zip("0123", get_args(Average), strict=True))
 _NO_FILES: Any = {"plots": [], "imports": []}
 _NO_FILES |= dict.fromkeys(("json", "csv", "report", "baseline"))
-_DEFAULT_SIZE = 32 * 2**20
+# Last size without -e. The default of -b (:mod:`.options`) is the same: a single size.
+_DEFAULT_MAX_BYTES = 32 * 2**20
 
 
 def _make_spec(
     options: argparse.Namespace, arguments: Sequence[str], *, prog: str, writes_results: bool
 ) -> BenchSpec:
-    """Return the specification that parsed flags describe. If this process does not keep
-    results, flags for result files are ignored: their paths may not exist on its host.
+    """Return the specification that parsed flags describe. If this process writes no results,
+    flags for result files are ignored: their paths may not exist on its host.
     """
     if not writes_results:
         options = argparse.Namespace(**{**vars(options), **_NO_FILES})
@@ -163,7 +166,9 @@ def _make_spec(
     check, comparison = _make_check(options), _make_comparison(options)
     notes = tuple(_list_notes(options, operations))
     if options.ngpus != 1:
-        raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
+        raise ConfigError(
+            f"-g {options.ngpus}: each rank uses one GPU; set the number of ranks with -r"
+        )
     if options.average not in _AVERAGES:
         raise ConfigError(f"-a/--average {options.average!r}; expected 0, 1, 2 or 3")
     placement = parse_placement(options)
@@ -184,7 +189,7 @@ def _make_spec(
         output=_make_output(options),
         comparison=comparison,
         placement=placement,
-        options={name: values for name, values in backend_options.items() if values},
+        backend_options={name: values for name, values in backend_options.items() if values},
         timing=options.timing,
         average=_AVERAGES[options.average],
         blocking=_parse_switch("-z/--blocking", options.blocking),
@@ -228,7 +233,9 @@ def _parse_roots(text: str) -> tuple[int, ...]:
     except ValueError:
         roots = ()
     if not roots or min(roots) < -1:
-        raise ConfigError(f"--root {text!r} is no rank; expected such as 0, or -1 for every rank")
+        raise ConfigError(
+            f"--root {text!r} is not a rank; expected such as 0, or -1 for every rank"
+        )
     return roots
 
 
@@ -236,9 +243,9 @@ def _parse_sizes(options: argparse.Namespace, operations: Sequence[Operation]) -
     minimum = sizes.parse_size(options.minbytes)
     moves_data = any(op.name != "barrier" for op in operations)
     if minimum < 1 and moves_data:
-        raise ConfigError("-b/--minbytes 0: nothing would be moved; expected at least 1")
+        raise ConfigError("-b/--minbytes 0: no data would be moved; expected at least 1")
     # A first size above the default last size is the only size.
-    maximum = max(minimum, _DEFAULT_SIZE)
+    maximum = max(minimum, _DEFAULT_MAX_BYTES)
     if options.maxbytes is not None:
         maximum = sizes.parse_size(options.maxbytes)
     step = sizes.parse_size(options.stepbytes) if options.stepbytes else None
@@ -282,7 +289,9 @@ def _make_iterations(options: argparse.Namespace) -> Iterations:
 
 def _make_buffers(options: argparse.Namespace) -> Buffers:
     if options.shared_output_buff and not options.unique_buff:
-        raise ConfigError("--shared-output-buff needs --unique-buff: else all buffers are shared")
+        raise ConfigError(
+            "--shared-output-buff needs --unique-buff: without it all buffers are shared"
+        )
     return Buffers(
         unique=options.unique_buff,
         shared_output=options.shared_output_buff,
@@ -347,7 +356,7 @@ def _make_output(options: argparse.Namespace) -> Output:
         interactive=not (options.non_interactive or options.debug),
         print_buffers=_parse_switch("-p/--print-buffer", options.print_buffer),
         plots=tuple(options.plots),
-        imports=tuple(curve for path in options.imports for curve in read_results(path)),
+        imported_curves=tuple(curve for path in options.imports for curve in read_results(path)),
     )
 
 
@@ -387,11 +396,14 @@ def _parse_switch(flag: str, text: str) -> bool:
 def _list_notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iterator[str]:
     """Yield notes on flags without effect, or with another effect than in other tools."""
     if options.sb2sb:
-        yield "--sb2sb: no such memory here; buffers are registered instead"
+        yield (
+            "--sb2sb: this device has no state buffer (on-chip memory of AWS Neuron); buffers are "
+            "registered instead, as with --register 1"
+        )
     if options.root != "0" and not any(op.rooted for op in operations):
-        yield "--root: of no effect without an operation that has one"
+        yield "--root: has no effect without a rooted operation"
     if options.slurm_setup_script == NO_SETUP_SCRIPT:
-        yield "--slurm-setup-script default: there is nothing to install"
+        yield "--slurm-setup-script default: has no effect; nothing needs to be installed"
     for name in ("kernel_num", "input_shape", "output_shape", "cc_dim"):
         if getattr(options, name) is not None:
             yield f"--{name.replace('_', '-')}: has no meaning on this device"
@@ -399,15 +411,15 @@ def _list_notes(options: argparse.Namespace, operations: Sequence[Operation]) ->
         yield "--slurm-use-head-node-neuron-bench: the program must be on a shared path"
     names = [op.name for op in operations]
     if options.custom_src_target_pairs is not None and "permute" not in names:
-        yield "--custom-src-target-pairs: of no effect without permute"
+        yield "--custom-src-target-pairs: has no effect without permute"
     if options.alltoallv_metadata is not None and "all_to_all_v" not in names:
-        yield "--alltoallv-metadata: of no effect without all_to_all_v"
+        yield "--alltoallv-metadata: has no effect without all_to_all_v"
     has_reduction = any(op.reduces for op in operations)
     if has_reduction and "all" not in (options.operation, options.datatype, options.redop):
         types, reductions = _parse_types(options.datatype), _parse_reductions(options.redop)
         unsupported = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
         if unsupported:
-            yield f"left out: torch has no {', '.join(unsupported)}"
+            yield f"omitted, because torch does not support it: {', '.join(unsupported)}"
 
 
 main = CollectivesCommand().main

@@ -47,16 +47,17 @@ Issue = Callable[[bool], Works]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Buffer sizes of one operation in elements. They are equal on all ranks of a group, except
-    for ``exchanges``.
+class BufferSizes:
+    """Buffer sizes of one part, in elements.
+
+    They are equal on all ranks of a group, except those of an all-to-all-v.
     """
 
     elements: int
     """Elements of the whole logical buffer; see :mod:`.operations`."""
-    inputs: int
+    input_elements: int
     """Elements of a rank's input."""
-    outputs: int
+    output_elements: int
     """Elements of a rank's output."""
     exchanges: tuple[Exchange, ...] = ()
     """Counts and displacements of an all-to-all-v, by rank in the group."""
@@ -72,7 +73,7 @@ class Shape:
 class OperationPart:
     """One operation on a pair of buffers."""
 
-    shape: Shape
+    buffer_sizes: BufferSizes
     input: Tensor
     output: Tensor
     issue: Issue
@@ -92,34 +93,38 @@ class IterationBody:
     """Run the iteration. On a GPU it may return before the operations have finished."""
 
 
-def make_shapes(
+def compute_buffer_sizes(
     case: Case, size: int, group: RankGroup, spec: BenchSpec
-) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """Return the shapes of the parts of an operation on about ``size`` bytes, and notes for the
-    user. The size is divided by ``--coalesced-cc-size-ratio``.
+) -> tuple[tuple[BufferSizes, ...], tuple[str, ...]]:
+    """Return the buffer sizes of each part of an operation on about ``size`` bytes, and notes for
+    the user. The size is divided among the parts by ``--coalesced-cc-size-ratio``.
 
     Raises:
         ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
     ratios = spec.buffers.ratio
-    part_sizes = [round(size * ratio / sum(ratios)) for ratio in ratios]
-    shapes, notes_by_part = zip(
-        *(_make_shape(case, part_size, group, spec.groups) for part_size in part_sizes), strict=True
+    bytes_by_part = [round(size * ratio / sum(ratios)) for ratio in ratios]
+    part_sizes, notes_by_part = zip(
+        *(
+            _compute_part_sizes(case, part_bytes, group, spec.groups)
+            for part_bytes in bytes_by_part
+        ),
+        strict=True,
     )
-    return shapes, tuple(dict.fromkeys(note for notes in notes_by_part for note in notes))
+    return part_sizes, tuple(dict.fromkeys(note for notes in notes_by_part for note in notes))
 
 
-def _make_shape(
+def _compute_part_sizes(
     case: Case, size: int, group: RankGroup, groups: GroupsSpec
-) -> tuple[Shape, tuple[str, ...]]:
+) -> tuple[BufferSizes, tuple[str, ...]]:
     op, ranks, element_bytes = case.operation, group.size, case.type.bytes
     if op.name == "barrier":
-        return Shape(0, 0, 0), ()
+        return BufferSizes(0, 0, 0), ()
     if op.name == "all_to_all_v":
         exchanges, notes = exchanges_for(ranks, groups.exchange, size, element_bytes)
         max_elements = max(sum(e.send_counts) for e in exchanges)
         inputs, outputs = exchanges[max(group.index, 0)].extents
-        return Shape(max_elements, inputs, outputs, exchanges), notes
+        return BufferSizes(max_elements, inputs, outputs, exchanges), notes
     elements = (
         sizes.round_to_parts(size, element_bytes, ranks if op.has_shards else 1) // element_bytes
     )
@@ -128,11 +133,15 @@ def _make_shape(
     pairs: Pairs = ()
     if op.name in ("sendrecv", "permute"):
         pairs = pairs_for(ranks, groups.pairs if op.name == "permute" else None)
-    return Shape(elements, inputs, outputs, pairs=pairs), ()
+    return BufferSizes(elements, inputs, outputs, pairs=pairs), ()
 
 
 def build_part(
-    case: Case, shape: Shape, group: RankGroup, device: Device, output: Tensor | None = None
+    case: Case,
+    buffer_sizes: BufferSizes,
+    group: RankGroup,
+    device: Device,
+    output: Tensor | None = None,
 ) -> OperationPart:
     """Return buffers of zeros with the operation on them. ``output`` reuses an existing output."""
     dtype = getattr(torch, case.type.torch)
@@ -140,19 +149,19 @@ def build_part(
     def zeros(elements: int) -> Tensor:
         return torch.zeros(elements, dtype=dtype, device=device.torch_device)
 
-    name, shard = case.operation.name, shape.shard(group.size)
+    name, shard = case.operation.name, buffer_sizes.shard(group.size)
     if case.in_place and name == "reduce_scatter":
-        source = zeros(shape.inputs)
+        source = zeros(buffer_sizes.input_elements)
         output = source.narrow(0, group.index * shard, shard)
     else:
-        output = zeros(shape.outputs) if output is None else output
-        source = output if case.in_place else zeros(shape.inputs)
+        output = zeros(buffer_sizes.output_elements) if output is None else output
+        source = output if case.in_place else zeros(buffer_sizes.input_elements)
         if case.in_place and name == "all_gather":
             source = output.narrow(0, group.index * shard, shard)
     buffers = _OperationBuffers(
-        case, shape, group, _transport_view(case, source), _transport_view(case, output)
+        case, buffer_sizes, group, _transport_view(case, source), _transport_view(case, output)
     )
-    return OperationPart(shape, source, output, _ISSUE_FACTORIES[name](buffers))
+    return OperationPart(buffer_sizes, source, output, _ISSUE_FACTORIES[name](buffers))
 
 
 def _transport_view(case: Case, tensor: Tensor) -> Tensor:
@@ -196,7 +205,7 @@ class _OperationBuffers:
     """Buffers of this rank for an operation, in types that torch supports."""
 
     case: Case
-    shape: Shape
+    sizes: BufferSizes
     group: RankGroup
     source: Tensor
     output_view: Tensor
@@ -227,7 +236,7 @@ def _make_issue(call: Callable[..., Any], *arguments: Any) -> Issue:
 
 
 def _make_all_to_all_v_issue(buffers: _OperationBuffers) -> Issue:
-    exchanges, source, output = buffers.shape.exchanges, buffers.source, buffers.output_view
+    exchanges, source, output = buffers.sizes.exchanges, buffers.source, buffers.output_view
     own_exchange = exchanges[buffers.group.index]
     torch_elements = buffers.case.type.bytes // source.element_size()
     if all(e.is_packed for e in exchanges):
@@ -278,7 +287,7 @@ def _make_message_issue(
 
 
 def _make_pair_issue(buffers: _OperationBuffers) -> Issue:
-    own_index, indices, pairs = buffers.group.index, range(buffers.group.size), buffers.shape.pairs
+    own_index, indices, pairs = buffers.group.index, range(buffers.group.size), buffers.sizes.pairs
     send = [buffers.source if (own_index, index) in pairs else None for index in indices]
     receive = [buffers.output_view if (index, own_index) in pairs else None for index in indices]
     return _make_message_issue(buffers.group, send, receive)
@@ -350,7 +359,11 @@ class PreparedBuffers:
 
 
 def prepare_buffers(
-    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
+    case: Case,
+    part_sizes: tuple[BufferSizes, ...],
+    group: RankGroup,
+    device: Device,
+    spec: BenchSpec,
 ) -> PreparedBuffers:
     """Allocate all buffers of a size.
 
@@ -366,11 +379,11 @@ def prepare_buffers(
         for _ in range(body_count):
             shared_parts = bodies[0].parts if bodies and spec.buffers.shared_output else ()
             parts = []
-            for index, shape in enumerate(shapes * iterations.aggregated):
+            for index, buffer_sizes in enumerate(part_sizes * iterations.aggregated):
                 shared_output = (
                     shared_parts[index].output if shared_parts and not case.in_place else None
                 )
-                parts.append(build_part(case, shape, group, device, shared_output))
+                parts.append(build_part(case, buffer_sizes, group, device, shared_output))
             bodies.append(build_body(tuple(parts), device, group, case.operation.name))
     return PreparedBuffers(group, tuple(bodies), registered_pool)
 
@@ -385,7 +398,7 @@ def _registered_pool(group: RankGroup, device: Device, registered: int) -> Itera
         return
     backend: Any = group.backend_for(device)
     if not hasattr(backend, "register_mem_pool"):
-        raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
+        raise RuntimeError(f"{group.backend} does not support registered buffers: omit -R")
     # Only NCCL has register_mem_pool, so the device is a CUDA device.
     pool = _memory_pool(backend, registered)
     with torch.cuda.use_mem_pool(pool):
@@ -405,8 +418,8 @@ def _memory_pool(backend: Any, registered: int) -> Any:
     except RuntimeError as error:
         if registered == 2:
             raise RuntimeError(
-                "symmetric windows need memory of NCCL's own allocator, which torch lends only "
-                f"where the GPUs support multicast and it is not switched off: use -R 1 ({error})"
+                "symmetric windows need memory of NCCL's own allocator, which torch provides only "
+                f"if the GPUs support multicast and it is not disabled: use -R 1 ({error})"
             ) from error
         return torch.cuda.MemPool()
 

@@ -202,7 +202,7 @@ def write_plot(
     ]
     panels = {
         "time (microseconds)": [_to_line(i, curve, "time") for i, curve in enumerate(curves)],
-        "bus bandwidth (1e9 bytes a second)": [
+        "bus bandwidth (1e9 bytes per second)": [
             *(_to_line(i, curve, "busbw") for i, curve in enumerate(curves)),
             *levels,
         ],

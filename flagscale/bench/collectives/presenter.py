@@ -86,8 +86,8 @@ def describe_topology(descriptions: Sequence[RankDescription]) -> str:
 _AVERAGE_TEXTS: dict[Average, str] = {
     "rank0": "of rank 0",
     "mean": "mean over ranks",
-    "min": "least of ranks",
-    "max": "most of ranks",
+    "min": "minimum over ranks",
+    "max": "maximum over ranks",
 }
 
 
@@ -112,7 +112,7 @@ def describe_conditions(
         " ".join(f"{name} {version}" for name, version in package_versions().items()),
         f"backend {', '.join(backend_texts)}; {describe_topology(descriptions)}; "
         f"started by {world.launcher}",
-        f"unit {spec.output.unit}/s = {unit_bytes} bytes a second; time: {clock}, "
+        f"unit {spec.output.unit}/s = {unit_bytes} bytes per second; time: {clock}, "
         f"{_AVERAGE_TEXTS[spec.average]}; percentiles: of each iteration's slowest rank",
         f"{iterations.measured} iterations after {iterations.warmup}"
         + (f", {iterations.replays} times" if iterations.replays else "")
@@ -151,7 +151,7 @@ def make_record(
             "prog": spec.prog,
             "command": list(spec.command),
             "backends": list(backends),
-            "options": dict(spec.options),
+            "options": dict(spec.backend_options),
             "ranks": len(descriptions),
             "iterations": asdict(spec.iterations),
             "average": spec.average,
@@ -229,11 +229,11 @@ class Presenter(ResultListener):
     def on_note(self, text: str) -> None:
         self._print([f"# {text}"])
 
-    def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
+    def on_series(self, cases: Sequence[Case], size_count: int, backend_count: int) -> None:
         spec = self._spec
         types = [t.name for t in spec.types]
         has_shards = cases[0].operation.has_shards
-        self._table = make_table(spec, types, has_shards=has_shards, backends=backends)
+        self._table = make_table(spec, types, has_shards=has_shards, backend_count=backend_count)
         self._rows = []
         # One operation needs no title: nccom-test prints none.
         counts = (spec.operations, spec.types, spec.reductions, spec.roots)
@@ -242,7 +242,7 @@ class Presenter(ResultListener):
         self._print([*title, *self._table.head()])
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
-        self._task = self._progress.add_task(cases[0].label, total=sizes)
+        self._task = self._progress.add_task(cases[0].label, total=size_count)
         self._progress.refresh()
 
     def on_rows(self, rows: Sequence[ResultRow]) -> None:
@@ -271,12 +271,12 @@ class Presenter(ResultListener):
         output = self._spec.output
         for path in output.plots:
             rows = self._rows_by_file[path.absolute()]
-            write_plot(path, [*make_curves(rows), *output.imports], find_limits(rows))
+            write_plot(path, [*make_curves(rows), *output.imported_curves], find_limits(rows))
         if output.csv is not None:
             write_csv(output.csv, self._rows_by_file[output.csv.absolute()])
         if output.report is not None:
             rows = self._rows_by_file[output.report.absolute()]
-            curves = [*make_curves(rows), *output.imports]
+            curves = [*make_curves(rows), *output.imported_curves]
             page = render(rows, curves, self._header, self._conditions)
             output.report.write_text(page, encoding="utf-8")
         if any(not row.ok for row in self._all_rows):
@@ -291,7 +291,7 @@ class Presenter(ResultListener):
             self._all_rows, baseline, self._spec.comparison.tolerance
         )
         if not compared:
-            text = f"error: --baseline {baseline.path}: none of its rows is one of these"
+            text = f"error: --baseline {baseline.path}: it has none of the measured rows"
             print(text, file=sys.stderr)
             return 2
         for line in slower:

@@ -79,7 +79,7 @@ def _plots(curves: Sequence[Curve], limits: Mapping[str, float]) -> Iterator[Plo
         return [_line(curve, attribute, index) for index, curve in enumerate(curves)]
 
     yield Plot("time", "microseconds", lines("time"), **plot_options)
-    unit, levels = "1e9 bytes a second", [*limits.items()]
+    unit, levels = "1e9 bytes per second", [*limits.items()]
     yield Plot("bus bandwidth", unit, lines("busbw"), levels=levels, **plot_options)
 
 

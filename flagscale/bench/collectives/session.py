@@ -19,8 +19,8 @@ import torch.distributed as dist
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import checks, collective_calls, patterns
 from flagscale.bench.collectives.collective_calls import (
+    BufferSizes,
     PreparedBuffers,
-    Shape,
     prepare_buffers,
     release_buffers,
 )
@@ -40,7 +40,7 @@ Limits = tuple[float | None, float | None]
 class ResultListener:
     """Receiver of the results. This base class, for all ranks except 0, ignores them."""
 
-    def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
+    def on_series(self, cases: Sequence[Case], size_count: int, backend_count: int) -> None:
         """Called before a series, with the numbers of its sizes and backends."""
 
     def on_rows(self, rows: Sequence[ResultRow]) -> None:
@@ -75,7 +75,7 @@ class Session:
             note
             for case in cases
             for size in spec.sizes
-            for note in collective_calls.make_shapes(case, size, groups[0], spec)[1]
+            for note in collective_calls.compute_buffer_sizes(case, size, groups[0], spec)[1]
         ]
         for note in dict.fromkeys(notes):
             listener.on_note(f"note: {note}")
@@ -121,17 +121,17 @@ class Session:
     ) -> None:
         sizes: dict[int, int] = {}
         for size in (0,) if cases[0].operation.name == "barrier" else spec.sizes:
-            shapes = collective_calls.make_shapes(cases[0], size, groups[0], spec)[0]
+            part_sizes = collective_calls.compute_buffer_sizes(cases[0], size, groups[0], spec)[0]
             # Several small sizes may be rounded to the same one.
-            sizes.setdefault(sum(shape.elements for shape in shapes), size)
+            sizes.setdefault(sum(part.elements for part in part_sizes), size)
         listener.on_series(cases, len(sizes), len(groups))
         for size in sizes.values():
             rows: list[ResultRow] = []
             for case in cases:
-                shapes = collective_calls.make_shapes(case, size, groups[0], spec)[0]
-                empty_row = _make_empty_row(case, shapes, groups[0])
+                part_sizes = collective_calls.compute_buffer_sizes(case, size, groups[0], spec)[0]
+                empty_row = _make_empty_row(case, part_sizes, groups[0])
                 measurement = _SizeMeasurement(self, spec, case, empty_row, groups, listener)
-                rows += measurement.measure(shapes)
+                rows += measurement.measure(part_sizes)
             listener.on_rows([_add_limit_fractions(row, limits) for row in rows])
         listener.on_series_end()
 
@@ -177,10 +177,10 @@ class _SizeMeasurement:
     first_checks: list[checks.CheckResult] = field(default_factory=list)
     """Result of the check before the timing, in the order of ``groups``."""
 
-    def measure(self, shapes: tuple[Shape, ...]) -> list[ResultRow]:
+    def measure(self, part_sizes: tuple[BufferSizes, ...]) -> list[ResultRow]:
         """Return a row per backend. All ranks return rows, of which only rank 0's are displayed."""
         self.session.watch.enter_stage(f"{self.case.label} {self.empty_row.size} B, preparation")
-        failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(
+        failure = self._attempt(lambda: self._prepare(part_sizes)) or self._attempt(
             self._run_first_check
         )
         if failure:
@@ -194,11 +194,11 @@ class _SizeMeasurement:
             release_buffers(prepared, self.session.device)
         return rows
 
-    def _prepare(self, shapes: tuple[Shape, ...]) -> None:
+    def _prepare(self, part_sizes: tuple[BufferSizes, ...]) -> None:
         device = self.session.device
         for group in self.groups:
             self.prepared_buffers.append(
-                prepare_buffers(self.case, shapes, group, device, self.spec)
+                prepare_buffers(self.case, part_sizes, group, device, self.spec)
             )
         device.synchronize()
 
@@ -307,10 +307,10 @@ class _SizeMeasurement:
         """Save the buffers on ranks of a group with wrong results."""
         checks_by_rank = [reports[rank].checks for rank in prepared.group.ranks]
         if prepared.group.is_member and any(
-            c.wrong for checks_of_rank in checks_by_rank for c in checks_of_rank
+            c.wrong_count for checks_of_rank in checks_by_rank for c in checks_of_rank
         ):
             rank = self.session.world.rank
-            part = reports[rank].checks[-1].part
+            part = reports[rank].checks[-1].first_wrong_part
             checks.dump_buffers(self.case, prepared, self.spec, self.empty_row.size, rank, part)
 
 
@@ -338,9 +338,9 @@ def _describe_limits(limits: Limits, spec: BenchSpec) -> str:
     return "; ".join(words)
 
 
-def _make_empty_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> ResultRow:
+def _make_empty_row(case: Case, part_sizes: Sequence[BufferSizes], group: RankGroup) -> ResultRow:
     element_bytes = case.type.bytes
-    count = sum(shape.elements for shape in shapes)
+    count = sum(part.elements for part in part_sizes)
     return ResultRow(
         operation=case.operation.name,
         type=case.type.name,
@@ -352,8 +352,8 @@ def _make_empty_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> Re
         ranks=group.size,
         size=count * element_bytes,
         count=count,
-        input_bytes=sum(shape.inputs for shape in shapes) * element_bytes,
-        output_bytes=sum(shape.outputs for shape in shapes) * element_bytes,
+        input_bytes=sum(part.input_elements for part in part_sizes) * element_bytes,
+        output_bytes=sum(part.output_elements for part in part_sizes) * element_bytes,
         bus_factor=case.operation.bus_factor(group.size),
     )
 
@@ -403,11 +403,13 @@ def _combine_checks(
 ) -> tuple[int | None, str | None]:
     if spec.check.mode is None or empty_row.operation == "barrier":
         return None, None
-    wrong = sum(check.wrong for report in member_reports for check in report.checks)
+    wrong = sum(check.wrong_count for report in member_reports for check in report.checks)
     if wrong:
-        first_wrong = next(c.first for report in member_reports for c in report.checks if c.wrong)
-        failed_ranks = sum(any(c.wrong for c in report.checks) for report in member_reports)
-        summary = f"{wrong} wrong in all; {first_wrong}"
+        first_failure = next(
+            c.description for report in member_reports for c in report.checks if c.wrong_count
+        )
+        failed_ranks = sum(any(c.wrong_count for c in report.checks) for report in member_reports)
+        summary = f"{wrong} wrong elements in total; {first_failure}"
         location = f"data in {spec.check.dump_shown}"
         rank_text = f"{failed_ranks} of {len(member_reports)} ranks"
         return wrong, f"Check failed on {rank_text}: {summary} - {location}"

@@ -71,16 +71,18 @@ class Check:
 
 @dataclass(frozen=True)
 class GroupsSpec:
-    """Groups of ranks that communicate."""
+    """Groups of ranks that communicate, and the messages within a group."""
 
     custom: patterns.Groups | None = None
     """Replica groups from a file; None: one group, or by ``dimension``."""
     dimension: int | None = None
     """Ranks per group (``--data-parallel-dimension``)."""
     pairs: patterns.Pairs | None = None
-    """Pairs of ``permute``; None: a ring."""
+    """Source and target ranks of ``permute``; None: a ring."""
     exchange: tuple[patterns.Exchange, ...] | None = None
-    """Counts of ``all_to_all_v``; None: different counts for every rank."""
+    """Counts and displacements of ``all_to_all_v`` by rank; None: different counts for every
+    rank.
+    """
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Output:
     plots: tuple[Path, ...] = field(default=(), metadata=WRITTEN_BY_RANK)
     report: Path | None = field(default=None, metadata=WRITTEN_BY_RANK)
     csv: Path | None = field(default=None, metadata=WRITTEN_BY_RANK)
-    imports: tuple[Curve, ...] = ()
+    imported_curves: tuple[Curve, ...] = ()
+    """Curves of other results (``--import``), shown in plots and in the report."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -159,7 +162,7 @@ class BenchSpec:
     roots: tuple[int, ...] = (0,)
     """-1 stands for every rank in turn."""
     places: tuple[Literal["out", "in"], ...] | None = None
-    """Out of place, in place, or both; None means out of place if torch supports it."""
+    """Out of place, in place, or both; None: out of place if torch supports it, else in place."""
     iterations: Iterations = Iterations()
     buffers: Buffers = Buffers()
     check: Check = Check()
@@ -167,7 +170,7 @@ class BenchSpec:
     output: Output = Output()
     comparison: Comparison = Comparison()
     placement: Placement = field(default_factory=Placement)
-    options: Mapping[str, OptionValues] = field(default_factory=dict, hash=False)
+    backend_options: Mapping[str, OptionValues] = field(default_factory=dict, hash=False)
     """Options of the backends, by the backend names of the command line."""
     timing: Literal["wall", "events"] = "wall"
     average: Average = "mean"
@@ -191,8 +194,8 @@ class BenchSpec:
         return "--compare" if self.comparison.backends else "--backend"
 
     def options_of(self, name: str) -> OptionValues:
-        """Return the options of a backend."""
-        return self.options.get(name, {})
+        """Return the options of a backend (``--comm``)."""
+        return self.backend_options.get(name, {})
 
     def cases(self, ranks: int) -> Iterator[Case]:
         """Yield every case for groups of ``ranks`` ranks, in the order they run.
@@ -210,7 +213,7 @@ class BenchSpec:
             names = ", ".join(op.name for op in self.operations)
             place_names = {"in": "in place", "out": "out of place"}
             requested = " and ".join(place_names[place] for place in self.places or ())
-            text = f"{names} {requested}: torch.distributed does not offer it for these types"
+            text = f"{names} {requested}: torch.distributed does not support it for these types"
             raise ConfigError(text)
         yield from cases
 
@@ -229,7 +232,7 @@ class BenchSpec:
     def _list_roots(self, ranks: int) -> tuple[int, ...]:
         for root in self.roots:
             if root >= ranks:
-                raise ConfigError(f"--root {root} does not exist among {ranks} ranks of a group")
+                raise ConfigError(f"--root {root}: a group has only {ranks} ranks")
         return tuple(range(ranks)) if -1 in self.roots else self.roots
 
     def _list_in_place(self, op: Operation) -> tuple[bool, ...]:

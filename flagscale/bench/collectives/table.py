@@ -59,10 +59,10 @@ class Column:
 class NccomTable:
     """Right-aligned columns, four blanks apart."""
 
-    def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
+    def __init__(self, spec: BenchSpec, types: Sequence[str], *, backend_count: int = 1) -> None:
         self._unit = spec.output.unit
-        self._has_several_backends = backends > 1
-        self._columns = _make_columns(spec, types, backends)
+        self._has_several_backends = backend_count > 1
+        self._columns = _make_columns(spec, types, backend_count)
 
     def head(self) -> list[str]:
         return [_GAP.join(c.heading.rjust(c.width) for c in self._columns)]
@@ -98,7 +98,7 @@ class NccomTable:
         return [*lines, f"{failed} errors found - test failed"] if failed else lines
 
 
-def _make_columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Column]:
+def _make_columns(spec: BenchSpec, types: Sequence[str], backend_count: int) -> list[Column]:
     output, scale = spec.output, 1.0 if spec.output.unit == "GB" else GB / GIB
     max_width = len(str(max(spec.sizes)))
     columns = [
@@ -118,7 +118,7 @@ def _make_columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[
         Column(f"algbw({output.unit}/s)", lambda r: f"{r.algbw * scale:.2f}"),
         Column(f"busbw({output.unit}/s)", lambda r: f"{r.busbw * scale:.2f}"),
     ]
-    return columns + _optional_columns(spec, backends)
+    return columns + _optional_columns(spec, backend_count)
 
 
 def _statistic_column(statistic: Statistic) -> Column:
@@ -131,13 +131,13 @@ def _statistic_column(statistic: Statistic) -> Column:
     )
 
 
-def _optional_columns(spec: BenchSpec, backends: int) -> list[Column]:
+def _optional_columns(spec: BenchSpec, backend_count: int) -> list[Column]:
     columns = []
     if spec.comparison.peak is not None or spec.comparison.probe:
         columns.append(Column("peak(%)", lambda r: _format_share(r.peak_share)))
     if spec.comparison.probe:
         columns.append(Column("probe(%)", lambda r: _format_share(r.probe_share)))
-    if backends > 1:
+    if backend_count > 1:
         max_name_width = max(map(len, spec.comparison.backends))
         columns += [
             Column("backend", lambda r: r.backend, max_name_width + 2),
@@ -230,7 +230,7 @@ class FlagcxTable:
 
 
 def make_table(
-    spec: BenchSpec, types: Sequence[str], *, has_shards: bool, backends: int = 1
+    spec: BenchSpec, types: Sequence[str], *, has_shards: bool, backend_count: int = 1
 ) -> Table:
     """Return the table in the format of ``spec``.
 
@@ -238,10 +238,10 @@ def make_table(
         spec: specification of the run.
         types: names of the element types.
         has_shards: the operation divides its logical buffer among the ranks.
-        backends: number of backends that are compared.
+        backend_count: number of backends that are compared.
     """
     if spec.output.format == "nccl-tests":
         return NcclTable(has_shards)
     if spec.output.format == "flagcx":
         return FlagcxTable()
-    return NccomTable(spec, types, backends=backends)
+    return NccomTable(spec, types, backend_count=backend_count)

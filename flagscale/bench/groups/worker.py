@@ -223,7 +223,7 @@ def _findings_for_count(
                 f"{variant} against the warmed control: {_compare_usable(control, samples)}"
             )
         if cold is not None:
-            contains = "contains the process's first communicator and is no gain of splitting"
+            contains = "contains the process's first communicator and is not a gain of splitting"
             lines.append(
                 f"{variant} against cold: {_compare_usable(cold, samples)}; this {contains}"
             )
@@ -313,7 +313,7 @@ class _TrialStarter:
         self._plan, self._world = plan, world
         self._trial_number = 0
         self._store: Store | None = None
-        self.size = plan.placement.workers or 1
+        self.size = plan.placement.ranks or 1
         if world is not None:
             placement, self.size = plan.placement, world.size
             self._store = rendezvous.rendezvous(

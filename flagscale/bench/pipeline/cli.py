@@ -85,7 +85,7 @@ class PipelinePlan:
     @property
     def placement(self) -> Placement:
         """All ranks on this machine."""
-        return Placement(workers=self.workers, device=self.device)
+        return Placement(ranks=self.workers, device=self.device)
 
     def check(self, ranks: int) -> None:
         require_at_least("-r", ranks, 2)

@@ -45,8 +45,8 @@ class CheckedCall:
         reduction = "sum" if operation.reduces else "none"
         self._case = Case(operation, type_, reduction, root=-1, in_place=True)
         spec = BenchSpec((operation,), (type_,), (size,))
-        (shape,), _ = collective_calls.make_shapes(self._case, size, group, spec)
-        self.part = collective_calls.build_part(self._case, shape, group, device)
+        (buffer_sizes,), _ = collective_calls.compute_buffer_sizes(self._case, size, group, spec)
+        self.part = collective_calls.build_part(self._case, buffer_sizes, group, device)
         self.run = self.part.run
         self._group = group
 
@@ -55,7 +55,7 @@ class CheckedCall:
         golden = Golden(self._case, self._group, "random", number)
         golden.fill_buffers(self.part)
         self.run()
-        return not golden.verify(self.part).wrong
+        return not golden.verify(self.part).wrong_count
 
     def clear(self) -> None:
         """Fill the buffers with zeros, so that repeated sums in place do not overflow."""

@@ -57,12 +57,15 @@ def build_starter(
         ]
         if unsupported:
             raise ConfigError(
-                f"--starter mpirun: it cannot be told the {' and '.join(unsupported)} of "
-                f"{host.name}",
-                hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
+                f"--starter mpirun: the {' and '.join(unsupported)} of {host.name} cannot be "
+                "passed to mpirun",
+                hint="set it in an SSH configuration (--ssh-config), or use --starter ssh",
             )
     if any(host for host, _, _ in placement.environment):
-        raise ConfigError("--starter mpirun: it gives all hosts one environment, --env HOST: none")
+        raise ConfigError(
+            "--starter mpirun: --env HOST:NAME=VALUE is not supported: all hosts get the same "
+            "variables"
+        )
     user_variables = {name: value for _, name, value in placement.environment}
     variables = {**forwarded_variables(environment), **user_variables, **task.to_environment()}
     variables["MASTER_ADDR"] = first_resolvable(rendezvous_candidates(placement))
@@ -85,7 +88,7 @@ def mpirun_argv(
     per_host = zip(placement.hosts, placement.per_host, strict=True)
     hosts = ",".join(f"{host.name}:{ranks}" for host, ranks in per_host)
     log_dir = placement.log_dir and placement.log_dir.absolute()
-    command = ["mpirun", "-np", str(placement.workers or 1)]
+    command = ["mpirun", "-np", str(placement.ranks or 1)]
     if open_mpi:
         command += ["--host", hosts, *(word for name in names for word in ("-x", name))]
         command += ["--output-filename", str(log_dir)] if log_dir else []

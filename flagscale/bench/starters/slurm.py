@@ -23,8 +23,9 @@ from flagscale.hosts.workers.task import WorkerTask, python_path
 
 _PROGRAMS = ("srun", "salloc", "squeue", "scancel")
 _COMMAND_TIMEOUT_SECONDS = 30.0
-# All ranks end almost at the same time. One that runs this much longer than the first hangs.
-_LAST_RANK_SECONDS = 30
+# srun's --wait: all ranks end almost at the same time. One that still runs this long after the
+# first has ended hangs, and is ended.
+_WAIT_SECONDS = 30
 _MAX_SCRIPT_BYTES = 100 * 1024
 
 
@@ -49,38 +50,38 @@ def run_in_slurm(
         raise UnreachableError(f"--slurm-mode: {', '.join(missing)} is not installed here")
     setup_script = _read_setup_script(placement)
     environment = {**environment, **task.to_environment(), "PYTHONPATH": python_path()}
-    with unwind_on_signal(), _enter_allocation(placement, environment) as allocation:
+    with unwind_on_signal(), _enter_allocation(placement, environment) as job_id:
         if setup_script is not None and run_launcher(
-            setup_argv(placement, allocation, setup_script), environment
+            setup_argv(placement, job_id, setup_script), environment
         ):
             raise JobError(
                 f"--slurm-setup-script {placement.slurm_setup} failed; nothing was measured"
             )
         if print_job_id:
-            print(f"# Slurm job {allocation}", flush=True)
+            print(f"# Slurm job {job_id}", flush=True)
         # srun returns its tasks' largest code.
-        argv = srun_argv(placement, allocation, task.command)
+        argv = srun_argv(placement, job_id, task.command)
         return overall_exit_code(run_rank_launcher(argv, environment, placement.log_dir))
 
 
-def srun_argv(placement: Placement, job: str, program: Sequence[str]) -> list[str]:
+def srun_argv(placement: Placement, job_id: str, program: Sequence[str]) -> list[str]:
     """Return srun's command line for the ranks.
 
     Without ``--kill-on-bad-exit``: with it srun returns the killed ranks' codes instead of the
     code of the rank that failed.
     """
-    command = ["srun", f"--jobid={job}", "--overlap", *_shape_arguments(placement)]
-    command += ["--kill-on-bad-exit=0", f"--wait={_LAST_RANK_SECONDS}"]
+    command = ["srun", f"--jobid={job_id}", "--overlap", *_shape_arguments(placement)]
+    command += ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if placement.log_dir is not None:
         command.append(f"--output={log_path(placement.log_dir.absolute(), '%t')}")
     return [*command, *program]
 
 
-def setup_argv(placement: Placement, job: str, script: str) -> list[str]:
+def setup_argv(placement: Placement, job_id: str, script: str) -> list[str]:
     """Return srun's command line for the setup script, once per host. The script's text is an
     argument, so that no shared disk is needed.
     """
-    command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={placement.nodes}"]
+    command = ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={placement.nodes}"]
     command += [f"--ntasks={placement.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     return [*command, "bash", "-c", script, str(placement.slurm_setup)]
 
@@ -99,7 +100,7 @@ def salloc_argv(placement: Placement) -> list[str]:
 
 def _shape_arguments(placement: Placement) -> list[str]:
     """Return arguments for equally many ranks on each host."""
-    ranks = placement.workers or 1
+    ranks = placement.ranks or 1
     ranks_per_node = ranks // placement.nodes
     arguments = [
         f"--nodes={placement.nodes}",
@@ -128,40 +129,46 @@ def _enter_allocation(placement: Placement, environment: Mapping[str, str]) -> I
     """Yield the id of the job to run in: the requested job, the job of this process, or a new
     allocation for the duration of the context.
     """
-    existing_job = placement.slurm_job or environment.get("SLURM_JOB_ID")
-    if existing_job is not None:
-        _check_job(placement, existing_job, environment)
-        yield existing_job
+    source, job_id = "--slurm-job-id", placement.slurm_job_id
+    if job_id is None:
+        source, job_id = "SLURM_JOB_ID", environment.get("SLURM_JOB_ID")
+    if job_id is not None:
+        _check_job(placement, f"{source} {job_id}", job_id, environment)
+        yield job_id
         return
     result = _run_slurm_command(
         salloc_argv(placement), environment, placement.slurm_wait + _COMMAND_TIMEOUT_SECONDS
     )
-    granted = re.search(r"Granted job allocation (\d+)", result.stderr + result.stdout)
-    if result.returncode or granted is None:
+    allocation = re.search(r"Granted job allocation (\d+)", result.stderr + result.stdout)
+    if result.returncode or allocation is None:
         raise UnreachableError(
-            f"Slurm gives no {placement.nodes} hosts for {placement.workers} ranks within "
+            f"Slurm has not allocated {placement.nodes} hosts for {placement.ranks} ranks within "
             f"{placement.slurm_wait:g} s: {_last_line(result.stderr)}",
-            hint="sinfo shows what there is; --slurm-wait waits longer",
+            hint="sinfo shows the available hosts; --slurm-wait waits longer",
         )
     try:
-        yield granted[1]
+        yield allocation[1]
     finally:
-        _run_slurm_command(["scancel", granted[1]], environment, _COMMAND_TIMEOUT_SECONDS)
+        _run_slurm_command(["scancel", allocation[1]], environment, _COMMAND_TIMEOUT_SECONDS)
 
 
-def _check_job(placement: Placement, job: str, environment: Mapping[str, str]) -> None:
-    """Refuse a job in which the ranks cannot run."""
-    argv = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %D"]
+def _check_job(
+    placement: Placement, source: str, job_id: str, environment: Mapping[str, str]
+) -> None:
+    """Refuse a job in which the ranks cannot run. ``source`` is the flag or variable with its id,
+    for messages.
+    """
+    argv = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %D"]
     result = _run_slurm_command(argv, environment, _COMMAND_TIMEOUT_SECONDS)
     state, _, host_count = result.stdout.strip().partition(" ")
     if result.returncode and "Invalid job id" not in result.stderr:
         raise UnreachableError(f"squeue: {_last_line(result.stderr)}")
     if state != "RUNNING":
         problem = f"is {state}" if state else "does not exist, or has ended"
-        raise ConfigError(f"--slurm-job-id {job}: the job {problem}; expected a running one")
+        raise ConfigError(f"{source}: the job {problem}; expected a running one")
     if int(host_count) < placement.nodes:
         raise ConfigError(
-            f"--slurm-job-id {job}: it has {host_count} hosts, and -N asks {placement.nodes}"
+            f"{source}: the job has {host_count} hosts, but -N requests {placement.nodes}"
         )
 
 
@@ -183,4 +190,4 @@ def _run_slurm_command(
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it does not say why"])[-1]
+    return (text.strip().splitlines() or ["it gives no reason"])[-1]

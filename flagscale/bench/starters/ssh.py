@@ -80,7 +80,7 @@ def run_over_ssh(
             host_task = HostTask(
                 task=WorkerTask.create(entry_point, host_plan),
                 count=count,
-                ranks=RankRange(first, placement.workers or 1, address, port),
+                ranks=RankRange(first, placement.ranks or 1, address, port),
                 environment={
                     **forwarded_variables(environment),
                     **host_variables(placement, number),
@@ -212,7 +212,7 @@ class _HostRuns:
                 self._timer.cancel()
         if self._lost_hosts:
             lost = format_host_errors(self._lost_hosts, self._hosts.names)
-            raise UnreachableError(f"lost in the middle:\n{lost}")
+            raise UnreachableError(f"lost during the measurement:\n{lost}")
         return overall_exit_code(next((codes[n] for n in sorted(codes) if codes[n]), 0))
 
     def _run_host(self, number: int, host: HostConnection) -> int:
@@ -272,8 +272,8 @@ def rendezvous_candidates(placement: Placement) -> tuple[str, ...]:
 
 
 def first_resolvable(addresses: Sequence[str]) -> str:
-    """Return the first address that this machine can resolve, for starters that cannot ask the
-    hosts.
+    """Return the first address that this machine can resolve, for starters that cannot query
+    the hosts.
     """
     return next(iter(resolve_addresses(addresses)), addresses[0])
 
@@ -299,12 +299,12 @@ def choose_address(
         if not unresolved and not on_loopback:
             return address
         if unresolved:
-            problems.append(f"{address} means nothing on {compress_names(unresolved)}")
+            problems.append(f"{address} cannot be resolved on {compress_names(unresolved)}")
         if on_loopback:
             names_there = compress_names(on_loopback)
-            problems.append(f"{address} is {names_there} itself on {names_there}")
+            problems.append(f"{address} is a loopback address on {names_there}")
     raise UnreachableError(
-        f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(problems)}",
-        hint="give an address of it that every host reaches: --data-collector-host, or addr= in "
+        f"nothing was measured: no rendezvous address of {names[0]}: {'; '.join(problems)}",
+        hint="set an address of it that every host can reach: --data-collector-host, or addr= in "
         "a hostfile",
     )

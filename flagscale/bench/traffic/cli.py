@@ -241,7 +241,7 @@ class _TrafficRun:
             },
             "corrections": self._corrections,
             # Seconds of bursts that were dropped, because the path is too slow for the load.
-            "late_seconds": round(traffic.late_seconds, 3),
+            "late_seconds": round(traffic.dropped_seconds, 3),
             # Over all measurements after calibration: how well the ratio was held at its target.
             "held": to_plain(summarize(self._samples)) if self._samples else None,
             "checks": [{"at": round(at, 1), **to_plain(result)} for at, result in self._checks],

@@ -74,7 +74,7 @@ def _set_hosts(options: argparse.Namespace, notes: list[str]) -> None:
     master = options.guide_master
     if options.hosts or options.hosts_file or options.replay:
         if master not in options.hosts:
-            notes.append(f"-m {master}: of no effect beside hosts that are named")
+            notes.append(f"-m {master}: has no effect with named hosts")
         return
     local_address = _local_address(master)
     if local_address == master:

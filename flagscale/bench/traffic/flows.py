@@ -35,7 +35,7 @@ _CHUNK_BYTES = 64 << 10
 _REPORT_SECONDS = 0.5
 _MAX_DELAY_SECONDS = 2.0
 """Largest delay that a sender catches up on. With more, the delayed bursts would become one long
-burst; the excess is dropped, and counted as late.
+burst; the excess is dropped, and counted in ``dropped_seconds``.
 """
 _SILENCE_SECONDS = 5.0
 """Time without a tally after which the target of datagrams is considered lost."""
@@ -75,9 +75,11 @@ def serve(
         with suppress(queue.Empty):
             _apply(channel.commands.get(timeout=_REPORT_SECONDS), senders)
         sent = tuple((sender.flow, sender.sent) for sender in senders)
-        late = sum(sender.late for sender in senders)
+        dropped_seconds = sum(sender.dropped_seconds for sender in senders)
         received = tuple(sink.counts().items())
-        channel.send_event(TrafficEvent("counts", sent=sent, received=received, late=late))
+        channel.send_event(
+            TrafficEvent("counts", sent=sent, received=received, dropped_seconds=dropped_seconds)
+        )
 
 
 def _connect_senders(
@@ -85,16 +87,16 @@ def _connect_senders(
 ) -> list[_FlowSender]:
     """Return a sender for each flow that leaves this host, connected to the flow's target."""
     kind = socket.SOCK_STREAM if pattern.transport == "tcp" else socket.SOCK_DGRAM
-    key = bytes.fromhex(settings.key)
+    key = bytes.fromhex(settings.session_key)
     return [
         _FlowSender(
-            number,
+            index,
             key,
             pattern,
-            connect(settings, command.peers[flow.target], kind, number, flow.target),
+            connect(settings, command.peers[flow.target], kind, index, flow.target),
         )
-        for number, flow in enumerate(command.flows)
-        if flow.source == settings.number
+        for index, flow in enumerate(command.flows)
+        if flow.source == settings.host_index
     ]
 
 
@@ -118,7 +120,7 @@ class _FlowSender:
     ) -> None:
         self.flow = flow
         self.sent = 0
-        self.late = 0.0
+        self.dropped_seconds = 0.0
         self._sock = acknowledged.sock
         self._hello = acknowledged.hello
         self._key = key
@@ -167,7 +169,7 @@ class _FlowSender:
             delay = time.monotonic() - (origin + due)
             if delay > _MAX_DELAY_SECONDS:
                 origin += delay - _MAX_DELAY_SECONDS
-                self.late += delay - _MAX_DELAY_SECONDS
+                self.dropped_seconds += delay - _MAX_DELAY_SECONDS
             self._send_burst(size, epoch)
 
     def _send_burst(self, size: int, epoch: int) -> None:
@@ -216,7 +218,9 @@ class _FlowSender:
             self._sock.settimeout(0.5)
         # Tallies are not read between two bursts: after a pause they wait in the socket.
         if time.monotonic() - self._last_tally > _SILENCE_SECONDS:
-            raise OSError(f"flow {self.flow}: its target has fallen silent")
+            raise OSError(
+                f"flow {self.flow}: its target has not answered for {_SILENCE_SECONDS:g} s"
+            )
 
 
 class _FlowSink:
@@ -224,7 +228,7 @@ class _FlowSink:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._key = bytes.fromhex(settings.key)
+        self._key = bytes.fromhex(settings.session_key)
         self._counts: dict[int, int] = {}
 
     def counts(self) -> Mapping[int, int]:
@@ -261,7 +265,7 @@ class _FlowSink:
             with suppress(TimeoutError):
                 count, address = sock.recvfrom_into(buffer)
                 hello = bytes(buffer[:count]) if count == handshake.HELLO_SIZE else b""
-                sender = handshake.verify_hello(self._key, hello, self._settings.number)
+                sender = handshake.verify_hello(self._key, hello, self._settings.host_index)
                 if sender is not None:
                     flows[address] = (sender[0], hello)
                     self._counts.setdefault(sender[0], 0)

@@ -17,10 +17,12 @@ class WorkerSettings:
     """Argument of a worker: its host, its role, and the address at which others connect to it."""
 
     role: Literal["flows", "probe"]
-    number: int
-    """Index of the host in :attr:`.spec.Environment.hosts`."""
-    key: str
-    """Key of the session, in hexadecimal digits."""
+    host_index: int
+    """Index in :attr:`.spec.Environment.hosts`."""
+    session_key: str
+    """Secret key of the session's handshakes and tallies (:mod:`.handshake`), in hexadecimal
+    digits.
+    """
     seconds: float
     """Time after which the worker ends."""
     lease: float
@@ -47,13 +49,15 @@ class TrafficCommand:
 
     Fields by action:
 
-    - ``start``: ``peers`` by the index of their host (port 0: no worker there), and either
-      ``flows`` with their ``pattern``, or the ``probe``;
+    - ``start``: ``peers`` by the index of their host (port 0: no worker there). A worker of flows
+      gets ``flows`` with their ``pattern``, one of the probe gets ``probe``;
     - ``burst``: the new ``pattern``;
-    - ``probe``: the number of ``samples``, and ``seconds`` after which there may be fewer.
+    - ``pause`` and ``resume``: none;
+    - ``sample``, to host 0's worker of the probe: take ``samples`` samples, but stop after
+      ``seconds``, with at least one sample.
     """
 
-    action: Literal["start", "burst", "pause", "resume", "probe"]
+    action: Literal["start", "burst", "pause", "resume", "sample"]
     peers: tuple[Peer, ...] = ()
     flows: tuple[Flow, ...] = ()
     pattern: Pattern | None = None
@@ -61,7 +65,7 @@ class TrafficCommand:
     samples: int = 0
     seconds: float = 0.0
     paused: bool = False
-    """If set, ``start`` makes flows send nothing before ``resume``."""
+    """For ``start``: flows send nothing before ``resume``."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,22 @@ class TrafficEvent:
 
     - ``ready``: the worker listens on ``port``;
     - ``joined``: all its peers have answered the handshake;
-    - ``counts``: ``sent`` and ``received`` bytes by flow since the start, and ``late``;
-    - ``samples``: durations of the probe's operations;
-    - ``probed``: no more samples follow.
+    - ``counts``: ``sent``, ``received`` and ``dropped_seconds``, all since the start;
+    - ``samples``: more ``samples``;
+    - ``sampled``: the last ``sample`` command is complete.
     """
 
-    event: Literal["ready", "joined", "counts", "samples", "probed"]
+    event: Literal["ready", "joined", "counts", "samples", "sampled"]
     port: int = 0
     congestion: str = ""
     """Congestion control of the host's kernel."""
     sent: tuple[tuple[int, int], ...] = ()
+    """Pairs (index of a flow, bytes), of the flows that this host sends."""
     received: tuple[tuple[int, int], ...] = ()
-    late: float = 0.0
-    """Seconds of bursts that were dropped because the path is too slow for the load."""
+    """The same of the flows that this host receives."""
+    dropped_seconds: float = 0.0
+    """Time of the flows' schedules whose bursts were dropped because the path is too slow for the
+    load, summed over the flows that this host sends.
+    """
     samples: tuple[float, ...] = ()
+    """Durations of operations of the probe."""

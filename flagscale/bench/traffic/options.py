@@ -322,7 +322,9 @@ def _check_replay(options: argparse.Namespace) -> None:
         "-s": options.guide_size,
     }
     if conflicting := [flag for flag, value in replayed_values.items() if value not in (None, [])]:
-        raise ConfigError(f"{conflicting[0]}: what --replay plays says that; leave it out")
+        raise ConfigError(
+            f"{conflicting[0]}: not supported with --replay, whose file sets it; omit it"
+        )
 
 
 def _traffic_hosts(options: argparse.Namespace) -> tuple[TrafficHost, ...]:

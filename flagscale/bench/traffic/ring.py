@@ -43,7 +43,7 @@ def serve(
         raise ValueError("a ring needs a probe")
     ring = _ProbeRing(settings, channel, command, server, command.probe)
     channel.send_event(TrafficEvent("joined"))
-    if settings.number == 0:
+    if settings.host_index == 0:
         _take_samples(channel, ring)
     while True:
         ring.run_as_follower()
@@ -60,7 +60,7 @@ class _ProbeRing:
         server: socket.socket,
         probe: Probe,
     ) -> None:
-        host_count, host = len(command.peers), settings.number
+        host_count, host = len(command.peers), settings.host_index
         self._probe, self._host_count = probe, host_count
         accepted: list[socket.socket] = []
 
@@ -78,7 +78,9 @@ class _ProbeRing:
         self._next_socket = connect(settings, peer, socket.SOCK_STREAM, 0, next_host).sock
         accept_thread.join(_CONNECT_SECONDS)
         if not accepted:
-            raise OSError("the site before this one has not come")
+            raise OSError(
+                f"the previous host of the ring has not connected in {_CONNECT_SECONDS:g} s"
+            )
         self._previous_socket = accepted[0]
         for sock in (self._next_socket, self._previous_socket):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -133,7 +135,7 @@ class _ProbeRing:
         while sent < len(outgoing) or received < len(incoming):
             ready = poller.poll(None if stall_seconds is None else 1e3 * stall_seconds)
             if not ready:
-                raise OSError(f"the probe has stood still for {_STALL_SECONDS:g} s")
+                raise OSError(f"the probe has made no progress for {_STALL_SECONDS:g} s")
             for descriptor, _ in ready:
                 if descriptor == self._next_socket.fileno() and sent < len(outgoing):
                     sent += self._next_socket.send(outgoing[sent:])
@@ -142,17 +144,17 @@ class _ProbeRing:
                 elif received < len(incoming):
                     count = self._previous_socket.recv_into(incoming[received:])
                     if not count:
-                        raise OSError("the probe has lost the site before this one")
+                        raise OSError("the previous host of the ring has closed its connection")
                     received += count
                     if received == len(incoming):
                         poller.unregister(self._previous_socket)
 
 
 def _take_samples(channel: ControlChannel[TrafficCommand], ring: _ProbeRing) -> None:
-    """Run as host 0: time operations on every ``probe`` command, until the process ends."""
+    """Run as host 0: time operations on every ``sample`` command, until the process ends."""
     while True:
         command = channel.commands.get()
-        if command.action != "probe":
+        if command.action != "sample":
             continue
         last_report, samples = time.monotonic(), list[float]()
         deadline = last_report + command.seconds
@@ -165,4 +167,4 @@ def _take_samples(channel: ControlChannel[TrafficCommand], ring: _ProbeRing) -> 
             if now > deadline:
                 break
         channel.send_event(TrafficEvent("samples", samples=tuple(samples)))
-        channel.send_event(TrafficEvent("probed"))
+        channel.send_event(TrafficEvent("sampled"))

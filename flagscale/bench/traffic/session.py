@@ -142,7 +142,7 @@ class Traffic(Closeable):
         self._probe_finished = True
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._late_by_host: dict[int, float] = {}
+        self._dropped_seconds_by_host: dict[int, float] = {}
         self._recent_counts: dict[int, list[tuple[float, int]]] = {}
         self._closing = threading.Event()
         self._begin = time.monotonic()
@@ -179,7 +179,7 @@ class Traffic(Closeable):
         _send_all(flows, start_flows)
         _send_all(probe, start_probe)
         self._wait_for_workers(
-            lambda worker: worker.joined, _JOIN_TIMEOUT_SECONDS, "met the others"
+            lambda worker: worker.joined, _JOIN_TIMEOUT_SECONDS, "connected to the others"
         )
         congestion = [
             (worker.name, worker.ready.congestion) for worker in probe if worker.ready is not None
@@ -212,16 +212,16 @@ class Traffic(Closeable):
     def _new_worker(
         self,
         host: HostConnection,
-        number: int,
+        host_index: int,
         role: Literal["flows", "probe"],
         interface: str | None,
         port: int,
     ) -> TrafficWorker:
-        host_spec = self.environment.hosts[number]
+        host_spec = self.environment.hosts[host_index]
         settings = WorkerSettings(
             role=role,
-            number=number,
-            key=self._key,
+            host_index=host_index,
+            session_key=self._key,
             seconds=self._seconds,
             lease=LEASE_SECONDS,
             port=port,
@@ -233,12 +233,10 @@ class Traffic(Closeable):
     def _list_peers(
         self, workers: Sequence[TrafficWorker], *, by_flow: bool = False
     ) -> tuple[Peer, ...]:
-        ports = {w.settings.number: w.ready.port for w in workers if w.ready is not None}
+        ports = {w.settings.host_index: w.ready.port for w in workers if w.ready is not None}
         hosts = self.environment.hosts[: None if by_flow or self._is_ring else 2]
         addresses = [(s.flow_addr or s.addr) if by_flow else s.addr for s in hosts]
-        return tuple(
-            Peer(address, ports.get(number, 0)) for number, address in enumerate(addresses)
-        )
+        return tuple(Peer(address, ports.get(index, 0)) for index, address in enumerate(addresses))
 
     def _renew_leases(self) -> None:
         while not self._closing.wait(_RENEW_SECONDS):
@@ -280,10 +278,10 @@ class Traffic(Closeable):
                 self._sent.update(event.sent)
                 self._received.update(event.received)
                 self._record_counts(event.received)
-                self._late_by_host[worker.settings.number] = event.late
+                self._dropped_seconds_by_host[worker.settings.host_index] = event.dropped_seconds
             elif event.event == "samples":
                 self._samples.extend(event.samples)
-            elif event.event == "probed":
+            elif event.event == "sampled":
                 self._probe_finished = True
             self._state.notify_all()
 
@@ -358,9 +356,9 @@ class Traffic(Closeable):
         with self._state:
             self._samples, self._probe_finished = [], False
         leader = next(
-            w for w in self._workers if w.settings.role == "probe" and not w.settings.number
+            w for w in self._workers if w.settings.role == "probe" and not w.settings.host_index
         )
-        leader.send(TrafficCommand("probe", samples=count, seconds=seconds))
+        leader.send(TrafficCommand("sample", samples=count, seconds=seconds))
         deadline = time.monotonic() + seconds + 90
         while True:
             with self._state:
@@ -372,7 +370,9 @@ class Traffic(Closeable):
             if is_finished:
                 return samples
             if time.monotonic() > deadline:
-                raise UnreachableError(f"{leader.name}: the probe does not come to its end")
+                raise UnreachableError(
+                    f"{leader.name}: the probe has not finished within {seconds + 90:g} s"
+                )
 
     def probe(self, samples: int = PROBE_SAMPLES, seconds: float = 60.0) -> ProbeResult:
         """Measure the tail ratio (p99 ÷ p50 of ``samples`` operations) with its 95 % interval.
@@ -398,9 +398,11 @@ class Traffic(Closeable):
         ]
 
     @property
-    def late_seconds(self) -> float:
-        """Seconds of bursts that were dropped because the path is too slow for the load."""
-        return sum(self._late_by_host.values())
+    def dropped_seconds(self) -> float:
+        """Time of the flows' schedules whose bursts were dropped because the path is too slow for
+        the load, summed over all flows.
+        """
+        return sum(self._dropped_seconds_by_host.values())
 
 
 def _send_all(workers: Sequence[TrafficWorker], command: TrafficCommand) -> None:

@@ -59,7 +59,7 @@ def open_listener(settings: WorkerSettings, kind: socket.SocketKind) -> socket.s
             sock.listen(256)
     except OSError as error:
         sock.close()
-        raise OSError(f"port {settings.port} cannot be had: {error.strerror}") from error
+        raise OSError(f"port {settings.port} is not available: {error.strerror}") from error
     return sock
 
 
@@ -82,8 +82,8 @@ def connect(
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"{endpoint} cannot be reached: {reason}; nothing was sent there") from error
-    key = bytes.fromhex(settings.key)
-    hello = handshake.make_hello(key, flow, settings.number, target)
+    key = bytes.fromhex(settings.session_key)
+    hello = handshake.make_hello(key, flow, settings.host_index, target)
     exchange_hello = _send_hello_stream if kind == socket.SOCK_STREAM else _send_hello_datagrams
     if not exchange_hello(sock, key, hello):
         sock.close()
@@ -99,10 +99,10 @@ def accept_hello(settings: WorkerSettings, sock: socket.socket) -> tuple[int, in
     """Read a hello from a new connection, acknowledge it, and return its flow and source. A
     connection from outside the session is closed without an answer."""
     sock.settimeout(HANDSHAKE_SECONDS)
-    key = bytes.fromhex(settings.key)
+    key = bytes.fromhex(settings.session_key)
     with suppress(OSError):
         hello = receive(sock, handshake.HELLO_SIZE)
-        sender = handshake.verify_hello(key, hello, settings.number)
+        sender = handshake.verify_hello(key, hello, settings.host_index)
         if sender is not None:
             sock.sendall(handshake.make_acknowledgement(key, hello))
             sock.settimeout(None)
@@ -133,7 +133,7 @@ def _resolve(peer: Peer, kind: socket.SocketKind) -> tuple[int, tuple[Any, ...]]
     family, _, _, _, address = socket.getaddrinfo(peer.address, peer.port, type=kind)[0]
     ip_address = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if ip_address.is_multicast or ip_address.is_unspecified or str(ip_address) == "255.255.255.255":
-        raise OSError(f"{ip_address} is no address of a host")
+        raise OSError(f"{ip_address} is not the address of a single host")
     return family, address
 
 

@@ -1,9 +1,11 @@
 """Arms of the comparison by ``flagscale bench training``: backends with environment variables.
 
 An *arm*, as in a clinical trial, is one of the compared ways to reduce gradients. An *exact* arm
-reduces all gradients; others, such as fsccl's bounded all_reduce, may leave out late data. Arms are
-named on the command line (``--arms``, ``--arm``). Whether a host supports an arm is checked on that
-host (:func:`unsupported_reason`). Imports no torch.
+reduces all gradients; others, such as fsccl's bounded all_reduce, may leave out late data. That
+one is selected by ``FSCCL_TAIL=bounded`` and named ``optireduce``, after the paper whose idea it
+follows (OptiReduce, NSDI '25; see ``docs/design/bounded-all-reduce.md``). Arms are named on the
+command line (``--arms``, ``--arm``). Whether a host supports an arm is checked on that host
+(:func:`unsupported_reason`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ PREDEFINED_NAMES = (*_ALGORITHMS, _OPTIREDUCE)
 # Variables that select fsccl's algorithm. Its adapter lists those that this build supports.
 _FSCCL_VARIABLES = ("FSCCL_ALGO", "FSCCL_TAIL")
 _HOST_MEMORY_VARIABLE = "FSCCL_ALGO"
-"""The variable that has an effect only on reductions of host memory."""
+"""Variable that affects only reductions of host memory; on GPUs fsccl reduces by other engines."""
 ALGORITHM_VARIABLES = (*_FSCCL_VARIABLES, "NCCL_ALGO")
-"""Variables that only an arm may set: for all arms they would make two arms equal."""
+"""Variables that select an algorithm. Only arms may set them: if they were set for the whole
+command, arms that differ in the algorithm would become equal.
+"""
 
 
 def resolve_arm(name: str, *, accelerated: bool, one_host: bool, custom: Mapping[str, Arm]) -> Arm:
@@ -67,37 +71,36 @@ def resolve_arm(name: str, *, accelerated: bool, one_host: bool, custom: Mapping
             no effect on this device.
     """
     if name in custom:
-        return _check_effective(custom[name], accelerated=accelerated)
+        return _require_effect(custom[name], accelerated=accelerated)
     if accelerated and name in _NCCL_ALGORITHMS:
         return Arm(name, "nccl", (("NCCL_ALGO", _NCCL_ALGORITHMS[name]), *_NCCL_LOG_VARIABLES))
     separate_nodes = (("FSCCL_SHM", "0"),) if one_host else ()
     if name in _ALGORITHMS:
         arm = Arm(name, "fsccl", (("FSCCL_ALGO", name), *separate_nodes))
-        return _check_effective(arm, accelerated=accelerated)
+        return _require_effect(arm, accelerated=accelerated)
     if name == _OPTIREDUCE:
-        arm = Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *separate_nodes), exact=False)
-        return _check_effective(arm, accelerated=accelerated)
+        return Arm(name, "fsccl", (("FSCCL_TAIL", "bounded"), *separate_nodes), exact=False)
     names = (*PREDEFINED_NAMES, *custom, *registry.list_backend_names())
     if name not in registry.list_backend_names():
         suggestion = suggest_name(name, names)
-        raise ConfigError(f"--arms: {name!r} is no arm{suggestion} (known: {', '.join(names)})")
+        raise ConfigError(f"--arms: {name!r} is not an arm{suggestion} (known: {', '.join(names)})")
     return Arm(name, name, _NCCL_LOG_VARIABLES if name == "nccl" else ())
 
 
-def _check_effective(arm: Arm, *, accelerated: bool) -> Arm:
-    """Return the arm if its variables have an effect.
+def _require_effect(arm: Arm, *, accelerated: bool) -> Arm:
+    """Return the arm, unless it sets :data:`_HOST_MEMORY_VARIABLE` and ranks train on GPUs.
 
     Raises:
-        ConfigError: ranks train on GPUs, where fsccl reduces by other engines.
+        ConfigError: the variable would have no effect.
     """
     ineffective = [
         f"{name}={value}" for name, value in arm.environment if name == _HOST_MEMORY_VARIABLE
     ]
     if arm.backend == "fsccl" and accelerated and ineffective:
         raise ConfigError(
-            f"arm {arm.name}: {ineffective[0]} steers sums of host memory alone, so on GPUs it "
-            "would train as plain fsccl does",
-            hint="--device cpu, or --arms fsccl; ring and tree are NCCL's there",
+            f"arm {arm.name}: {ineffective[0]} affects only reductions of host memory, so on GPUs "
+            "it would be the same as arm fsccl",
+            hint="--device cpu, or --arms fsccl; on GPUs the arms ring and tree are NCCL's",
         )
     return arm
 
@@ -136,7 +139,7 @@ def unsupported_reason(arm: Arm, device: str) -> str | None:
     it does.
     """
     try:
-        _check_effective(arm, accelerated=not get_accelerator(device).is_host)
+        _require_effect(arm, accelerated=not get_accelerator(device).is_host)
         backend = registry.get_usable_backend(
             arm.backend, device, ("all_reduce",), source=f"arm {arm.name}"
         )
@@ -146,8 +149,8 @@ def unsupported_reason(arm: Arm, device: str) -> str | None:
     for variable, value in arm.environment:
         if variable in _FSCCL_VARIABLES and variable not in supported:
             return (
-                f"arm {arm.name}: {backend.name} here knows no {variable}={value}, so it would "
-                "train as it does without; leave the arm out"
+                f"arm {arm.name}: {backend.name} on this host does not support {variable}={value}, "
+                "which would have no effect; omit the arm"
             )
     return None
 
@@ -162,8 +165,9 @@ def require_unset(names: Iterable[str], source: str) -> None:
     variables = set(names)
     if conflicting := [name for name in ALGORITHM_VARIABLES if name in variables]:
         raise ConfigError(
-            f"{source}: {', '.join(conflicting)} would be set for every arm, which chooses its own",
-            hint="unset it; an arm of your own is --arm NAME=BACKEND,VARIABLE=VALUE",
+            f"{source}: {', '.join(conflicting)} would be set for every arm, but arms select "
+            "their own",
+            hint="unset it; --arm NAME=BACKEND,VARIABLE=VALUE defines an arm with it",
         )
 
 

@@ -30,13 +30,16 @@ ByteMatrix = tuple[tuple[int, ...], ...]
 RING_TOPOLOGY = "a ring: every rank to one other"
 _MIN_GRADIENT_FRACTION = 0.1
 """Smallest plausible ratio of counted bytes to the bytes of reduced gradients."""
-# Offsets in the kernel's ``struct tcp_info``, which has the last two fields since Linux 4.19.
-_NOT_SENT_OFFSET, _SENT_OFFSET = 144, 200
+# Offsets in the kernel's ``struct tcp_info``: of ``tcpi_notsent_bytes``, and of ``tcpi_bytes_sent``
+# and ``tcpi_bytes_retrans``, which it has since Linux 4.19.
+_NOT_SENT_OFFSET, _BYTES_SENT_OFFSET = 144, 200
 _TCP_INFO_SIZE = 256
 _ALGORITHM_LINE = re.compile(
     r"(?P<operation>\w+): \d+ Bytes -> Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)",
     re.IGNORECASE,
 )
+# Some versions of NCCL log the number of an algorithm instead of its name (NCCL_ALGO_TREE is 0,
+# NCCL_ALGO_RING 1).
 _NCCL_ALGORITHMS = {"0": "TREE", "1": "RING"}
 
 
@@ -56,7 +59,7 @@ def connection_bytes() -> dict[str, int]:
                     continue
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
                 (queued,) = struct.unpack_from("=I", info, _NOT_SENT_OFFSET)
-                sent, retransmitted = struct.unpack_from("=QQ", info, _SENT_OFFSET)
+                sent, retransmitted = struct.unpack_from("=QQ", info, _BYTES_SENT_OFFSET)
                 endpoints = (
                     f"{_format_endpoint(sock.getsockname())}>{_format_endpoint(sock.getpeername())}"
                 )
@@ -74,8 +77,8 @@ def count_growth(before: ConnectionBytes, after: ConnectionBytes) -> dict[str, i
 
 
 def matrix_from_connections(ranks: Sequence[ConnectionBytes]) -> ByteMatrix:
-    """Return the bytes from rank to rank for each rank's connections. Connections whose peer is no
-    rank are left out: they lead to a store."""
+    """Return the bytes from rank to rank for each rank's connections. Connections whose peer is not
+    a rank are left out: they lead to a store."""
     rank_by_endpoint = {
         key.partition(">")[0]: rank for rank, counts in enumerate(ranks) for key in counts
     }
@@ -100,13 +103,13 @@ def add_matrices(first: ByteMatrix, second: ByteMatrix) -> ByteMatrix:
     return tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows)
 
 
-def covers_gradients(sent: ByteMatrix, gradients: int) -> bool:
-    """Return whether the total of ``sent`` is plausible for all_reduces of ``gradients`` bytes.
+def covers_gradients(sent: ByteMatrix, gradient_bytes: int) -> bool:
+    """Return whether the total of ``sent`` is plausible for all_reduces of ``gradient_bytes``.
 
     Any all_reduce sends each byte at least once. If the total is below a tenth of that, the
     gradients were sent by other means that are not counted.
     """
-    return sum(map(sum, sent)) > _MIN_GRADIENT_FRACTION * gradients
+    return sum(map(sum, sent)) > _MIN_GRADIENT_FRACTION * gradient_bytes
 
 
 def matrix_difference(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:

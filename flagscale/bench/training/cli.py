@@ -93,7 +93,7 @@ class TrainingCommand(BenchCommand[TrainingPlan]):
     def parse_plan(self, words: list[str], prog: str, *, writes_results: bool) -> TrainingPlan:
         return _make_plan(build_parser(prog).parse(words))
 
-    def run_line(self, words: list[str], prog: str) -> int:
+    def run_arguments(self, words: list[str], prog: str) -> int:
         """Run a command line, and return the exit code.
 
         Raises:
@@ -104,7 +104,7 @@ class TrainingCommand(BenchCommand[TrainingPlan]):
         options = build_parser(prog).parse(words)
         if options.config_name is not None:
             return _compare_by_experiment(options)
-        return super().run_line(words, prog)
+        return super().run_arguments(words, prog)
 
     def start(self, plan: TrainingPlan, ranks: int) -> int:
         """Run every session, one after the other, and print and write the results. Returns the exit
@@ -229,7 +229,7 @@ def _make_plan(options: argparse.Namespace) -> TrainingPlan:
         flag = "--slurm-mode" if placement.slurm else "--starter mpirun"
         raise ConfigError(
             f"{flag}: ranks of trials are started here or over SSH",
-            hint="--hosts-file FILE, or leave it out",
+            hint="--hosts-file FILE, or omit it",
         )
     require_unset((name for _, name, _ in placement.environment), "--env")
     require_unset(os.environ, "the environment")

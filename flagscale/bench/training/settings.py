@@ -125,7 +125,9 @@ def _control_setting(
             raise ConfigError(f"--apart {word!r}; expected HOST=ADDRESS")
         if host not in names:
             suggestion = suggest_name(host, names)
-            raise ConfigError(f"--apart {word!r}: {host} is no host of the environment{suggestion}")
+            raise ConfigError(
+                f"--apart {word!r}: {host} is not a host of the environment{suggestion}"
+            )
         addresses[host] = address
     if missing := [name for name in names if name not in addresses]:
         raise ConfigError(f"--apart: an address of {', '.join(missing)} is missing")

@@ -45,6 +45,7 @@ from flagscale.config.arguments.rules.optimizer import (
     check_optimizer,
     check_overlap,
     check_schedule,
+    drop_unused_schedule,
 )
 from flagscale.config.arguments.rules.precision import (
     check_compiled_only,
@@ -69,6 +70,7 @@ def check_values(values: Values) -> list[Violation]:
 
     If required arguments are missing, only those are reported, because the other rules need them.
     """
+    values = drop_unused_schedule(values)
     missing = list(_check_required(values))
     if missing:
         return missing

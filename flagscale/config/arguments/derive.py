@@ -25,7 +25,7 @@ from flagscale.config.arguments.layout import (
     global_batch_size,
 )
 from flagscale.config.arguments.rules.adapters import note_adapters
-from flagscale.config.arguments.rules.optimizer import rampup_of
+from flagscale.config.arguments.rules.optimizer import drop_unused_schedule, rampup_of
 from flagscale.config.arguments.rules.parallel_layout import virtual_chunks
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.model_arguments import gated_ffn_width
@@ -39,7 +39,8 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
 
     Sets ``global_batch_size``, ``train_iters``, ``train_samples``, ``data_parallel_size``,
     ``num_microbatches``, ``virtual_pipeline_model_parallel_size``, the point-to-point options of
-    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``. Adds attributes:
+    the interleaved schedule, ``ffn_hidden_size`` and ``max_position_embeddings``; with
+    ``skip_train``, a learning rate of 0 in place of every schedule. Adds attributes:
 
     - ``rampup``: the :class:`.BatchSizeRampup`; None without one.
     - ``remarks``: a note for each value that is substituted or has no effect.
@@ -52,7 +53,7 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
         ConfigError: with every problem found.
     """
     violations = check_values(vars(args))
-    out = argparse.Namespace(**apply_substitutions(vars(args)))
+    out = argparse.Namespace(**drop_unused_schedule(apply_substitutions(vars(args))))
     out.remarks = _collect_remarks(vars(args))
     violations = violations or check_world_size(vars(out), world_size)
     if not violations:

@@ -73,7 +73,7 @@ report address "$address"
 report interface "${interface%%@*}"
 
 if [[ $port == any ]]; then
-    free_port "$agents_port" && report port "$free"
+    find_free_port "$agents_port" && report port "$free_port"
 elif [[ -n $port ]] && ! listening "$port"; then
     report port "$port"
 fi

@@ -10,16 +10,17 @@ listening() { # $1: port; succeeds if it is in use, and sets `inode` to that of 
     done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
     return 1
 }
-# Pick a rendezvous port for ranks. It lies below the kernel's ephemeral ports, so that no outgoing
-# connection takes it first. Agents use the next port, unless the user sets another one.
-free_port() { # $1: port of the agents, or nothing; sets `free`
+# Pick a rendezvous port for ranks; sets `free_port`. It lies below the kernel's ephemeral ports, so that
+# no outgoing connection takes it first. Its argument is the port that the user has set for the agents,
+# which is then not picked. If that is empty, agents use the port after `free_port`, which is free too.
+find_free_port() { # $1: port of the agents, or nothing
     local low
     read -r low _ </proc/sys/net/ipv4/ip_local_port_range
     ((low > 21000)) || low=60999
     for _ in {1..100}; do
-        free=$((20000 + (RANDOM * 32768 + RANDOM) % (low - 20000)))
-        [[ $free != "$1" ]] && ! listening "$free" || continue
-        [[ -n $1 ]] || ! listening $((free + 1)) || continue
+        free_port=$((20000 + (RANDOM * 32768 + RANDOM) % (low - 20000)))
+        [[ $free_port != "$1" ]] && ! listening "$free_port" || continue
+        [[ -n $1 ]] || ! listening $((free_port + 1)) || continue
         return 0
     done
     return 1

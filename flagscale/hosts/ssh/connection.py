@@ -3,6 +3,10 @@
 Starting a session costs a host several processes, so a connection starts a single session with a
 bash for its scripts and reuses it. Each script runs in a subshell with an empty stdin. Its end
 is marked on both output streams by random tokens that a script cannot predict.
+
+The first script is sent before the account's startup files have run, which saves a round trip, and
+one of them may read it. It is therefore sent again if it does not start: the bash ignores what is
+left of the first copy, and a second one.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import paramiko
 
 from flagscale.hosts.connection import SHELL_OPTION_VARIABLES, CommandResult, OutputCallback
 from flagscale.hosts.ssh.exchange import (
+    BUFFERED_INPUT_BYTES,
     PRINT_MARKER,
     CommandExchange,
     MarkerFilter,
@@ -28,15 +33,20 @@ from flagscale.hosts.ssh.ssh_config import SshTarget
 
 # A whole script, counted in bytes, is read before its first command runs, so that a script that was
 # truncated in transit does not run. It is not visible in any process table. The loop is a single
-# line because the login shell may be tcsh, which cannot quote a newline.
+# line without exclamation marks because the login shell may be tcsh, which cannot quote them.
 _SCRIPT_LOOP = (
-    f"{PRINT_MARKER} "
-    'while read -r turn size && LC_ALL=C read -r -N "$size" script; do '
+    "last=; while read -r word turn size; do "
+    '[[ $word == "$0:script" ]] || continue; '
+    'LC_ALL=C read -r -N "$size" script || break; '
+    "[[ $turn == $last ]] && continue; "
+    f"[[ $last ]] || {{ {PRINT_MARKER} }}; last=$turn; "
     '(eval "$script") </dev/null; '
     r"""printf '\002%s %d\003' "$turn" "$?"; printf '\002%s\003' "$turn" >&2; done"""
 )
+#: Seconds until a script that has not started is sent again, doubled each time.
+RESEND_SECONDS = 4.0
 
-#: Command line for the login shell, which has read the user's start-up files already. Without
+#: Command line for the login shell, which has read the user's startup files already. Without
 #: --norc bash would detect that SSH started it and read them again.
 LOGIN_SHELL_LINE = shlex.join(
     [
@@ -47,11 +57,15 @@ LOGIN_SHELL_LINE = shlex.join(
 
 
 def encode_script(token: str, script: str) -> bytes:
-    """Encode a script as input of the loop on the host."""
+    """Encode a script as input of the loop on the host.
+
+    It begins with an empty line, which ends an incomplete copy before it, or satisfies a start-up
+    file that reads a line.
+    """
     if "\0" in script:
         raise ValueError("a script cannot contain NUL")
     data = (script or ":").encode("utf-8", "surrogateescape")
-    return f"{token} {len(data)}\n".encode() + data
+    return f"\nflagscale:script {token} {len(data)}\n".encode() + data
 
 
 class SshConnection(SshLink):
@@ -176,9 +190,14 @@ class _ScriptExchange(CommandExchange):
         self._token = secrets.token_hex(8)
         self._stdout_end = _EndToken(f"\2{self._token} ")
         self._stderr_end = _EndToken(f"\2{self._token}")
+        self._encoded_script = b""
+        self._sent_bytes = 0
+        self._resend_seconds = RESEND_SECONDS
+        self._resend_at = time.monotonic() + RESEND_SECONDS
 
     def run_script(self, script: str) -> CommandResult:
-        self._start_sending(encode_script(self._token, script), close_stdin=False)
+        self._encoded_script = encode_script(self._token, script)
+        self._send_script()
         self._forward_output()
         stdout_end, stderr_end = self._stdout_end, self._stderr_end
         if stdout_end.position < 0 or stderr_end.position < 0:
@@ -193,6 +212,22 @@ class _ScriptExchange(CommandExchange):
             bytes(self._stdout[: stdout_end.position]),
             bytes(self._stderr[: stderr_end.position]),
         )
+
+    def _send_script(self) -> None:
+        self._sent_bytes += len(self._encoded_script)
+        self._start_sending(self._encoded_script, close_stdin=False)
+
+    def _check_start(self) -> None:
+        """Send the script again if it does not start, unless the copies could block the sender."""
+        copy_fits = self._sent_bytes + len(self._encoded_script) <= BUFFERED_INPUT_BYTES
+        if (
+            time.monotonic() >= self._resend_at
+            and copy_fits
+            and not self._stdout_filter.marker_seen
+        ):
+            self._resend_seconds *= 2
+            self._resend_at = time.monotonic() + self._resend_seconds
+            self._send_script()
 
     def _is_finished(self) -> bool:
         ended = self._stdout_end.find_in(self._stdout) and self._stderr_end.find_in(self._stderr)

@@ -40,7 +40,7 @@ _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")
 # Errors that a ProxyCommand that ended causes on this side.
 _PROXY_EXIT_ERRORS = (
     errors.ConnectionDroppedError,
-    errors.GreetingTimeoutError,
+    errors.SshTimeoutError,
     errors.HandshakeError,
 )
 _known_hosts_lock = threading.Lock()
@@ -51,15 +51,15 @@ class DialOptions:
     """Timeouts after which a host counts as unreachable, and retries.
 
     ``connect_seconds`` is for the TCP connection; the user's ConnectTimeout takes precedence.
-    ``greeting_seconds`` is for sshd's greeting and the key exchange, ``login_seconds`` for the
-    reply to a key. After ``idle_limit_seconds`` of silence an established connection counts as
-    lost. ``max_attempts`` is the number of connections tried while sshd drops them;
-    ``first_pause_seconds`` is the mean wait before the second attempt, which doubles from attempt
-    to attempt.
+    ``handshake_seconds`` is for sshd's version string (paramiko: banner) and the key exchange,
+    ``login_seconds`` for the reply to a key. After ``idle_limit_seconds`` of silence an established
+    connection counts as lost. ``max_attempts`` is the number of connections tried while sshd drops
+    them; ``first_pause_seconds`` is the mean wait before the second attempt, which doubles from
+    attempt to attempt.
     """
 
     connect_seconds: float = 10
-    greeting_seconds: float = 20
+    handshake_seconds: float = 20
     login_seconds: float = 20
     idle_limit_seconds: float = 12
     max_attempts: int = 6
@@ -215,8 +215,9 @@ class Dialer(Closeable):
     # -- the handshake ------------------------------------------------------------------------
 
     def _handshake(self, sock: socket.socket, target: SshTarget) -> paramiko.Transport:
-        timeout_seconds, start_time = self.options.greeting_seconds, time.monotonic()
-        keys = known_hosts.lookup_keys(target.known_hosts, target.known_as)
+        timeout_seconds, start_time = self.options.handshake_seconds, time.monotonic()
+        keys = known_hosts.lookup_keys(target.known_hosts, target.known_hosts_name)
+        # paramiko may send to a channel after closing it, upon which sshd ends the connection.
         transport = paramiko.Transport(sock, packetizer_class=OrderlyPacketizer)
         try:
             transport.set_log_channel(LOG_CHANNEL)
@@ -235,11 +236,10 @@ class Dialer(Closeable):
             status, line = known_hosts.check_host_key(
                 [*_find_revoked_key(target, kind, blob), *keys], kind, blob
             )
-            if (
-                status is known_hosts.HostKeyStatus.UNKNOWN
-                and target.remember_new_keys
-                and line is None
-            ):
+            # A host is new if known_hosts has no line about it at all. A line with another key type
+            # or a certificate authority is no reason to accept an unknown key.
+            is_new_host = status is known_hosts.HostKeyStatus.UNKNOWN and line is None
+            if is_new_host and target.accept_new_host_keys:
                 _append_known_host(target, kind, blob)
             elif status is not known_hosts.HostKeyStatus.KNOWN:
                 raise faults.host_key_error(target, status, kind, blob, line)

@@ -3,8 +3,9 @@
 The command line is built by :mod:`shlex` alone. It starts ``sh``, which starts the command, so
 that a command that a signal ends has status 128+n, as every shell reports it. Scripts have
 another command line, see :mod:`.connection`. A marker on both output streams shows that the
-login shell's own start-up files are done: output before the marker is not the command's, and
-without the marker the command never ran.
+login shell's own startup files are done: output before the marker is not the command's, and
+without the marker the command never ran. Input is sent after the marker, because a startup file
+may read it.
 
 No wait is unbounded. A command may have a deadline. Without one, a host that stops answering is
 still detected: by the kernel where packets are lost (TCP_USER_TIMEOUT), and by a keepalive
@@ -207,10 +208,13 @@ class CommandExchange:
         self._on_stdout = on_stdout or self._stdout.extend
         self._on_stderr = on_stderr or self._stderr.extend
         self._stdout_filter, self._stderr_filter = MarkerFilter(), MarkerFilter()
+        self._unsent_input = b""
 
     def run(self, stdin: bytes) -> CommandResult:
         """Send the command's input and wait for its end."""
-        self._start_sending(stdin, close_stdin=True)
+        self._unsent_input = stdin
+        if not stdin:
+            self._start_sending(b"", close_stdin=True)
         self._forward_output()
         return self._result()
 
@@ -249,6 +253,7 @@ class CommandExchange:
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
         last_activity = time.monotonic()
+        is_exit_seen = False
         while True:
             self._drain()
             if self._is_finished():
@@ -257,11 +262,15 @@ class CommandExchange:
             if poller.poll(1000 * self._wait_seconds(_POLL_SECONDS)):
                 last_activity = time.monotonic()
             elif self._channel.exit_status_ready():
-                # The last output of a busy host may arrive after the status.
+                # The last output of a busy host may arrive after the status, and after a long
+                # silence, or between the poll and this check.
+                if not is_exit_seen:
+                    is_exit_seen, last_activity = True, time.monotonic()
                 if time.monotonic() - last_activity >= _QUIET_SECONDS:
                     return
             else:
                 self._check_deadline()
+                self._check_start()
                 if time.monotonic() - last_activity >= self._connection.idle_limit_seconds:
                     self._connection.check_alive()
                     last_activity = time.monotonic()
@@ -272,6 +281,12 @@ class CommandExchange:
             self._on_stdout(self._stdout_filter.feed(channel.recv(_CHUNK_BYTES)))
         while channel.recv_stderr_ready():
             self._on_stderr(self._stderr_filter.feed(channel.recv_stderr(_CHUNK_BYTES)))
+        if self._unsent_input and self._stdout_filter.marker_seen:
+            stdin, self._unsent_input = self._unsent_input, b""
+            self._start_sending(stdin, close_stdin=True)
+
+    def _check_start(self) -> None:
+        """Hook of subclasses, called several times a second while there is no output."""
 
     def _exit_status(self) -> int:
         while not self._channel.status_event.wait(
@@ -298,6 +313,8 @@ class CommandExchange:
 
     def _check_deadline(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
+            if not self._stdout_filter.marker_seen:
+                raise self._startup_error()
             last_output = (
                 bytes(self._stderr or self._stdout)[-500:].decode(errors="replace").strip()
             )
@@ -308,14 +325,27 @@ class CommandExchange:
             )
 
     def _login_shell_error(self, status: int) -> HostError:
-        output = (
-            bytes(self._stdout_filter.preamble + self._stderr_filter.preamble)[-500:]
-            .decode(errors="replace")
-            .strip()
-        )
         target = self._connection.target
+        output = self._login_output()
         return errors.LoginShellError(
             target.name,
             f"the login shell of {target.user} ended with status {status} before it ran anything"
             + (f": {output}" if output else ""),
         )
+
+    def _startup_error(self) -> HostError:
+        target = self._connection.target
+        output = self._login_output()
+        return errors.StartupFileError(
+            target.name,
+            f"the login shell of {target.user} did not start anything in time: a startup file of "
+            "the account, such as ~/.bashrc, takes too long, or reads standard input to its end"
+            + (f". Its last output: {output}" if output else ""),
+            hint="let the file end at once if nobody is at the keyboard: put `[[ $- == *i* ]] || "
+            "return` at the top of ~/.bashrc there",
+        )
+
+    def _login_output(self) -> str:
+        """Return the end of what the login shell's startup files have printed."""
+        output = bytes(self._stdout_filter.preamble + self._stderr_filter.preamble)
+        return output[-500:].decode(errors="replace").strip()

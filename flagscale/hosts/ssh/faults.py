@@ -54,7 +54,7 @@ def connect_error(target: SshTarget, error: OSError, timeout_seconds: float) -> 
 def dropped_error(target: SshTarget) -> HostError:
     return errors.ConnectionDroppedError(
         target.name,
-        f"{target.route} closed the connection during its greeting, again and again",
+        f"{target.route} closed the connection during the SSH handshake, repeatedly",
         hint="sshd is overloaded, or MaxStartups or a ban list in its configuration is too tight",
     )
 
@@ -70,9 +70,9 @@ def handshake_error(
     """
     text = str(error or "")
     if error is None or elapsed_seconds >= 0.9 * timeout_seconds:
-        return errors.GreetingTimeoutError(
+        return errors.SshTimeoutError(
             target.name,
-            f"{target.route} accepts connections and says nothing within {timeout_seconds:g} s: "
+            f"{target.route} accepts connections but sends nothing within {timeout_seconds:g} s: "
             "sshd is stopped, or the machine is out of memory or disk",
         )
     if isinstance(error, IncompatiblePeer):
@@ -116,7 +116,7 @@ def host_key_error(
         known_fingerprint = key_fingerprint(base64.b64decode(line.blob))
         add = _add_key_command(target, file, kind, blob)
         remove = shlex.join(
-            ["ssh-keygen", "-f", location.rpartition(":")[0], "-R", target.known_as]
+            ["ssh-keygen", "-f", location.rpartition(":")[0], "-R", target.known_hosts_name]
         )
         return errors.ChangedHostKeyError(
             target.name,
@@ -151,4 +151,4 @@ def _add_key_command(target: SshTarget, file: Path, kind: str, blob: bytes) -> s
 
 
 def known_hosts_line(target: SshTarget, kind: str, blob: bytes) -> str:
-    return f"{target.known_as} {kind} {base64.b64encode(blob).decode()}"
+    return f"{target.known_hosts_name} {kind} {base64.b64encode(blob).decode()}"

@@ -93,7 +93,7 @@ class Identities:
 
         Raises:
             LoginError: the host accepts no key. The message lists the keys that were tried.
-            GreetingTimeoutError: the host stopped answering.
+            SshTimeoutError: the host stopped answering.
             LoginBrokenError: the host closed the connection.
         """
         usable, unusable = self.list_candidates(target)
@@ -105,7 +105,7 @@ class Identities:
                 raise _method_error(target, error.allowed_types) from error
             except paramiko.AuthenticationException as error:
                 if "timeout" in str(error).lower():
-                    raise errors.GreetingTimeoutError(
+                    raise errors.SshTimeoutError(
                         target.name, f"{target.route} stopped answering during the login"
                     ) from error
                 refused_labels.append(identity.label)
@@ -190,8 +190,8 @@ def _read_public_blob(path: Path) -> bytes | None:
 def _method_error(target: SshTarget, methods: list[str]) -> errors.LoginError:
     return errors.LoginError(
         target.name,
-        f"{target.route} wants {' or '.join(methods)} from user {target.user}; "
-        "only keys work without someone at the keyboard",
+        f"{target.route} requires {' or '.join(methods)} of user {target.user}; "
+        "only keys work without user interaction",
     )
 
 

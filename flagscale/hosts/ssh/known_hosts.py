@@ -161,8 +161,11 @@ class HostKeyStatus(Enum):
 def check_host_key(
     keys: Sequence[KnownKey], kind: str, blob: bytes
 ) -> tuple[HostKeyStatus, KnownKey | None]:
-    """Compare a host's key with the lines about the host. Return the status and the line that
-    decided it.
+    """Compare a host's key with the lines about the host.
+
+    Returns:
+        The status, and the line that decided it. For an unknown key that is a line about the host
+        with another key type or a certificate authority, or None if no line is about the host.
     """
     for key in keys:
         if key.marker == REVOKED_MARKER and key.matches(blob):

@@ -43,6 +43,9 @@ class SshTarget:
     ``name`` is the host's name in the hostfile and in messages. ``via`` is the last jump host on
     the route, itself a target with a ``via`` of its own. ``identity_files`` are tried in order.
     If ``default_identities`` is True, the user configured none and these are the default files.
+    ``known_hosts`` are the files with trusted host keys. With ``accept_new_host_keys``
+    (``StrictHostKeyChecking accept-new``, ``no`` or ``off``) the key of a host without any line is
+    appended to the first of them.
     """
 
     name: str
@@ -55,7 +58,7 @@ class SshTarget:
     agent_socket: str | None = None
     known_hosts: tuple[Path, ...] = ()
     host_key_alias: str | None = None
-    remember_new_keys: bool = False
+    accept_new_host_keys: bool = False
     revoked_keys: Path | None = None
     connect_timeout: float | None = None
     via: SshTarget | None = None
@@ -73,8 +76,8 @@ class SshTarget:
         return self.endpoint if self.via is None else f"{self.endpoint} through {self.via.name}"
 
     @property
-    def known_as(self) -> str:
-        """Name of the host in known_hosts files."""
+    def known_hosts_name(self) -> str:
+        """Name of the host in known_hosts files: HostKeyAlias, or the address and the port."""
         name = (self.host_key_alias or self.address).lower()
         if self.host_key_alias or self.port == SSH_PORT:
             return name
@@ -141,7 +144,7 @@ class SshConfig:
             port=port or self._parse_number(options, "port", SSH_PORT),
             host_key_alias=options.get("hostkeyalias"),
             known_hosts=_known_hosts(options),
-            remember_new_keys=options.get("stricthostkeychecking", "ask").lower()
+            accept_new_host_keys=options.get("stricthostkeychecking", "ask").lower()
             in ("no", "off", "accept-new"),
             revoked_keys=_revoked_keys(options.get("revokedhostkeys")),
             connect_timeout=self._parse_number(options, "connecttimeout", 0) or None,

@@ -24,6 +24,7 @@ from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severi
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
+    describe_early_exits,
     describe_mesh_position,
     explain_missing_agents,
     stalled_report,
@@ -34,6 +35,7 @@ from flagscale.launcher.liveness.messages import (
     HostStatus,
     JobPhase,
     Order,
+    RankExit,
 )
 from flagscale.launcher.liveness.options import Policy
 
@@ -43,6 +45,8 @@ MAX_BACK_OFF_SECONDS = 60.0
 CHECK_SECONDS = 0.25
 # Time for ranks to write their stacks before the slowest one is reported without them.
 STACK_TIMEOUT_SECONDS = 6.0
+# Time that ranks may take to end after the first one has ended with exit code 0.
+EARLY_EXIT_SECONDS = 10.0
 
 
 class Coordinator:
@@ -99,6 +103,8 @@ class Coordinator:
         self._has_progressed = False
         self._reports_status = False
         self._failed_starts_in_a_row = 0
+        self._early_exit = ""  # description of the ranks that ended early, once it is logged
+        self._early_exit_remark = ""  # the same with the number of running ranks
 
     @property
     def failure(self) -> Failure | None:
@@ -107,6 +113,10 @@ class Coordinator:
             self._first_failure_outdated = False
             first_report = find_cause([*self._reports.values(), *self._detected_failures])
             self._first_failure = first_report.failure if first_report is not None else None
+            if self._first_failure is not None and self._early_exit:
+                # On a line of its own: the first one is compared with the ranks' own reports.
+                reason = f"{self._first_failure.reason}\nbefore that, {self._early_exit}"
+                self._first_failure = replace(self._first_failure, reason=reason)
         return self._stop_cause or self._first_failure
 
     # -- messages ---------------------------------------------------------------------------
@@ -144,8 +154,11 @@ class Coordinator:
                 host.ranks = message.ranks
 
     def _update_host(self, host: JobHost, position: HostProgress, now: float) -> None:
+        ended_ranks = position.ended_ranks, position.early_exits
         self.summary_changed |= host.status is not position.status
+        self.summary_changed |= (host.ended_ranks, host.early_exits) != ended_ranks
         host.status, host.busy = position.status, position.busy
+        host.ended_ranks, host.early_exits = ended_ranks
         host.joined, host.nproc = position.joined, position.nproc
         if position.moves != host.moves:
             host.moves, self._last_progress_at, self._stacks_requested_at = (
@@ -212,6 +225,7 @@ class Coordinator:
             self._last_check_at = now
             self._detect_lost_hosts(now)
             if self.phase is JobPhase.RUNNING:
+                self._detect_early_exit(now)
                 self._detect_stall(now)
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
@@ -273,6 +287,25 @@ class Coordinator:
                 log=self._output_path,
             )
             self._add_detected_failure(FailureReport(failure, last_seen, Severity.LOST))
+
+    def _detect_early_exit(self, now: float) -> None:
+        """Log once that ranks have ended with exit code 0 while others are running. They may be
+        meant to: the job continues.
+        """
+        if self._early_exit or self.failure is not None:
+            return
+        exits, ages = list[RankExit](), list[float]()
+        for host in self.hosts:
+            exits += host.early_exits
+            ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
+        active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
+        running_ranks = sum(host.nproc - host.ended_ranks for host in active_hosts)
+        if max(ages, default=0.0) < EARLY_EXIT_SECONDS or running_ranks <= 0:
+            return
+        others = f"{running_ranks} ranks are" if running_ranks > 1 else "1 rank is"
+        self._early_exit, self.summary_changed = describe_early_exits(exits), True
+        self._early_exit_remark = f"{self._early_exit} while {others} still running"
+        self.notices.append(Notice("early-exit", self.attempt, remark=self._early_exit_remark))
 
     def _detect_stall(self, now: float) -> None:
         active_hosts = [self.hosts[node_rank] for node_rank in sorted(self._active_hosts)]
@@ -398,10 +431,11 @@ class Coordinator:
             False,
         )
         self._stacks_requested_at, self._last_progress_at = None, now
+        self._early_exit = self._early_exit_remark = ""
         self._active_hosts = set(range(len(self.hosts)))
         for host in self.hosts:
             host.exit_code, host.joined, host.busy, host.moves = None, 0, False, -1
-            host.status = HostStatus.STARTING
+            host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
         self._send_order(messages.StartAttempt(self.attempt))
 
     def _finish_job(self, notice: Notice) -> None:
@@ -416,6 +450,7 @@ class Coordinator:
             "attempt": self.attempt + 1,
             "attempts": self.policy.attempts,
             "failure": to_plain(self.failure),
+            "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }

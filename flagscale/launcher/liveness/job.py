@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
-from flagscale.launcher.liveness.messages import HostStatus, RankProgress
+from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
+
+_MAX_LISTED_RANKS = 4
+# Later than the clock of any host. Python cannot convert every number to a date.
+_MAX_TIME = 2.0**33
 
 
 @dataclass
 class JobHost:
     """Status of a host in this attempt; times are seconds of the coordinator's monotonic clock.
 
-    ``status`` to ``busy`` are copied from the host's last :class:`~.messages.HostProgress`.
+    ``status`` to ``early_exits`` are copied from the host's last :class:`~.messages.HostProgress`.
     """
 
     name: str
@@ -26,6 +31,8 @@ class JobHost:
     nproc: int = 0
     moves: int = -1
     busy: bool = False
+    ended_ranks: int = 0
+    early_exits: tuple[RankExit, ...] = ()
     exit_code: int | None = None
     """Exit code of the host's part of the attempt; None while it runs."""
     is_lost: bool = False
@@ -42,7 +49,7 @@ class JobHost:
 @dataclass(frozen=True)
 class Notice:
     """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
-    ``restarted``.
+    ``restarted``; or ``early-exit``, which is only logged.
 
     The first three end the job. ``remark`` is a line for the host's output.
     """
@@ -68,6 +75,20 @@ def explain_missing_agents(port: int | None) -> str:
         f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
         "start, or a firewall drops the port"
     )
+
+
+def describe_early_exits(exits: Sequence[RankExit]) -> str:
+    """Return ``rank 3 ended with exit code 0 at 14:02:11``, or the same of several ranks."""
+    exits = sorted(exits, key=lambda rank_exit: rank_exit.time)
+    first_time = min(max(exits[0].time, 0.0), _MAX_TIME)
+    clock = time.strftime("%H:%M:%S", time.localtime(first_time))
+    numbers = [str(r) for r in sorted(exit_.rank for exit_ in exits[:_MAX_LISTED_RANKS])]
+    if len(exits) == 1:
+        return f"rank {numbers[0]} ended with exit code 0 at {clock}"
+    if len(exits) > _MAX_LISTED_RANKS:
+        numbers.append("others")
+    listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+    return f"ranks {listed} ended with exit code 0 from {clock} on"
 
 
 def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:

@@ -23,6 +23,7 @@ from flagscale.launcher.liveness.diagnosis import (
     diagnose_host,
 )
 from flagscale.launcher.liveness.messages import HostMessage, HostProgress, HostStatus, Order
+from flagscale.launcher.liveness.rank_exits import RankExits
 from flagscale.launcher.liveness.watch import RankWatch, StackDump, file_size
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
@@ -74,6 +75,7 @@ class Member:
         self._earlier_starts = earlier_starts
         self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
+        self._rank_exits = RankExits(host, self.attempt, self._watch.directory)
         self._last_refresh_at = 0.0
         self._oom_kills_at_start: int | None = None
         self._output_start = 0
@@ -91,6 +93,7 @@ class Member:
         self.attempt = Attempt(self._run_id, self._grace_seconds, self.other_children)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
+        self._rank_exits = RankExits(self.host, self.attempt, directory)
         self._oom_kills_at_start = count_oom_kills()
         self._output_start = file_size(self.host.output)
         self._failure_report, self._end_reported, self._stack_dump = None, False, None
@@ -129,6 +132,7 @@ class Member:
             self._last_refresh_at = now
             if not self._end_reported:
                 self._watch.refresh()
+                self._rank_exits.refresh(now)
                 self._report_early()
         if self._stack_dump is not None and (
             self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
@@ -159,18 +163,20 @@ class Member:
         return self.node_rank, self.attempt_number, time.time()
 
     def _progress(self) -> HostProgress:
-        watch, attempt = self._watch, self.attempt
-        lifetime_seconds = time.monotonic() - attempt.start_time
+        watch, attempt, now = self._watch, self.attempt, time.monotonic()
+        lifetime_seconds = now - attempt.start_time
         has_lived = not watch.events and lifetime_seconds >= self._min_life_seconds
         return HostProgress(
             status=self.status,
             joined=len(watch.joined_ranks),
             nproc=self.host.nproc,
             moves=watch.progress_count,
-            busy=watch.is_busy,
+            busy=watch.is_busy(self._rank_exits.ended_ranks),
             lived=has_lived,
             ended=attempt.exit_code if self._end_reported else None,
             report=self._failure_report,
+            ended_ranks=len(self._rank_exits.ended_ranks),
+            early_exits=self._rank_exits.find_early_exits(watch.finished_ranks, now),
         )
 
     @property

@@ -87,6 +87,14 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
+class RankExit:
+    """End of a rank with exit code 0. ``time`` is in Unix seconds of its host's clock."""
+
+    rank: int
+    time: float
+
+
+@dataclass(frozen=True)
 class HostProgress:
     """Progress of a host in its attempt."""
 
@@ -105,6 +113,10 @@ class HostProgress:
     """Exit code of the attempt; None while it runs."""
     report: FailureReport | None
     """Failure on this host, if any is known."""
+    ended_ranks: int = 0
+    """Number of ranks that have ended although the attempt was not being ended."""
+    early_exits: tuple[RankExit, ...] = ()
+    """First of them that ended with exit code 0 and did not report the end of their work."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class RankWatch:
     """Counter of progress: grows whenever any rank advances."""
     progress: dict[int, Progress] = field(default_factory=dict)
     joined_ranks: set[int] = field(default_factory=set)
+    finished_ranks: set[int] = field(default_factory=set)
     has_failure: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
     _steps: dict[int, int] = field(default_factory=dict)
@@ -67,6 +68,8 @@ class RankWatch:
         step = event.get("step")
         if event.event == "joined":
             self.joined_ranks.add(event.rank)
+        elif event.event == "finished":
+            self.finished_ranks.add(event.rank)
         elif event.event == "progress" and isinstance(step, int):
             self._steps[event.rank] = step
         # Progress events are not stored: a job of months has many, and failure diagnosis needs
@@ -74,10 +77,15 @@ class RankWatch:
         if event.event in ("started", "joined", "failed", "finished"):
             self.events.setdefault(event.rank, []).append(event)
 
-    @property
-    def is_busy(self) -> bool:
-        """True if some rank performs an activity that does not advance the step."""
-        return any(progress.doing in BUSY_ACTIVITIES for progress in self.progress.values())
+    def is_busy(self, ended_ranks: Collection[int] = ()) -> bool:
+        """Return True if a rank other than the ended ones performs an activity that does not
+        advance the step.
+        """
+        return any(
+            progress.doing in BUSY_ACTIVITIES
+            for rank, progress in self.progress.items()
+            if rank not in ended_ranks
+        )
 
     def step_of(self, rank: int) -> int | None:
         """Return the step that a rank is at, if it reports steps."""

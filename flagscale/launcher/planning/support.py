@@ -11,10 +11,10 @@ from dataclasses import replace
 from flagscale.accelerators.registry import list_device_accelerators
 from flagscale.comm import registry
 from flagscale.config.arguments.spec.registry import arguments
-from flagscale.config.arguments.spec.system_arguments import COMM as OPTIONS
+from flagscale.config.arguments.spec.system_arguments import COMM
 from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.host_overrides import iter_host_overrides
-from flagscale.config.per_host_allowlist import COMM_OPTIONS
+from flagscale.config.per_host_allowlist import PER_HOST_COMM_OPTIONS
 from flagscale.config.placement import TypedHost
 from flagscale.config.schema import PROJECT, Experiment, Task
 from flagscale.errors import ConfigError, Problem
@@ -49,10 +49,8 @@ def check_backend(experiment: Experiment) -> list[Problem]:
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return [args.problem("distributed_backend", message)]
-    problems = [
-        args.problem(OPTIONS, text) for text in _find_option_errors(name, args[OPTIONS] or ())
-    ]
-    common = {option for option in args[OPTIONS] or () if not _find_option_errors(name, [option])}
+    problems = [args.problem(COMM, text) for text in _find_option_errors(name, args[COMM] or ())]
+    common = {option for option in args[COMM] or () if not _find_option_errors(name, [option])}
     for _, override in iter_host_overrides(experiment.by_type, experiment.by_host):
         problems += _check_host_options(name, common, override.arguments)
     return problems
@@ -77,23 +75,24 @@ def _check_host_options(
         overrides: Arguments of a host or of a device type.
     """
     for argument in overrides.entries:
-        if argument.name != OPTIONS:
+        if argument.name != COMM:
             continue
         options = argument.canonical or ()
         differing = {option.partition("=")[0] for option in common ^ set(options)}
         texts = _find_option_errors(name, options) or [
             f"{option}: has to be the same on every host of a job: set it in `train`, and "
             "repeat it here"
-            for option in sorted(differing - COMM_OPTIONS)
+            for option in sorted(differing - PER_HOST_COMM_OPTIONS)
         ]
         for text in texts:
             yield Problem(argument.key, text, argument.location)
 
 
-def check_device_support(experiment: Experiment, hosts: Sequence[TypedHost]) -> Iterator[Problem]:
+def check_fp8_support(experiment: Experiment, hosts: Sequence[TypedHost]) -> Iterator[Problem]:
     """Yield a problem for each device type that does not support FP8 GEMMs although fp8 is set.
 
-    Ranks on hosts without a type, or with a type that no adapter recognizes, check for themselves.
+    The ``type=`` of a hostfile is compared with the adapters' product names. Ranks on hosts without
+    a type, or with a type that no adapter recognizes, check for themselves.
     """
     if experiment.task.external:
         return
@@ -109,6 +108,7 @@ def check_device_support(experiment: Experiment, hosts: Sequence[TypedHost]) -> 
         adapters = [
             a for a in list_device_accelerators() if args["device"] in (_ANY_DEVICE, a.name)
         ]
+        # True, False, or None from an adapter that does not recognize the type.
         if False in {adapter.product_supports_fp8(device_type) for adapter in adapters}:
             reported_types.add(device_type)
             yield args.problem(

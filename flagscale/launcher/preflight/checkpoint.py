@@ -30,7 +30,12 @@ def check_checkpoint(
     """Return the check of one host, or None if nothing is loaded or nothing is known.
 
     ``facts`` are the host's own; ``master_facts`` are those of rank 0's host, None if it did not
-    reply.
+    reply. The reply of its Python (:func:`flagscale.checkpoints.describe_latest`) has these keys:
+
+    - ``path``, ``iteration``, ``content`` and ``skipped`` of the checkpoint to load;
+    - ``refused`` and ``hint`` if there are checkpoints, but loading would fail;
+    - ``problem`` if the Python could not answer;
+    - none if there is no checkpoint.
     """
     if master_facts is None:
         return None
@@ -50,9 +55,10 @@ def check_checkpoint(
             f"{reply['problem']}"
         )
         return Check(CHECK, True, finding, warning=True)
-    finding, hint = missing_checkpoint(paths.values) if paths.values else ("", None)
+    finding, hint = missing_checkpoint(paths.arguments) if paths.arguments else ("", None)
+    # With a hint, the arguments require a checkpoint. Without one, training starts from scratch.
     if paths.load_dir or hint is not None:
-        return Check(CHECK, hint is None, finding, hint or "", warning=paths.requires_checkpoint)
+        return Check(CHECK, hint is None, finding, hint or "", warning=paths.expects_checkpoint)
     return None
 
 
@@ -64,13 +70,16 @@ def _check_fit(
     if name not in facts.checkpoints:
         hint = "all hosts have to see the same checkpoints: share the directory, or copy them there"
         return Check(CHECK, False, f"{reply['path']} does not exist on this host", hint)
-    args = derive_arguments(argparse.Namespace(**paths.values), world_size)
+    args = derive_arguments(argparse.Namespace(**paths.arguments), world_size)
     try:
         parts = parts_to_load(reply["content"], vars(args), world_size)
     except CheckpointError as error:
         finding = f"{name} in {paths.load_dir}: {_join_lines(error.message)}"
         return Check(CHECK, False, finding, error.hint or "")
-    is_training_complete = parts.progress and reply["iteration"] >= args.train_iters
+    # `parts.progress`: the run would continue from the checkpoint's step.
+    is_training_complete = (
+        parts.progress and not args.skip_train and reply["iteration"] >= args.train_iters
+    )
     notes = [*parts.notes]
     notes += (
         [f"all {args.train_iters} steps are done: nothing to train"] if is_training_complete else []

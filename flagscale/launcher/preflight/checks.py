@@ -96,9 +96,9 @@ def check_devices(experiment: Experiment, host: HostPlan, facts: HostFacts) -> C
     backend = experiment.train["distributed_backend"]
     if backend == "nccl" and nccl_devices == 0:
         hint = "set train.system.distributed_backend: auto (or gloo)"
-        return Check("devices", False, "nccl is asked for, but there is no GPU", hint)
+        return Check("devices", False, "nccl is requested, but there is no GPU", hint)
     if backend == "nccl" and ranks > nccl_devices:
-        hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
+        hint = "lower experiment.runner.nproc_per_node: nccl needs a GPU for every rank"
         return Check("devices", False, finding, hint)
     declared_kind = next(
         (a for a in list_device_accelerators() if host.device_type in (a.name, *a.host_types)), None

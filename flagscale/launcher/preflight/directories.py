@@ -28,13 +28,14 @@ _LOW_FREE_BYTES = 2048 * _MIB
 class HostPaths:
     """Paths and arguments of the ranks on one host.
 
-    ``output_paths`` maps arguments to the paths that they name for writing. ``requires_checkpoint``
-    is True if the YAML requires a checkpoint in ``load``. ``values`` has every argument.
+    ``output_paths`` maps arguments to the paths that they name for writing. ``expects_checkpoint``
+    is True if the YAML sets ``load`` to another directory than ``save``: if that has no checkpoint,
+    the user should know. ``arguments`` are the values of all arguments by name.
     """
 
     load_dir: str = ""
-    requires_checkpoint: bool = False
-    values: Mapping[str, Any] = field(default_factory=dict)
+    expects_checkpoint: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     output_paths: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,8 +59,8 @@ def collect_host_paths(
             named_paths[_CACHE_ARGUMENT] = str(cache[0])
     return HostPaths(
         load_dir=values["load"] or "",
-        requires_checkpoint="load" in args.given and values["load"] != values["save"],
-        values=values,
+        expects_checkpoint="load" in args.given and values["load"] != values["save"],
+        arguments=values,
         output_paths={
             name: path
             for name, path in named_paths.items()
@@ -91,7 +92,7 @@ def _check_output_path(name: str, path: str, state: PathState | None) -> Check:
 def check_directory(name: str, path: str, state: PathState | None, *, key: str) -> Check:
     """Check a directory that the run will write. ``key`` is the key that selects another one."""
     if state is None:
-        return Check(name, False, f"{path}: it did not say what is there")
+        return Check(name, False, f"{path}: the host did not report its state")
     if state.problem == NOT_WRITABLE and state.user:
         finding = f"{state.existing} is {state.problem} for user {state.user}"
         hint = f"set {key}, give the user the directory, or set another user= in a hostfile"

@@ -249,7 +249,7 @@ def find_port_conflict(experiment: Experiment, replies: HostReplies) -> ConfigEr
     if master.busy_port != requested_port(runner):
         key = "liveness_port"
         if runner.liveness_port is None:
-            text += "; agents meet there, beside experiment.runner.master_port"
+            text += "; agents use it, because it is next to experiment.runner.master_port"
             advice = f"set {key}, or choose another master_port"
     problem = Problem(f"experiment.runner.{key}", text)
-    return ConfigError(problem, hint=f"{advice}, or leave both keys out to get free ports")
+    return ConfigError(problem, hint=f"{advice}, or omit both keys to get free ports")

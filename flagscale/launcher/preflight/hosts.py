@@ -299,7 +299,7 @@ def _check_ports(experiment: Experiment, plan: LaunchPlan, replies: HostReplies)
     yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
     if plan.liveness_port is None:
         return
-    origin = "beside the master port"
+    origin = "next to the master port"
     if runner.liveness_port:
         origin = "as experiment.runner.liveness_port says"
     yield Check("liveness port", True, f"{plan.liveness_port}, free, {origin}", hosts=host)

@@ -188,6 +188,9 @@ class Datasets:
         """Build iterators over the micro-batches of the user's function (``external_data``)."""
         iterators: list[Batches | None] = []
         for split, consumed_samples in zip(SPLITS, consumed_by_split, strict=True):
+            if split == "train" and self._args.skip_train:
+                iterators.append(None)
+                continue
             samples = external.Samples(shard, consumed_samples)
             batches = external.iter_micro_batches(
                 data_function, self._args, self._tokenizer, split, samples, self._dataset_spec

@@ -147,7 +147,7 @@ def _require_files(prefix: str, index_path: Path, tokens_path: Path) -> None:
         return
     if len(missing) == 1:
         existing_path = tokens_path if missing[0] == index_path else index_path
-        raise DataError(f"{missing[0]}: missing, although {existing_path.name} beside it exists")
+        raise DataError(f"{missing[0]}: missing, although {existing_path.name} next to it exists")
     folder = index_path.parent
     if not folder.is_dir():
         raise DataError(f"{prefix}: no such data set: the directory {folder} does not exist")

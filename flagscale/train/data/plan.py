@@ -178,12 +178,17 @@ def _check_sources(args: Any, blend: Blend | None, split_blends: list[Blend | No
 
 
 def _count_samples(args: Any) -> tuple[int, int, int]:
-    """Return the samples that a whole run takes for training, validation and test."""
+    """Return the samples that a whole run takes for training, validation and test.
+
+    With ``skip_train``, the validation data is that of a run of ``train_iters`` steps.
+    """
     steps, evaluations = args.train_iters or 0, 0
     if args.eval_iters and args.eval_interval:
         evaluations = steps // args.eval_interval + 1
     samples_per_evaluation = (args.eval_iters or 0) * args.global_batch_size
     train_samples = args.train_samples or steps * args.global_batch_size
+    if args.skip_train:
+        train_samples = 0
     return (
         int(train_samples),
         int(evaluations * samples_per_evaluation),

@@ -16,17 +16,20 @@ from flagscale.train.layers.wgrad_accumulation import add_rows, placeholder_grad
 
 
 class _Lookup(torch.autograd.Function):
+    """Lookup whose backward pass adds to ``accumulator`` instead of returning a gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, accumulator: torch.Tensor
+        ctx: Any, row_indices: torch.Tensor, weight: torch.Tensor, accumulator: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight, accumulator)
-        return functional.embedding(rows, weight)
+        ctx.save_for_backward(row_indices, weight, accumulator)
+        return functional.embedding(row_indices, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        rows, weight, accumulator = ctx.saved_tensors
-        add_rows(accumulator, rows, gradient)
+        row_indices, weight, accumulator = ctx.saved_tensors
+        add_rows(accumulator, row_indices, gradient)
+        # Data parallelism waits for a gradient from autograd. The placeholder's values are unused.
         return None, placeholder_gradient(weight), None
 
 
@@ -40,6 +43,9 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
     accumulator: torch.Tensor | None = None
 
     def accumulated_weight(self) -> torch.nn.Parameter | None:
+        """Return the weight whose gradient is added to ``accumulator``
+        (:class:`.wgrad_accumulation.GradientAccumulating`).
+        """
         weight: torch.nn.Parameter = self.weight
         return weight
 
@@ -50,15 +56,15 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
         """
         group = self.tp_group
         is_split = group.size() > 1
-        rows, on_other_ranks = input_, None
+        row_indices, on_other_ranks = input_, None
         if is_split:
             on_other_ranks = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            rows = (input_ - self.vocab_start_index).masked_fill(on_other_ranks, 0)
+            row_indices = (input_ - self.vocab_start_index).masked_fill(on_other_ranks, 0)
         if self.accumulator is None:
-            output = functional.embedding(rows, self.weight)
+            output = functional.embedding(row_indices, self.weight)
         else:
             output = _Lookup.apply(  # type: ignore[no-untyped-call]
-                rows, self.weight, self.accumulator
+                row_indices, self.weight, self.accumulator
             )
         if on_other_ranks is not None:
             output = output.masked_fill(on_other_ranks[..., None], 0.0)

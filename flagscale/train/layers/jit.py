@@ -19,7 +19,7 @@ from flagscale.train.device import compile_disabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Looked up once: torch.compile cannot trace a search through installed packages.
+# Looked up once: torch.compile cannot trace the search through installed packages for adapters.
 _COMPILED_DEVICE_TYPES = frozenset(kind.torch_type for kind in list_accelerators() if kind.compiles)
 
 
@@ -53,7 +53,9 @@ def compiled_if_faster(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Return a decorator that compiles a function for devices on which this is faster.
 
-    The device of the first argument decides. On a CPU compilation takes longer than it saves.
+    The device of the first argument decides. On a CPU compilation takes longer than it saves. The
+    function runs uncompiled there, on a host without a compiler (:func:`explain_missing_compiler`)
+    and if compilation is disabled.
 
     Args:
         dynamic: compile once for all shapes instead of once per shape.
@@ -69,10 +71,10 @@ def compiled_if_faster(
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             tensor = args[0]
-            is_faster = (
+            is_on_compiled_device = (
                 isinstance(tensor, torch.Tensor) and tensor.device.type in _COMPILED_DEVICE_TYPES
             )
-            if is_faster and explain_missing_compiler() is None:
+            if is_on_compiled_device and explain_missing_compiler() is None:
                 with _limit_recompiles(max_shapes):
                     return compiled(*args, **kwargs)
             return function(*args, **kwargs)

@@ -144,7 +144,8 @@ class GradientAccumulating(Protocol):
 
     accumulator: torch.Tensor | None
 
-    def accumulated_weight(self) -> torch.nn.Parameter | None: ...
+    def accumulated_weight(self) -> torch.nn.Parameter | None:
+        """Return the weight whose gradient the module accumulates; None if it does not."""
 
 
 def find_accumulating_modules(model: torch.nn.Module) -> Iterator[GradientAccumulating]:

@@ -73,11 +73,11 @@ def _choose_layer_split(
     log: Callable[[str], None],
 ) -> Meshes:
     """Return the meshes with the layers per stage that minimize the step time."""
-    sequences = [cost_cache.count_max_sequences(meshes, mesh) for mesh in meshes.meshes]
+    max_micro_batch_sizes = [cost_cache.count_max_sequences(meshes, mesh) for mesh in meshes.meshes]
     costs = load_or_measure_costs(
         args,
         meshes,
-        sequences,
+        max_micro_batch_sizes,
         vocabulary,
         device,
         lambda: log("measuring the cost of a layer on each mesh, to assign layers to stages"),

@@ -82,7 +82,7 @@ def measure_costs(args: argparse.Namespace, vocabulary: int, device: Device) -> 
 
     Args:
         args: resolved arguments of this rank.
-        vocabulary: size of the padded vocabulary.
+        vocabulary: number of vocabulary entries with padding.
         device: device of this rank.
 
     Raises:

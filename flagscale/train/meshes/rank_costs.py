@@ -1,7 +1,8 @@
 """Costs of model parts for a rank of each mesh, read from a cache or measured.
 
-A mesh is a number of ranks with the same parallel sizes. Costs are the seconds and bytes of a
-layer, of the embedding and of the output layer.
+A mesh is a number of ranks with the same parallel sizes. Costs are those of a layer, of the
+embedding and of the output layer: seconds of a micro-batch's forward and backward pass and of a
+step, bytes of parameters and of activations (:class:`.costs.PartCost`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def gather_from_ranks(value: Any) -> list[Any]:
 def load_or_measure_costs(
     args: argparse.Namespace,
     meshes: Meshes,
-    sequences: Sequence[int],
-    vocabulary: int,
+    max_micro_batch_sizes: Sequence[int],
+    padded_vocab_size: int,
     device: Device,
     on_measure: Callable[[], None] = lambda: None,
 ) -> tuple[RankCosts, ...]:
@@ -54,16 +55,16 @@ def load_or_measure_costs(
     Args:
         args: arguments of this rank.
         meshes: meshes of the whole job. Their assignment of layers to pipeline stages is ignored.
-        sequences: maximum number of sequences of a micro-batch on a rank of each mesh.
-        vocabulary: size of the padded vocabulary.
+        max_micro_batch_sizes: largest micro-batch of a rank of each mesh, in sequences.
+        padded_vocab_size: number of vocabulary entries with padding.
         device: device of this rank.
         on_measure: called before measuring.
     """
-    rank_conditions = gather_from_ranks(_measurement_conditions(vocabulary, device))
+    rank_conditions = gather_from_ranks(_measurement_conditions(padded_vocab_size, device))
     conditions = [rank_conditions[meshes.first_rank(index)] for index in range(len(meshes.meshes))]
     paths = [
-        cost_cache.cost_path(vars(args), meshes, index, max_sequences)
-        for index, max_sequences in enumerate(sequences)
+        cost_cache.cost_path(vars(args), meshes, index, micro_batch_size)
+        for index, micro_batch_size in enumerate(max_micro_batch_sizes)
     ]
     cached: tuple[RankCosts, ...] | None = broadcast_from_rank_0(
         lambda: _read_cache(paths, conditions)
@@ -71,7 +72,7 @@ def load_or_measure_costs(
     if cached is not None:
         return cached
     on_measure()
-    rank_costs = gather_from_ranks(measure_costs(args, vocabulary, device))
+    rank_costs = gather_from_ranks(measure_costs(args, padded_vocab_size, device))
     mesh_costs = []
     for index, mesh in enumerate(meshes.meshes):
         first_rank = meshes.first_rank(index)
@@ -84,10 +85,10 @@ def load_or_measure_costs(
     return tuple(mesh_costs)
 
 
-def _measurement_conditions(vocabulary: int, device: Device) -> dict[str, str]:
+def _measurement_conditions(padded_vocab_size: int, device: Device) -> dict[str, str]:
     """Return the conditions of a measurement in addition to the arguments."""
     conditions = {
-        "vocabulary": str(vocabulary),
+        "vocabulary": str(padded_vocab_size),
         "device": device.product,
         "torch": torch.__version__,
     }

@@ -4,8 +4,9 @@ MTP layers follow the last decoder layer. Layer k combines the previous layer's 
 with the embedding of the token k positions ahead and predicts the following token. Embedding and
 output layer are shared with the main model. MTP layers are used in training only.
 
-The layers and the way their losses enter the backward pass are megatron.core's. The main loss stays
-unchanged: MTP losses are masked and counted separately here.
+The layers and the way their losses enter the backward pass are megatron.core's. The main loss and
+its mask stay unchanged: each MTP layer has a loss mask of its own, and its losses are added up
+separately for logging.
 
 The label of a position is the next token. MTP layer k, from 1 on, predicts the label that is k
 positions ahead. Its loss is masked where that label is masked.
@@ -43,8 +44,8 @@ def mtp_loss_masks(
 
     Args:
         mask: loss mask of whole sequences, [b, s].
-        documents: document number of each token, if documents are masked. A layer does not predict
-            tokens of another document.
+        documents: number of the document of each token, [b, s]; None unless documents are masked.
+            A layer does not predict tokens of another document.
         depth: number of MTP layers, k = 1 to ``depth``.
     """
     return {f"loss_mask_{k}": _shift_mask(mask, documents, k) for k in range(1, depth + 1)}
@@ -92,8 +93,8 @@ class MultiTokenPredictionMixin:
     compute_language_model_loss: Any
     shared_embedding_or_output_weight: Any
     mtp_loss_sums: torch.Tensor | None = None
-    """Sum of losses and number of tokens of each MTP layer, [layers, 2], since the last reset to
-    None.
+    """Sum of the unmasked losses and number of unmasked tokens of each MTP layer, [layers, 2],
+    since the last reset to None.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -118,8 +119,18 @@ class MultiTokenPredictionMixin:
     ) -> torch.Tensor:
         """Replace megatron.core's method.
 
-        The original does not run MTP layers without labels, and divides by a number of tokens that
-        may be zero.
+        The original fails without labels, runs MTP layers in evaluation too, and divides by a
+        number of tokens that may be zero. Here MTP layers run only in training.
+
+        Args:
+            hidden_states: output of the last decoder layer, [s, b, h].
+            labels: [b, s], or None to return logits.
+            loss_mask: a mask per MTP layer, [layers, b, s]; megatron.core has one of [b, s].
+            runtime_gather_output: passed to the output layer.
+            inputs: other arguments of megatron.core's method.
+
+        Returns:
+            Losses [b, s], or logits [b, s, vocabulary] if there are no labels.
         """
         if not self.post_process:
             return hidden_states
@@ -128,8 +139,11 @@ class MultiTokenPredictionMixin:
             weight = self.shared_embedding_or_output_weight()
         if self.training and labels is not None and loss_mask is not None:
             mtp_inputs = {name: inputs[name] for name in _MTP_INPUTS}
-            states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **mtp_inputs)
-            hidden_states, *mtp_states = torch.chunk(states, 1 + len(loss_mask))
+            # The decoder's output and those of the MTP layers, [(1 + layers) * s, b, h].
+            all_states = self.mtp(
+                hidden_states=hidden_states, embedding=self.embedding, **mtp_inputs
+            )
+            hidden_states, *mtp_states = torch.chunk(all_states, 1 + len(loss_mask))
             hidden_states = self._attach_mtp_losses(
                 hidden_states, mtp_states, labels, loss_mask, weight
             )

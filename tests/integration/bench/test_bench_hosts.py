@@ -126,7 +126,10 @@ def test_no_common_rendezvous_address_exits_with_3(bench: Any, bed: Bed, tmp_pat
     line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config} --data-collector-host no-such"
     completed = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
     assert completed.code == 3
-    assert "the ranks cannot meet on first: no-such means nothing on first,second" in completed.err
+    assert (
+        "no rendezvous address of first: no-such cannot be resolved on first,second"
+        in completed.err
+    )
     assert "--data-collector-host" in completed.err
     assert find_ranks(bed) == []
     assert [list_scratch_directories(host) for host in bed.hosts] == [[], []]
@@ -172,7 +175,7 @@ def test_lost_host_exits_with_3_and_no_process_remains(bed: Bed, tmp_path: Path)
         bed["h01"].kill()
         _, err = process.communicate(timeout=90)
         assert process.returncode == 3
-        assert "error: lost in the middle:\nh01: " in err
+        assert "error: lost during the measurement:\nh01: " in err
         assert bed["h00"].find("flagscale.bench") == []
 
 

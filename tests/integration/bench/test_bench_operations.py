@@ -152,7 +152,7 @@ def test_table_shows_algorithm_buffers_and_cycles(batch_on_three_ranks: tuple[Pa
     out = batch_on_three_ranks[1].out
     last_table = out[out.rindex("# flagscale") :]
     assert "checked: random, seed 5" in last_table
-    assert "time to issue, most of ranks" in last_table
+    assert "time to issue, maximum over ranks" in last_table
     assert last_table.count("algorithm") == 2
     assert last_table.count("  n/a\n") == 2
     assert re.search(r"^# 8 B, gloo, rank 0: \[-?\d.*\] -> \[-?\d", last_table, re.MULTILINE)

@@ -50,11 +50,18 @@ def test_in_an_existing_job(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
         # A job of the user is not cancelled.
         assert slurm.list_jobs() == [job]
         completed = run(f"{_SHORT_RUN} -r 3 -N 3 -S --slurm-job-id {job}")
-        assert (completed.code, completed.err.count("it has 2 hosts, and -N asks 3")) == (2, 1)
+        assert (completed.code, completed.err.count("the job has 2 hosts, but -N requests 3")) == (
+            2,
+            1,
+        )
     slurm.wait_until_no_jobs()
     completed = run(f"allr -r 2 -S --slurm-job-id {job}")
     assert completed.code == 2
     assert f"error: --slurm-job-id {job}: the job " in completed.err
+    completed = bench(
+        *("allr", "-r", "2", "-S"), environment=slurm.environment(SLURM_JOB_ID=job), cwd=tmp_path
+    )
+    assert f"error: SLURM_JOB_ID {job}: the job " in completed.err
 
 
 def test_slurm_errors_and_exit_codes(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
@@ -64,7 +71,10 @@ def test_slurm_errors_and_exit_codes(bench: Any, slurm: Slurm, tmp_path: Path) -
 
     completed = run(f"{_SHORT_RUN} -r 3 -N 3 -S --slurm-wait 1")
     assert completed.code == 3
-    assert "error: Slurm gives no 3 hosts for 3 ranks within 1 s: salloc: error: " in completed.err
+    assert (
+        "error: Slurm has not allocated 3 hosts for 3 ranks within 1 s: salloc: error: "
+        in completed.err
+    )
     script = tmp_path / "setup.sh"
     script.write_text("exit 7\n")
     completed = run(f"{_SHORT_RUN} -r 2 -N 2 -S", "--slurm-setup-script", script)

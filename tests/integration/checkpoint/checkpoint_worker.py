@@ -9,6 +9,7 @@ The process imports torch and megatron.core once and forks the ranks.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -194,10 +195,41 @@ def train_and_save(run: Run) -> dict[str, Any]:
 def save_and_go_on(run: Run) -> dict[str, Any]:
     """Train ``steps``, save, and train ``steps_after`` (default: the same number) without
     interruption."""
-    first = run.train(run.case["steps"])
-    run.save(required=True)
-    second = run.train(run.case.get("steps_after", run.case["steps"]))
-    return run.build_result(**{name: first[name] + second[name] for name in first})
+    with RouterMargins() as margins:
+        first = run.train(run.case["steps"])
+        run.save(required=True)
+        second = run.train(run.case.get("steps_after", run.case["steps"]))
+    metrics_by_name = {name: first[name] + second[name] for name in first}
+    return run.build_result(**metrics_by_name, router_margin=margins.minimum)
+
+
+class RouterMargins:
+    """Context manager that records how clearly routers choose experts.
+
+    Attributes:
+        minimum: smallest difference between the logits of the last expert that a token is sent to
+            and of the next one; infinite without experts.
+    """
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.minimum = float("inf")
+        self._router_class = TopKRouter
+        self._routing = TopKRouter.routing
+
+    def __enter__(self) -> RouterMargins:
+        def routing(router: Any, logits: Any, *args: Any, **options: Any) -> Any:
+            highest = logits.detach().flatten(0, -2).topk(router.topk + 1).values
+            margin = float((highest[:, -2] - highest[:, -1]).min())
+            self.minimum = min(self.minimum, margin)
+            return self._routing(router, logits, *args, **options)
+
+        self._router_class.routing = routing
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._router_class.routing = self._routing
 
 
 def switch_and_go_on(run: Run) -> dict[str, Any]:
@@ -232,7 +264,8 @@ def evaluate(run: Run) -> dict[str, Any]:
     from flagscale.train.step import Stepper
 
     run.load()
-    data = build_data_iterators(run.args, run.tokenizer, run.state.progress, model_chunks=1)
+    data_args = argparse.Namespace(**{**vars(run.args), "skip_train": False})
+    data = build_data_iterators(data_args, run.tokenizer, run.state.progress, model_chunks=1)
     stepper = Stepper(run.args, run.config, run.state, run.device, groups=run.groups)
     return run.build_result(loss=[stepper.evaluate(data.train, 1)])
 

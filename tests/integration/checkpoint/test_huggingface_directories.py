@@ -102,13 +102,13 @@ LEFT_OUT = {
     "frequencies": (
         "llama",
         _add_frequencies,
-        "2 tensors that are no weights are left out, such as "
+        "2 buffers are left out, because they are not weights, such as "
         "model.layers.0.self_attn.rotary_emb.inv_freq",
     ),
     "masks": (
         "gpt2",
         _add_masks,
-        "a tensor that is no weight is left out, such as transformer.h.0.attn.bias",
+        "a buffer is left out, because it is not a weight, such as transformer.h.0.attn.bias",
     ),
     "tied head": ("llama-tied", _add_tied_head, "lm_head.weight is left out: it is the embedding"),
 }

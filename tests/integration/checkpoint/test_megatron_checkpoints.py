@@ -187,13 +187,13 @@ IMPOSSIBLE_LAYOUTS: dict[str, tuple[str, list[str], str]] = {
     "grouped, local": (
         "mixtral",
         ["--moe-grouped-gemm", "--transformer-impl", "local"],
-        "moe_grouped_gemm is written for Transformer Engine's layers alone",
+        "moe_grouped_gemm is supported for Transformer Engine's layers only",
     ),
     "of another family": ("gemma2", [], "its layers lack norms behind attention and MLP"),
     "chunks of one stage": (
         "llama",
         ["--num-virtual-stages-per-pipeline-rank", "2"],
-        "several chunks per stage require several stages",
+        "several model chunks per stage require several stages",
     ),
 }
 

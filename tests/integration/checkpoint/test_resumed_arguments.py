@@ -345,7 +345,7 @@ NOT_TRIED = {
     "is read like data_path": "train_data_path valid_data_path test_data_path mock_data",
     "chooses evaluation data": "multiple_validation_sets",
     "changes no number of these models": """apply_query_key_layer_scaling enable_autocast
-    fp32_residual_connection lora_dropout_position lora_out_init_method mid_level_dataset_surplus
+    lora_dropout_position lora_out_init_method mid_level_dataset_surplus
     moe_enable_routing_replay perform_initialization reset_position_ids""",
     "needs a module of the user": "external_data",
 }

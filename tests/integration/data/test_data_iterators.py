@@ -70,6 +70,7 @@ def make_args(tmp_path: Path, **defaults: Any) -> Namespace:
         "seed": 5,
         "train_iters": 12,
         "train_samples": None,
+        "skip_train": False,
         "eval_iters": 2,
         "eval_interval": 6,
         "global_batch_size": 8,

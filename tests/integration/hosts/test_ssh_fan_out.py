@@ -39,7 +39,7 @@ def test_sixty_four_hosts(bed: Bed, config: SshConfig) -> None:
     outcomes = fan_out(
         targets,
         hostname,
-        options=DialOptions(connect_seconds=30, greeting_seconds=60, login_seconds=60),
+        options=DialOptions(connect_seconds=30, handshake_seconds=60, login_seconds=60),
     )
     assert [outcome.number for outcome in outcomes] == list(range(64))
     failed = [outcome for outcome in outcomes if not outcome.ok]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 IMPATIENT = DialOptions(
     connect_seconds=4,
-    greeting_seconds=8,
+    handshake_seconds=8,
     login_seconds=20,
     idle_limit_seconds=6,
     max_attempts=2,
@@ -111,7 +111,7 @@ def test_reasons_of_unreachable_hosts(bed: Bed, config: SshConfig) -> None:
         "unplugged": ((e.NoRouteError, e.ConnectTimeoutError), "unplugged"),
         "filtered": (e.ConnectTimeoutError, "a firewall drops the packets"),
         "no-listener": (e.ConnectionRefusedByHostError, "nothing listens on no-listener port 22"),
-        "stopped": (e.GreetingTimeoutError, "accepts connections and says nothing within 8 s"),
+        "stopped": (e.SshTimeoutError, "accepts connections but sends nothing within 8 s"),
         "busy": (e.ConnectionDroppedError, "MaxStartups"),
         "unknown-key": (e.UnknownHostKeyError, "ssh-keyscan -t ed25519 unknown-key >> "),
         "changed-key": (e.ChangedHostKeyError, "known_hosts:"),

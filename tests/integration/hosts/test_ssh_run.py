@@ -176,3 +176,59 @@ def test_login_shells_that_talk_or_refuse(bed: Bed, config: SshConfig) -> None:
     ):
         connection.run(["true"])
     assert caught.value.exit_code == 3
+
+
+READING_STARTUP_FILES = {
+    "a-line": "read -r answer",
+    "several-lines": "read -r a; read -r b; read -r c",
+    "some-bytes": "head -c 300 >/dev/null",
+    "whatever-has-arrived": "dd bs=64K count=1 >/dev/null 2>&1",
+    "nothing-but-slow": "sleep 6",
+}
+
+
+@pytest.mark.parametrize("startup_file", READING_STARTUP_FILES.values(), ids=READING_STARTUP_FILES)
+@pytest.mark.bed(hosts=1, root="private")
+def test_startup_files_that_read_stdin(bed: Bed, config: SshConfig, startup_file: str) -> None:
+    """A script runs once, whatever part of it a startup file has read."""
+    write_startup_file(bed, startup_file)
+    lines = "\n".join(f"echo {n}" for n in range(100))
+    with connect(config.target("h00")) as connection:
+        for _ in range(2):
+            result = connection.run_script(f"echo run >>/tmp/runs\n{lines}")
+            assert result.text.split() == [str(n) for n in range(100)]
+        assert connection.run(["cat", "/tmp/runs"]).text == "run\nrun\n"
+
+
+@pytest.mark.bed(hosts=1, root="private")
+def test_startup_file_that_reads_all_of_stdin_is_explained(bed: Bed, config: SshConfig) -> None:
+    write_startup_file(bed, "echo Which project?; cat >/dev/null")
+    with connect(config.target("h00")) as connection:
+        for start in (
+            lambda: connection.run_script("echo never", timeout=6),
+            lambda: connection.run(["cat"], stdin=b"data", timeout=2),
+        ):
+            with pytest.raises(e.StartupFileError) as caught:
+                start()
+            assert str(caught.value).startswith(
+                "h00: the login shell of root did not start anything in time: a startup file of "
+                "the account, such as ~/.bashrc, takes too long, or reads standard input to its "
+                "end. Its last output: Which project?"
+            )
+            assert "[[ $- == *i* ]] || return" in str(caught.value.hint)
+        # A command without input gets its end, and so does the startup file.
+        assert connection.run(["echo", "answer"]).text == "answer\n"
+
+
+@pytest.mark.bed(hosts=1, root="private")
+def test_input_arrives_after_the_startup_files(bed: Bed, config: SshConfig) -> None:
+    write_startup_file(bed, "read -t 1 -N 1000000 -r everything")
+    data = os.urandom(2_000_000)
+    with connect(config.target("h00")) as connection:
+        assert connection.run(["cat"], stdin=data).stdout == data
+
+
+def write_startup_file(bed: Bed, text: str) -> None:
+    """Replace root's .bashrc, which a login shell of bash reads."""
+    bed[0].local_path("/root/startup").write_text(f"{text}\n")
+    bed[0].run(["mount", "--bind", "/root/startup", "/root/.bashrc"])

@@ -192,7 +192,7 @@ def test_nccl_without_a_gpu(lab: Lab) -> None:
     result = lab.run_action("run", "+train.system.distributed_backend=nccl")
     if "GPU" in result.stderr:
         assert result.returncode == 2
-        assert "nccl is asked for, but there is no GPU" in result.stderr
+        assert "nccl is requested, but there is no GPU" in result.stderr
     else:
         pytest.skip("this machine has GPUs")
 
@@ -316,8 +316,8 @@ def test_fresh_clone_reports_everything_it_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "expected"),
     [
-        pytest.param(["logs", "1970-ab", "-n", "0"], 1, "'1970-ab' is no run's id", id="id"),
-        pytest.param(["query", "/no/dir", "-f"], 1, "'/no/dir' is no run's id", id="directory"),
+        pytest.param(["logs", "1970-ab", "-n", "0"], 1, "'1970-ab' is not a run id", id="id"),
+        pytest.param(["query", "/no/dir", "-f"], 1, "'/no/dir' is not a run id", id="directory"),
         pytest.param(["stop", "conf/lab.yaml"], 0, "no run was started", id="yaml"),
         pytest.param(["stop", "conf/lab"], 0, "no run was started", id="yaml-without-suffix"),
         pytest.param(["stop", "conf/no.yaml"], 2, "no no.yaml in conf", id="missing-yaml"),

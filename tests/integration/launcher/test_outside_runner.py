@@ -87,7 +87,7 @@ def flagscale(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_verb_with_a_runner_from_outside(lab: Lab, queue: Path) -> None:
+def test_all_actions_with_a_runner_from_outside(lab: Lab, queue: Path) -> None:
     runner = {"type": "mine", "mine": {"queue": str(queue)}, "nnodes": 2, "nproc_per_node": 1}
     lab.configure(REPORTING, light=True, runner={**runner, "master_port": free_port()})
 

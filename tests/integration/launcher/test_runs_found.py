@@ -125,7 +125,7 @@ def test_stop_of_a_run_that_was_never_started(lab: Lab) -> None:
     assert "nothing to stop" in by_config.stdout
     by_id = flagscale("stop", "19700101-000000-nobody", cwd=lab.root)
     assert by_id.returncode == 1
-    assert "is no run's id" in by_id.stderr
+    assert "is not a run id" in by_id.stderr
 
 
 @pytest.mark.parametrize("preflight", [True, False])

@@ -39,10 +39,10 @@ def wait_for_line(launcher: subprocess.Popen[str], text: str) -> None:
     wait_for(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
 
 
-def test_every_verb(lab: SlurmLab) -> None:
+def test_dryrun_check_run_query_logs_and_stop(lab: SlurmLab) -> None:
     lab.envs = {"API_TOKEN": "s3cr3t"}
     lab.write_config(time="10:00", extra={"comment": "it's $HOME"})
-    result = json.loads(lab.run_action("dryrun", "json=true").stdout)
+    dry_run = json.loads(lab.run_action("dryrun", "json=true").stdout)
     checked = json.loads(lab.run_action("check", "json=true").stdout)
     assert {"python", "exp_dir", "partition", "job"} <= {
         row["name"] for row in checked if row["ok"]
@@ -54,7 +54,7 @@ def test_every_verb(lab: SlurmLab) -> None:
     assert [host.name for host in state.hosts] == ["h00", "h01"]
     # The shown plan is the submitted one, except for the run id.
     script = lab.layout.scripts / "slurm_job.sh"
-    assert script.read_text() == result["job"]["script"].replace(result["run_id"], state.run_id)
+    assert script.read_text() == dry_run["job"]["script"].replace(dry_run["run_id"], state.run_id)
 
     job_record = lab.cluster.slurm.run("scontrol", "show", "job", lab.job_id)
     assert "Comment=it's $HOME" in job_record
@@ -62,7 +62,8 @@ def test_every_verb(lab: SlurmLab) -> None:
     batch = lab.cluster.slurm.run("scontrol", "write", "batch_script", lab.job_id, "-")
     for text in (job_record, batch, *lines):
         assert "s3cr3t" not in text
-    # A launcher that was killed at the wrong moment has not written down the job's id.
+    # A launcher that is killed right after sbatch has not recorded the job's id: the run is still
+    # found, by the job's name.
     lab.cluster.user.call(lab.forget_job)
     second_result = lab.run_action("run")
     assert (second_result.returncode, "is alive" in second_result.stderr) == (1, True)
@@ -94,7 +95,7 @@ def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
         assert "is pending (Resources" in lab.run_action("query").stdout
         assert lab.run_action("run").returncode == 1
         wait_for_line(waiting, "is pending (Resources")
-    # Now there are nodes.
+    # The nodes are free again, and the job starts.
     out, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, out
     assert "2 rank(s) joined" in out
@@ -106,7 +107,7 @@ def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
         assert stop_result.returncode == 0, stop_result.stderr
         assert lab.query()["state"] == "stopped"
         assert lab.job_id not in slurm.list_jobs()
-        # Ctrl-C while a launcher waits.
+        # Ctrl-C while the launcher waits for the job to start cancels the job.
         waiting = lab.start("test")
         wait_for_line(waiting, "is pending")
         waiting.send_signal(signal.SIGINT)
@@ -138,27 +139,27 @@ def test_command_on_nodes(lab: SlurmLab) -> None:
     script = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
     script += "while :; do sleep 0.1; done"
     command = f"experiment.task.command=[bash, -c, {json.dumps(script)}]"
-    more = ("experiment.task.type=command", command, "experiment.runner.wait_for=none")
-    result = lab.run_action("run", *more)
+    overrides = ("experiment.task.type=command", command, "experiment.runner.wait_for=none")
+    result = lab.run_action("run", *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
+    # A line of each node's script ("run … starts"), and one of each of the 4 ranks.
     wait_for(lambda: len(lab.run_action("logs").stdout.splitlines()) >= 6)
     assert lab.run_action("stop").returncode == 0
     expected = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
     assert {*expected, "h01:3: 3 of 4"} <= set(lab.run_action("logs").stdout.splitlines())
     assert lab.find_processes() == []
     # Several commands at the same time, each in its own job.
-    script = ("-m", "--jobs", "2", "json=true", "experiment.task.type=command")
-    result = lab.run_action(
-        "run", *script, "experiment.task.command=date", "experiment.runner.slurm.nodes=1,2"
-    )
+    sweep = ("-m", "--jobs", "2", "json=true", "experiment.runner.slurm.nodes=1,2")
+    date_task = ("experiment.task.type=command", "experiment.task.command=date")
+    result = lab.run_action("run", *sweep, *date_task)
     assert result.returncode == 0, result.stdout + result.stderr
     assert [row["state"] for row in json.loads(result.stdout)] == ["completed", "completed"]
     assert result.stderr.count("submitted job") == 2
 
 
-# Accepts Apptainer's arguments and runs the program outside of any container: the systems of these
-# tests have no package of the real one.
-APPTAINER = """\
+# Replacement for Apptainer where it is not installed. It parses the arguments of `apptainer exec`,
+# fails if a bound path does not exist, and runs the program without any container.
+FAKE_APPTAINER = """\
 #!/bin/bash
 [[ $1 == exec ]] && shift || exit 255
 while [[ $1 == --* ]]; do
@@ -171,10 +172,12 @@ exec "${@:2}"
 """
 
 
-def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_command_with_a_fake_apptainer(
+    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = lab.root / "bin" / "apptainer"
     program.parent.mkdir()
-    program.write_text(APPTAINER, encoding="utf-8")
+    program.write_text(FAKE_APPTAINER, encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     lab.write_config(container={"image": str(program), "runtime": "apptainer"})
@@ -182,22 +185,29 @@ def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
     command = f"experiment.task.command=[bash, -c, {json.dumps(script)}]"
     result = lab.run_action("test", "experiment.task.type=command", command)
     assert result.returncode == 0, result.stdout + result.stderr
-    # The ranks and their parents run the image's Python.
+    # APPTAINER_CONTAINER is set for the ranks. Their parent, the agent, runs `python3`: the default
+    # with an image, instead of the launcher's own Python.
     assert f"h01:1: {program} python3" in result.stdout.splitlines()
-    # Ended by the pid of the process in the container.
+    # `stop` signals the pid that the script in the container has recorded.
     assert lab.run_action("run").returncode == 0
     assert lab.run_action("stop").returncode == 0
     assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
-    (row,) = (check for check in lab.run_preflight() if check.name == "container")
-    assert (row.ok, row.warning, row.found) == (True, False, f"{program}, by apptainer")
+    (container_check,) = (c for c in lab.run_preflight() if c.name == "container")
+    assert (container_check.ok, container_check.warning, container_check.found) == (
+        True,
+        False,
+        f"{program}, by apptainer",
+    )
     lab.write_config(container={"image": "nvidia/cuda"})
-    (row,) = (check for check in lab.run_preflight() if check.name == "container")
-    assert (row.ok, row.warning) == (True, True)
-    assert "srun has no --container-image" in row.found
+    (container_check,) = (c for c in lab.run_preflight() if c.name == "container")
+    assert (container_check.ok, container_check.warning) == (True, True)
+    assert "srun has no --container-image" in container_check.found
 
 
-def image(directory: Path) -> Path:
-    """An image that contains one file only; programs come from the machine's /usr."""
+def create_image(directory: Path) -> Path:
+    """Create an image directory with the file /only-here; programs are in the host's /usr, which
+    the test mounts.
+    """
     for name in ("usr", "proc", "sys", "dev", "tmp", "var/tmp", "etc", "root", "home"):
         (directory / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
@@ -208,15 +218,13 @@ def image(directory: Path) -> Path:
     return directory
 
 
-def test_nodes_run_in_an_apptainer_container(
-    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uses the real Apptainer, a user unknown in the image, and directories with hostile names."""
+def test_container_of_the_real_apptainer(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image has no account of the user, and `HOME` is not mounted."""
     apptainer = shutil.which("apptainer")
     if apptainer is None:
-        pytest.skip("no apptainer on this machine, nor in Debian 12's packages")
+        pytest.skip("apptainer is not installed, and Debian 12 has no package of it")
     container = {
-        "image": str(image(lab.root / "image")),
+        "image": str(create_image(lab.root / "image")),
         "runtime": "apptainer",
         "mounts": ["/usr", sys.base_prefix],
         "options": ["--no-home"],
@@ -229,8 +237,8 @@ def test_nodes_run_in_an_apptainer_container(
     lines = set(result.stdout.splitlines())
     assert {"h00:0: in the image", "h01:1: in the image", f"h01:1: {lab.root}"} <= lines
     assert lab.run_action("run").returncode == 0
-    (row,) = (check for check in lab.run_preflight() if check.name == "container")
-    assert (row.ok, row.warning) == (True, False), row.found
+    (container_check,) = (c for c in lab.run_preflight() if c.name == "container")
+    assert (container_check.ok, container_check.warning) == (True, False), container_check.found
     assert len(lab.find_processes("h01")) > 0
     assert lab.run_action("stop").returncode == 0
     assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
@@ -268,7 +276,7 @@ def test_end_by_slurm_is_reported_later(lab: SlurmLab, monkeypatch: pytest.Monke
     assert lab.query()["state"] == "stopped"
 
 
-def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_ranks_follow_the_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is started from Python."""
     (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
     # Each type is one component, in the order of the plan.
@@ -283,10 +291,10 @@ def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> 
         phases = {run.status().phase for _ in range(50)}
         lines, query_count = run.logs(), scheduler.query_job.call_count  # type: ignore[attr-defined]
         run.stop()
-        return {"phases": [*phases, run.wait().phase], "lines": lines, "looks": query_count}
+        return {"phases": [*phases, run.wait().phase], "lines": lines, "query_count": query_count}
 
     result = lab.cluster.user.call(drive)
-    assert (result["phases"], result["looks"] <= 1) == (["running", "stopped"], True)
+    assert (result["phases"], result["query_count"] <= 1) == (["running", "stopped"], True)
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
     assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= set(result["lines"])
 
@@ -311,11 +319,19 @@ def test_heterogeneous_job(lab: SlurmLab) -> None:
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        pytest.param({"nodes": 3}, "the job would wait forever: all has 2 node(s), 3", id="nodes"),
-        pytest.param({"cpus_per_task": 64}, "nodes of 4 CPUs at most, 64 are requested", id="cpus"),
-        pytest.param({"partition": "short", "time": "20"}, "short allows 10:00 at most", id="time"),
-        pytest.param({"partition": "closed"}, "closed is down", id="down"),
-        pytest.param({"partition": "no"}, "there is no partition no; it has all", id="partition"),
+        pytest.param(
+            {"nodes": 3}, "would wait forever: partition 'all' has 2 node(s), but 3", id="nodes"
+        ),
+        pytest.param(
+            {"cpus_per_task": 64}, "nodes of at most 4 CPUs, but 64 are requested", id="cpus"
+        ),
+        pytest.param(
+            {"partition": "short", "time": "20"}, "'short' allows at most 10:00", id="time"
+        ),
+        pytest.param({"partition": "closed"}, "'closed' is down", id="down"),
+        pytest.param(
+            {"partition": "no"}, "no partition 'no'; its partitions are 'all'", id="partition"
+        ),
         pytest.param({"constraint": "x"}, "Slurm rejects it: ", id="feature"),
         pytest.param({"gpus_per_node": "2"}, "Slurm rejects it: ", id="gpus"),
         pytest.param({"extra": {"frobnicate": "1"}}, "unrecognized option", id="option"),
@@ -330,7 +346,7 @@ def test_jobs_that_would_wait_forever_are_rejected(
     assert expected in " ".join(problems)
 
 
-def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
+def test_dependency_on_a_failed_job_is_rejected(lab: SlurmLab) -> None:
     failed = lab.cluster.slurm.run(
         "sbatch", "--output=/dev/null", "--parsable", "--wait", "--wrap=false", check=False
     )
@@ -345,17 +361,19 @@ def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
     assert [check.found for check in lab.run_preflight() if not check.ok] == []
 
 
-def test_the_time_that_a_job_gets_without_asking(
+def test_default_time_limit_of_a_partition_is_too_short(
     lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.write_config(partition="brief", runner={"stop_grace": 60})
     (problem,) = (check.found for check in lab.run_preflight() if not check.ok)
-    assert "brief allows 1:00 if no time is requested, not longer than the 90 s that" in problem
+    # 90 s = stop_grace + STOP_MARGIN_SECONDS.
+    assert "'brief' allows 1:00 if no time is requested, which is not longer than the 90" in problem
+    assert "(experiment.runner.stop_grace + 30 s)" in problem
     monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
     assert [check.found for check in lab.run_preflight() if not check.ok] == []
     lab.write_config(partition="short")
     problem = " ".join(check.found for check in lab.run_preflight() if not check.ok)
-    assert "short allows 10:00 at most, 20 is requested" in problem
+    assert "'short' allows at most 10:00, but 20 is requested" in problem
 
 
 def test_run_continues_after_its_time_limit(lab: SlurmLab) -> None:
@@ -384,7 +402,7 @@ def test_preempted_job_saves_and_continues(lab: SlurmLab) -> None:
     assert lab.run_action("stop").returncode == 0
 
 
-COLLECTIVE = """\
+ALL_REDUCE_PROGRAM = """\
 import os
 import torch
 import torch.distributed as dist
@@ -405,7 +423,9 @@ def test_rendezvous_through_torchrun(lab: SlurmLab) -> None:
     """The first node resolves its own name to a loopback address, as on Debian."""
     hosts = lab.cluster.slurm.bed["h00"].local_path("/etc/hosts")
     hosts.write_text(f"127.0.1.1 h00\n{hosts.read_text()}")
-    lab.configure(COLLECTIVE, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}})
+    lab.configure(
+        ALL_REDUCE_PROGRAM, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}}
+    )
     result = lab.run_action("test", timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(result.stdout.splitlines())

@@ -101,6 +101,57 @@ def test_a_directory_that_another_user_could_change_is_refused(
     assert list(run_dir.parent.glob("2*")) == [run_dir]
 
 
+SHARED_MODES = {
+    "everyone": (0o777, False),
+    "everyone-but-not-readable": (0o733, False),
+    "sticky": (0o1777, True),
+    "group": (0o770, True),
+    "setgid": (0o2775, True),
+}
+
+
+@pytest.mark.parametrize(("mode", "accepted"), SHARED_MODES.values(), ids=SHARED_MODES)
+@pytest.mark.parametrize("is_link", [False, True], ids=["directory", "link"])
+def test_directory_in_which_every_user_could_rename_the_logs_is_refused(
+    lab: Lab, mode: int, accepted: bool, is_link: bool
+) -> None:
+    if is_link:
+        target = lab.root / "target"
+        target.mkdir()
+        lab.exp_dir.symlink_to(target)
+    else:
+        lab.exp_dir.mkdir()
+    lab.exp_dir.chmod(mode)
+    configure(lab)
+    result = lab.run_action("test", *WITHOUT_CHECKS[:1])
+    assert (result.returncode == 0) is accepted, result.stderr
+    if not accepted:
+        assert (
+            f"error: {lab.exp_dir} is writable by every user and has no sticky bit: it is not used "
+            f"for a run\n  hint: chmod o-w {lab.exp_dir}, or set another experiment.exp_dir\n"
+        ) in result.stderr
+        assert not lab.layout.scripts.exists()
+
+
+def test_log_directory_in_which_every_user_could_rename_is_refused_on_the_host(lab: Lab) -> None:
+    log_dir = lab.root / "shared_logs"
+    log_dir.mkdir()
+    lab.configure(
+        "",
+        task={"type": "command", "command": ["true"]},
+        runner={"nproc_per_node": 1, "log_dir": str(log_dir)},
+    )
+    log_dir.chmod(0o777)
+    result = lab.run_action("test", *WITHOUT_CHECKS[:1])
+    assert result.returncode == 2
+    assert f"{log_dir} is writable by every user and has no sticky bit: chmod o-w it, or" in (
+        result.stderr
+    )
+    log_dir.chmod(0o1777)
+    result = lab.run_action("test", *WITHOUT_CHECKS[:1])
+    assert result.returncode == 0, result.stderr
+
+
 @needs_root
 def test_details_of_another_user_are_refused_on_the_host(lab: Lab) -> None:
     configure(lab)

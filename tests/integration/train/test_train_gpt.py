@@ -25,11 +25,11 @@ PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
 PATCHED_MEGATRON = ROOT / "third_party" / "Megatron-LM"
 TINY = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
---seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --vocab-size 100 --mock-data
+--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --vocab-size 100 --mock-data
 --make-vocab-size-divisible-by 16 --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --eval-iters 0 --num-workers 0 --log-interval 1 --device cpu
---lr-decay-style constant
 """
+SCHEDULE = "--lr 1e-3 --lr-decay-style constant"
 
 
 class TrainingProcess:
@@ -46,6 +46,7 @@ class TrainingProcess:
         arguments: str,
         *,
         ranks: int = 1,
+        schedule: str = SCHEDULE,
         python_path: tuple[Path, ...] = (),
         output: IO[bytes] | int = subprocess.PIPE,
         **variables: str,
@@ -56,6 +57,7 @@ class TrainingProcess:
             directory: working directory, to which status files are written.
             arguments: arguments in addition to those of a tiny model.
             ranks: number of ranks.
+            schedule: arguments of the learning rate.
             python_path: PYTHONPATH; by default the project and the patched megatron.core.
             output: destination of standard output and error.
             variables: additional environment variables.
@@ -80,7 +82,7 @@ class TrainingProcess:
             **{STATUS_DIR_VARIABLE: str(self.status), **variables},
         )
         self.process = subprocess.Popen(
-            [*command, *f"{TINY} {arguments}".split()],
+            [*command, *f"{TINY} {schedule} {arguments}".split()],
             env=environment,
             cwd=directory,
             stdout=output,
@@ -218,9 +220,43 @@ def test_batch_size_rampup_and_skipped_step(tmp_path: Path) -> None:
     assert len(evaluation_run.events("progress")) == len(steps)
 
 
+def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> None:
+    training = TrainingProcess(
+        tmp_path, "--train-iters 2 --save checkpoints --eval-iters 2 --eval-interval 2"
+    )
+    assert training.wait() == 0, training.errors
+    evaluations = {
+        "schedule": ("--load checkpoints", f"{SCHEDULE} --train-iters 2"),
+        "loaded": ("--load checkpoints", ""),
+        "contradictory": ("--load checkpoints", "--min-lr 1e-4 --lr-decay-style WSD"),
+        "pretrained": ("--pretrained-checkpoint checkpoints", ""),
+    }
+    losses, steps = {}, {}
+    for name, (source, schedule) in evaluations.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "checkpoints").symlink_to(tmp_path / "checkpoints")
+        run = TrainingProcess(directory, f"--skip-train --eval-iters 2 {source}", schedule=schedule)
+        assert run.wait() == 0, f"{name}: {run.errors}"
+        assert "no training (skip_train), 2 evaluation steps of 4 x 16 tokens" in run.output
+        assert "nothing to train" not in run.output
+        (evaluation,) = run.events("evaluation")
+        losses[name], steps[name] = evaluation.get("loss"), evaluation.get("step")
+    assert steps == {"schedule": 2, "loaded": 2, "contradictory": 2, "pretrained": 0}
+    assert losses["loaded"] == losses["contradictory"] == losses["schedule"]
+    # Without the data position of a loaded checkpoint, validation starts at the first sample.
+    (trained,) = training.events("evaluation")
+    assert losses["pretrained"] == trained.get("loss")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        pytest.param(
+            "--load nowhere --skip-train",
+            "error: load: nowhere contains no checkpoint, but skip_train requires a checkpoint",
+            id="evaluate-nothing",
+        ),
         pytest.param(
             "--load nowhere --finetune",
             "error: load: nowhere contains no checkpoint, but finetune requires a checkpoint",

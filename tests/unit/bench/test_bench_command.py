@@ -93,7 +93,7 @@ def test_flags_reach_the_specification() -> None:
         ("allr -W 2", "needs -I"),
         ("allr -b 12Q", "'12Q' is not a size"),
         ("allr -b 2 -e 1", "is above"),
-        ("allr -b 0 -e 8 -i 4", "nothing would be moved"),
+        ("allr -b 0 -e 8 -i 4", "no data would be moved"),
         ("allr -b 1 -e 9 -i 1 -f 2", "exclude each other"),
         ("allr -b 1 -e 9 -f 1", "never reach the end"),
         ("allr -b 1 -e 9 -f nan", "not finite"),
@@ -104,11 +104,11 @@ def test_flags_reach_the_specification() -> None:
         ("allr -t p50 p999", "unexpected argument p999"),
         ("allr -t p999", "'p999' is not known"),
         ("allr -t", "needs at least one"),
-        ("allr --root x", "is no rank"),
-        ("allr --root -2", "is no rank"),
+        ("allr --root x", "is not a rank"),
+        ("allr --root -2", "is not a rank"),
         ("allr -r 0", "-r/--nworkers 0"),
         ("allr -r 5 -N 2", "cannot be divided equally"),
-        ("allr -g 2", "one rank drives one GPU"),
+        ("allr -g 2", "each rank uses one GPU"),
         ("allr -T 0", "-T/--timeout 0"),
         ("allr -a 4", "expected 0, 1, 2 or 3"),
         ("allr -z 2", "expected 0 or 1"),
@@ -151,10 +151,10 @@ def test_usage_errors_name_the_flag(line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bcast --root 4", "--root 4 does not exist among 4 ranks"),
+        ("bcast --root 4", "--root 4: a group has only 4 ranks"),
         ("allr -d int16", "torch has no sum of int16"),
-        ("allr -d fp32 --out-of-place", "does not offer it"),
-        ("alltoall --in-place", "does not offer it"),
+        ("allr -d fp32 --out-of-place", "does not support it for these types"),
+        ("alltoall --in-place", "does not support it for these types"),
         ("allr -d int32 -o avg", "torch has no avg of int32"),
         ("allr -d uint64 -o max", "torch has no max of uint64"),
     ],
@@ -167,22 +167,25 @@ def test_unsupported_cases_are_rejected(line: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "notes"),
     [
-        ("allr -d uint16,fp32", ["left out: torch has no sum of uint16"]),
-        ("allr,allg -d uint32 -o min,sum", ["left out: torch has no min of uint32"]),
+        ("allr -d uint16,fp32", ["omitted, because torch does not support it: sum of uint16"]),
+        (
+            "allr,allg -d uint32 -o min,sum",
+            ["omitted, because torch does not support it: min of uint32"],
+        ),
         ("allg -d uint16,fp32", []),
         ("allr -d all", []),
         ("allr -d fp32,int32", []),
         (
             "allr --custom-src-target-pairs {file}",
-            ["--custom-src-target-pairs: of no effect without permute"],
+            ["--custom-src-target-pairs: has no effect without permute"],
         ),
         ("permute,allr --custom-src-target-pairs {file}", []),
-        ("allr --root 1", ["--root: of no effect without an operation that has one"]),
+        ("allr --root 1", ["--root: has no effect without a rooted operation"]),
         ("allr,bcast --root 1", []),
         ("allr -k 4", ["--kernel-num: has no meaning on this device"]),
         (
             "allr -S --slurm-setup-script default",
-            ["--slurm-setup-script default: there is nothing to install"],
+            ["--slurm-setup-script default: has no effect; nothing needs to be installed"],
         ),
     ],
 )
@@ -227,18 +230,18 @@ def test_batch_reads_all_lines_and_reports_the_invalid_line(tmp_path: Path) -> N
     file = tmp_path / "a 'batch'.txt"
     file.write_text("# a comment\n\nallr -d fp32 # four bytes\nallg -b 1K -e 1K\n")
     specs = read_specs(["--batch", str(file), "-r", "3"])
-    assert [spec.placement.workers for spec in specs] == [3, 3]
+    assert [spec.placement.ranks for spec in specs] == [3, 3]
     file.write_text("allr\nallr -d x\n")
     with pytest.raises(ConfigError, match=r":2: .*datatype 'x'"):
         read_specs(["--batch", str(file)])
     file.write_text("# nothing\n")
-    with pytest.raises(ConfigError, match="no line to run"):
+    with pytest.raises(ConfigError, match="no command line in it"):
         read_specs(["--batch", str(file)])
     file.write_text("allr\nallr 'x\n")
     with pytest.raises(ConfigError, match=":2: No closing quotation"):
         read_specs(["--batch", str(file)])
     file.write_text("allr --batch other.txt\n")
-    with pytest.raises(ConfigError, match=r":1: --batch other\.txt: a line of a batch has none"):
+    with pytest.raises(ConfigError, match=r":1: --batch other\.txt: not supported in a batch"):
         read_specs(["--batch", str(file)])
 
 
@@ -342,7 +345,7 @@ def test_local_ranks_need_a_local_rendezvous_address(address: str | None, is_loc
     if is_local:
         require_local_address(address)
         return
-    with pytest.raises(ConfigError, match=f"host {address}: all ranks are on this"):
+    with pytest.raises(ConfigError, match=f"host {address}: not an address of this machine"):
         require_local_address(address)
 
 

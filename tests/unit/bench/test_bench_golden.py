@@ -21,7 +21,7 @@ from flagscale.bench.collectives.checks import (
     fingerprint_bytes,
     output_pieces,
 )
-from flagscale.bench.collectives.collective_calls import Shape
+from flagscale.bench.collectives.collective_calls import BufferSizes
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import Case
 
@@ -47,8 +47,10 @@ def _group(index: int, size: int = 4) -> RankGroup:
     return RankGroup("gloo", tuple(range(size)), index, group)
 
 
-def _golden(line: str, index: int = 0, mode: Any = "random", size: int = 4) -> Golden:
-    return Golden(_case(line), _group(index, size), mode, seed=5)
+def _golden(
+    line: str, index: int = 0, mode: Any = "random", size: int = 4, seed: int = 5
+) -> Golden:
+    return Golden(_case(line), _group(index, size), mode, seed)
 
 
 def test_inputs_depend_on_rank_position_and_seed_only() -> None:
@@ -90,7 +92,9 @@ def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_nam
 
 
 def _part(line: str, elements: int, group: RankGroup) -> collective_calls.OperationPart:
-    return collective_calls.build_part(_case(line), Shape(elements, elements, elements), group, CPU)
+    return collective_calls.build_part(
+        _case(line), BufferSizes(elements, elements, elements), group, CPU
+    )
 
 
 @pytest.mark.parametrize("type_name", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
@@ -98,11 +102,11 @@ def test_one_wrong_element_is_detected(type_name: str) -> None:
     golden = _golden(f"allr -d {type_name}")
     part = _part(f"allr -d {type_name}", CHUNK_ELEMENTS + 10, golden.group)
     part.output.copy_(golden.golden_output(part))
-    assert golden.verify(part).wrong == 0
+    assert golden.verify(part).wrong_count == 0
     wrong_value = part.output[CHUNK_ELEMENTS + 3].to(torch.float64) + 1
     part.output[CHUNK_ELEMENTS + 3] = wrong_value.to(part.output.dtype)
     check = golden.verify(part)
-    assert (check.wrong, check.first) == (1, CHUNK_ELEMENTS + 3)
+    assert (check.wrong_count, check.first_wrong_index) == (1, CHUNK_ELEMENTS + 3)
     assert f"the first at {CHUNK_ELEMENTS + 3}" in str(check)
 
 
@@ -112,14 +116,14 @@ def test_nan_and_infinity_are_detected() -> None:
     part.output.copy_(golden.golden_output(part))
     part.output[2] = float("nan")
     part.output[5] = float("inf")
-    assert golden.verify(part).wrong == 2
+    assert golden.verify(part).wrong_count == 2
 
 
 def test_missing_rank_is_detected() -> None:
     golden = _golden("allr -d bf16")
     part = _part("allr -d bf16", 1000, golden.group)
     part.output.copy_(sum(golden.inputs(rank, 0, 1000).float() for rank in range(3)))
-    assert golden.verify(part).wrong > 900
+    assert golden.verify(part).wrong_count > 900
 
 
 def test_all_ones_sum_to_the_number_of_ranks() -> None:
@@ -146,9 +150,10 @@ def test_all_ones_sum_to_the_number_of_ranks() -> None:
 def test_expected_output_pieces(line: str, index: int, expected: list[Any]) -> None:
     spec = parse_spec([*line.split(), "-b", "8", "-e", "8"])
     case, group = _case(line), _group(index)
-    shape = collective_calls.make_shapes(case, 8, group, spec)[0][0]
+    buffer_sizes = collective_calls.compute_buffer_sizes(case, 8, group, spec)[0][0]
     pieces = [
-        (p.start, p.length, p.source, p.source_start) for p in output_pieces(case, shape, group)
+        (p.start, p.length, p.source, p.source_start)
+        for p in output_pieces(case, buffer_sizes, group)
     ]
     assert pieces == expected
 
@@ -157,13 +162,15 @@ def test_failed_check_dumps_its_data(tmp_path: Path) -> None:
     line = ["allr", "-d", "fp32", "-c", "--seed", "3", "--dump-dir", str(tmp_path / "a 'dump'")]
     spec = parse_spec(line)
     case, group = next(spec.cases(1)), _group(0, size=1)
-    prepared = collective_calls.prepare_buffers(case, (Shape(6, 6, 6),), group, CPU, spec)
-    assert checks.check_output(case, prepared, CPU, spec).wrong == 0
+    prepared = collective_calls.prepare_buffers(case, (BufferSizes(6, 6, 6),), group, CPU, spec)
+    assert checks.check_output(case, prepared, CPU, spec).wrong_count == 0
+    # torch's all_reduce is in place, so the output buffer is the input buffer.
     prepared.bodies[0].parts[0].output[4] = 9.0
     path = checks.dump_buffers(case, prepared, spec, 24, 7, 0)
     assert path.name == "rank_7.pt"
     content = torch.load(path, weights_only=True)
     assert content["output"][4] == 9
+    assert torch.equal(content["input"], _golden("allr -d fp32", size=1, seed=3).inputs(0, 0, 6))
     assert content["golden"].shape == (6,)
     assert content["seed"] == 3
 

@@ -59,7 +59,7 @@ def test_split_is_proved_by_the_backend_count(splits: int, finding: str) -> None
     lines = "\n".join(list_findings(results))
     assert f"8 groups, bound: {finding}" in lines
     assert "bound against the warmed control: usable 3.99 times as fast" in lines
-    assert "contains the process's first communicator and is no gain of splitting" in lines
+    assert "contains the process's first communicator and is not a gain of splitting" in lines
     assert "unbatched sends and receives" in lines
     assert "take at least" not in lines
 

@@ -80,8 +80,8 @@ def test_rendezvous_name_is_unique_to_a_job() -> None:
     ("environment", "message"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "is no rank of WORLD_SIZE=2"),
-        ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is no port"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "is not a rank of WORLD_SIZE=2"),
+        ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is not a port"),
     ],
 )
 def test_inconsistent_variables_are_rejected(environment: dict[str, str], message: str) -> None:
@@ -209,13 +209,15 @@ def test_hosts_from_flags_and_files(tmp_path: Path) -> None:
     slots.write_text("a slots=3 user=me port=2222\nb slots=1 addr=10.0.0.2\n")
     assert _parse_placement(f"allr -r 2 --hosts-file {plain}").per_host == (1, 1)
     unequal = _parse_placement(f"allr --hosts-file {slots}")
-    assert (unequal.workers, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
+    assert (unequal.ranks, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
     assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
     assert _parse_placement(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
     # In the syntax of mpirun's -hosts.
     counted = _parse_placement("allr -np 4 -hosts 10.0.0.1:1,10.0.0.2:3")
     assert [host.name for host in counted.hosts] == ["10.0.0.1", "10.0.0.2"]
     assert counted.per_host == (1, 3)
+    # Without slots of every host, slots are limits.
+    assert _parse_placement("allr -r 2 --hosts a:2 b").per_host == (1, 1)
     assert [host.name for host in _parse_placement("allr -r 1 --hosts fe80::1").hosts] == [
         "fe80::1"
     ]
@@ -235,20 +237,22 @@ def test_environment_variables_can_be_set_per_host() -> None:
     ("line", "message"),
     [
         ("--hosts a b", "--hosts: the number of ranks is missing"),
-        ("-r 3 --hosts a b", "3 ranks cannot be divided equally among 2 hosts"),
+        ("--hosts a:2 b", "--hosts: the number of ranks is missing"),
+        ("-r 2 --hosts a:2,b:1 c", "-r 2: the ranks cannot be divided equally among 3 hosts"),
+        ("-r 3 --hosts a b", "-r 3: the ranks cannot be divided equally among 2 hosts"),
         ("-r 2 --hosts a a", "--hosts: host 'a' is named twice"),
         ("-r 2 --hosts a[1-", "--hosts: 'a\\[1-': a bracket without its other half"),
-        ("-r 1 --hosts=-oProxyCommand=x", "--hosts: '-oProxyCommand=x' is no host name"),
+        ("-r 1 --hosts=-oProxyCommand=x", "--hosts: '-oProxyCommand=x' is not a host name"),
         ("-r 1 --hosts a --hosts-file {file}", "--hosts and --hosts-file exclude each other"),
-        ("-r 6 --hosts-file {file}", "-r 6: 3 ranks on b, slots=1"),
-        ("-r 4 -hosts a:1,b:1", "-r 4: 2 ranks on a, slots=1"),
-        ("-r 2 --hosts a b --env c:X=1", "--env 'c:X=1': c is none of --hosts"),
+        ("-r 6 --hosts-file {file}", "-r 6: 3 ranks on b, which has slots=1"),
+        ("-r 4 -hosts a:1,b:1", "-r 4: 2 ranks on a, which has slots=1"),
+        ("-r 2 --hosts a b --env c:X=1", "--env 'c:X=1': 'c' is not one of the hosts"),
         ("-r 2 --hosts a b --env 1X=1", "--env '1X=1'; expected NAME=VALUE or HOST:NAME=VALUE"),
         ("-r 2 --hosts a b --env X", "--env 'X'; expected NAME=VALUE"),
         ("-r 2 --env X=1", "--env 'X=1' needs --hosts"),
         ("-r 1 --data-collector-port 70000", "--data-collector-port 70000; expected 1 to 65535"),
         ("-r 1 --hosts a --starter mpi", "--starter: invalid choice: 'mpi'"),
-        ("-r 1 --hosts-file {empty}", "empty: no host in it; expected one a line"),
+        ("-r 1 --hosts-file {empty}", "empty: no host in it; expected one per line"),
         ("-r 1 --hosts", "--hosts: expected at least one argument"),
     ],
 )
@@ -288,7 +292,7 @@ def test_task_contains_the_parsed_command_line(tmp_path: Path) -> None:
     assert plan == Batch(tuple(read_specs(line)))
     assert plan.specs[0].groups.pairs == ((0, 1),)
     assert plan.specs[2].comparison.baseline is not None
-    assert [curve.label for curve in plan.specs[2].output.imports] == [
+    assert [curve.label for curve in plan.specs[2].output.imported_curves] == [
         "earlier: all_reduce fp32 gloo"
     ]
 
@@ -441,8 +445,8 @@ def test_missing_common_address_is_reported() -> None:
     with pytest.raises(UnreachableError) as error_info:
         ssh.choose_address(("a", "b"), hosts, ["h1", "h2", "h3"])
     assert error_info.value.message == (
-        "nothing was measured: the ranks cannot meet on h1: a means nothing on h[1-2]; "
-        "b means nothing on h3; b is h2 itself on h2"
+        "nothing was measured: no rendezvous address of h1: a cannot be resolved on h[1-2]; "
+        "b cannot be resolved on h3; b is a loopback address on h2"
     )
     assert "--data-collector-host" in (error_info.value.hint or "")
 

@@ -42,7 +42,7 @@ from flagscale.errors import ConfigError
 def test_options_reach_their_backends(line: str, expected: dict[str, Any]) -> None:
     spec = parse_spec(line.split())
     assert [op.name for op in spec.operations] == ["all_reduce"]
-    assert spec.options == expected
+    assert spec.backend_options == expected
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_all_errors_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("allr --comm socket_ifname=a\nallg\n", "an earlier line gives others"),
-        ("allr\nallg -r 3\n", r"batch.txt:2: .*asks for others \(workers\)"),
-        ("allr\nallg -T 9 --vcpu-pin-mode\n", r"\(timeout, pin\)"),
+        ("allr --comm socket_ifname=a\nallg\n", "an earlier line sets other values"),
+        ("allr\nallg -r 3\n", r"batch.txt:2: .*this one changes ranks"),
+        ("allr\nallg -T 9 --vcpu-pin-mode\n", "this one changes timeout, pin"),
     ],
     ids=["options", "ranks", "several"],
 )

@@ -270,7 +270,7 @@ def test_paired_ratio_uses_student_interval() -> None:
 
 def test_comparison_table_separates_backends() -> None:
     spec = parse_spec(["allr", "-d", "fp32", "-b", "1K", "-e", "1K", "--compare", "gloo,fsccl"])
-    table = make_table(spec, ["fp32"], has_shards=False, backends=2)
+    table = make_table(spec, ["fp32"], has_shards=False, backend_count=2)
     good = _row("all_reduce", 2, 1024, "fp32", 1.024)
     bad = replace(good, backend="fsccl", failure="Failure on rank 1: lost")
     assert table.lines([bad])[0].endswith("    fsccl: Failure on rank 1: lost")

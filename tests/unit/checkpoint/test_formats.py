@@ -29,7 +29,9 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
     LazyTensor,
     MappedTensor,
     Region,
+    StackedTensor,
     as_bytes,
+    concatenate_rows,
     full_region,
     read_tensor,
     split_region,
@@ -204,7 +206,9 @@ def test_no_family_names_a_tensor_twice() -> None:
         values = effective({**base, "num_moe_experts": experts, "max_position_embeddings": 5})
         names = [spec.name for spec in iter_weights(model_type, values)]
         huggingface_names = [
-            name for spec in iter_weights(model_type, values) for name, _ in spec.sources
+            name
+            for spec in iter_weights(model_type, values)
+            for name, _ in spec.huggingface_tensors
         ]
         assert len(set(names)) == len(names)
         assert len(set(huggingface_names)) == len(huggingface_names)
@@ -381,6 +385,13 @@ def test_checking_a_foreign_checkpoint_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it names"):
         check_complete(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(REQUIRED_FILES)
+
+
+def test_empty_regions_keep_the_dtype() -> None:
+    tensors = (make_lazy(torch.ones(2, 3, dtype=torch.bfloat16)),) * 2
+    for tensor in (StackedTensor(tensors), concatenate_rows(tensors)):
+        empty = tensor.read(((1, 1), *full_region(tensor.shape)[1:]))
+        assert (empty.dtype, empty.shape) == (torch.bfloat16, (0, *tensor.shape[1:]))
 
 
 def test_full_region_covers_every_dimension() -> None:

@@ -98,6 +98,21 @@ VALID: dict[str, dict[str, Any]] = {
         "lr_wsd_decay_iters": 8,
         "lr_warmup_iters": 2,
     },
+    "evaluation": {"skip_train": True, "lr": None, "train_iters": None},
+    "evaluation-with-a-schedule": {
+        "skip_train": True,
+        "lr": None,
+        "min_lr": 1e-4,
+        "lr_decay_style": "WSD",
+        "lr_warmup_iters": 20,
+    },
+    "evaluation-of-its-own-data": {
+        "skip_train": True,
+        "lr": None,
+        "train_iters": None,
+        "mock_data": False,
+        "valid_data_path": ["/x"],
+    },
     "half-turned": {"position_embedding_type": "rope", "kv_channels": 7, "rotary_percent": 0.5},
     "rope": {"no_position_embedding": True, "position_embedding_type": "rope"},
 }
@@ -303,6 +318,11 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
         1,
         "1 ranks are not divisible by expert-parallel size 1 x expert tensor-parallel size 2",
     ),
+    "rampup-of-an-evaluation": (
+        {"skip_train": True, "rampup_batch_size": [3, 5, 8], "global_batch_size": 8},
+        2,
+        None,
+    ),
     "ep": (
         {"num_moe_experts": 4, "expert_model_parallel_size": 4},
         2,
@@ -340,6 +360,8 @@ def test_model_of_external_program_is_not_checked() -> None:
         ),
         ({"train_samples": 64, "micro_batch_size": 2}, 4, "8 steps"),
         ({"train_iters": 3}, 1, None),
+        ({"skip_train": True, "train_iters": None, "skip_train_iters": [500]}, 1, None),
+        ({"skip_train": True, "train_samples": 800, "global_batch_size": 4}, 1, None),
         ({"data_path": ["a"], "split": "1,0,0"}, 1, "no evaluation: split 1,0,0"),
         ({"data_path": ["a"], "split": "1,0,0", "eval_iters": 0}, 1, None),
         ({"data_path": ["a"], "split": "9,1"}, 1, None),

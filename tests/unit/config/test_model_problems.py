@@ -194,6 +194,11 @@ PROBLEMS: Problems = {
         "qk_clip",
         "only Transformer Engine's attention records the largest scores",
     ),
+    "fp32-residuals": (
+        {"fp32_residual_connection": True, "bf16": True},
+        "fp32_residual_connection",
+        "rounds it in the first layer; leave it out, or train in fp32 (bf16: false, fp16: false)",
+    ),
     "yarn": ({"is_hybrid_model": True}, "is_hybrid_model", "with Mamba layers are not implemented"),
     **{
         f"adapters-{name}": ({**ADAPTERS, **values}, key, message)

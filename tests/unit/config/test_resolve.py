@@ -123,6 +123,40 @@ def test_invalid_rampup_is_rejected(changes: dict[str, Any], message: str) -> No
     assert message in derive_error(world, **{**RAMPUP, **changes})
 
 
+NO_LENGTH: dict[str, Any] = {"train_iters": None, "train_samples": None}
+EVALUATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    "schedule": ({}, 10),
+    "neither-rate-nor-length": ({"lr": None, **NO_LENGTH}, 0),
+    "samples": ({"lr": None, "train_iters": None, "train_samples": 100}, 6),
+    "both-lengths": ({"train_samples": 100}, 10),
+    "minimum-above-no-rate": ({"lr": None, "min_lr": 1e-4, "lr_warmup_init": 1e-5}, 10),
+    "warm-up-without-end": ({**NO_LENGTH, "lr_warmup_iters": 20, "lr_warmup_fraction": 0.1}, 0),
+    "decay-in-both-units": ({"lr_decay_iters": 5, "lr_decay_samples": 5}, 10),
+    "wsd-without-final-phase": ({"lr_decay_style": "WSD"}, 10),
+    "weight-decay": ({"start_weight_decay": 1.0, "end_weight_decay": 0.5}, 10),
+    "decoupled": ({"lr": None, "decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, 10),
+    "both-sources": (
+        dict.fromkeys(("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"), True),
+        10,
+    ),
+    "rampup": (RAMPUP, 6),
+    "rampup-in-steps": ({**RAMPUP, "train_samples": None, "train_iters": 10}, 10),
+    "rampup-not-divisible": ({**RAMPUP, "rampup_batch_size": (3, 13, 24)}, 6),
+}
+
+
+@pytest.mark.parametrize(("changes", "steps"), EVALUATIONS.values(), ids=EVALUATIONS)
+def test_evaluation_needs_no_schedule(changes: dict[str, Any], steps: int) -> None:
+    args = derive_arguments(make_arguments(skip_train=True, **changes), 2)
+    assert (args.lr, args.train_iters, args.rampup) == (0.0, steps, None)
+    assert schedule_lengths(vars(args))["lr_warmup_steps"] == 0
+
+
+def test_evaluation_needs_a_layout() -> None:
+    message = derive_error(3, skip_train=True, lr=None, **NO_LENGTH)
+    assert "global_batch_size" in message
+
+
 def test_train_samples_are_derived_from_steps() -> None:
     assert derive_arguments(make_arguments(), 1).train_samples == 160
 

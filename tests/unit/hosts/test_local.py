@@ -91,6 +91,14 @@ def test_local_is_a_registered_connection_type(local_connection: LocalConnection
     assert isinstance(connection, LocalConnection)
 
 
+def test_failure_before_exec_has_its_exit_status(local_connection: LocalConnection) -> None:
+    """A busy machine may end the process only after its output has ended."""
+    result, _ = local_connection.run_exec_script(
+        "echo no >&2; exec >/dev/null 2>&1; sleep 0.3; exit 73"
+    )
+    assert (result.exit_status, result.text, result.error_text) == (73, "", "no\n")
+
+
 TIED = """\
 import signal, sys, time
 from flagscale.hosts.local import LocalConnection

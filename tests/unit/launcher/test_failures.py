@@ -372,6 +372,16 @@ RAISED = {"kind": "ValueError", "message": "bad data"}
             id="another-exception",
         ),
         pytest.param(
+            (None, "failed: ValueError: bad data\nbefore that, rank 3 ended"),
+            3,
+            {**RAISED, "message": "bad data\na hint"},
+            (
+                3,
+                "failed: ValueError: bad data (exit code 3)\na hint\nbefore that, rank 3 ended",
+            ),
+            id="with-an-early-exit",
+        ),
+        pytest.param(
             (7, "ended with exit code 7"), 3, None, (7, "ended with exit code 7"), id="all"
         ),
     ],

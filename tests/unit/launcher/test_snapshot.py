@@ -254,6 +254,21 @@ def test_why_earlier_attempts_failed_is_shown(
     assert text == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
 
 
+def test_early_exit_is_a_warning(
+    state: RunState, script: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "rank 1 ended with exit code 0 at 14:02:11 while 1 rank is still running"
+    record = {"phase": "running", "early_exit": text}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    snapshot = query(state)
+    assert snapshot.warnings == (text,)
+    view.print_run(snapshot)
+    assert capsys.readouterr().out.splitlines()[-1] == f"warning: {text}"
+    script.kill()
+    script.wait()
+    assert query(state).warnings == ()
+
+
 def test_names_are_not_interpreted_as_markup() -> None:
     """Example: a name with square brackets."""
     snapshot = Snapshot("r", "[red]n[/red]", Phase.RUNNING, time.time(), 2, 2)

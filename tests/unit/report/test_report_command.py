@@ -73,11 +73,11 @@ def test_several_runs_by_id_directory_and_yaml_are_deduplicated(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "'nope' is no run's id, no beginning of one, no directory in which a run was"),
+        (["nope"], "'nope' is not a run id, a prefix of one, a directory in which a run was"),
         (["nope"], f"`flagscale runs` lists yours: {IDS[1]}, {IDS[0]}"),
         (["1971"], "1971: 2 runs begin so"),
-        ([IDS[0], "nope"], "'nope' is no run's id"),
-        (["/nowhere/at/all"], "'/nowhere/at/all' is no run's id"),
+        ([IDS[0], "nope"], "'nope' is not a run id"),
+        (["/nowhere/at/all"], "'/nowhere/at/all' is not a run id"),
         (["nope.yaml"], "nope.yaml"),
         (["a=b"], "a=b is an override, and none of these is a YAML's run"),
         ([IDS[0], "--plot"], "unknown option --plot"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
@@ -35,6 +36,13 @@ def random_numbers(*shape: int, seed: int = 0, dtype: Any = torch.float32) -> to
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+def test_core_rounds_residuals_which_is_why_fp32_residual_connection_is_refused() -> None:
+    residual, output = random_numbers(4, 8), random_numbers(4, 8, dtype=torch.bfloat16)
+    total = bias_dropout_add_unfused(training=True)((output, None), residual, 0.0)
+    assert total.dtype == torch.bfloat16
+    assert torch.equal(total, residual.bfloat16() + output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

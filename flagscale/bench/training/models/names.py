@@ -89,7 +89,7 @@ def parse_models(word: str, size: Size) -> tuple[ModelChoice, ...]:
     if size_name and size_name not in SIZES:
         suggestion = suggest_name(size_name, SIZES)
         raise ConfigError(
-            f"--models {word}: {size_name!r} is no size{suggestion}; expected {', '.join(SIZES)}"
+            f"--models {word}: {size_name!r} is not a size{suggestion}; expected {', '.join(SIZES)}"
         )
     family = _ALIASES.get(family, family)
     if family == "all":
@@ -97,7 +97,7 @@ def parse_models(word: str, size: Size) -> tuple[ModelChoice, ...]:
     if family not in FAMILIES:
         suggestion = suggest_name(family, FAMILIES)
         raise ConfigError(
-            f"--models {word}: {family!r} is no model{suggestion}; expected "
+            f"--models {word}: {family!r} is not a model{suggestion}; expected "
             f"{', '.join(FAMILIES)} or all"
         )
     return (ModelChoice(family, chosen_size),)

@@ -69,6 +69,8 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "hierarchical_context_parallel_sizes": "keys and values are gathered in one step",
     "pipeline_model_parallel_comm_backend": "all process groups use `distributed_backend`, which "
     "may be a map such as cpu:gloo,cuda:nccl",
+    "fp32_residual_connection": "megatron.core keeps only the embedding's output in fp32 and "
+    "rounds it in the first layer; leave it out, or train in fp32 (bf16: false, fp16: false)",
     "apply_residual_connection_post_layernorm": "megatron.core always adds the input of the norm",
     "disable_bf16_reduced_precision_matmul": "torch's setting is not changed",
     "moe_router_topk_limited_devices": "use moe_router_num_groups and moe_router_group_topk",

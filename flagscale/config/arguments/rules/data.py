@@ -243,10 +243,13 @@ def check_tokenizer(values: Values) -> Iterator[Violation]:
 def check_data_sources(values: Values) -> Iterator[Violation]:
     """Check that training data is given exactly once, and that blends are well-formed.
 
-    Only the launcher checks this: ranks may be started by hand without data.
+    With ``skip_train``, validation or test data is sufficient. Only the launcher checks this: ranks
+    may be started by hand without data.
     """
     is_provided = values["mock_data"] or uses_external_data(values)
-    if not is_provided and all(values[name] is None for name in ("data_path", "train_data_path")):
+    names = ["data_path", "train_data_path"]
+    names += ["valid_data_path", "test_data_path"] if values["skip_train"] else []
+    if not is_provided and all(values[name] is None for name in names):
         yield "data_path", "is required, or mock_data: true"
     sources = [name for name in sorted(BLENDS) if values[name] is not None]
     for name in sources:

@@ -8,12 +8,15 @@ bounded}`` bounds the time of an all_reduce of gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.rules.data import check_data_phases
 from flagscale.config.arguments.spec.argument import Values, Violation
+from flagscale.config.arguments.spec.model_arguments import LearningRate
 from flagscale.config.arguments.spec.paths import DATA_PHASES, parse_phase
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.system_arguments import STAGE_RECOMPUTE
 from flagscale.config.arguments.spec.values import format_value
 
@@ -269,6 +272,32 @@ def check_rampup_sizes(
                 f"not divisible by the {stages} pipeline stages, as virtual stages require",
             )
             return
+
+
+_SCHEDULE = (
+    *(field.name for field in fields(LearningRate)),
+    "decoupled_lr",
+    "decoupled_min_lr",
+    RAMPUP,
+)
+"""Arguments of the schedules of learning rate, weight decay and batch size, without ``lr``."""
+
+
+def drop_unused_schedule(values: Values) -> Values:
+    """Return the arguments as a read-only mapping; with ``skip_train``, without the schedules.
+
+    Evaluation uses no schedule, so it needs none, and no contradiction between its arguments
+    matters. The training length is kept, because the size of the validation data depends on it.
+    """
+    if not values["skip_train"]:
+        return MappingProxyType({**values})
+    unused: dict[str, Any] = {name: arguments()[name].default for name in _SCHEDULE}
+    unused["lr"] = 0.0
+    if values["train_iters"] is not None:
+        unused["train_samples"] = None
+    elif values["train_samples"] is None:
+        unused["train_iters"] = 0
+    return MappingProxyType({**values, **unused})
 
 
 _LENGTHS = ("lr_decay", "lr_warmup", "lr_wsd_decay")

@@ -91,8 +91,8 @@ _NAMES: Mapping[Effect, str] = {
     Effect.TRAINING: """
     apply_query_key_layer_scaling apply_wd_to_qk_layernorm attention_dropout
     attention_softmax_in_fp32 calculate_per_token_loss clip_grad decoupled_weight_decay
-    enable_autocast first_last_layers_bf16 fp32_residual_connection fp8 fp8_recipe fp8_wgrad
-    global_batch_size grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout
+    enable_autocast first_last_layers_bf16 fp8 fp8_recipe fp8_wgrad global_batch_size
+    grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout
     lora_dropout_position loss_scale loss_scale_window make_vocab_size_divisible_by min_loss_scale
     moe_aux_loss_coeff moe_enable_routing_replay moe_expert_capacity_factor moe_input_jitter_eps
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype

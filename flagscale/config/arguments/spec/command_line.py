@@ -79,7 +79,8 @@ def _words_of_argument(argument: GivenArgument, external: bool) -> list[str]:
     if not external and not argument.known and why_unused(name):
         return []  # the program would reject it; the launcher reports that it has no effect
     flag = "--" + name.replace("_", "-")
-    # Parsers of other programs may not accept a word after a switch.
+    # Parsers of other programs may not accept a word after a switch. `converted` is a bool also if
+    # the configuration has the text "true"; other values are written as they are spelled there.
     if isinstance(argument.converted, bool):
         return [flag] if argument.converted else _switched_off(name, external)
     if isinstance(value, (list, tuple)):
@@ -91,6 +92,20 @@ def _words_of_argument(argument: GivenArgument, external: bool) -> list[str]:
 
 
 def _switched_off(name: str, external: bool) -> list[str]:
+    """Return the words for a boolean that is false.
+
+    ================================  ============================  ================================
+    Argument                          This project's program        External program
+    ================================  ============================  ================================
+    default false                     none                          none
+    default true                      ``--no-name``                 ``--no-name``, or none if it is
+                                                                    in :data:`_NO_OFF_SWITCH`
+    default null                      ``--no-name``                 none
+    alias with the opposite meaning   the flag of its target,       none
+                                      unless that is on by default
+    not a boolean, or unknown         none                          none
+    ================================  ============================  ================================
+    """
     match = lookup(name)
     if match is None or match[0].kind != "bool":
         return []
@@ -120,8 +135,8 @@ def _words_of_list(values: Sequence[Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _GivenFlag:
-    """A flag of the command line and the words that follow it."""
+class _FlagWords:
+    """A flag of a command line and the words that follow it."""
 
     flag: str
     words: tuple[str, ...]
@@ -135,9 +150,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
     """Parse a command line.
 
     Every argument of the registry is an attribute of the result, in snake case, with the given
-    value or the default. Aliases set the argument that they stand for. ``many`` arguments are lists
-    or None. If a flag is given twice, the last value counts. ``--help`` prints all arguments and
-    exits.
+    value or the default. Aliases set the argument that they stand for. Arguments that take several
+    values (:attr:`.Argument.many`) are lists or None. If a flag is given twice, the last value
+    counts. ``--help`` prints all arguments and exits.
 
     Args:
         argv: words of the command line; None: those of this process.
@@ -152,7 +167,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
         raise SystemExit(0)
     problems: list[Problem] = []
     values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
+    flag_by_argument: dict[str, str] = {}
     for flag in _split_flags(words, problems):
         try:
             evaluated = _evaluate_flag(flag)
@@ -162,10 +177,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
         if evaluated is None:
             continue
         target, value = evaluated
-        if spelled.setdefault(target, flag.flag) != flag.flag and values[target] != value:
-            problems.append(
-                Problem(flag.flag, f"contradicts {spelled[target]}: both set {target!r}")
-            )
+        first_flag = flag_by_argument.setdefault(target, flag.flag)
+        if first_flag != flag.flag and values[target] != value:
+            problems.append(Problem(flag.flag, f"contradicts {first_flag}: both set {target!r}"))
         values[target] = value
     if problems:
         raise ConfigError(problems)
@@ -177,22 +191,22 @@ def _copy_default(default: Any) -> Any:
     return list(default) if isinstance(default, (list, tuple)) else default
 
 
-def _split_flags(words: Sequence[str], problems: list[Problem]) -> list[_GivenFlag]:
+def _split_flags(words: Sequence[str], problems: list[Problem]) -> list[_FlagWords]:
     """Group words by flag; ``--flag=value`` is a flag with one word."""
-    flags: list[_GivenFlag] = []
+    flags: list[_FlagWords] = []
     for text in words:
         if text.startswith("--") and len(text) > 2:
             flag, equals, value = text.partition("=")
-            flags.append(_GivenFlag(flag, (value,) if equals else ()))
+            flags.append(_FlagWords(flag, (value,) if equals else ()))
         elif not flags:
             problems.append(Problem(text, "expected a flag such as --num-layers before values"))
         else:
             last = flags[-1]
-            flags[-1] = _GivenFlag(last.flag, (*last.words, text))
+            flags[-1] = _FlagWords(last.flag, (*last.words, text))
     return flags
 
 
-def _evaluate_flag(flag: _GivenFlag) -> tuple[str, Any] | None:
+def _evaluate_flag(flag: _FlagWords) -> tuple[str, Any] | None:
     """Return argument and value of a flag; None if it has no effect.
 
     Raises:
@@ -209,9 +223,8 @@ def _flag_value(argument: Argument, words: tuple[str, ...]) -> Any:
     if argument.kind == "bool" and not words:
         return True
     if argument.many:
-        return unwrap_single(
-            argument, words[0] if len(words) == 1 else words, convert(argument, words)
-        )
+        given = words[0] if len(words) == 1 else words
+        return unwrap_single(argument, given, convert(argument, words))
     if len(words) != 1:
         actual = " ".join(format_value(w) for w in words) if words else "nothing"
         raise ValueError(f"expected {describe_expected(argument)}, found {actual}")

@@ -101,8 +101,8 @@ class TrainingLength:
     )
     skip_train: bool = arg(
         False,
-        "Evaluate the loaded model and exit without training; requires a checkpoint, of which "
-        "optimizer and schedule are not loaded",
+        "Evaluate the loaded model and exit without training; requires a checkpoint, but neither "
+        "lr nor a training length, because optimizer and schedule are not loaded",
     )
     eval_iters: int = arg(100, "Number of steps per evaluation; 0 disables evaluation", minimum=0)
     eval_interval: int | None = arg(1000, "Training steps between evaluations", minimum=1)

@@ -250,8 +250,19 @@ def unknown_message(name: str, value: Any = None, context: SettingContext | None
 
 
 def unwrap_single(argument: Argument, given: Any, converted: Any) -> Any:
-    """Return the item of a converted list if a single value was given and has another meaning than
-    a list; otherwise the list."""
+    """Return the value of an argument that takes one value or several (``many``).
+
+    Most such arguments are always lists. For those of :func:`one_or_many` a single value has
+    another meaning than a list of one item.
+
+    Args:
+        argument: the argument.
+        given: the value of the configuration or command line: a single value or a list.
+        converted: the items of ``given``, converted to the argument's type.
+
+    Returns:
+        ``converted``, or its only item.
+    """
     is_expression = argument.kind == "int" and is_list_expression(str(given))
     is_expression = is_expression or len(expand_number_text(argument, given)) > 1
     is_list = is_expression or isinstance(given, (list, tuple))
@@ -259,8 +270,16 @@ def unwrap_single(argument: Argument, given: Any, converted: Any) -> Any:
 
 
 def fold_alias(alias: Alias | None, name: str, value: Any) -> tuple[str, Any] | None:
-    """Return the argument that a name stands for, and its value; None for an alias without
-    effect."""
+    """Return the argument that a name stands for, and its value there.
+
+    Args:
+        alias: the alias, if ``name`` was found by one.
+        name: canonical name of the argument, used without an alias.
+        value: value under the name that was used.
+
+    Returns:
+        None for an alias without effect.
+    """
     if alias is None:
         return name, value
     translated = alias.translate(value)

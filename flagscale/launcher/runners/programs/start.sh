@@ -15,7 +15,9 @@ read -r own_uid < <(stat -c %u -- "$probe")
 rm -f -- "$probe"
 hint='set another experiment.exp_dir'
 directories=("${script%/*}" "${output%/*}" "${pid_file%/*}" "${run_dir%/*}" "$run_dir")
-mapfile -t states < <(stat -c '%f %u' -- "${directories[@]}")
+# Directories that may be shared, but in which other users must not rename the ones above.
+parents=("${output%/*/*}" "${run_dir%/*/*}")
+mapfile -t states < <(stat -c '%f %u' -- "${directories[@]}" "${parents[@]/%//.}")
 for ((i = 0; i < ${#directories[@]}; i++)); do
     directory=${directories[i]}
     read -r mode uid <<<"${states[i]}"
@@ -23,6 +25,11 @@ for ((i = 0; i < ${#directories[@]}; i++)); do
     [[ $uid == "$own_uid" ]] ||
         fail "$directory belongs to user $(id -nu "$uid" 2>/dev/null || echo "$uid"): $hint"
     ((0x$mode & 2)) && fail "$directory is writable by every user: chmod o-w it, or $hint"
+done
+for directory in "${parents[@]}"; do
+    read -r mode _ <<<"${states[i++]}"
+    (((0x$mode & 0x202) == 2)) &&
+        fail "$directory is writable by every user and has no sticky bit: chmod o-w it, or $hint"
 done
 # One start at a time on this host. The lock is held from the checks until the script is visible in
 # the process table, so that every later check finds it.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flagscale.config.schema import Container, Experiment, Runner, Slurm, SlurmType
+from flagscale.config.slurm_reader import STOP_MARGIN_SECONDS
 from flagscale.config.slurm_schema import parse_time_limit
 from flagscale.errors import UnreachableError
 from flagscale.hosts.hostfile import Host
@@ -149,11 +150,16 @@ def _check_partition(
     names = requested.split(",") if requested else default
     candidates = [partitions[name] for name in names if name in partitions]
     if not candidates:
-        existing = ", ".join(partitions) or "none"
+        existing = ", ".join(map(repr, partitions)) or "none"
         text = "Slurm has no default partition"
         if requested:
-            text = f"there is no partition {requested}"
-        yield Check("partition", False, f"{text}; it has {existing}", f"set {_SECTION}.partition")
+            text = f"Slurm has no partition {requested!r}"
+        yield Check(
+            "partition",
+            False,
+            f"{text}; its partitions are {existing}",
+            f"set {_SECTION}.partition",
+        )
         return
     reasons = {
         partition.name: _find_partition_problem(runner, len(hosts), partition)
@@ -161,10 +167,10 @@ def _check_partition(
     }
     usable = [name for name, reason in reasons.items() if not reason]
     if usable:
-        limits = ", ".join(f"{name} (up to {partitions[name].limit})" for name in usable)
+        limits = ", ".join(f"{name!r} (up to {partitions[name].limit})" for name in usable)
         yield Check("partition", True, limits)
         return
-    text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    text = "; ".join(f"partition {name!r} {reason}" for name, reason in reasons.items())
     yield Check("partition", False, f"the job would wait forever: {text}", f"change {_SECTION}")
 
 
@@ -174,9 +180,11 @@ def _find_partition_problem(runner: Runner, nodes: int, partition: Partition) ->
     if partition.availability != "up":
         return f"is {partition.availability}"
     if nodes > partition.nodes:
-        return f"has {partition.nodes} node(s), {nodes} are requested"
+        return f"has {partition.nodes} node(s), but {nodes} are requested"
     if slurm.cpus_per_task and slurm.cpus_per_task > partition.cpus:
-        return f"has nodes of {partition.cpus} CPUs at most, {slurm.cpus_per_task} are requested"
+        return (
+            f"has nodes of at most {partition.cpus} CPUs, but {slurm.cpus_per_task} are requested"
+        )
     return _find_time_problem(slurm.time or os.environ.get("SBATCH_TIMELIMIT"), partition, runner)
 
 
@@ -192,14 +200,15 @@ def _find_time_problem(requested: str | None, partition: Partition, runner: Runn
         return ""
     if requested:
         if limit is not None and (requested_seconds is None or requested_seconds > limit):
-            return f"allows {partition.limit} at most, {requested} is requested"
+            return f"allows at most {partition.limit}, but {requested} is requested"
         return ""
     saving_seconds = signal_seconds(runner)
     if default_limit is None or default_limit > saving_seconds:
         return ""
     return (
-        f"allows {partition.default_limit} if no time is requested, not longer than the "
-        f"{saving_seconds} s that a job has to save and end (experiment.runner.stop_grace and more)"
+        f"allows {partition.default_limit} if no time is requested, which is not longer than the "
+        f"{saving_seconds} s that are reserved to save and end (experiment.runner.stop_grace + "
+        f"{STOP_MARGIN_SECONDS} s)"
     )
 
 

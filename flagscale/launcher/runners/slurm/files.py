@@ -19,8 +19,16 @@ from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan
 
 NODES = "nodes"
-CANCELLED, TIME, STOP = "cancelled", "time", "stop"
-"""Reasons why a batch script ended: signalled by Slurm, time limit, ended by ``action=stop``."""
+# Reasons why a batch script ended (`why` in `ended`, written by job.sh), unless its ranks ended by
+# themselves.
+CANCELLED = "cancelled"  # TERM from Slurm: cancelled, preempted, or at its time limit
+TIME = "time"  # signal before the time limit
+STOP = "stop"  # `action=stop`
+# The second value of a pair is what older batch scripts wrote.
+REQUEUED = ("requeued_at_time_limit", "again")  # has requeued its job
+TOO_MANY_REQUEUES = ("too_many_requeues", "requeued")  # Slurm restarted it more than slurm.requeue
+PORT = "port"  # no free port on the first node
+DISK = "disk"  # could not write `nodes`
 
 
 def job_directory(exp_dir: Path, run_id: str) -> Path:

@@ -227,7 +227,7 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
         "scripts": str(layout.scripts),
         "outputs": str(layout.logs),
         "details": str(layout.log_dir or layout.logs / "details"),
-        "count": str(node_count),
+        "node_count": str(node_count),
         "requeue": str(runner.slurm.requeue),
         "lost_node_seconds": (
             str(_lost_node_seconds(runner))
@@ -247,15 +247,15 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
             read_script_part("own_shell_options.sh"),
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
             _bash_array(
-                "srun",
+                "srun_options",
                 (
                     *_srun_options(runner.slurm, node_count, component_count),
                     *container.srun_options(plan, runner),
                 ),
             ),
-            _bash_array("inside", container.exec_command(plan, runner)),
-            *_bash_text("ports", PROGRAMS / "ports.sh"),
-            *_bash_text("node", _HERE / "node.sh"),
+            _bash_array("container_command", container.exec_command(plan, runner)),
+            *_bash_text("free_port_source", PROGRAMS / "ports.sh"),
+            *_bash_text("node_source", _HERE / "node.sh"),
             "",
             _read_program(_HERE / "job.sh"),
         ]

@@ -1,11 +1,27 @@
 # shellcheck shell=bash disable=SC2154
 # Body of a job's batch script. It runs on the first node that Slurm allocates, and contains no value
-# of a plan: those are in the variables above it.
+# of a plan. job.py (render_batch_script) puts these variables in front of it:
+#
+#   run_id               id of the run
+#   job_dir              directory of the files that job and launcher exchange (see files.py)
+#   scripts              directory of the nodes' scripts, host_<rank>_<name>_run.sh
+#   outputs              directory of the nodes' output, host_<rank>_<name>.output
+#   details              directory of the agents' records, host_<rank>_<name>/<run id>/
+#   node_count           number of nodes
+#   requeue              slurm.requeue: how often Slurm may start this job again
+#   lost_node_seconds    time after the end of the first agent until srun is ended; empty: never
+#   master_addr          address of the ranks' rendezvous; empty: this script finds one
+#   master_port          port of the ranks' rendezvous; empty: a free port of the first node
+#   liveness_port        port of the agents; empty: next to master_port
+#   srun_options         array: options of srun
+#   container_command    array: command that runs each node's program in a container; may be empty
+#   free_port_source     bash source text of ports.sh, for a shell on the first node
+#   node_source          bash source text of node.sh, for a shell on each node
 
 umask 077
 exec </dev/null >>"$job_dir/output" 2>&1 || exit 1
-job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} here=$SLURMD_NODENAME
-why='' srun_pid='' end_signalled='' interrupted=yes watcher=''
+job=$SLURM_JOB_ID earlier_starts=${SLURM_RESTART_COUNT:-0} this_node=$SLURMD_NODENAME
+end_reason='' srun_pid='' end_signalled='' interrupted=yes watcher=''
 
 # Write a file for the launcher atomically.
 write_file() { # $1: name, then lines
@@ -13,17 +29,17 @@ write_file() { # $1: name, then lines
     shift
     printf '%s\n' "$@" >"$job_dir/.$name" && mv -- "$job_dir/.$name" "$job_dir/$name"
 }
-# srun does not notice that all processes of a node are gone, or that processes which Slurm no longer
-# tracks have ended, and would keep the other nodes forever. Agents record their end: once one has, an
-# agent without a record is considered lost after a timeout.
-end_without_lost_nodes() {
+# End srun a fixed time after the first agent has recorded its end. srun does not notice that all
+# processes of a node are gone, or that processes which Slurm no longer tracks have ended, and would
+# keep the other nodes forever. The time suffices for all agents to end: one without a record is lost.
+end_srun_after_first_agent() {
     local ended since=''
     while sleep 2; do
         ended=("$details"/host_*/"$run_id"/exit.json)
         if [[ ! -e ${ended[0]} ]]; then
             since=
         elif ((SECONDS - ${since:=$SECONDS} >= lost_node_seconds)); then
-            ((${#ended[@]} >= count)) || echo "flagscale: $((count - ${#ended[@]})) node(s) of job $job are lost"
+            ((${#ended[@]} >= node_count)) || echo "flagscale: $((node_count - ${#ended[@]})) node(s) of job $job are lost"
             kill -TERM "$srun_pid"
             return
         fi
@@ -31,9 +47,9 @@ end_without_lost_nodes() {
 }
 finish() { # $1: exit code, $2: why the job ended; empty if its ranks ended by themselves
     [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
-    write_file ended "start=$start" "code=$1" "why=$2"
-    # Slurm may requeue a cancelled job.
-    [[ $2 == again || $2 == cancelled && $start -lt $requeue ]] || rm -f -- "$job_dir"/secrets.*
+    write_file ended "start=$earlier_starts" "code=$1" "why=$2"
+    # Slurm may requeue a job after TERM, which then needs its secrets again.
+    [[ $2 == cancelled && $earlier_starts -lt $requeue ]] || rm -f -- "$job_dir"/secrets.*
     echo "flagscale: job $job of run $run_id ends with exit code $1${2:+ ($2)}"
     exit "$1"
 }
@@ -51,7 +67,7 @@ end_ranks() {
     [[ -n $srun_pid && -z $end_signalled ]] || return
     end_signalled=yes
     for _ in {1..50}; do
-        if read -r pid start_ticks _ <"$own_dir/script" && read_start_ticks "$pid" && [[ $ticks == "$start_ticks" ]]; then
+        if read -r pid start_ticks _ <"$agent_dir/script" && read_start_ticks "$pid" && [[ $ticks == "$start_ticks" ]]; then
             echo "flagscale: job $job is to end; its ranks are signalled to save"
             kill -TERM "$pid" && return
         fi 2>/dev/null
@@ -60,81 +76,90 @@ end_ranks() {
     done
     kill -TERM "$srun_pid"
 }
-# USR1 means a stop, or Slurm's signal before the time limit. TERM, which Slurm sends to all processes
-# of a job at once, means a cancelled job.
-trap 'why=${why:-time} interrupted=yes; end_ranks' USR1
-trap 'why=${why:-cancelled} interrupted=yes' TERM
+# USR1 comes from Slurm before the time limit (--signal of sbatch) or from `action=stop`, which also
+# creates the file `stop`: below, that file overrides the reason `time`. TERM, which Slurm sends to
+# all processes of a job at once, means that the job is cancelled or preempted. Both signals interrupt
+# `wait`; `interrupted` makes the loop below wait again.
+trap 'end_reason=${end_reason:-time} interrupted=yes; end_ranks' USR1
+trap 'end_reason=${end_reason:-cancelled} interrupted=yes' TERM
 
-echo "flagscale: job $job of run $run_id, start $((start + 1)), on $SLURM_JOB_NODELIST"
-if ((start > requeue)); then
-    echo "flagscale: Slurm has started this job $start times before; slurm.requeue allows $requeue"
-    finish 1 requeued
+echo "flagscale: job $job of run $run_id, start $((earlier_starts + 1)), on $SLURM_JOB_NODELIST"
+if ((earlier_starts > requeue)); then
+    echo "flagscale: Slurm has started this job $earlier_starts times before; slurm.requeue allows $requeue"
+    finish 1 too_many_requeues
 fi
 
 # Node ranks follow Slurm's order, unless a hostfile defines it.
-nodes=$SLURM_JOB_NODELIST first=$here own_dir=$details/host_0_node-0/$run_id
-for ((part = 1; part < ${SLURM_HET_SIZE:-1}; part++)); do
-    list=SLURM_JOB_NODELIST_HET_GROUP_$part
+nodes=$SLURM_JOB_NODELIST first_node=$this_node agent_dir=$details/host_0_node-0/$run_id
+for ((component = 1; component < ${SLURM_HET_SIZE:-1}; component++)); do
+    list=SLURM_JOB_NODELIST_HET_GROUP_$component
     nodes+=,${!list}
 done
 if [[ -e $job_dir/hosts ]]; then
     mapfile -t names <"$job_dir/hosts"
-    first=${names[0]} nodes=$(IFS=, && echo "${names[*]}")
+    first_node=${names[0]} nodes=$(IFS=, && echo "${names[*]}")
     for rank in "${!names[@]}"; do
-        [[ ${names[rank]} != "$here" ]] || own_dir=$details/host_${rank}_$here/$run_id
+        [[ ${names[rank]} != "$this_node" ]] || agent_dir=$details/host_${rank}_$this_node/$run_id
     done
 fi
 if [[ -z $master_addr ]]; then
-    master_addr=$first peer=
+    master_addr=$first_node peer=
     while read -r name address; do
-        if [[ $name == "$first" ]]; then master_addr=$address; else peer=$address; fi
+        if [[ $name == "$first_node" ]]; then master_addr=$address; else peer=$address; fi
     done < <(sinfo --noheader --Node --nodes="$nodes" --format='%N %o' 2>/dev/null)
     # Many hosts resolve their own name to a loopback address. Others reach this host at the source
     # address of its route to them.
     read -r address _ < <(getent ahosts "$master_addr")
-    if [[ $first == "$here" && $address == 127.* ]]; then
+    if [[ $first_node == "$this_node" && $address == 127.* ]]; then
         read -r peer _ < <(getent ahosts "$peer")
         route=$(ip -o route get "$peer" 2>/dev/null)
         [[ ! $route =~ \ src\ ([^ ]+) ]] || master_addr=${BASH_REMATCH[1]}
     fi
 fi
 if [[ -z $master_port ]]; then
-    find_port="$ports"$'\nfree_port "$1" && echo "$free"'
-    on_first=()
-    [[ $first == "$here" ]] || on_first=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" --export=ALL)
-    master_port=$("${on_first[@]}" bash -c "$find_port" ports "$liveness_port")
+    find_port="$free_port_source"$'\nfind_free_port "$1" && echo "$free_port"'
+    on_first_node=()
+    [[ $first_node == "$this_node" ]] ||
+        on_first_node=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" --export=ALL)
+    master_port=$("${on_first_node[@]}" bash -c "$find_port" find_port "$liveness_port")
     [[ -n $master_port ]] || finish 1 port
 fi
 if [[ -z $liveness_port ]]; then
     liveness_port=$((master_port < 65535 ? master_port + 1 : master_port - 1))
 fi
-write_file nodes "job=$job" "start=$start" "nodes=$nodes" "master=$master_addr:$master_port" ||
+write_file nodes "job=$job" "start=$earlier_starts" "nodes=$nodes" "master=$master_addr:$master_port" ||
     finish 1 disk
 
 # Remove the records of an earlier start of this job.
 rm -f -- "$details"/host_*/"$run_id"/exit.json
 export FLAGSCALE_MASTER_ADDR=$master_addr FLAGSCALE_MASTER_PORT=$master_port
-node_arguments=("$run_id" "$job_dir" "$scripts" "$outputs" "$start" "$nodes" "$first" "$liveness_port" "$count")
-# If Slurm tracks processes by process group, it finds few of them, and each node's script has to end
-# the others. This does no harm if Slurm does not answer.
+# If Slurm tracks processes by process group, it finds few of them, and each node's program has to end
+# the others: it does so if `leftovers_dir` is not empty. This does no harm if Slurm does not answer.
+leftovers_dir=$details
 config=$(scontrol show config 2>/dev/null)
-[[ $config == *proctrack/* && $config != *proctrack/pgid* ]] || node_arguments+=("$details")
-srun "${srun[@]}" "${inside[@]}" bash -c "$node" node "${node_arguments[@]}" &
+[[ $config != *proctrack/* || $config == *proctrack/pgid* ]] || leftovers_dir=
+# The arguments of node.sh, in its order.
+node_arguments=(
+    "$run_id" "$job_dir" "$scripts" "$outputs" "$earlier_starts" "$nodes" "$first_node"
+    "$liveness_port" "$node_count" "$leftovers_dir"
+)
+srun "${srun_options[@]}" "${container_command[@]}" bash -c "$node_source" node "${node_arguments[@]}" &
 srun_pid=$!
 if [[ -n $lost_node_seconds ]]; then
-    end_without_lost_nodes &
+    end_srun_after_first_agent &
     watcher=$!
 fi
-[[ $why != time ]] || end_ranks
+[[ $end_reason != time ]] || end_ranks
 while [[ -n $interrupted ]]; do
     interrupted=
     wait "$srun_pid"
     code=$?
 done
 [[ ! -e $job_dir/stop ]] || finish "$code" stop
-if [[ $why == time ]] && ((start < requeue)); then
-    write_file ended "start=$start" "code=$code" "why=again"
+if [[ $end_reason == time ]] && ((earlier_starts < requeue)); then
+    # Not by `finish`, which would remove the secrets.
+    write_file ended "start=$earlier_starts" "code=$code" "why=requeued_at_time_limit"
     echo "flagscale: job $job has reached its time limit and is requeued"
     scontrol requeue "$job" && exit 0
 fi
-finish "$code" "$why"
+finish "$code" "$end_reason"

@@ -44,10 +44,14 @@ _STOP_STATES = frozenset({"TIMEOUT", "PREEMPTED", "CANCELLED", "DEADLINE"})
 _RECORDED_END_DESCRIPTIONS = {
     files.TIME: "reached its time limit; its ranks were signalled to save before",
     files.CANCELLED: "was ended by Slurm: cancelled, preempted, or at its time limit",
-    "requeued": "was started by Slurm more often than slurm.requeue allows",
-    "disk": "could not write to its directory",
-    "port": "found no free port on its first node",
+    **dict.fromkeys(
+        files.TOO_MANY_REQUEUES, "was started by Slurm more often than slurm.requeue allows"
+    ),
+    files.DISK: "could not write to its directory",
+    files.PORT: "found no free port on its first node",
 }
+# A job that has requeued itself is pending: how it ended after that, only Slurm knows.
+_ENDS_EXPLAINED_BY_SLURM = frozenset({files.CANCELLED, *files.REQUEUED})
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class JobMonitor:
             # The cached answer concerns an earlier start of the job, or none.
             self._files, self._changed_at = (start, end), time.monotonic()
             self.invalidate()
-        explained = end is not None and end.reason != files.CANCELLED
+        explained = end is not None and end.reason not in _ENDS_EXPLAINED_BY_SLURM
         job = SlurmJob() if final and explained else self._query_slurm(state)
         if final and (isinstance(job, UnreachableError) or not job.over):
             # The job has ended: Slurm gives the reason once it has finished with the job.

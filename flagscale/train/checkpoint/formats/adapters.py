@@ -196,8 +196,10 @@ def _iter_peft_tensors(adapters: Adapters, base: StoredModel) -> Iterator[tuple[
     for name, (a, b) in adapters.pairs.items():
         entry = specs[f"{name}.weight"]
         module_tensors = entry.transform.to_huggingface(b, entry.sizes)
-        for (source, _), module_b in zip(entry.sources, module_tensors, strict=True):
-            module = source.removesuffix(".weight")
+        for (huggingface_name, _), module_b in zip(
+            entry.huggingface_tensors, module_tensors, strict=True
+        ):
+            module = huggingface_name.removesuffix(".weight")
             if module.rpartition(".")[2] not in modules_with_adapters:
                 continue
             layer = f"base_model.model.{module}"

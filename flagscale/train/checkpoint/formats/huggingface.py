@@ -70,15 +70,16 @@ class HuggingFace:
         config = read_config(path)
         model_type = huggingface_family_of(config).model_type
         stored_tensors, notes = _open_tensors(path)
+        # With every argument that the tensors' shapes depend on, also those that config.json omits.
         arguments = effective(arguments_of(config))
         values, omitted_names, mtp_notes = _detect_mtp_layers(model_type, arguments, stored_tensors)
         included_tensors = {
             name: tensor for name, tensor in stored_tensors.items() if name not in omitted_names
         }
         tensors, more_notes = _convert_tensors(path, model_type, values, included_tensors)
-        files = tuple(list_sidecar_files(path))
+        sidecar_files = tuple(list_sidecar_files(path))
         notes = (*notes, *mtp_notes, *more_notes)
-        return StoredModel(path, model_type, values, tensors, config, files, notes=notes)
+        return StoredModel(path, model_type, values, tensors, config, sidecar_files, notes=notes)
 
     def write(
         self, model: StoredModel, path: Path, report: ByteProgress, inspect: InspectModel
@@ -93,6 +94,8 @@ class HuggingFace:
             write_sidecar_files(output.directory, config, tensors, model.files)
             if model.chat_template is not None:
                 write_chat_template(output.directory, model.chat_template)
+            # Raises if the written model is not the expected one: the directory then keeps its
+            # temporary name.
             inspect(self.read(output.directory))
         return path
 
@@ -105,26 +108,26 @@ def _open_tensors(path: Path) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     Returns:
         The tensors by name, and notes for the user.
     """
-    files: dict[str, str] = {}
+    file_names: dict[str, str] = {}  # by tensor, from the index
     notes: tuple[str, ...] = ()
     if not (path / WEIGHTS_FILE).is_file():
-        files = _read_index(path)
+        file_names = _read_index(path)
     elif (path / INDEX_FILE).exists():
-        notes = (f"{INDEX_FILE} is ignored, because {WEIGHTS_FILE} is there, as in transformers",)
+        notes = (f"{INDEX_FILE} is ignored, because {WEIGHTS_FILE} exists, as in transformers",)
     tensors: dict[str, LazyTensor] = {}
     duplicates: list[str] = []
-    for name in sorted(set(files.values())) or [WEIGHTS_FILE]:
+    for name in sorted(set(file_names.values())) or [WEIGHTS_FILE]:
         if not (path / name).is_file():
             hint = None
             if any(path.glob("*.bin")):
                 hint = "it has pickles (*.bin): let transformers save it again as safetensors"
             raise CheckpointError(f"{path / name} is missing", hint=hint)
-        for tensor, stored in SafetensorsFile(path / name).tensors.items():
-            if tensor in tensors:
-                duplicates.append(tensor)
-            tensors[tensor] = stored
+        for tensor_name, tensor in SafetensorsFile(path / name).tensors.items():
+            if tensor_name in tensors:
+                duplicates.append(tensor_name)
+            tensors[tensor_name] = tensor
     raise_if_any(path, "has tensors in several files", duplicates)
-    missing = [f"{name} (in {files[name]})" for name in files if name not in tensors]
+    missing = [f"{name} (in {file})" for name, file in file_names.items() if name not in tensors]
     raise_if_any(path, f"lacks tensors that {INDEX_FILE} names", missing)
     return tensors, notes
 
@@ -153,7 +156,11 @@ def _detect_mtp_layers(
     if not positions:
         return values, set(), ()
     values_with_mtp = {**values, MTP_LAYERS: max(positions.values())}
-    names = [name for spec in iter_weights(model_type, values_with_mtp) for name, _ in spec.sources]
+    names = [
+        name
+        for spec in iter_weights(model_type, values_with_mtp)
+        for name, _ in spec.huggingface_tensors
+    ]
     missing_names = [
         name
         for name in names
@@ -187,17 +194,17 @@ def _read_index(path: Path) -> dict[str, str]:
     """Read the index that maps tensors to files; empty for a model in a single file."""
     if not (path / INDEX_FILE).exists():
         return {}
-    files = read_json(path / INDEX_FILE, _MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(files, dict) or not files:
+    weight_map = read_json(path / INDEX_FILE, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path / INDEX_FILE}: weight_map: expected files by tensor")
-    for tensor, name in files.items():
+    for tensor_name, name in weight_map.items():
         is_valid = isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*\.safetensors", name)
         if not is_valid:
             raise CheckpointError(
-                f"{path / INDEX_FILE}: {format_value(tensor)}: expected the name of a "
-                f".safetensors file beside it, found {format_value(name)}"
+                f"{path / INDEX_FILE}: {format_value(tensor_name)}: expected the name of a "
+                f".safetensors file next to it, found {format_value(name)}"
             )
-    return files
+    return weight_map
 
 
 def _convert_tensors(
@@ -218,7 +225,7 @@ def _convert_tensors(
     unexpected_names, missing_names, mismatches = set(stored_tensors), list[str](), list[str]()
     tensors: dict[str, LazyTensor] = {}
     for spec in iter_weights(model_type, values):
-        shapes = dict(spec.sources)
+        shapes = dict(spec.huggingface_tensors)
         missing_names += [name for name in shapes if name not in stored_tensors]
         unexpected_names -= shapes.keys()
         if shapes.keys() <= stored_tensors.keys():
@@ -229,13 +236,14 @@ def _convert_tensors(
                 tensors[spec.name] = spec.transform.to_megatron(list(parts.values()), spec.sizes)
     raise_if_any(path, "lacks tensors", missing_names)
     raise_if_any(path, "has tensors that do not fit its config.json", mismatches)
-    no_weights = sorted(n for n in unexpected_names if re.fullmatch(mapping.ignored_pattern, n))
-    unexpected_names -= set(no_weights)
-    if no_weights:
-        count = f"{len(no_weights)} tensors that are no weights are"
-        if len(no_weights) == 1:
-            count = "a tensor that is no weight is"
-        notes.append(f"{count} left out, such as {no_weights[0]}")
+    # Buffers, such as causal masks and rotary frequencies, follow from the configuration.
+    buffers = sorted(n for n in unexpected_names if re.fullmatch(mapping.ignored_pattern, n))
+    unexpected_names -= set(buffers)
+    if buffers:
+        text = f"{len(buffers)} buffers are left out, because they are not weights"
+        if len(buffers) == 1:
+            text = "a buffer is left out, because it is not a weight"
+        notes.append(f"{text}, such as {buffers[0]}")
     if _HEAD in unexpected_names:
         if not _equals_embedding(stored_tensors[_HEAD], tensors):
             raise CheckpointError(
@@ -266,10 +274,10 @@ def _iter_huggingface_tensors(model: StoredModel) -> Iterator[tuple[str, LazyTen
     """Yield a model's tensors by Hugging Face's names."""
     for spec in model.iter_weight_specs():
         parts = spec.transform.to_huggingface(model.tensors[spec.name], spec.sizes)
-        for (name, shape), part in zip(spec.sources, parts, strict=True):
+        for (name, shape), part in zip(spec.huggingface_tensors, parts, strict=True):
             if part.shape != shape:
                 raise CheckpointError(
-                    f"{model.path}: {spec.name}: it makes {name} of shape {list(part.shape)}, "
+                    f"{model.path}: {spec.name}: converts to {name} of shape {list(part.shape)}, "
                     f"expected {list(shape)}"
                 )
             yield name, part
@@ -279,20 +287,22 @@ def _write_weights(
     output: ResumableDirectory, all_tensors: Mapping[str, LazyTensor], report: ByteProgress
 ) -> None:
     """Write the files with weights, and their index if there are several."""
-    files = split_into_files(all_tensors, _MAX_SHARD_BYTES)
+    tensor_groups = split_into_files(all_tensors, _MAX_SHARD_BYTES)
     names = [WEIGHTS_FILE]
-    if len(files) > 1:
-        last = len(files)
+    if len(tensor_groups) > 1:
+        last = len(tensor_groups)
         names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)]
-    for name, tensors in zip(names, files, strict=True):
+    for name, tensors in zip(names, tensor_groups, strict=True):
         if output.reuse_file(name):
             report(sum(map(count_bytes, tensors.values())))
             continue
         spans = write_safetensors(output.directory / name, tensors, report)
         output.record_file(name, spans=spans)
-    if len(files) > 1:
+    if len(tensor_groups) > 1:
         weight_map = {
-            tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
+            tensor_name: name
+            for name, tensors in zip(names, tensor_groups, strict=True)
+            for tensor_name in tensors
         }
         index = {"metadata": {"total_size": sum(map(count_bytes, all_tensors.values()))}}
         text = json.dumps({**index, "weight_map": dict(sorted(weight_map.items()))}, indent=2)

@@ -97,17 +97,19 @@ class ConcatenatedRows:
         return self.slices[0].tensor.dtype
 
     def read(self, region: Region) -> torch.Tensor:
-        (begin, end), columns = region[0], region[1:]
+        (begin, end), other_dimensions = region[0], region[1:]
         parts = []
         slice_begin = 0  # row of this tensor at which the current slice begins
         for row_slice in self.slices:
             low, high = max(begin - slice_begin, 0), min(end - slice_begin, row_slice.count)
             if low < high:
                 rows = (row_slice.begin + low, row_slice.begin + high)
-                parts.append(row_slice.tensor.read((rows, *columns)))
+                parts.append(row_slice.tensor.read((rows, *other_dimensions)))
             slice_begin += row_slice.count
         if not parts:
-            return torch.empty([0, *(high - low for low, high in columns)], dtype=self.dtype)
+            return torch.empty(
+                [0, *(high - low for low, high in other_dimensions)], dtype=self.dtype
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -152,7 +154,7 @@ class StackedTensor:
             return items[0][None]
         if items:
             return torch.stack(items)
-        return torch.empty([0, *(high - low for low, high in item_region)])
+        return torch.empty([0, *(high - low for low, high in item_region)], dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -217,10 +219,10 @@ class MtpSharedTensor(ReplicatedTensor):
     """
 
     mismatch: str = (
-        "embedding or output layer of the multi-token prediction layers are not the model's own, "
-        "and here they share these"
+        "the multi-token prediction layers have an embedding or output layer that differs from the "
+        "model's, which is not supported: they are shared"
     )
-    hint: str | None = "without mtp_num_layers a run takes the model without those layers"
+    hint: str | None = "unset mtp_num_layers to use the model without those layers"
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def write_bytes(file: BinaryIO, tensor: LazyTensor, report: Callable[[int], None
     Args:
         file: file that is open for writing.
         tensor: the tensor.
-        report: called with the number of bytes after each chunk.
+        report: called after each chunk with its number of bytes.
 
     Returns:
         The span of the file that holds the tensor, with its CRC-32.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,6 +81,14 @@ _NOT_WEIGHTS = re.compile(
 """Tensors next to a model's weights that do not affect its function."""
 
 
+class RankCoordinates(NamedTuple):
+    """Position of a rank in each kind of parallelism that divides the model."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
 @dataclass(frozen=True)
 class MegatronLayout:
     """Parallel layout of a Megatron-LM checkpoint.
@@ -143,15 +151,11 @@ class MegatronLayout:
             begin += size
         return chunks
 
-    def directory_name(self, coordinates: Sequence[int]) -> str:
-        """Return a rank's directory name.
-
-        Args:
-            coordinates: tensor, pipeline and expert-parallel rank.
-        """
-        name = f"mp_rank_{coordinates[0]:02d}"
-        name += f"_{coordinates[1]:03d}" if self.pipeline_parallel > 1 else ""
-        return name + (f"_{coordinates[2]:03d}" if self.expert_parallel > 1 else "")
+    def directory_name(self, rank: RankCoordinates) -> str:
+        """Return a rank's directory name."""
+        name = f"mp_rank_{rank.tensor:02d}"
+        name += f"_{rank.pipeline:03d}" if self.pipeline_parallel > 1 else ""
+        return name + (f"_{rank.expert:03d}" if self.expert_parallel > 1 else "")
 
     def pad_vocabulary(self, vocabulary: int) -> int:
         """Return the number of rows of the embedding and the output layer for a vocabulary size."""
@@ -159,13 +163,13 @@ class MegatronLayout:
         return -(-vocabulary // multiple) * multiple
 
 
-def find_rank_file(path: Path, layout: MegatronLayout, coordinates: Sequence[int]) -> Path:
+def find_rank_file(path: Path, layout: MegatronLayout, rank: RankCoordinates) -> Path:
     """Return the path of a rank's file.
 
     Raises:
         CheckpointError: the file does not exist.
     """
-    file = path / layout.directory_name(coordinates) / RANK_FILE
+    file = path / layout.directory_name(rank) / RANK_FILE
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
     return file
@@ -306,17 +310,25 @@ def spell_for_layer(
     return name
 
 
-def spell_expert(name: str, expert: int) -> tuple[str, str] | None:
-    """Return the names of one expert's tensor: as a separate layer, and in a grouped GEMM.
+class ExpertNames(NamedTuple):
+    """Names of one expert's tensor."""
 
-    Returns:
-        None if ``name`` is not a tensor of experts.
-    """
+    separate: str
+    """With a separate layer for each expert."""
+    grouped: str
+    """With a grouped GEMM of all experts."""
+
+
+def spell_expert(name: str, expert: int) -> ExpertNames | None:
+    """Return the names of one expert's tensor; None if ``name`` is not a tensor of experts."""
     match = EXPERT_TENSOR.fullmatch(name)
     if match is None:
         return None
     prefix, layer, kind = match.groups()
-    return f"{prefix}local_experts.{expert}.{layer}.{kind}", f"{prefix}{layer}.{kind}{expert}"
+    return ExpertNames(
+        separate=f"{prefix}local_experts.{expert}.{layer}.{kind}",
+        grouped=f"{prefix}{layer}.{kind}{expert}",
+    )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
     OUTPUT_LAYER,
     RANK_FILE,
     MegatronLayout,
+    RankCoordinates,
     find_rank_file,
     is_weight,
     iter_spellings,
@@ -178,7 +179,7 @@ class _RankShards:
         for tensor_rank in range(tensor_parallel):
             for expert_rank in range(layout.expert_parallel):
                 files = [
-                    find_rank_file(path, layout, (tensor_rank, p, expert_rank))
+                    find_rank_file(path, layout, RankCoordinates(tensor_rank, p, expert_rank))
                     for p in range(layout.pipeline_parallel)
                 ]
                 chunks[tensor_rank, expert_rank] = _order_chunks(
@@ -297,7 +298,7 @@ class _RankShards:
 
     def _directory_name(self, tensor: int, chunk: int, expert: int) -> str:
         stage = chunk % self.layout.pipeline_parallel  # -1 is the last chunk
-        return self.layout.directory_name((tensor, stage, expert))
+        return self.layout.directory_name(RankCoordinates(tensor, stage, expert))
 
     def _locate(self, name: str) -> tuple[int, tuple[str, str]]:
         """Return a tensor's chunk, and its layer's prefix in the model and in the chunk."""

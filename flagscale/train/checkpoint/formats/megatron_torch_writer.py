@@ -28,11 +28,13 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
 )
 from flagscale.train.checkpoint.formats.megatron_layout import (
     EMBEDDING,
+    EXPERT_TENSOR,
     OUTPUT_LAYER,
     RANK_FILE,
     RELEASE_DIRECTORY,
     MegatronLayout,
     PaddedTensor,
+    RankCoordinates,
     build_megatron_arguments,
     build_precision_arguments,
     shard_tensor,
@@ -45,8 +47,6 @@ from flagscale.train.checkpoint.formats.span_checksums import FileSpan
 _LOCAL_HEADER_BYTES = 30
 """Bytes of a zip archive's local file header without its variable fields."""
 _CHECKPOINT_VERSION = 3.0
-RankCoordinates = tuple[int, int, int]
-"""A rank's tensor, pipeline and expert-parallel rank."""
 
 
 def write_ranks(
@@ -58,7 +58,7 @@ def write_ranks(
         model: the model.
         layout: parallel layout of the files.
         output: the directory being written.
-        report: called with the number of bytes after each chunk.
+        report: called after each chunk of bytes with its size.
 
     Raises:
         CheckpointError: the model cannot be sharded in this layout.
@@ -69,12 +69,15 @@ def write_ranks(
     )
     for rank in assignment.iter_ranks():
         name = f"{RELEASE_DIRECTORY}/{layout.directory_name(rank)}/{RANK_FILE}"
-        tensors, new_bytes = assignment.assign_tensors(rank), assignment.count_new_bytes(rank)
+        tensors = assignment.assign_tensors(rank)
+        progress_bytes = assignment.count_progress_bytes(rank)
         if output.reuse_file(name):
-            report(sum(new_bytes.values()))
+            report(sum(progress_bytes.values()))
             continue
         (output.directory / name).parent.mkdir(parents=True, exist_ok=True)
-        spans = _write_rank_file(output.directory / name, arguments, tensors, new_bytes, report)
+        spans = _write_rank_file(
+            output.directory / name, arguments, tensors, progress_bytes, report
+        )
         output.record_file(name, spans=spans)
     (output.directory / TRACKER_FILE).write_text(f"{RELEASE_DIRECTORY}\n", encoding="utf-8")
 
@@ -91,11 +94,11 @@ class _RankAssignment:
         experts = values["num_moe_experts"]
         if layout.grouped_gemm and not layout.transformer_engine:
             raise CheckpointError(
-                "moe_grouped_gemm is written for Transformer Engine's layers alone",
-                hint="leave out --transformer-impl local, or --moe-grouped-gemm",
+                "moe_grouped_gemm is supported for Transformer Engine's layers only",
+                hint="omit --transformer-impl local, or --moe-grouped-gemm",
             )
         if layout.pipeline_parallel == 1 and layout.chunks_per_stage > 1:
-            raise CheckpointError("several chunks per stage require several stages")
+            raise CheckpointError("several model chunks per stage require several stages")
         for key, count, ranks in (
             ("num_query_groups", values["num_query_groups"], layout.tensor_parallel),
             ("num_moe_experts", experts or 0, layout.expert_parallel),
@@ -113,7 +116,7 @@ class _RankAssignment:
         for tensor in range(layout.tensor_parallel):
             for stage in range(layout.pipeline_parallel):
                 for expert in range(layout.expert_parallel):
-                    yield tensor, stage, expert
+                    yield RankCoordinates(tensor, stage, expert)
 
     def assign_tensors(self, rank: RankCoordinates) -> dict[str, dict[str, LazyTensor]]:
         """Return a rank's tensors, by model chunk."""
@@ -121,21 +124,28 @@ class _RankAssignment:
         layers = layout.split_layers(self.model.values["num_layers"])
         tensors = {}
         for number in range(layout.chunks_per_stage):
-            index = number * layout.pipeline_parallel + rank[1]
+            index = number * layout.pipeline_parallel + rank.pipeline
             key = f"model{number}" if layout.chunks_per_stage > 1 else "model"
-            is_first_and_last = (index == 0, index == len(layers) - 1)
-            tensors[key] = dict(self._iter_chunk(rank, layers[index], is_first_and_last))
+            tensors[key] = dict(
+                self._iter_model_chunk(
+                    rank,
+                    layers[index],
+                    is_first=index == 0,
+                    is_last=index == len(layers) - 1,
+                )
+            )
         return tensors
 
-    def _iter_chunk(
-        self, rank: RankCoordinates, layers: list[int], is_first_and_last: tuple[bool, bool]
+    def _iter_model_chunk(
+        self, rank: RankCoordinates, layers: list[int], *, is_first: bool, is_last: bool
     ) -> Iterator[tuple[str, LazyTensor]]:
-        """Yield the tensors of a chunk.
+        """Yield the tensors of a model chunk.
 
         Args:
             rank: coordinates of the rank.
             layers: numbers of the chunk's layers in the model.
-            is_first_and_last: whether the chunk is the model's first and whether it is its last.
+            is_first: True for the model's first chunk, which has the embedding.
+            is_last: True for the model's last chunk, which has the output layer.
         """
         local_numbers = {layer: number for number, layer in enumerate(layers)}
         for name, tensor in self.model.tensors.items():
@@ -145,12 +155,12 @@ class _RankAssignment:
                 if layer in local_numbers:
                     local_name = ".".join([*words[:2], str(local_numbers[layer]), *words[3:]])
                     yield from self._iter_layer_tensor(name, local_name, layer, tensor, rank)
-            elif is_first_and_last[0] if words[0] == "embedding" else is_first_and_last[1]:
-                yield name, self._shard_outer_tensor(name, tensor, rank[0])
-        if is_first_and_last == (False, True) and OUTPUT_LAYER not in self.model.tensors:
+            elif is_first if words[0] == "embedding" else is_last:
+                yield name, self._shard_outer_tensor(name, tensor, rank.tensor)
+        if is_last and not is_first and OUTPUT_LAYER not in self.model.tensors:
             # In a model with tied embeddings, the last stage holds a copy of the embedding.
             embedding = self.model.tensors[EMBEDDING]
-            yield OUTPUT_LAYER, self._shard_outer_tensor(OUTPUT_LAYER, embedding, rank[0])
+            yield OUTPUT_LAYER, self._shard_outer_tensor(OUTPUT_LAYER, embedding, rank.tensor)
 
     def _iter_layer_tensor(
         self,
@@ -162,46 +172,50 @@ class _RankAssignment:
     ) -> Iterator[tuple[str, LazyTensor]]:
         """Yield a rank's shard of a layer's tensor; of stacked experts, one shard per expert."""
         layout = self.layout
-        if spell_expert(name, 0) is None:
+        if not EXPERT_TENSOR.fullmatch(name):
             spelling = spell_for_layer(
                 local_name,
                 self.model.values,
                 layer_number,
                 transformer_engine=layout.transformer_engine,
             )
-            yield spelling, self._shard(name, tensor, rank[0])
+            yield spelling, self._shard(name, tensor, rank.tensor)
             return
         experts_per_rank = tensor.shape[0] // layout.expert_parallel
         for expert in range(experts_per_rank):
             names = spell_expert(local_name, expert)
             assert names is not None
-            expert_tensor = TensorItem(tensor, rank[2] * experts_per_rank + expert)
-            yield names[layout.grouped_gemm], self._shard(name, expert_tensor, rank[0])
+            expert_tensor = TensorItem(tensor, rank.expert * experts_per_rank + expert)
+            spelling = names.grouped if layout.grouped_gemm else names.separate
+            yield spelling, self._shard(name, expert_tensor, rank.tensor)
 
-    def _shard(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
+    def _shard(self, name: str, tensor: LazyTensor, tensor_rank: int) -> LazyTensor:
         gated = bool(self.model.values["gated_linear_unit"])
         layout = self.layout
         return shard_tensor(
             name,
             tensor,
-            rank,
+            tensor_rank,
             layout.tensor_parallel,
             gated=gated,
             transformer_engine=layout.transformer_engine,
         )
 
-    def _shard_outer_tensor(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
-        """Shard a tensor outside the layers; pad it if it has a row per token."""
+    def _shard_outer_tensor(self, name: str, tensor: LazyTensor, tensor_rank: int) -> LazyTensor:
+        """Shard a tensor outside the layers; pad it if it has a row per vocabulary entry."""
         if name in (EMBEDDING, OUTPUT_LAYER):
             tensor = PaddedTensor(tensor, self.layout.pad_vocabulary(tensor.shape[0]))
-        return self._shard(name, tensor, rank)
+        return self._shard(name, tensor, tensor_rank)
 
-    def count_new_bytes(self, rank: RankCoordinates) -> dict[str, int]:
-        """Return the bytes of each of a rank's tensors; 0 for replicas that another rank counts."""
+    def count_progress_bytes(self, rank: RankCoordinates) -> dict[str, int]:
+        """Return the bytes of each of a rank's tensors that count as progress.
+
+        They are 0 for a replica that the first expert-parallel rank counts.
+        """
         sizes = {}
         for chunk, tensors in self.assign_tensors(rank).items():
             for name, tensor in tensors.items():
-                is_replica = rank[2] > 0 and ".experts." not in name
+                is_replica = rank.expert > 0 and ".experts." not in name
                 sizes[f"{chunk}.{name}"] = 0 if is_replica else count_bytes(tensor)
         return sizes
 
@@ -210,7 +224,7 @@ def _write_rank_file(
     path: Path,
     arguments: argparse.Namespace,
     chunks: Mapping[str, Mapping[str, LazyTensor]],
-    new_bytes: Mapping[str, int],
+    progress_bytes: Mapping[str, int],
     report: ByteProgress,
 ) -> list[FileSpan]:
     """Write a rank's file and return the spans of its tensors.
@@ -219,8 +233,8 @@ def _write_rank_file(
         path: the file.
         arguments: Megatron-LM's arguments.
         chunks: tensors by model chunk.
-        new_bytes: bytes of each tensor that count as progress, as in ``count_new_bytes``.
-        report: called with the number of bytes after each chunk.
+        progress_bytes: see :meth:`_RankAssignment.count_progress_bytes`.
+        report: called after each chunk of bytes with its size.
     """
     named_tensors: list[tuple[str, LazyTensor]] = []
     state: dict[str, Any] = {
@@ -244,7 +258,7 @@ def _write_rank_file(
         for number, (name, tensor) in enumerate(named_tensors):
             file.seek(offsets[number])
             spans.append(
-                write_bytes(file, tensor, report if new_bytes[name] else lambda _size: None)
+                write_bytes(file, tensor, report if progress_bytes[name] else lambda _size: None)
             )
     return spans
 

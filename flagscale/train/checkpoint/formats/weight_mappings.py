@@ -64,7 +64,7 @@ class TensorMapping(NamedTuple):
     """
 
     megatron_name: str
-    sources: tuple[HuggingFaceTensor, ...]
+    huggingface_tensors: tuple[HuggingFaceTensor, ...]
     transform: WeightTransform = IDENTITY
     when: str = ""
     unless: str = ""
@@ -72,7 +72,7 @@ class TensorMapping(NamedTuple):
 
 def _map(
     megatron_name: str,
-    *sources: str,
+    *huggingface_tensors: str,
     transform: WeightTransform = IDENTITY,
     when: str = "",
     unless: str = "",
@@ -81,12 +81,13 @@ def _map(
 
     Args:
         megatron_name: name in megatron.core, without the prefix of the layer.
-        sources: name and shape of each Hugging Face tensor, such as ``lm_head.weight V,H``.
+        huggingface_tensors: name and shape of each Hugging Face tensor, such as
+            ``lm_head.weight V,H``.
         transform: how the Hugging Face tensors make megatron.core's.
         when: argument that must be true for the row to apply.
         unless: argument that must be false for the row to apply.
     """
-    tensors = (text.split() for text in sources)
+    tensors = (text.split() for text in huggingface_tensors)
     return TensorMapping(
         megatron_name,
         tuple(HuggingFaceTensor(name, shape) for name, shape in tensors),
@@ -371,13 +372,13 @@ class WeightSpec:
 
     Attributes:
         name: full name in megatron.core.
-        sources: names and shapes of the Hugging Face tensors that are transformed into it.
+        huggingface_tensors: names and shapes of the Hugging Face tensors that it consists of.
         transform: the transform.
         sizes: dimensions of the model.
     """
 
     name: str
-    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    huggingface_tensors: tuple[tuple[str, tuple[int, ...]], ...]
     transform: WeightTransform
     sizes: ModelSizes
 
@@ -385,7 +386,7 @@ class WeightSpec:
     def shape(self) -> Shape:
         """Shape of the megatron.core tensor."""
         return self.transform.to_megatron(
-            [MetaTensor(shape) for _, shape in self.sources], self.sizes
+            [MetaTensor(shape) for _, shape in self.huggingface_tensors], self.sizes
         ).shape
 
 
@@ -442,13 +443,13 @@ def _iter_outer_weights(
             (f"{prefix}{name}", sizes.shape(shape))
             for _, prefix in _list_mtp_prefixes(mapping, values)
             for row in mapping.mtp_copies
-            for name, shape in row.sources
+            for name, shape in row.huggingface_tensors
             if is_tied or row.megatron_name == spec.name
         ]
         is_shared = spec.name in {row.megatron_name for row in mapping.mtp_copies}
         if copies and is_shared:
             transform = MtpRepeated(spec.transform, 1 + len(copies))
-            yield WeightSpec(spec.name, (*spec.sources, *copies), transform, sizes)
+            yield WeightSpec(spec.name, (*spec.huggingface_tensors, *copies), transform, sizes)
         else:
             yield spec
 
@@ -464,11 +465,13 @@ def _iter_rows(
     for row in rows:
         if (row.when and not values[row.when]) or (row.unless and values[row.unless]):
             continue
-        sources = [
+        huggingface_tensors = [
             (huggingface_prefix + name, sizes.shape(shape))
-            for name, shape in _expand_experts(row.sources, sizes.experts)
+            for name, shape in _expand_experts(row.huggingface_tensors, sizes.experts)
         ]
-        yield WeightSpec(megatron_prefix + row.megatron_name, tuple(sources), row.transform, sizes)
+        yield WeightSpec(
+            megatron_prefix + row.megatron_name, tuple(huggingface_tensors), row.transform, sizes
+        )
 
 
 def _expand_experts(

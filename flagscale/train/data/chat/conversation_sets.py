@@ -168,10 +168,10 @@ def _list_files(args: Any) -> dict[str, tuple[Path, ...]]:
         for name, value in paths_by_split.items()
         if value
     }
-    if not files.keys() & {"all", "train"}:
-        raise DataError("no conversations to train on: data_path is not set")
     if not args.eval_iters:
         files = {name: files[name] for name in files if name in ("all", "train")}
+    if not files.keys() & {"all", "train"} and not (args.skip_train and files):
+        raise DataError("no conversations to train on: data_path is not set")
     return files
 
 
@@ -195,7 +195,9 @@ def _build_datasets(
     if args.split:
         fractions = split_shares(args.split) or _ALL_FOR_TRAINING
     datasets: dict[str, PackedConversations] = {}
-    for split, begin, end in _iter_split_ranges(fractions, evaluates=bool(args.eval_iters)):
+    for split, begin, end in _iter_split_ranges(
+        fractions, trains=not args.skip_train, evaluates=bool(args.eval_iters)
+    ):
         file_samples = [
             (samples_by_path[path], _select_samples(samples_by_path[path], begin, end, args.seed))
             for path in files.get("all", ())
@@ -214,7 +216,7 @@ def _build_datasets(
             if sum(len(selected) for _, selected in group_samples):
                 label = f"{split}/{name}" if name else split
                 datasets[label] = PackedConversations(label, group_samples, settings)
-    if "train" not in datasets:
+    if "train" not in datasets and not args.skip_train:
         raise DataError("sft: no conversation is left for training")
     valid = {
         label.partition("/")[2]: dataset
@@ -222,17 +224,20 @@ def _build_datasets(
         if label.partition("/")[0] == "valid"
     }
     return ConversationSets(
-        datasets["train"], valid, datasets.get("test"), tuple(_iter_remarks(datasets, new_names))
+        datasets.get("train"),
+        valid,
+        datasets.get("test"),
+        tuple(_iter_remarks(datasets, new_names)),
     )
 
 
 def _iter_split_ranges(
-    fractions: Sequence[float], *, evaluates: bool
+    fractions: Sequence[float], *, trains: bool, evaluates: bool
 ) -> Iterator[tuple[str, float, float]]:
     """Yield each split with its begin and end, as fractions of a file."""
     begin = 0.0
     for name, fraction in zip(_SPLIT_NAMES, fractions, strict=True):
-        if name == "train" or evaluates:
+        if trains if name == "train" else evaluates:
             yield name, begin, begin + fraction
         begin += fraction
 

@@ -10,8 +10,8 @@ from flagscale.train.data.tokenizers.factory import (
     TOKENIZER_TYPES,
     TokenizerSpec,
     build_tokenizer,
+    describe_unused_vocabulary,
     open_tokenizer,
-    warn_unused_vocabulary,
 )
 
 __all__ = [
@@ -19,6 +19,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerSpec",
     "build_tokenizer",
+    "describe_unused_vocabulary",
     "open_tokenizer",
-    "warn_unused_vocabulary",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ class TokenizerSpec:
     Attributes:
         tokenizer_type: a key of :data:`TOKENIZER_TYPES`.
         path: directory or file of the tokenizer (``tokenizer_path``).
-        vocab_size: number of token ids of a NullTokenizer.
-        merges_file: path of ``merges.txt`` if it is not in the tokenizer's directory.
+        vocab_size: number of token ids of a NullTokenizer, without the one that ends a document.
+        merge_file: path of ``merges.txt`` if it is not in the tokenizer's directory.
         special_tokens_file: path of Aquila's file of special tokens.
     """
 
     tokenizer_type: str
     path: str | None = None
+    _: KW_ONLY
     vocab_size: int | None = None
-    merges_file: str | None = None
+    merge_file: str | None = None
     special_tokens_file: str | None = None
 
 
@@ -39,8 +40,8 @@ def _require_path(spec: TokenizerSpec) -> Path:
 
 
 def _open_gpt2(spec: TokenizerSpec) -> Tokenizer:
-    if spec.merges_file:
-        return huggingface.open_files(_require_path(spec), Path(spec.merges_file))
+    if spec.merge_file:
+        return huggingface.open_files(_require_path(spec), Path(spec.merge_file))
     return _open_huggingface(spec)
 
 
@@ -49,12 +50,12 @@ def _open_huggingface(spec: TokenizerSpec) -> Tokenizer:
 
 
 def _open_aquila(spec: TokenizerSpec) -> Tokenizer:
-    if not spec.merges_file or not spec.special_tokens_file:
+    if not spec.merge_file or not spec.special_tokens_file:
         raise DataError(
             f"tokenizer_type {spec.tokenizer_type} needs merge_file and special_tokens_file"
         )
     return huggingface.open_files(
-        _require_path(spec), Path(spec.merges_file), Path(spec.special_tokens_file)
+        _require_path(spec), Path(spec.merge_file), Path(spec.special_tokens_file)
     )
 
 
@@ -75,8 +76,8 @@ def _open_byte_level(_: TokenizerSpec) -> Tokenizer:
     return plain.ByteLevelTokenizer()
 
 
-# Names of Megatron-LM and of launchers on top of it. Older YAML files use the names ending in FS,
-# all of which are Hugging Face directories today.
+# Names of Megatron-LM and of launchers on top of it. Older YAML files use the names ending in FS:
+# Hugging Face directories, except for Aquila's, which has separate files.
 TOKENIZER_TYPES: Mapping[str, Callable[[TokenizerSpec], Tokenizer]] = {
     "HuggingFaceTokenizer": _open_huggingface,
     "Llama3TokenizerFS": _open_huggingface,
@@ -140,28 +141,31 @@ def build_tokenizer(args: Any) -> Tokenizer:
             )
         tokenizer_type = "NullTokenizer"
     vocab_size = getattr(args, "vocab_size", None)
-    extra_files = (getattr(args, name, None) for name in ("merge_file", "special_tokens_file"))
     spec = TokenizerSpec(
-        tokenizer_type, getattr(args, "tokenizer_path", None), vocab_size, *extra_files
+        tokenizer_type,
+        getattr(args, "tokenizer_path", None),
+        vocab_size=vocab_size,
+        merge_file=getattr(args, "merge_file", None),
+        special_tokens_file=getattr(args, "special_tokens_file", None),
     )
     tokenizer = open_tokenizer(spec)
-    # The end-of-document id of the null tokenizer is vocab_size by definition.
+    # The null tokenizer's end-of-document id is vocab_size: its vocabulary is larger by one.
     if tokenizer_type != "NullTokenizer" and vocab_size and tokenizer.vocab_size > vocab_size:
         location = f" ({spec.path})" if spec.path else ""
         raise DataError(
             f"the tokenizer's vocabulary{location} has {tokenizer.vocab_size} entries, more than "
             f"the model's vocab_size {vocab_size}",
-            hint="raise vocab_size, leave it out (the tokenizer's is taken), or use the tokenizer "
-            "that the model was made for",
+            hint="raise vocab_size, omit it to use the tokenizer's, or use the tokenizer that the "
+            "model was trained with",
         )
     return tokenizer
 
 
-def warn_unused_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> str | None:
+def describe_unused_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> str | None:
     """Return a warning if most of the model's vocabulary is not the tokenizer's, otherwise None."""
     if vocab_size is None or tokenizer.vocab_size * 2 > vocab_size:
         return None
     return (
         f"vocab_size {vocab_size:,} is more than twice the tokenizer's {tokenizer.vocab_size:,}: "
-        "most of the model's tokens can never come; leave vocab_size out to take the tokenizer's"
+        "most of the model's tokens never occur; omit vocab_size to use the tokenizer's"
     )

@@ -111,7 +111,7 @@ def test_occupied_port_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as occupied:
         port = occupied.getsockname()[1]
         environment = Environment(LOOPBACK, (Flow(0, 1),), PATTERN)
-        with pytest.raises(UnreachableError, match=f"port {port} cannot be had"):
+        with pytest.raises(UnreachableError, match=f"port {port} is not available"):
             play(environment, seconds=TIMEOUT_SECONDS, port=port)
 
 

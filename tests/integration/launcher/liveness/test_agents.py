@@ -14,11 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.launch_lab import wait_for
+from support.launch_lab import free_port, wait_for
 from support.liveness_lab import AgentHosts, agent_hosts
 
 from flagscale.hosts import processes
 from flagscale.launcher.liveness.protocol import MAGIC
+from flagscale.module_command import python_arguments
 
 pytestmark = pytest.mark.integration
 
@@ -277,3 +278,94 @@ def test_job_that_never_joined_is_not_restarted(one_host: AgentHosts) -> None:
     assert one_host[0].exit_record()["failure"]["exit_code"] == 5
     expected = "flagscale: the job does not start again: its ranks never joined\n"
     assert one_host[0].read_output().count(expected) == 1
+
+
+def test_rank_that_leaves_a_collective_is_logged_and_explains_the_hang(
+    two_hosts: AgentHosts,
+) -> None:
+    two_hosts.start(
+        {"hang_detection_timeout": 14.0},
+        light=True,
+        TOY_1_0="leave",
+        TOY_0_0="patient",
+    )
+    assert two_hosts.wait_for_exit_codes() == [1, 0]
+    failure = two_hosts[0].exit_record()["failure"]
+    assert (failure["host"], failure["rank"]) == ("h0", 0)
+    exit_text = r"rank 1 ended with exit code 0 at \d\d:\d\d:\d\d"
+    assert re.search(f"^stalled: .*\nbefore that, {exit_text}$", failure["reason"])
+    line = f"^flagscale: {exit_text} while 1 rank is still running$"
+    assert len(re.findall(line, two_hosts[0].read_output(), re.MULTILINE)) == 1
+
+
+LEAVING_RANKS = """
+import os, signal, sys, time
+rank, others = int(os.environ["RANK"]), [int(n) for n in sys.argv[1].split(",")]
+if rank in others:
+    if sys.argv[2] == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(sys.argv[2]))
+    sys.exit(0)
+time.sleep(600)
+"""
+RANKS = ["--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "3", "--redirects", "3"]
+RANKS += ["--rdzv_id", "x", "--master_addr", "127.0.0.1"]
+TORCHRUN = ["-m", "torch.distributed.run", *RANKS]
+COMMAND = [*python_arguments("flagscale.launcher.rank_processes"), *RANKS, "--first_rank", "0"]
+COMMAND += ["--world_size", "3", "--tee", "0", "--stop_grace", "60"]
+LEAVERS = {
+    "torchrun": (TORCHRUN, [], "1", "3", "rank 1 ended with exit code 0 at .* while 2 ranks are"),
+    "torchrun-at-once": (TORCHRUN, [], "1", "0", "rank 1 ended with exit code 0 at .* while 2 "),
+    "several": (TORCHRUN, [], "0,2", "3", r"ranks? (0|2|0 and 2) ended with .* while 1 rank is"),
+    "command": (COMMAND, ["--"], "2", "3", "rank 2 ended with exit code 0 at .* while 2 ranks are"),
+}
+
+
+def start_leaving_ranks(
+    host: AgentHosts, starter: list[str], separator: list[str], leavers: str, behavior: str
+) -> None:
+    """Start three ranks on one host, of which the leavers end."""
+    program = host.root / "leaving.py"
+    program.write_text(LEAVING_RANKS)
+    files = ["--master_port", str(free_port()), "--log_dir", str(host.root / "h0" / "ranks")]
+    python = [sys.executable] if separator else []
+    words = [sys.executable, *starter, *files, *separator, *python, str(program)]
+    host.start({"nproc": 3, "stop_grace": 60.0}, command=[*words, leavers, behavior])
+
+
+@pytest.mark.parametrize(
+    ("starter", "separator", "leavers", "seconds", "expected"), LEAVERS.values(), ids=LEAVERS
+)
+def test_ranks_that_end_alone_are_logged_once(
+    one_host: AgentHosts,
+    starter: list[str],
+    separator: list[str],
+    leavers: str,
+    seconds: str,
+    expected: str,
+) -> None:
+    start_leaving_ranks(one_host, starter, separator, leavers, seconds)
+    wait_for(lambda: re.search(expected, one_host[0].read_output()))
+    wait_for(lambda: re.search(expected, one_host.job_summary()["early_exit"]))
+    (rank, *_) = (
+        process
+        for rank, process in processes.find_ranks(one_host[0].run_processes()).items()
+        if str(rank) not in leavers.split(",")
+    )
+    os.kill(rank.pid, signal.SIGKILL)
+    one_host.wait_for_exit_codes()
+    failure = one_host[0].exit_record()["failure"]
+    assert failure["exit_code"] == -9
+    assert re.search(r"\nbefore that, ranks? .* ended with exit code 0 ", failure["reason"])
+    assert len(re.findall(expected, one_host[0].read_output())) == 1
+
+
+def test_terminated_rank_of_a_command_did_not_end_with_exit_code_0(one_host: AgentHosts) -> None:
+    """The others have the grace period to save, in which the command still runs."""
+    start_leaving_ranks(one_host, COMMAND, ["--"], "1", "term")
+    wait_for((one_host.root / "h0" / "status" / "rank_1.exit").exists)
+    time.sleep(12)
+    assert "ended with exit code" not in one_host[0].read_output()
+    assert one_host.job_summary()["early_exit"] == ""
+    one_host[0].agent.terminate()
+    one_host.wait_for_exit_codes()

@@ -137,10 +137,12 @@ def test_replay_defines_hosts_and_pattern(tmp_path: Path) -> None:
     assert parse_line(f"--replay {path} --seconds 5").environment == environment
     assert "--replay has its own hosts" in error_message(f"--replay {path} {TWO_HOSTS}")
     assert error_message(f"--replay {path} --load 5%").startswith(
-        "--load: what --replay plays says that"
+        "--load: not supported with --replay"
     )
-    assert error_message(f"--replay {path} --seed 0").startswith("--seed: what --replay plays")
-    assert error_message(f"--replay {path} -s 4").startswith("-s: what --replay plays")
+    assert error_message(f"--replay {path} --seed 0").startswith(
+        "--seed: not supported with --replay"
+    )
+    assert error_message(f"--replay {path} -s 4").startswith("-s: not supported with --replay")
     assert error_message(f"--replay {path} --environment {path}").startswith(
         "--environment is the file"
     )

@@ -111,7 +111,7 @@ def test_experiments_that_cannot_be_compared_are_refused(
 ) -> None:
     line = ["--config-path", str(source.config.parent), "--config-name", source.config.name]
     with pytest.raises(ConfigError, match=message):
-        TrainingCommand().run_line([*line, *words.split()], "training")
+        TrainingCommand().run_arguments([*line, *words.split()], "training")
 
 
 def test_documented_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,4 +142,4 @@ def test_documented_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_overrides_require_an_experiment() -> None:
     with pytest.raises(ConfigError, match="--override needs --config-name"):
-        TrainingCommand().run_line(["-r", "2", "--override", "a=b"], "training")
+        TrainingCommand().run_arguments(["-r", "2", "--override", "a=b"], "training")

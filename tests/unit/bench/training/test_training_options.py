@@ -50,7 +50,7 @@ def test_ineffective_arm_is_refused() -> None:
     """A build that ignores a variable would train two arms with the same algorithm."""
     reason = unsupported_reason(Arm("ring", "gloo", (("FSCCL_ALGO", "ring"),)), "cpu")
     assert reason is not None
-    assert "arm ring: gloo here knows no FSCCL_ALGO=ring" in reason
+    assert "arm ring: gloo on this host does not support FSCCL_ALGO=ring" in reason
     assert unsupported_reason(Arm("gloo", "gloo"), "cpu") is None
 
 
@@ -63,10 +63,10 @@ def test_bounded_all_reduce_is_an_arm_on_gpus() -> None:
 @pytest.mark.parametrize("name", ["transpose", "own"])
 def test_host_memory_variables_are_refused_on_gpus(name: str) -> None:
     custom = parse_custom_arms(["own=fsccl,FSCCL_ALGO=tree"])
-    with pytest.raises(ConfigError, match=f"arm {name}: FSCCL_.* steers sums of host memory alone"):
+    with pytest.raises(ConfigError, match=f"arm {name}: FSCCL_.* affects only reductions"):
         resolve_arm(name, accelerated=True, one_host=True, custom=custom)
     arm = resolve_arm(name, accelerated=False, one_host=True, custom=custom)
-    assert "steers sums of host memory alone" in str(unsupported_reason(arm, "cuda"))
+    assert "affects only reductions of host memory" in str(unsupported_reason(arm, "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_model_titles() -> None:
 INVALID_LINES = {
     "one rank": ("-r 1 --arms gloo", "one rank has nobody to sum gradients with"),
     "no ranks": ("--arms gloo", "the number of ranks is missing"),
-    "model": ("-r 2 --arms gloo --models bret", "'bret' is no model; did you mean 'bert'?"),
-    "size": ("-r 2 --arms gloo --models bert:larg", "'larg' is no size; did you mean 'large'?"),
+    "model": ("-r 2 --arms gloo --models bret", "'bret' is not a model; did you mean 'bert'?"),
+    "size": ("-r 2 --arms gloo --models bert:larg", "'larg' is not a size; did you mean 'large'?"),
     "no model": ("-r 2 --arms gloo --models ,", "expected such as gpt2,bert:large"),
-    "arm": ("-r 2 --arms rnig", "'rnig' is no arm; did you mean 'ring'?"),
+    "arm": ("-r 2 --arms rnig", "'rnig' is not an arm; did you mean 'ring'?"),
     "no arm": ("-r 2 --arms ,", "expected such as ring,tree"),
     "own arm": ("-r 2 --arm x=fsccl,y", "expected NAME=BACKEND[,VARIABLE=VALUE ...]"),
     "own arm's name": ("-r 2 --arm ring=gloo", "the name 'ring' is taken"),
@@ -145,7 +145,7 @@ def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="started under torchrun: this command starts its own"):
-        TrainingCommand().run_line(["-r", "2"], "training")
+        TrainingCommand().run_arguments(["-r", "2"], "training")
 
 
 def test_without_files_there_is_no_traffic() -> None:

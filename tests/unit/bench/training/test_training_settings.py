@@ -73,7 +73,7 @@ def test_environments_with_equal_targets_are_labelled_by_file(tmp_path: Path) ->
     [
         (["x.json"], ["a"], "--apart 'a'; expected HOST=ADDRESS"),
         (["x.json"], ["a="], "--apart 'a='; expected HOST=ADDRESS"),
-        (["x.json"], ["a=1", "bb=2"], "bb is no host of the environment; did you mean 'b'?"),
+        (["x.json"], ["a=1", "bb=2"], "bb is not a host of the environment; did you mean 'b'?"),
         (["x.json"], ["a=1"], "--apart: an address of b is missing"),
         (["x.json", "x.json"], [], "give the files names that differ"),
         (["none.json"], [], "give the files names that differ, none 'none'"),

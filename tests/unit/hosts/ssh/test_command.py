@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -69,6 +70,34 @@ def test_one_script_after_another_in_shells_of_their_own(shell: str) -> None:
     ends = result.stdout.removeprefix(MARKER)
     assert ends == b"\2a 3\3" + f"{_umask():04o}\n".encode() + b"\2b 0\3\2c 0\3"
     assert result.stderr == MARKER + b"\2a\3\2b\3\2c\3"
+
+
+LOST_PARTS = {
+    "header": lambda sent: sent[1:].split(b"\n", 1)[1],
+    "part-of-the-header": lambda sent: sent[8:],
+    "middle-of-a-line": lambda sent: sent[50:],
+    "all-but-the-end": lambda sent: sent[-7:],
+    "all": lambda sent: b"",
+    "nothing": lambda sent: sent,
+}
+
+
+@pytest.mark.parametrize("lose", LOST_PARTS.values(), ids=LOST_PARTS)
+def test_a_script_that_is_sent_twice_runs_once(lose: Callable[[bytes], bytes]) -> None:
+    """Start-up files may have read a part of the first copy."""
+    sent = encode_script(
+        "t", "echo one\nflagscale run 5\necho two; echo 'a last line\nwithout end'"
+    )
+    other = encode_script("u", "echo three")
+    result = subprocess.run(
+        ["sh", "-c", LOGIN_SHELL_LINE],
+        input=lose(sent) + sent + other,
+        env={"PATH": f"/nonexistent:{os.environ['PATH']}"},
+        capture_output=True,
+        check=True,
+    )
+    output = b"one\ntwo\na last line\nwithout end\n"
+    assert result.stdout == MARKER + output + b"\2t 0\3three\n\2u 0\3"
 
 
 def _umask() -> int:

@@ -54,11 +54,11 @@ def test_connect_errors_are_classified(
 @pytest.mark.parametrize(
     ("error", "elapsed", "error_class", "expected_text"),
     [
-        (None, 10, errors.GreetingTimeoutError, "says nothing within 10 s"),
+        (None, 10, errors.SshTimeoutError, "sends nothing within 10 s"),
         (
             SSHException("Error reading SSH protocol banner"),
             9.9,
-            errors.GreetingTimeoutError,
+            errors.SshTimeoutError,
             "sshd is stopped",
         ),
         (

@@ -38,7 +38,7 @@ def test_without_a_configuration_a_name_is_its_own_address(home: Path) -> None:
     assert target.identity_files == (home / ".ssh" / "id_rsa",)
     assert target.default_identities
     assert target.known_hosts[0] == home / ".ssh" / "known_hosts"
-    assert not target.remember_new_keys
+    assert not target.accept_new_host_keys
     assert (target.via, target.proxy_command, target.agent_socket) == (None, None, None)
 
 
@@ -66,12 +66,12 @@ def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (target.user, target.port, target.connect_timeout) == ("trainer", 2200, 7)
     assert target.identity_files == (home / ".ssh/with space", home / ".ssh/second")
     assert target.known_hosts == (home / ".ssh/a", home / "b")
-    assert target.known_as == "cluster"
-    assert target.remember_new_keys
+    assert target.known_hosts_name == "cluster"
+    assert target.accept_new_host_keys
     assert target.identities_only
     assert target.agent_socket == "/run/agent"
     other_target = ssh_config.target("gpu9")
-    assert (other_target.address, other_target.known_as) == ("gpu9", "gpu9")
+    assert (other_target.address, other_target.known_hosts_name) == ("gpu9", "gpu9")
 
 
 def test_arguments_take_precedence(home: Path) -> None:
@@ -79,7 +79,7 @@ def test_arguments_take_precedence(home: Path) -> None:
     target = ssh_config.target("n", user="b", port=2, proxy="none")
     assert (target.user, target.port, target.via) == ("b", 2, None)
     assert target.identity_files == (home / "x",)
-    assert target.known_as == "[n]:2"
+    assert target.known_hosts_name == "[n]:2"
 
 
 @pytest.mark.parametrize(

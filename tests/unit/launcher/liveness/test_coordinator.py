@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from flagscale.launcher.liveness.messages import (
     JobPhase,
     KeepAlive,
     Order,
+    RankExit,
     RankFailed,
     RankProgress,
     RankStacks,
@@ -70,6 +72,7 @@ class Job:
         self.moves = 0
         self.orders: list[tuple[int | None, Order]] = []
         self.notified_events: list[str] = []
+        self.remarks: list[str] = []
         self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
 
     def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
@@ -95,7 +98,8 @@ class Job:
     def collect(self) -> None:
         self.orders += [o for o in self.brain.orders if not isinstance(o[1], KeepAlive)]
         self.brain.orders.clear()
-        self.notified_events += [notice.event for notice in self.brain.notices]
+        self.notified_events += [n.event for n in self.brain.notices if n.event != "early-exit"]
+        self.remarks += [notice.remark for notice in self.brain.notices if notice.remark]
         self.brain.notices.clear()
 
     def send_failure(
@@ -420,6 +424,106 @@ def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:
     assert job.order_types() == []
 
 
+def rank_exits(job: Job, host: int, *ranks: int, ago: float = 0.0) -> dict[str, Any]:
+    """Return the fields of a host whose ranks end now, or have ended."""
+    ended = job.clock[host] + job.now - ago
+    exits = tuple(RankExit(rank, ended + n) for n, rank in enumerate(ranks))
+    return {"nproc": 4, "joined": 4, "ended_ranks": min(len(exits), 4), "early_exits": exits}
+
+
+def clock_of(time_of_exit: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_of_exit))
+
+
+EARLY_EXITS: dict[str, tuple[tuple[int, ...], str]] = {
+    "one": ((5,), "rank 5 ended with exit code 0 at {} while 7 ranks are still running"),
+    "two": ((7, 5), "ranks 5 and 7 ended with exit code 0 from {} on while 6 ranks are still"),
+    "all-of-a-host": ((4, 5, 6, 7), "ranks 4, 5, 6 and 7 ended with exit code 0 from {} on while"),
+    "many": ((9, 6, 7, 5, 4), "ranks 5, 6, 7, 9 and others ended with exit code 0 from {} on"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "text"), EARLY_EXITS.values(), ids=EARLY_EXITS)
+def test_ranks_that_end_early_are_logged_once_and_explain_a_failure(
+    ranks: tuple[int, ...], text: str
+) -> None:
+    job = Job()
+    job.fields = {host: {"nproc": 4, "joined": 4} for host in (0, 1)}
+    job.run(5)
+    job.fields[1] = rank_exits(job, 1, *ranks)
+    expected = text.format(clock_of(job.clock[1] + job.now))
+    job.run(9)
+    assert job.remarks == []
+    job.run(60)
+    (remark,) = job.remarks
+    assert remark.startswith(expected)
+    assert job.brain.summary()["early_exit"] == remark
+    assert (job.order_types(), job.notified_events) == ([], [])
+    job.moving = False
+    job.run(60)
+    assert job.brain.failure is not None
+    stall, exit_line = job.brain.failure.reason.splitlines()
+    assert stall.startswith("stalled: no rank has made progress")
+    assert exit_line == f"before that, {remark.partition(' while ')[0]}"
+    assert job.brain.summary()["early_exit"] == ""
+
+
+def test_hosts_that_end_well_early_are_logged() -> None:
+    job = Job()
+    job.run(5)
+    job.send_end(1, 0, **{**rank_exits(job, 1, 1), "nproc": 1})
+    job.silent = {1}
+    job.run(15)
+    (remark,) = job.remarks
+    assert remark.startswith("rank 1 ended with exit code 0 at ")
+    assert remark.endswith(" while 1 rank is still running")
+    job.send_end(0, 0)
+    job.run(1)
+    assert (job.order_types(), job.notified_events) == ([FinishJob], ["finished"])
+
+
+def test_ranks_that_end_within_seconds_are_not_logged() -> None:
+    job = Job()
+    job.run(5)
+    job.fields[1] = {**rank_exits(job, 1, 1), "nproc": 1}
+    job.run(9)
+    job.send_end(1, 0)
+    job.send_end(0, 0)
+    job.run(20)
+    assert (job.remarks, job.notified_events) == ([], ["finished"])
+
+
+def test_exits_after_a_failure_do_not_explain_it() -> None:
+    job = Job(3, on_failure="leave")
+    job.run(5)
+    job.send_failure(2, 2)
+    job.send_end(2)
+    job.fields[1] = {**rank_exits(job, 1, 1), "nproc": 1}
+    job.run(30)
+    job.send_failure(2, 2, Severity.KILLED)
+    assert job.brain.failure is not None
+    assert (job.remarks, job.brain.failure.reason) == ([], "failed")
+
+
+def test_a_restart_forgets_early_exits() -> None:
+    job = Job(max_restarts=1)
+    job.fields[1] = rank_exits(job, 1, 5)
+    job.run(12)
+    assert len(job.remarks) == 1
+    job.fields[1] = {}
+    job.send_failure(0, 0)
+    job.send_end(0)
+    job.send_end(1, 0)
+    job.run(10)
+    assert job.brain.attempt == 1
+    assert job.brain.summary()["early_exit"] == ""
+    job.send_failure(0, 0)
+    assert job.brain.failure is not None
+    assert "before that" not in job.brain.failure.reason
+    job.run(20)
+    assert len(job.remarks) == 1
+
+
 def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
     job = Job()
     job.fields[1] = {"busy": True}
@@ -488,6 +592,10 @@ POSITIONS = st.builds(
     lived=st.booleans(),
     ended=st.none() | st.integers(-1, 2),
     report=st.none() | REPORTS,
+    ended_ranks=st.integers(-1, 3),
+    early_exits=st.lists(
+        st.builds(RankExit, st.integers(-1, 9), st.floats(-1e300, 1e300)), max_size=6
+    ).map(tuple),
 )
 HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
 RANKS = st.builds(

@@ -25,6 +25,7 @@ from flagscale.launcher.liveness.messages import (
     HostStatus,
     KeepAlive,
     Order,
+    RankExit,
     RankFailed,
     RankProgress,
     RankStacks,
@@ -39,7 +40,16 @@ from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 FAILURE = Failure("h1", 3, -9, "ended 'so'\n\u2028", "trace", Path("/a b/stderr.log"))
 REPORT = FailureReport(FAILURE, 1.5, Severity.KILLED)
 POSITION = HostProgress(
-    HostStatus.RUNNING, joined=1, nproc=8, moves=7, busy=False, lived=True, ended=None, report=None
+    HostStatus.RUNNING,
+    joined=1,
+    nproc=8,
+    moves=7,
+    busy=False,
+    lived=True,
+    ended=None,
+    report=None,
+    ended_ranks=2,
+    early_exits=(RankExit(3, 1234.5),),
 )
 HEAD = (3, 0, 1234.5)
 FROM_HOST = (

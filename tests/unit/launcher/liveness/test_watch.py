@@ -40,10 +40,11 @@ def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -
             step,
             TRAINING,
         )
-    assert not watch.is_busy
+    assert not watch.is_busy()
     rank.write_progress(2, BUSY_ACTIVITIES[1])
     watch.refresh()
-    assert watch.is_busy
+    assert watch.is_busy()
+    assert not watch.is_busy({3})
     rank.write("failed", kind="E", message="m")
     watch.refresh()
     assert watch.has_failure

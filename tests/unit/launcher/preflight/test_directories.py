@@ -108,7 +108,7 @@ def test_directories_of_an_external_program_are_not_checked(
             "save", PathState("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
         ),
         pytest.param("save", PathState("/", free_bytes=1000), False, "0 MiB free", id="full"),
-        pytest.param("save", None, False, "did not say", id="silent"),
+        pytest.param("save", None, False, "did not report its state", id="not-reported"),
         pytest.param("data_cache_path", DENIED, False, "/mnt is not writable", id="no-cache"),
         pytest.param(
             "data_cache_path", PathState("/mnt/x", NOT_WRITABLE), True, "not cached", id="read-only"

@@ -140,6 +140,12 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
             id="done",
         ),
         pytest.param(
+            {"skip_train": True, "lr": None, "train_iters": None},
+            complete_reply("/l", 10, schedule=LONGER),
+            (True, False, "iteration 10 in /l; without optimizer and schedule (skip_train)"),
+            id="evaluated",
+        ),
+        pytest.param(
             {},
             complete_reply("/l", 4, schedule=LONGER),
             (

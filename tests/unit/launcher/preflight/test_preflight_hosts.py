@@ -175,7 +175,7 @@ def test_unreachable_hosts_come_first_and_decide(run_checks: Callable[..., list[
     ("runner", "expected"),
     [
         pytest.param(
-            {}, ["29500, free, picked there", "29501, free, beside the master port"], id="picked"
+            {}, ["29500, free, picked there", "29501, free, next to the master port"], id="picked"
         ),
         pytest.param(
             {"master_port": 29500, "liveness_port": 7000},
@@ -189,7 +189,7 @@ def test_unreachable_hosts_come_first_and_decide(run_checks: Callable[..., list[
             {"rdzv_endpoint": "n01:29500"},
             [
                 "29500, free, as experiment.runner.rdzv_endpoint says",
-                "29501, free, beside the master port",
+                "29501, free, next to the master port",
             ],
             id="endpoint",
         ),
@@ -214,10 +214,10 @@ def test_both_ports_are_reported_with_their_keys(
     ("runner", "busy", "key", "advice"),
     [
         ({"master_port": 29500}, 29500, "master_port", "choose another one"),
-        ({"master_port": 29500}, 29501, "liveness_port", "beside experiment.runner.master_port"),
+        ({"master_port": 29500}, 29501, "liveness_port", "next to experiment.runner.master_port"),
         ({"liveness_port": 7000}, 7000, "liveness_port", "choose another one"),
     ],
-    ids=["ranks", "beside", "agents"],
+    ids=["port-of-ranks", "default-port-of-agents", "liveness-port"],
 )
 def test_port_in_use_is_reported_with_its_key(
     make_experiment: Callable[..., Experiment],

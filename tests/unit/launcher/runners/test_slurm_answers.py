@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from flagscale.errors import UnreachableError
 from flagscale.launcher.planning.model import RunnerHandle
-from flagscale.launcher.runners.slurm import scheduler, watch
+from flagscale.launcher.runners.slurm import files, scheduler, watch
 from flagscale.launcher.runners.slurm.reasons import explain_reason
 from flagscale.launcher.runners.slurm.scheduler import SlurmJob
 from flagscale.launcher.runners.slurm.watch import _describe_end, describe_pending_job
@@ -21,6 +22,8 @@ from flagscale.launcher.state import RunState
 
 @pytest.mark.parametrize(
     ("text", "expected"),
+    # STATE|REASON|START_TIME|JOB_NAME; a heterogeneous job has one line per component. Slurm reuses
+    # job ids, so a line with another job's name is ignored.
     [
         pytest.param(
             "RUNNING|None|2026-01-02T03:04:05|x.1\n",
@@ -33,32 +36,36 @@ from flagscale.launcher.state import RunState
         pytest.param(
             "PENDING|ReqNodeNotAvail, May be reserved for other job|N/A|x.1\n",
             SlurmJob("PENDING", "ReqNodeNotAvail, May be reserved for other job", ""),
-            id="comma",
+            id="reason-with-comma",
         ),
-        pytest.param("RUNNING|None|N/A|other.1\n", SlurmJob(), id="id-that-came-again"),
+        pytest.param("RUNNING|None|N/A|other.1\n", SlurmJob(), id="other-job-name"),
         pytest.param(
             "PENDING|Resources|2026-01-02T03:04:05|x.1\nPENDING|Priority|N/A|x.1\n",
             SlurmJob("PENDING", "Priority", ""),
-            id="component-that-comes-last",
+            id="heterogeneous-job-latest-start-unknown",
         ),
         pytest.param(
             "RUNNING|None|2026-01-02T03:04:05|x.1\nPENDING|Resources|2026-01-03T00:00:00|x.1\n",
             SlurmJob("PENDING", "Resources", "2026-01-03T00:00:00"),
-            id="component-that-waits",
+            id="heterogeneous-job-one-component-pending",
         ),
         pytest.param(
             "COMPLETED|None|2026-01-02T03:04:05|x.1\nRUNNING|None|2026-01-02T03:04:05|x.1\n",
             SlurmJob("RUNNING", "", "2026-01-02T03:04:05"),
-            id="component-that-runs",
+            id="heterogeneous-job-one-component-running",
         ),
-        pytest.param("", SlurmJob(), id="silence"),
-        pytest.param("slurm_load_jobs error\n", SlurmJob(), id="no-answer"),
+        pytest.param("", SlurmJob(), id="no-output"),
+        pytest.param("slurm_load_jobs error\n", SlurmJob(), id="error-message"),
     ],
 )
-def test_squeue(text: str, expected: SlurmJob) -> None:
+def test_parse_squeue_output(text: str, expected: SlurmJob) -> None:
     assert scheduler.parse_queue(text, "x.1") == expected
 
 
+# Output of `scontrol show node` for a job that started on 2026-01-02 at 03:00. These nodes count as
+# failed: h01 has booted since then, h02 did not respond, h03 has rebooted. These do not: on h00
+# only slurmd has restarted, h04 failed a day earlier, an administrator has drained h05, and h06 has
+# no times.
 NODES = """\
 NodeName=h00 Arch=x86_64 State=IDLE BootTime=2026-01-01T00:00:00 SlurmdStartTime=2026-01-02T04:00:00
 NodeName=h01 State=IDLE BootTime=2026-01-02T03:30:00 SlurmdStartTime=2026-01-02T03:31:00
@@ -70,7 +77,7 @@ NodeName=h06 BootTime=None Reason=Not responding [slurm@Unknown]
 """
 
 
-def test_nodes_that_failed_during_a_job_are_found_although_they_are_up_again() -> None:
+def test_nodes_that_failed_since_the_start_of_a_job() -> None:
     start = datetime.fromisoformat("2026-01-02T03:00:00").timestamp()
     assert scheduler.parse_failed_nodes(NODES, start) == ["h01", "h02", "h03"]
     assert scheduler.parse_failed_nodes(NODES, start + 7200) == []
@@ -86,20 +93,20 @@ def test_arbitrary_output_raises_no_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "description"),
     [
-        pytest.param("CANCELLED by 0|0:0|x.1\n", "was cancelled by root", id="cancelled"),
+        pytest.param("CANCELLED by 0|0:0|x.1\n", "was cancelled by root", id="cancelled-by-root"),
         pytest.param(
-            "CANCELLED by 4000000|0:15|x.1\n", "was cancelled by user 4000000", id="by-a-stranger"
+            "CANCELLED by 4000000|0:15|x.1\n",
+            "was cancelled by user 4000000",
+            id="cancelled-by-user-without-passwd-entry",
         ),
-        pytest.param("TIMEOUT|0:0|x.1\n", "reached its time limit", id="time"),
-        pytest.param("FAILED|3:0|x.1\n", "ended as FAILED (exit code 3:0)", id="code"),
+        pytest.param("TIMEOUT|0:0|x.1\n", "reached its time limit", id="time-limit"),
+        pytest.param("FAILED|3:0|x.1\n", "ended as FAILED (exit code 3:0)", id="exit-code"),
         pytest.param("COMPLETED|0:0|x.1\n", "ended as COMPLETED", id="completed"),
-        pytest.param(
-            "FAILED|1:0|other\nNODE_FAIL|0:0|x.1\n", "lost a node", id="id-that-came-again"
-        ),
-        pytest.param("", "is unknown to Slurm and left no record of its end", id="silence"),
+        pytest.param("FAILED|1:0|other\nNODE_FAIL|0:0|x.1\n", "lost a node", id="other-job-name"),
+        pytest.param("", "is unknown to Slurm and left no record of its end", id="no-output"),
     ],
 )
-def test_sacct(text: str, description: str) -> None:
+def test_parse_sacct_output(text: str, description: str) -> None:
     assert _describe_end(scheduler.parse_accounting(text, "x.1")) == description
 
 
@@ -166,29 +173,43 @@ def test_unpredictable_start_time(days: int, expected: bool) -> None:
         ("", False, True),
     ],
 )
-def test_states(state: str, is_pending: bool, is_over: bool) -> None:
+def test_pending_and_ended_states(state: str, is_pending: bool, is_over: bool) -> None:
     job = SlurmJob(state)
     assert (job.is_pending, job.over) == (is_pending, is_over)
 
 
 def test_variables_hidden_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "SLURM_NTASKS", "SBATCH_ARRAY_INX", "SQUEUE_FORMAT", "SCANCEL_QUIET"):
+    hidden = {"HF_TOKEN", "SLURM_NTASKS", "SBATCH_ARRAY_INX", "SQUEUE_FORMAT", "SCANCEL_QUIET"}
+    for name in hidden:
         monkeypatch.setenv(name, "x")
     fields = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "gpu", "MINE": "y"}
     for name, value in fields.items():
         monkeypatch.setenv(name, value)
     environment = scheduler.command_environment()
     assert fields.items() <= environment.items()
-    assert not {"HF_TOKEN", "SLURM_NTASKS", "SBATCH_ARRAY_INX", "SQUEUE_FORMAT"} & set(environment)
+    assert not hidden & environment.keys()
 
 
-def test_complaints_in_one_line() -> None:
+def test_error_summary_is_one_line() -> None:
     stderr = "sbatch: error: Batch job submission failed: Invalid qos\nsbatch: error: a\n"
     result = subprocess.CompletedProcess(["sbatch"], 1, "", stderr)
     assert scheduler.error_summary(result) == "Batch job submission failed: Invalid qos; a"
     assert (
         scheduler.error_summary(subprocess.CompletedProcess(["sbatch"], 1, "", ""))
         == "sbatch ended with 1"
+    )
+
+
+def state_of_job_7(exp_dir: Path, **properties: Any) -> RunState:
+    return RunState(
+        "id",
+        name="x",
+        exp_dir=exp_dir,
+        started=0.0,
+        world_size=1,
+        external=False,
+        stop_grace=1.0,
+        runner=RunnerHandle("slurm", {"job": "7", "name": "x", **properties}),
     )
 
 
@@ -204,22 +225,11 @@ def test_complaints_in_one_line() -> None:
         (SlurmJob("PENDING", "SomethingNew"), "job 7 is pending (SomethingNew)"),
     ],
 )
-def test_why_a_job_waits(job: SlurmJob, description: str) -> None:
-    handle = RunnerHandle("slurm", {"job": "7"})
-    state = RunState(
-        "id",
-        name="x",
-        exp_dir=Path("/x"),
-        started=0.0,
-        world_size=1,
-        external=False,
-        stop_grace=1.0,
-        runner=handle,
-    )
-    assert describe_pending_job(state, job) == description
+def test_description_of_a_pending_job(job: SlurmJob, description: str) -> None:
+    assert describe_pending_job(state_of_job_7(Path("/x")), job) == description
 
 
-def test_a_command_that_this_user_may_not_run(
+def test_command_without_execute_permission_counts_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").touch(mode=0o600)
@@ -240,25 +250,51 @@ def test_query_interval_grows(
     query_times: list[float] = []
     monkeypatch.setattr(watch.time, "monotonic", lambda: now)
 
-    def ask(_state: RunState) -> SlurmJob:
+    def record_query(_state: RunState) -> SlurmJob:
         query_times.append(now)
         return job
 
-    monkeypatch.setattr(watch, "query_job", ask)
-    handle = RunnerHandle("slurm", {"job": "7", "name": "x"})
-    state = RunState(
-        "id",
-        name="x",
-        exp_dir=tmp_path,
-        started=0.0,
-        world_size=1,
-        external=False,
-        stop_grace=1.0,
-        runner=handle,
-    )
-    looker = watch.JobMonitor()
+    monkeypatch.setattr(watch, "query_job", record_query)
+    state = state_of_job_7(tmp_path)
+    monitor = watch.JobMonitor()
     for second in range(600):
         now = float(second)
-        assert not looker.status(state).over
+        assert not monitor.status(state).over
     assert sum(at < 60 for at in query_times) <= max_queries
     assert sum(at >= 60 for at in query_times) <= 18
+
+
+@pytest.mark.parametrize(
+    ("reason", "slurm_state", "expected"),
+    [
+        # The job had requeued itself, and was cancelled while it was pending.
+        ("requeued_at_time_limit", "CANCELLED", ("job 7 was cancelled", True)),
+        ("again", "CANCELLED", ("job 7 was cancelled", True)),
+        (
+            "too_many_requeues",
+            "FAILED",
+            ("job 7 was started by Slurm more often than slurm.requeue allows", False),
+        ),
+        (
+            "requeued",
+            "FAILED",
+            ("job 7 was started by Slurm more often than slurm.requeue allows", False),
+        ),
+    ],
+)
+def test_end_of_a_job_that_was_requeued(
+    reason: str,
+    slurm_state: str,
+    expected: tuple[str, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "query_job", lambda _state: SlurmJob(slurm_state))
+    monkeypatch.setattr(scheduler, "query_accounting", lambda *_: SlurmJob())
+    state = state_of_job_7(tmp_path, requeue=1)
+    directory = files.job_directory(state.exp_dir, state.run_id)
+    directory.mkdir(parents=True)
+    (directory / "nodes").write_text("job=7\nstart=0\nnodes=h0\nmaster=h0:1\n")
+    (directory / "ended").write_text(f"start=0\ncode=0\nwhy={reason}\n")
+    status = watch.JobMonitor().status(state)
+    assert (status.end, status.cancelled) == expected

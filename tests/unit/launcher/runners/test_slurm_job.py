@@ -40,10 +40,10 @@ from flagscale.launcher.runners.slurm.job import batch_job, job_name, plan_with_
 MakePlan = Callable[..., LaunchPlan]
 MakeExperiment = Callable[..., Experiment]
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launcher"
-GIVEN = (Host("node-0", 2), Host("node-1", 2))
+UNNAMED_HOSTS = (Host("node-0", 2), Host("node-1", 2))
 CASES: dict[str, dict[str, Any]] = {
     "slurm": {
-        "hosts": GIVEN,
+        "hosts": UNNAMED_HOSTS,
         "runner": Runner(
             type="slurm",
             nproc_per_node=2,
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     },
     "slurm_pyxis": {
-        "hosts": GIVEN,
+        "hosts": UNNAMED_HOSTS,
         "runner": Runner(
             type="slurm",
             python="/opt/conda/bin/python",
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     },
     "slurm_apptainer": {
-        "hosts": GIVEN,
+        "hosts": UNNAMED_HOSTS,
         "runner": Runner(
             type="slurm",
             log_dir=Path("/logs of $USER"),
@@ -124,13 +124,13 @@ def test_golden(make_plan: MakePlan, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path) -> None:
-    beside = Path(sys.executable).parent / "shellcheck"
-    path = str(beside) if beside.exists() else shutil.which("shellcheck")
+    venv_program = Path(sys.executable).parent / "shellcheck"
+    path = str(venv_program) if venv_program.exists() else shutil.which("shellcheck")
     if path is None:
         pytest.skip("shellcheck is not installed")
     plan, runner = make_job_plan(make_plan, name)
     script = batch_job(plan, runner).script
-    node = script.partition("<<'END_NODE'\n")[2].partition("\nEND_NODE\n")[0]
+    node = script.partition("<<'END_NODE_SOURCE'\n")[2].partition("\nEND_NODE_SOURCE\n")[0]
     texts = {
         "job": script,
         "node": f"#!/usr/bin/env bash\n{node}\n",
@@ -143,11 +143,11 @@ def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_values_come_back_out_of_bash(make_plan: MakePlan) -> None:
+def test_bash_reads_the_values_back_unchanged(make_plan: MakePlan) -> None:
     plan, runner = make_job_plan(make_plan, "slurm_hostile")
     head = batch_job(plan, runner).script.partition("IFS= read")[0]
     result = subprocess.run(
-        ["bash", "-c", f'{head}\nprintf \'%s\\0\' "$job_dir" "${{srun[@]}}"'],
+        ["bash", "-c", f'{head}\nprintf \'%s\\0\' "$job_dir" "${{srun_options[@]}}"'],
         capture_output=True,
         text=True,
         check=True,
@@ -165,20 +165,23 @@ def test_job_name_is_safe(make_plan: MakePlan) -> None:
 
 def test_container_command_line(make_plan: MakePlan) -> None:
     """The command line is the one that the runtime receives after bash has parsed it."""
-    environment = {}
-    for name, array in (("slurm_pyxis", "srun"), ("slurm_apptainer", "inside")):
+    arguments = {}
+    for name, array in (
+        ("slurm_pyxis", "srun_options"),
+        ("slurm_apptainer", "container_command"),
+    ):
         head = batch_job(*make_job_plan(make_plan, name)).script.partition("IFS= read")[0]
         script = f"{head}\nprintf '%s\\0' \"${{{array}[@]}}\""
         result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-        environment[name] = result.stdout.split("\0")[:-1]
+        arguments[name] = result.stdout.split("\0")[:-1]
     mounts = f"/data/runs/tiny:/data/runs/tiny,{PROJECT}:{PROJECT},/home/user/work:/home/user/work"
-    assert environment["slurm_pyxis"][-4:] == [
+    assert arguments["slurm_pyxis"][-4:] == [
         "--container-image=nvcr.io#nvidia/pytorch:25.04-py3",
         f"--container-mounts={mounts},/data:/data,/scratch/$USER 'x':/tmp/x:ro",
         "--container-workdir=/home/user/work",
         "--no-container-mount-home",
     ]
-    assert environment["slurm_apptainer"] == [
+    assert arguments["slurm_apptainer"] == [
         *("apptainer", "exec", "--bind=/data/runs/tiny:/data/runs/tiny"),
         *("--bind=/logs of $USER:/logs of $USER", "--bind=/data:/mnt/data", "--pwd=/work"),
         *("--nv", "/images/it's $HOME.sif"),
@@ -188,12 +191,12 @@ def test_container_command_line(make_plan: MakePlan) -> None:
 @pytest.mark.parametrize(
     ("runner_keys", "python"),
     [
-        pytest.param({}, "python3", id="the image's"),
-        pytest.param({"python": "/opt/bin/python"}, "/opt/bin/python", id="as the user says"),
-        pytest.param({"conda": "train"}, "python", id="conda's"),
+        pytest.param({}, "python3", id="default: the image's"),
+        pytest.param({"python": "/opt/bin/python"}, "/opt/bin/python", id="runner.python"),
+        pytest.param({"conda": "train"}, "python", id="runner.conda"),
     ],
 )
-def test_a_containers_python(
+def test_python_of_ranks_in_a_container(
     make_experiment: MakeExperiment, runner_keys: dict[str, Any], python: str
 ) -> None:
     slurm = Slurm(container=Container(image="x.sif", runtime="apptainer", workdir="/w"))
@@ -201,7 +204,7 @@ def test_a_containers_python(
     assert [(host.python, host.workdir) for host in plan.hosts] == [(python, Path("/w"))]
 
 
-def test_a_directory_that_no_container_can_have(make_experiment: MakeExperiment) -> None:
+def test_exp_dir_with_a_comma_cannot_be_mounted(make_experiment: MakeExperiment) -> None:
     runner = Runner(type="slurm", slurm=Slurm(container=Container(image="x")))
     with pytest.raises(ConfigError, match="/a,b cannot be mounted in a container"):
         plan_with_job(make_experiment(exp_dir=Path("/a,b"), runner=runner))
@@ -215,7 +218,9 @@ def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:
     assert plan_with_job(make_experiment(runner=fewer)).world_size == 4
 
 
-def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
+def test_each_device_type_is_a_component_of_a_heterogeneous_job(
+    make_experiment: MakeExperiment,
+) -> None:
     kinds = {
         "A800": SlurmType(nodes=2, partition="a", gpus_per_node="8"),
         "BI": SlurmType(nodes=1, gpus_per_node="4"),
@@ -232,10 +237,12 @@ def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
     first, second = command[2 : command.index(":")], command[command.index(":") + 1 :]
     assert {"--nodes=2", "--partition=a", "--gpus-per-node=8"} <= set(first)
     assert {"--nodes=1", "--partition=all", "--gpus-per-node=4"} <= set(second)
-    assert "srun=(--het-group=0,1 --ntasks-per-node=1" in plan.job.script
+    assert "srun_options=(--het-group=0,1 --ntasks-per-node=1" in plan.job.script
 
 
-def test_types_that_no_host_has(make_experiment: MakeExperiment, tmp_path: Path) -> None:
+def test_device_type_that_no_host_has_is_rejected(
+    make_experiment: MakeExperiment, tmp_path: Path
+) -> None:
     (tmp_path / "hosts").write_text("h0 slots=1 type=A800\nh1 slots=1 type=BI\n")
     slurm = Slurm(by_type={"A80": SlurmType(mem="0")})
     runner = Runner(type="slurm", hostfile=tmp_path / "hosts", slurm=slurm)
@@ -243,14 +250,15 @@ def test_types_that_no_host_has(make_experiment: MakeExperiment, tmp_path: Path)
         plan_with_job(make_experiment(runner=runner))
 
 
-def test_one_node_needs_no_meeting(make_experiment: MakeExperiment) -> None:
+def test_job_of_one_node_has_a_loopback_rendezvous(make_experiment: MakeExperiment) -> None:
     plan = plan_with_job(make_experiment(runner=Runner(type="slurm")))
     assert (plan.master_addr, plan.master_port, plan.liveness_port) == ("127.0.0.1", 0, None)
     assert plan.job is not None
     assert "master_addr=127.0.0.1\n" in plan.job.script
 
 
-def test_time_to_save(make_plan: MakePlan) -> None:
+def test_signal_comes_stop_grace_plus_margin_before_the_time_limit(make_plan: MakePlan) -> None:
+    # 59.5 is rounded up; the margin (STOP_MARGIN_SECONDS) is 30 s.
     assert signal_seconds(Runner(stop_grace=59.5)) == 90
 
 
@@ -264,7 +272,7 @@ def test_end_records_of_a_job(tmp_path: Path) -> None:
     assert files.read_end(tmp_path) == files.JobEnd(0, 7, "")
 
 
-def test_secrets_are_files_of_the_users_alone(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_secret_files_are_readable_by_the_user_only(make_plan: MakePlan, tmp_path: Path) -> None:
     hosts = (Host("h0", 1), Host("h1", 1))
     plan = replace(
         make_plan(hosts=hosts, envs=Environments({"API_TOKEN": "a 'b' $c"})),

@@ -273,6 +273,7 @@ def arguments(tmp_path: Path, **changes: Any) -> Namespace:
         "seq_length": 128,
         "split": None,
         "seed": 1,
+        "skip_train": False,
         "eval_iters": 1,
         "multiple_validation_sets": False,
         **changes,

@@ -33,6 +33,7 @@ def make_args(**defaults: Any) -> Namespace:
         "seed": 1,
         "train_iters": 10,
         "train_samples": None,
+        "skip_train": False,
         "eval_iters": 0,
         "eval_interval": 5,
         "global_batch_size": 4,
@@ -81,6 +82,14 @@ def planned_samples(arguments: Namespace) -> list[int]:
             {"eval_iters": 2, "eval_interval": None, "split": "8,1,1"}, [40, 0, 8], id="test-alone"
         ),
         pytest.param({"split": "1"}, [40, 0, 0], id="all-for-training"),
+        pytest.param(
+            {"eval_iters": 2, "split": "8,1,1", "skip_train": True}, [0, 24, 8], id="no-training"
+        ),
+        pytest.param(
+            {"eval_iters": 2, "split": "8,1,1", "skip_train": True, "train_iters": 0},
+            [0, 8, 8],
+            id="no-training-length",
+        ),
     ],
 )
 def test_samples_per_split(prefix: str, settings: dict[str, Any], expected: list[int]) -> None:
@@ -94,6 +103,11 @@ def test_separate_data_for_each_split(prefix: str) -> None:
     assert [split.sample_count for split in plan.splits] == [40, 12, 0]
     assert [split.blend is not None for split in plan.splits] == [True, True, False]
     assert plan.blend is None
+
+
+def test_evaluation_needs_no_training_data(prefix: str) -> None:
+    arguments = make_args(valid_data_path=[prefix], eval_iters=1, skip_train=True)
+    assert planned_samples(arguments) == [0, 12, 0]
 
 
 @pytest.mark.parametrize(

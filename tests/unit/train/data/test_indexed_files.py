@@ -108,7 +108,7 @@ def overwrite(offset: int, data: bytes) -> Callable[[str], None]:
         pytest.param(overwrite(78, b"\x09"), "boundaries are not in order", id="boundaries"),
         pytest.param(
             lambda p: Path(p + ".bin").unlink(),
-            "corp us.bin: missing, although corp us.idx beside it exists",
+            "corp us.bin: missing, although corp us.idx next to it exists",
             id="no-bin",
         ),
         pytest.param(lambda p: Path(p + ".idx").unlink(), "corp us.idx: missing", id="no-idx"),

@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_nothing(job: PreprocessJob) -> None:
 def test_a_large_vocabulary_is_stored_as_int32(job: PreprocessJob, tmp_path: Path) -> None:
     path = tmp_path / "ids.txt"
     path.write_text("70000 1 2")
-    big = replace(job, inputs=(path,), tokenizer=TokenizerSpec("NullTokenizer", None, 80_000))
+    big = replace(job, inputs=(path,), tokenizer=TokenizerSpec("NullTokenizer", vocab_size=80_000))
     preprocess(big)
     assert read_sequences(job.output_prefix + "_text_document") == [[70000, 1, 2]]
     assert validate_dataset(job.output_prefix + "_text_document").dtype == np.int32

@@ -18,8 +18,8 @@ from flagscale.train.data.tokenizers import (
     Tokenizer,
     TokenizerSpec,
     build_tokenizer,
+    describe_unused_vocabulary,
     open_tokenizer,
-    warn_unused_vocabulary,
 )
 
 TEXT = "def main(argv: list[str]) -> int:\n    return 0  # ünïcödé \U0001f600\n"
@@ -131,12 +131,14 @@ def test_aquila_files_are_read(tmp_path: Path) -> None:
     special = tmp_path / "special_tokens.txt"
     special.write_text("[CLS]\n</s>\n", encoding="utf-8")
     files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt", "special_tokens.txt")]
-    spec = TokenizerSpec("AquilaTokenizerFS", files[0], None, *files[1:])
+    spec = TokenizerSpec(
+        "AquilaTokenizerFS", files[0], merge_file=files[1], special_tokens_file=files[2]
+    )
     tokenizer = open_tokenizer(spec)
     assert (tokenizer.vocab_size, tokenizer.eod) == (302, 301)
     ids = tokenizer.tokenize(f"{TEXT}</s>")
     assert (ids[-1], tokenizer.detokenize(ids)) == (301, f"{TEXT}</s>")
-    plain = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", files[0], None, files[1]))
+    plain = open_tokenizer(TokenizerSpec("GPT2BPETokenizer", files[0], merge_file=files[1]))
     assert plain.tokenize(TEXT) == ids[:-1]
 
 
@@ -303,7 +305,7 @@ def test_a_mostly_unused_vocabulary_is_reported(
     directory: Path, vocab_size: int | None, is_warned: bool
 ) -> None:
     assert (
-        warn_unused_vocabulary(open_hugging_face(directory), vocab_size) is not None
+        describe_unused_vocabulary(open_hugging_face(directory), vocab_size) is not None
     ) == is_warned
 
 

@@ -1,4 +1,6 @@
-"""Tests of settings for hosts and device types that the hostfile does not have."""
+"""Tests of problems with a hostfile: settings for hosts and device types that it does not have,
+fewer hosts than requested, and loopback addresses.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ def make_on_hosts(
 ) -> Callable[..., Experiment]:
     monkeypatch.chdir(tmp_path)
 
-    def make(hostfile: str, nnodes: int | None = None, **given: Any) -> Experiment:
+    def make(hostfile: str, nnodes: int | None = None, **settings: Any) -> Experiment:
         path = tmp_path / "hosts"
         path.write_text(hostfile, encoding="utf-8")
         runner = Runner(nproc_per_node=2, hostfile=path, nnodes=nnodes)
-        return make_experiment(runner=runner, **given)
+        return make_experiment(runner=runner, **settings)
 
     return make
 
@@ -40,35 +42,35 @@ def make_on_hosts(
             TYPED,
             {"by_host": {"nod2": HostOverride()}},
             "node_specific.nod2: no host in hosts has this name; did you mean 'node2'?",
-            id="host",
+            id="unknown-host",
         ),
         pytest.param(
             TYPED,
             {"envs": Environments(by_host={"noode": {"X": "1"}})},
             "experiment.envs.node_specific.noode: no host in hosts has this name; did you mean",
-            id="host-envs",
+            id="unknown-host-of-envs",
         ),
         pytest.param(
             TYPED,
             {"by_type": {"B80": HostOverride()}},
             "device_type_specific.B80: no host in hosts has this type; did you mean 'B800'?",
-            id="type",
+            id="unknown-type",
         ),
         pytest.param(
             TYPED,
             {"envs": Environments(by_type={"Q": {"X": "1"}})},
             "experiment.envs.device_type_specific.Q: no host in hosts has this type; it has A,B800",
-            id="type-envs",
+            id="unknown-type-of-envs",
         ),
         pytest.param(
             UNTYPED,
             {"by_type": {"A": HostOverride()}},
             "no host in hosts has this type; its lines have no type=",
-            id="no-types",
+            id="hostfile-without-types",
         ),
     ],
 )
-def test_a_name_that_nothing_has_is_refused(
+def test_settings_for_an_unknown_host_or_type_are_rejected(
     make_on_hosts: Callable[..., Experiment], hostfile: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -76,7 +78,7 @@ def test_a_name_that_nothing_has_is_refused(
     assert message in str(raised.value)
 
 
-def test_all_unknown_names_are_reported_with_their_places(
+def test_all_unknown_names_are_reported_with_their_locations(
     make_on_hosts: Callable[..., Experiment],
 ) -> None:
     experiment = make_on_hosts(
@@ -90,7 +92,9 @@ def test_all_unknown_names_are_reported_with_their_places(
     assert [problem.where for problem in raised.value.problems] == ["t.yaml:3", "override"]
 
 
-def test_hosts_that_take_no_part_may_be_named(make_on_hosts: Callable[..., Experiment]) -> None:
+def test_settings_for_an_unused_host_of_the_hostfile_are_accepted(
+    make_on_hosts: Callable[..., Experiment],
+) -> None:
     experiment = make_on_hosts(
         TYPED, nnodes=1, by_type={"B800": HostOverride()}, by_host={"node2": HostOverride()}
     )
@@ -100,7 +104,7 @@ def test_hosts_that_take_no_part_may_be_named(make_on_hosts: Callable[..., Exper
 @pytest.mark.parametrize(
     ("nnodes", "note"),
     [
-        pytest.param(None, "", id="not-said"),
+        pytest.param(None, "", id="not-set"),
         pytest.param(1, "", id="fewer"),
         pytest.param(2, "", id="all"),
         pytest.param(
@@ -120,20 +124,20 @@ def test_note_for_more_hosts_than_available(
 @pytest.mark.parametrize(
     ("hostfile", "noted"),
     [
-        pytest.param("localhost slots=1\nb slots=1\n", True, id="name"),
-        pytest.param("localhost slots=1 addr=10.0.0.1\nb slots=1\n", False, id="addr"),
-        pytest.param("b slots=1\nlocalhost slots=1\n", False, id="second"),
-        pytest.param("localhost slots=1\n", False, id="alone"),
+        pytest.param("localhost slots=1\nb slots=1\n", True, id="loopback-name"),
+        pytest.param("localhost slots=1 addr=10.0.0.1\nb slots=1\n", False, id="other-addr"),
+        pytest.param("b slots=1\nlocalhost slots=1\n", False, id="not-the-first-host"),
+        pytest.param("localhost slots=1\n", False, id="single-host"),
     ],
 )
-def test_a_loopback_address_for_several_hosts_is_noted(
+def test_loopback_rendezvous_of_several_hosts_is_noted(
     make_on_hosts: Callable[..., Experiment], hostfile: str, noted: bool
 ) -> None:
     notes = HostRunner().plan(make_on_hosts(hostfile)).notes
     assert any("localhost is a loopback address" in text for text in notes) is noted
 
 
-def test_without_a_hostfile_it_is_a_note(make_experiment: MakeExperiment) -> None:
+def test_without_a_hostfile_unused_settings_are_noted(make_experiment: MakeExperiment) -> None:
     experiment = make_experiment(
         by_type={"A": HostOverride()}, by_host={"localhost": HostOverride(), "n": HostOverride()}
     )
