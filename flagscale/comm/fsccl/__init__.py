@@ -14,7 +14,14 @@ from __future__ import annotations
 
 from flagscale.comm.fsccl.backend import register
 from flagscale.comm.fsccl.build import BuildError, load_extension, unavailable_reason
+from flagscale.comm.fsccl.flight_recorder import write_flight_record
 
-__all__ = ["BuildError", "load_extension", "register", "unavailable_reason"]
+__all__ = [
+    "BuildError",
+    "load_extension",
+    "register",
+    "unavailable_reason",
+    "write_flight_record",
+]
 
 register()

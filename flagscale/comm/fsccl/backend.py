@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flagscale.comm.fsccl import generation, native
+from flagscale.comm.fsccl import flight_recorder, generation, native
 from flagscale.comm.fsccl.build import load_extension
 from flagscale.errors import ConfigError
 
@@ -24,6 +24,7 @@ def register() -> None:
     dist.Backend.register_backend(
         BACKEND_NAME, _create_backend, extended_api=True, devices=["cpu", "cuda"]
     )
+    flight_recorder.extend_torch_dumps()
 
 
 def _create_backend(options: Any, backend_options: Any) -> Any:
@@ -55,11 +56,21 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
             f"found {type(backend_options).__name__}"
         )
     _register_shutdown(extension.shutdown_all)
-    store, generation_name = generation.get_store(options, extension)
-    make_native = native.native_backend_factory(
-        native_library, extension, options, store, backend_options if is_library_options else None
-    )
+    fsccl_options = None if is_library_options else backend_options
+    global_ranks = list(options.global_ranks_in_group)
     try:
+        # before this rank waits for others
+        extension.Backend.check_settings(
+            options.group_rank, options.group_size, global_ranks, fsccl_options
+        )
+        store, generation_name = generation.get_store(options, extension)
+        make_native = native.native_backend_factory(
+            native_library,
+            extension,
+            options,
+            store,
+            backend_options if is_library_options else None,
+        )
         return extension.Backend(
             store=store,
             generation=generation_name,
@@ -67,8 +78,8 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
             size=options.group_size,
             timeout=options.timeout,
             name=options.group_id,
-            global_ranks=list(options.global_ranks_in_group),
-            options=None if is_library_options else backend_options,
+            global_ranks=global_ranks,
+            options=fsccl_options,
             native=native_library.as_strings(),
             make_native=make_native,
         )

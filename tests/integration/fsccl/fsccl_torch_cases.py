@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+import flagscale.comm.fsccl
 
 
 def make_model() -> torch.nn.Module:
@@ -207,3 +211,30 @@ def run_monitored_barrier(seconds: float, absent: list[int]) -> str:
     # dist.monitored_barrier allows only gloo.
     group.monitored_barrier(datetime.timedelta(seconds=seconds), wait_all_ranks=True)
     return "passed"
+
+
+def _dump_flight_record(*, only_active: bool = False) -> dict[str, Any]:
+    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(onlyActive=only_active))
+    own = [e for e in record["entries"] if e["profiling_name"].startswith("fsccl:")]
+    return {**record, "entries": own}
+
+
+def record_operations() -> dict[str, Any]:
+    """Run four operations, and return the flight recorder's entries of them."""
+    rank = dist.get_rank()
+    count_before = len(_dump_flight_record()["entries"])
+    dist.all_reduce(torch.ones(2, 3))
+    dist.all_gather([torch.empty(4, dtype=torch.int64) for _ in range(2)], torch.ones(4).long())
+    sent = dist.isend(torch.ones(1), 1 - rank)
+    dist.recv(torch.ones(1), 1 - rank)
+    sent.wait()
+    record = _dump_flight_record()
+    return {**record, "entries": record["entries"][count_before:]}
+
+
+def list_active_operations() -> list[dict[str, Any]]:
+    return list(_dump_flight_record(only_active=True)["entries"])
+
+
+def write_flight_record(directory: str) -> None:
+    flagscale.comm.fsccl.write_flight_record(f"{directory}/rank_{dist.get_rank()}")

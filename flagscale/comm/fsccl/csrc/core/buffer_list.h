@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "partition.h"
+#include "types.h"
 
 namespace fsccl {
 
@@ -30,7 +31,9 @@ inline Buffer buffer_of(const void* data, size_t bytes) {
 class BufferList {
  public:
   BufferList() = default;
-  BufferList(const void* data, size_t bytes) { add(buffer_of(data, bytes)); }
+  BufferList(const void* data, size_t bytes, DType dtype = DType::kOpaque) : dtype_(dtype) {
+    add(buffer_of(data, bytes));
+  }
 
   void add(Buffer buffer) {
     if (buffer.bytes == 0) return;
@@ -45,6 +48,8 @@ class BufferList {
   }
 
   size_t bytes() const { return total_; }
+  // Element type, which ranks compare. Slices have none.
+  DType dtype() const { return dtype_; }
   const std::vector<Buffer>& buffers() const { return buffers_; }
 
   // Calls f(pointer, length, offset) for every contiguous part of the interval. `offset` is
@@ -90,6 +95,7 @@ class BufferList {
   std::vector<Buffer> buffers_;
   std::vector<size_t> starts_;  // offset of each buffer
   size_t total_ = 0;            // bytes
+  DType dtype_ = DType::kOpaque;
 };
 
 using BufferLists = std::vector<BufferList>;  // often one entry per rank

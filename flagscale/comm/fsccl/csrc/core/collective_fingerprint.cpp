@@ -5,7 +5,10 @@ namespace fsccl {
 std::string CollectiveFingerprint::text() const {
   std::string out = std::string(name_of(op)) + " #" + std::to_string(sequence);
   if (bytes > 0) out += " of " + std::to_string(bytes) + " bytes";
-  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype) + ", " + name_of(red_op);
+  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype);
+  const bool reduces =
+      op == OpCode::kAllReduce || op == OpCode::kReduce || op == OpCode::kReduceScatter;
+  if (reduces) out += std::string(", ") + name_of(red_op);
   if (root >= 0) out += ", root " + std::to_string(root);
   return out;
 }
@@ -19,6 +22,12 @@ Error mismatch_error(const RankFingerprint& a, const RankFingerprint& b, int at_
       a.name + " called " + a.fingerprint.text() + " while " + b.name + " called " +
           b.fingerprint.text() +
           (with_equal_sizes == b.fingerprint ? ": the sizes of the ranks' parts differ" : ""));
+}
+
+std::string type_mismatch_text(const std::string& sender, DType sent, const std::string& receiver,
+                               DType expected) {
+  return sender + " sends " + name_of(sent) + " where " + receiver + " expects " +
+         name_of(expected);
 }
 
 std::string size_mismatch_text(const std::string& sender, uint64_t sent,

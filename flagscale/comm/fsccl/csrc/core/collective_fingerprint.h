@@ -36,8 +36,10 @@ struct RankFingerprint {
 // Returns the error for two ranks that called different operations. Its text is the same whichever
 // rank detects it.
 Error mismatch_error(const RankFingerprint& a, const RankFingerprint& b, int at_fault);
-// Returns the error message for a rank that sends another size, in bytes, than its receiver
-// expects.
+// Return the error messages for a rank that sends another element type, or another size, in bytes,
+// than its receiver expects.
+std::string type_mismatch_text(const std::string& sender, DType sent, const std::string& receiver,
+                               DType expected);
 std::string size_mismatch_text(const std::string& sender, uint64_t sent,
                                const std::string& receiver, uint64_t expected);
 

@@ -7,17 +7,17 @@
 namespace fsccl {
 namespace {
 
-CollectiveFingerprint fingerprint_of(OpCode op, size_t bytes, int root = -1) {
+CollectiveFingerprint fingerprint_of(OpCode op, size_t bytes, DType dtype, int root = -1) {
   CollectiveFingerprint c;
   c.op = op;
   c.bytes = bytes;
+  c.dtype = dtype;
   c.root = root;
   return c;
 }
 
 CollectiveFingerprint fingerprint_of(OpCode op, size_t bytes, const Reduction& r, int root = -1) {
-  CollectiveFingerprint c = fingerprint_of(op, bytes, root);
-  c.dtype = r.dtype;
+  CollectiveFingerprint c = fingerprint_of(op, bytes, r.dtype, root);
   c.red_op = r.op;
   return c;
 }
@@ -204,7 +204,7 @@ void Group::all_gather(const BufferList& in, const BufferLists& out, const Deadl
   const size_t bytes = total_of(out);
   check_gather_sizes(in, out[static_cast<size_t>(config_.rank)]);
   if (bytes == 0) return;
-  collective(fingerprint_of(fingerprint_of(OpCode::kAllGather, bytes), out), d,
+  collective(fingerprint_of(fingerprint_of(OpCode::kAllGather, bytes, in.dtype()), out), d,
              [&](const CollectiveFingerprint& fingerprint) {
                copy_list(in, out[static_cast<size_t>(config_.rank)]);
                if (use_pipeline(fingerprint)) {
@@ -224,7 +224,7 @@ void Group::all_gather(const BufferList& in, const BufferLists& out, const Deadl
 void Group::broadcast(const BufferList& buffer, int root, const Deadline& d) {
   check_rank(root, "root");
   if (buffer.bytes() == 0) return;
-  collective(fingerprint_of(OpCode::kBroadcast, buffer.bytes(), root), d,
+  collective(fingerprint_of(OpCode::kBroadcast, buffer.bytes(), buffer.dtype(), root), d,
              [&](const CollectiveFingerprint& fingerprint) {
                if (spans_nodes()) {
                  log_algorithm(fingerprint,
@@ -242,7 +242,7 @@ void Group::gather(const BufferList& in, const BufferLists& out, int root, const
   BufferLists send(static_cast<size_t>(config_.size)), recv = out;
   send[static_cast<size_t>(root)] = in;
   recv.resize(static_cast<size_t>(config_.size));
-  exchange_pairs(fingerprint_of(OpCode::kGather, 0, root), send, recv, d);
+  exchange_pairs(fingerprint_of(OpCode::kGather, 0, in.dtype(), root), send, recv, d);
 }
 
 void Group::scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d) {
@@ -250,11 +250,11 @@ void Group::scatter(const BufferLists& in, const BufferList& out, int root, cons
   BufferLists send = in, recv(static_cast<size_t>(config_.size));
   send.resize(static_cast<size_t>(config_.size));
   recv[static_cast<size_t>(root)] = out;
-  exchange_pairs(fingerprint_of(OpCode::kScatter, 0, root), send, recv, d);
+  exchange_pairs(fingerprint_of(OpCode::kScatter, 0, out.dtype(), root), send, recv, d);
 }
 
 void Group::all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) {
-  exchange_pairs(fingerprint_of(OpCode::kAllToAll, 0), send, recv, d);
+  exchange_pairs(fingerprint_of(OpCode::kAllToAll, 0, recv[0].dtype()), send, recv, d);
 }
 
 void Group::exchange_pairs(const CollectiveFingerprint& base, const BufferLists& send,
@@ -271,7 +271,7 @@ void Group::exchange_pairs(const CollectiveFingerprint& base, const BufferLists&
 }
 
 void Group::barrier(const Deadline& d) {
-  collective(fingerprint_of(OpCode::kBarrier, 0), d, [&](const CollectiveFingerprint& fingerprint) {
+  collective(fingerprint_of(OpCode::kBarrier, 0, DType::kOpaque), d, [&](const CollectiveFingerprint& fingerprint) {
     log_algorithm(fingerprint, spans_nodes() ? "shared memory and first ranks" : "shared memory");
     if (!spans_nodes()) return intra_node_->barrier();
     RequestBatch requests = make_request_batch();
@@ -281,7 +281,7 @@ void Group::barrier(const Deadline& d) {
 
 void Group::monitored_barrier(const Deadline& d) {
   check_usable();
-  CollectiveFingerprint fingerprint = fingerprint_of(OpCode::kBarrier, 0);
+  CollectiveFingerprint fingerprint = fingerprint_of(OpCode::kBarrier, 0, DType::kOpaque);
   fingerprint.sequence = ++sequence_;
   run_or_fail("monitored_barrier", fingerprint.sequence, [&] {
     throw_if_failed();

@@ -164,11 +164,14 @@ bool Segment::rank_is_locked(int rank) const {
   return fcntl(file_->fd, F_GETLK, &l) == 0 && l.l_type != F_UNLCK;
 }
 
-// The start time is field 22 of /proc/<pid>/stat. The name (field 2) may contain any characters;
-// the state follows it. A process that has ended but has not been waited for (zombie) counts as
-// ended.
-uint64_t start_time_of(int pid) {
-  const std::string line = read_first_line("/proc/" + std::to_string(pid) + "/stat");
+namespace {
+
+std::string stat_path_of(int pid) { return "/proc/" + std::to_string(pid) + "/stat"; }
+
+// Returns the start time in a line of /proc/<pid>/stat: its field 22. The name (field 2) may contain
+// any characters; the state follows it. A process that has ended but has not been waited for
+// (zombie) counts as ended: 0.
+uint64_t parse_start_time(const std::string& line) {
   const size_t name_end = line.rfind(')');
   if (name_end == std::string::npos || name_end + 2 >= line.size()) return 0;
   const std::vector<std::string> fields = split(line.substr(name_end + 2), ' ');
@@ -176,6 +179,17 @@ uint64_t start_time_of(int pid) {
   const bool valid = fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" &&
                      parse_decimal(fields[19], &start);
   return valid ? start : 0;
+}
+
+}  // namespace
+
+uint64_t start_time_of(int pid) { return parse_start_time(read_first_line(stat_path_of(pid))); }
+
+bool is_process_running(int pid, uint64_t start_time) {
+  errno = 0;
+  const std::string line = read_first_line(stat_path_of(pid));
+  if (line.empty()) return errno != ENOENT && errno != ESRCH;
+  return parse_start_time(line) == start_time;
 }
 
 }  // namespace fsccl

@@ -76,5 +76,8 @@ class Segment {
 // Returns the start time of a process, which distinguishes it from a later one with the same pid; 0
 // if it has ended or /proc is not readable.
 uint64_t start_time_of(int pid);
+// Returns whether the process with this pid and start time runs; true if that cannot be found out,
+// as without a free descriptor.
+bool is_process_running(int pid, uint64_t start_time);
 
 }  // namespace fsccl

@@ -148,8 +148,13 @@ void TcpDevice::accept_all() {
       const int key = fd.get();
       if (key < 0) {
         has_room = errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
+        if (!has_room && accept_error_.empty()) {
+          accept_error_ = describe_errno("cannot accept a connection");
+          accept_failed_at_ = Clock::now();
+        }
         break;
       }
+      accept_error_.clear();
       receiving_.set(id_, key, 0, kReadable);
       unauthenticated_[key].fd = std::move(fd);
     }
@@ -226,6 +231,14 @@ void TcpDevice::on_tick() {
     farewell_sent_.pop_front();
   }
   if (!accepting_) accept_all();
+  if (accept_error_.empty() || Clock::now() - accept_failed_at_ < kMaxAcceptDelay) return;
+  for (auto& [token, registration] : registrations_) receiving_.wake(registration.handler);
+}
+
+std::string TcpDevice::accept_failure() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_long = Clock::now() - accept_failed_at_ >= kMaxAcceptDelay;
+  return is_long ? accept_error_ : "";
 }
 
 }  // namespace fsccl

@@ -36,7 +36,7 @@ class TcpDevice final : public Device,
   // closed groups whose farewells are kept.
   static constexpr size_t kMaxUnauthenticated = 256, kMaxEarlyArrivals = 4096,
                           kMaxClosedGroups = 1024;
-  static constexpr std::chrono::milliseconds kHelloTimeoutWhenFull{300};
+  static constexpr std::chrono::milliseconds kHelloTimeoutWhenFull{300}, kMaxAcceptDelay{500};
 
   // Returns the device of this process for these options, which is created on first use and
   // destroyed with the last pointer to it.
@@ -70,6 +70,10 @@ class TcpDevice final : public Device,
   // Returns whether there are unauthenticated connections, any of which may be for this transport.
   // If so, its handler is woken when one of them is authenticated or closed.
   bool has_unauthenticated(uint64_t token);
+
+  // Returns why this process could not accept connections for kMaxAcceptDelay, such as a lack of
+  // descriptors; empty if it can. Handlers are woken when that begins.
+  std::string accept_failure();
 
   const std::string& unix_address() const { return unix_address_; }
   // One address per interface, each after a space, the preferred one last.
@@ -123,6 +127,9 @@ class TcpDevice final : public Device,
   // New connections are accepted. False while kMaxUnauthenticated is reached or the process is out
   // of descriptors.
   bool accepting_ = false;
+  // Error of accept4() since `accept_failed_at_`; empty while connections are accepted.
+  std::string accept_error_;
+  Clock::time_point accept_failed_at_;
   EventLoop::Id id_ = 0;
 };
 

@@ -186,9 +186,24 @@ void TcpTransport::on_wake() {
     LockHold hold(lock_);
     accept_arrivals();
     check_drained_peers();
+    check_accepting();
     flush_queued(hold);
   }
   run_callbacks();
+}
+
+// Fails the group if this rank waits for messages and peers cannot connect to it.
+void TcpTransport::check_accepting() {
+  const std::string failure = device_->accept_failure();
+  if (failure.empty() || abort_error_) return;
+  const bool is_waiting =
+      !any_source_receives_.empty() ||
+      std::any_of(peer_states_.begin(), peer_states_.end(), [](const PeerState& p) {
+        return !p.receives.empty() || !p.awaiting_clear_to_send.empty();
+      });
+  if (!is_waiting) return;
+  abort_locked(Error(Fault::kSystem, peers_.rank, name(peers_.rank) + ": " + failure), nullptr);
+  unreported_abort_error_ = std::make_unique<Error>(*abort_error_);
 }
 
 void TcpTransport::on_tick() {

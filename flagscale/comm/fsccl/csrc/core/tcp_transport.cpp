@@ -142,7 +142,13 @@ RequestPtr TcpTransport::take_matching_receive(int from, uint64_t tag) {
 void TcpTransport::check_matched_receive(IncomingMessage& message) {
   const RequestPtr& receive = message.request;
   const int rank = receive->peer;
-  if (message.fingerprint != receive->fingerprint) {
+  const bool both_are_messages =
+      message.fingerprint.op == OpCode::kNone && receive->fingerprint.op == OpCode::kNone;
+  if (both_are_messages && message.fingerprint.dtype != receive->fingerprint.dtype) {
+    receive->fail(Error(Fault::kMismatch, rank,
+                        type_mismatch_text(name(rank), message.fingerprint.dtype, name(peers_.rank),
+                                           receive->fingerprint.dtype)));
+  } else if (message.fingerprint != receive->fingerprint) {
     receive->fail(mismatch_error({rank, name(rank), message.fingerprint},
                                  {peers_.rank, name(peers_.rank), receive->fingerprint}, rank));
   } else if (receive->memory.bytes() != message.total) {

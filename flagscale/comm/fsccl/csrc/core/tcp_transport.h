@@ -144,6 +144,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void note_transport_error(const Error& error, Connection::Clock::time_point effective_time);
   void check_drained_peers();
   void check_connections();
+  void check_accepting();
   bool any_peer_alive() const;
   void start_threads();
   void on_events(int fd, uint32_t events) override;

@@ -68,7 +68,9 @@ Identity Identity::of_this_process(const Settings& settings) {
   return identity;
 }
 
-bool Identity::is_running() const { return start_time == 0 || start_time_of(pid) == start_time; }
+bool Identity::is_running() const {
+  return start_time == 0 || is_process_running(pid, start_time);
+}
 
 std::string Identity::encode() const {
   std::string text;

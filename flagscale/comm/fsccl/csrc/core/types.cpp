@@ -11,7 +11,9 @@ namespace fsccl {
 const char* name_of(DType t) {
   static const char* const kNames[] = {"uint8",   "int8",    "uint16", "int16",   "uint32",
                                        "int32",   "uint64",  "int64",  "float16", "bfloat16",
-                                       "float32", "float64", "bool",   "bytes"};
+                                       "float32", "float64", "bool",   "bytes",
+                                       "complex32", "complex64", "complex128", "float8_e5m2",
+                                       "float8_e4m3fn"};
   const auto i = static_cast<size_t>(t);
   return i < sizeof(kNames) / sizeof(kNames[0]) ? kNames[i] : "an unknown type";
 }
@@ -33,7 +35,7 @@ const char* name_of(OpCode op) {
 
 void fail_usage(const std::string& message) { throw Error(Fault::kUsage, -1, message); }
 
-void fail_system(const std::string& message) {
+std::string describe_errno(const std::string& message) {
   const int code = errno;
   std::string reason = std::strerror(code);
   rlimit limit{};
@@ -43,7 +45,11 @@ void fail_system(const std::string& message) {
              std::to_string(limit.rlim_max) + "): ulimit -n raises it, LimitNOFILE= of a service " +
              "and --ulimit nofile= of a container the hard limit";
   }
-  throw Error(Fault::kSystem, -1, message + ": " + reason);
+  return message + ": " + reason;
+}
+
+void fail_system(const std::string& message) {
+  throw Error(Fault::kSystem, -1, describe_errno(message));
 }
 
 std::string Deadline::text() const {

@@ -36,7 +36,12 @@ enum class DType : uint8_t {
   kF32,
   kF64,
   kBool,
-  kOpaque,  // moved but never reduced; one element is one byte
+  kOpaque,  // moved but never reduced, like those below; one element is one byte
+  kComplex32,
+  kComplex64,
+  kComplex128,
+  kF8E5M2,
+  kF8E4M3,
 };
 
 enum class RedOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kPremulSum };
@@ -138,9 +143,10 @@ constexpr const char* kShutDown = "the group has been shut down";
 enum class ProcessState { kUnknown, kRunning, kEnded };
 
 [[noreturn]] void fail_usage(const std::string& message);
-// Throws Error(kSystem) with a description of errno. If the process is out of file descriptors, the
-// message gives the limits.
-[[noreturn]] void fail_system(const std::string& message);
+// Returns the message with a description of errno. If the process is out of file descriptors, it
+// gives the limits.
+std::string describe_errno(const std::string& message);
+[[noreturn]] void fail_system(const std::string& message);  // throws that as Error(kSystem)
 
 // Point in time at which a wait times out, together with the original timeout for error messages.
 class Deadline {

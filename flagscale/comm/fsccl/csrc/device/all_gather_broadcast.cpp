@@ -30,7 +30,7 @@ void DeviceEngine::all_gather(const BufferList& in, const BufferLists& out, cons
         [&](PipelineChunk& c, size_t k) { begin_all_gather(c, outputs, k * window, window); },
         [&](PipelineChunk& c, size_t k) { end_all_gather(c, outputs, k * window, window); });
   };
-  run_operation(dense_fingerprint(OpCode::kAllGather, bytes, nullptr, -1, hash_of_sizes(out)), d,
+  run_operation(dense_fingerprint(OpCode::kAllGather, bytes, in.dtype(), -1, hash_of_sizes(out)), d,
                 body);
 }
 
@@ -124,7 +124,7 @@ void DeviceEngine::broadcast(const BufferList& buffer, int root, const Deadline&
                   "broadcast inside, sent by the root to owners, all-gather inside, pipelined");
     broadcast_pipelined(whole, root);
   };
-  run_operation(dense_fingerprint(OpCode::kBroadcast, buffer.bytes(), nullptr, root), d, body);
+  run_operation(dense_fingerprint(OpCode::kBroadcast, buffer.bytes(), buffer.dtype(), root), d, body);
 }
 
 void DeviceEngine::broadcast_pipelined(const at::Tensor& buffer, int root) {

@@ -256,7 +256,7 @@ Error DeviceEngine::attribute_error(const Error& error) {
 }
 
 void DeviceEngine::barrier(const Deadline& d) {
-  run_operation(dense_fingerprint(OpCode::kBarrier, 0, nullptr, -1), d,
+  run_operation(dense_fingerprint(OpCode::kBarrier, 0, DType::kOpaque, -1), d,
                 [&](const CollectiveFingerprint&) { group_->barrier(d); });
 }
 

@@ -87,17 +87,21 @@ inline at::Tensor reserve(ScratchAllocator& scratch, at::Tensor& memory, size_t 
 
 // Returns the fingerprint of an operation whose sizes all ranks know; ranks compare fingerprints to
 // detect that they call different operations.
-inline CollectiveFingerprint dense_fingerprint(OpCode op, size_t bytes, const Reduction* r,
-                                               int root, uint64_t sizes_hash = 0) {
+inline CollectiveFingerprint dense_fingerprint(OpCode op, size_t bytes, DType dtype, int root,
+                                               uint64_t sizes_hash = 0) {
   CollectiveFingerprint fingerprint;
   fingerprint.op = op;
   fingerprint.bytes = bytes;
+  fingerprint.dtype = dtype;
   fingerprint.root = root;
   fingerprint.sizes_hash = sizes_hash;
-  if (r != nullptr) {
-    fingerprint.dtype = r->dtype;
-    fingerprint.red_op = r->op;
-  }
+  return fingerprint;
+}
+
+inline CollectiveFingerprint dense_fingerprint(OpCode op, size_t bytes, const Reduction& r,
+                                               int root, uint64_t sizes_hash = 0) {
+  CollectiveFingerprint fingerprint = dense_fingerprint(op, bytes, r.dtype, root, sizes_hash);
+  fingerprint.red_op = r.op;
   return fingerprint;
 }
 

@@ -5,9 +5,10 @@
 namespace fsccl {
 namespace {
 
-CollectiveFingerprint pairwise_fingerprint(OpCode op, int root) {
+CollectiveFingerprint pairwise_fingerprint(OpCode op, DType dtype, int root) {
   CollectiveFingerprint fingerprint;
   fingerprint.op = op;
+  fingerprint.dtype = dtype;
   fingerprint.root = root;
   return fingerprint;
 }
@@ -20,7 +21,7 @@ void DeviceEngine::gather(const BufferList& in, const BufferLists& out, int root
   BufferLists send(n), recv = out;
   send[static_cast<size_t>(root)] = in;
   recv.resize(n);
-  exchange_pairs(pairwise_fingerprint(OpCode::kGather, root), send, recv, d);
+  exchange_pairs(pairwise_fingerprint(OpCode::kGather, in.dtype(), root), send, recv, d);
 }
 
 void DeviceEngine::scatter(const BufferLists& in, const BufferList& out, int root,
@@ -29,11 +30,11 @@ void DeviceEngine::scatter(const BufferLists& in, const BufferList& out, int roo
   BufferLists send = in, recv(n);
   send.resize(n);
   recv[static_cast<size_t>(root)] = out;
-  exchange_pairs(pairwise_fingerprint(OpCode::kScatter, root), send, recv, d);
+  exchange_pairs(pairwise_fingerprint(OpCode::kScatter, out.dtype(), root), send, recv, d);
 }
 
 void DeviceEngine::all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) {
-  exchange_pairs(pairwise_fingerprint(OpCode::kAllToAll, -1), send, recv, d);
+  exchange_pairs(pairwise_fingerprint(OpCode::kAllToAll, recv[0].dtype(), -1), send, recv, d);
 }
 
 void DeviceEngine::exchange_pairs(const CollectiveFingerprint& operation, const BufferLists& send,

@@ -56,7 +56,7 @@ void DeviceEngine::all_reduce(const void* in, void* out, size_t count, const Red
   check_reduction(r);
   if (count == 0) return;
   const auto type = scalar_type(r.dtype);
-  run_operation(dense_fingerprint(OpCode::kAllReduce, count * r.width(), &r, -1), d,
+  run_operation(dense_fingerprint(OpCode::kAllReduce, count * r.width(), r, -1), d,
                 [&](const CollectiveFingerprint& fingerprint) {
                   reduce_tensor(wrap_memory(in, count, type), wrap_memory(out, count, type), r, -1,
                                 fingerprint);
@@ -68,7 +68,7 @@ void DeviceEngine::reduce(const void* in, void* out, size_t count, const Reducti
   check_reduction(r);
   if (count == 0) return;
   const auto type = scalar_type(r.dtype);
-  run_operation(dense_fingerprint(OpCode::kReduce, count * r.width(), &r, root), d,
+  run_operation(dense_fingerprint(OpCode::kReduce, count * r.width(), r, root), d,
                 [&](const CollectiveFingerprint& fingerprint) {
                   reduce_tensor(wrap_memory(in, count, type), wrap_memory(out, count, type), r,
                                 root, fingerprint);
@@ -207,7 +207,7 @@ void DeviceEngine::reduce_scatter(const BufferLists& in, const BufferList& out, 
           end_reduce_scatter(c, parts, result, k * window, window, r);
         });
   };
-  run_operation(dense_fingerprint(OpCode::kReduceScatter, bytes, &r, -1, hash_of_sizes(in)), d,
+  run_operation(dense_fingerprint(OpCode::kReduceScatter, bytes, r, -1, hash_of_sizes(in)), d,
                 body);
 }
 

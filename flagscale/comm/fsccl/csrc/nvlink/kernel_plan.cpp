@@ -56,6 +56,11 @@ const char* element_suffix(DType t) {
     case DType::kF64:
       return "f64";
     case DType::kOpaque:
+    case DType::kComplex32:
+    case DType::kComplex64:
+    case DType::kComplex128:
+    case DType::kF8E5M2:
+    case DType::kF8E4M3:
       break;
   }
   return "";
@@ -370,6 +375,11 @@ bool has_reduction_kernel(const Reduction& r) {
   const bool is_bitwise = r.op == RedOp::kBand || r.op == RedOp::kBor || r.op == RedOp::kBxor;
   switch (r.dtype) {
     case DType::kOpaque:
+    case DType::kComplex32:
+    case DType::kComplex64:
+    case DType::kComplex128:
+    case DType::kF8E5M2:
+    case DType::kF8E4M3:
       return false;
     case DType::kBool:
       return r.op != RedOp::kAvg && r.op != RedOp::kPremulSum;

@@ -111,6 +111,14 @@ TorchBackend::~TorchBackend() {
   TorchBackend::shutdown();
 }
 
+void TorchBackend::check_settings(int rank, int size, const Options& options) {
+  try {
+    make_group_config(rank, size, options, {});
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
 void TorchBackend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
   router_.set_timeout(timeout);
@@ -179,7 +187,7 @@ WorkPtr TorchBackend::recv(Tensors& tensors, int from, int tag) {
 }
 
 WorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  return send_or_receive(c10d::OpType::RECVANYSOURCE, "fsccl:recv_any", tensors, Group::kAnySource,
+  return send_or_receive(c10d::OpType::RECVANYSOURCE, "fsccl:recvAnySource", tensors, Group::kAnySource,
                          tag);
 }
 

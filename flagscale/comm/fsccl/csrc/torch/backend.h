@@ -109,6 +109,8 @@ class TorchBackend : public c10d::Backend {
     router_.register_memory(name, std::move(regions));
   }
   void deregister_memory(const std::string& name) { router_.deregister_memory(name); }
+  // Throws ValueError if an option or an environment variable is invalid, as the constructor does.
+  static void check_settings(int rank, int size, const Options& options);
   const std::string& generation() const { return options_->generation; }
   // Description of the algorithm of the last operation.
   std::string last_algorithm() const { return group_->last_algorithm(); }

@@ -104,7 +104,7 @@ WorkPtr BoundedPath::all_reduce_through_host(const OperationInfo& info, Tensors&
   const auto copies_done = std::make_shared<c10::Event>(device.type());
   copies_done->record(to_host);
   auto work =
-      c10::make_intrusive<StagedWork>(queue_.rank(), info.type, info.title, queue_.next_sequence(),
+      c10::make_intrusive<StagedWork>(queue_.rank(), info, queue_.next_sequence(),
                                       tensors, queue_.shared_group(), queue_.executor(), to_device);
   return queue_.enqueue(info, work,
                         [work, copies, copies_done, to_device](Group& g, const Deadline& d) {

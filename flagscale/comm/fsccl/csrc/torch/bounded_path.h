@@ -67,10 +67,9 @@ class BoundedPath {
 class StagedWork : public CollectiveWork {
  public:
   // `last_stream` is the stream on which the result is copied to the device.
-  StagedWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
-             std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
-             std::weak_ptr<Executor> executor, c10::Stream last_stream)
-      : CollectiveWork(rank, type, title, sequence, std::move(outputs), std::move(group),
+  StagedWork(int rank, const OperationInfo& info, uint64_t sequence, std::vector<at::Tensor> outputs,
+             std::weak_ptr<Group> group, std::weak_ptr<Executor> executor, c10::Stream last_stream)
+      : CollectiveWork(rank, info, sequence, std::move(outputs), std::move(group),
                        std::move(executor)),
         last_stream_(last_stream),
         end_event_(last_stream.device_type()) {}

@@ -21,8 +21,9 @@ struct Placement {
   at::Device device;
 };
 
-// Returns the element type for a reduction. A complex number is reduced as two floats.
-inline DType dtype_of(const at::Tensor& t) {
+// Returns the element type of a tensor, kOpaque if its elements cannot be reduced. A complex number
+// is reduced as two floats.
+inline DType find_dtype(const at::Tensor& t) {
   switch (t.scalar_type()) {
     case at::kByte:
       return DType::kU8;
@@ -53,8 +54,16 @@ inline DType dtype_of(const at::Tensor& t) {
     case at::kBool:
       return DType::kBool;
     default:
-      TORCH_CHECK_TYPE(false, "fsccl: cannot reduce tensors of type ", t.scalar_type());
+      return DType::kOpaque;
   }
+}
+
+// Returns the element type for a reduction.
+inline DType dtype_of(const at::Tensor& t) {
+  const DType dtype = find_dtype(t);
+  TORCH_CHECK_TYPE(dtype != DType::kOpaque, "fsccl: cannot reduce tensors of type ",
+                   t.scalar_type());
+  return dtype;
 }
 
 inline const c10d::NCCLPreMulSumSupplement& factor_of(const c10d::ReduceOp& op) {
@@ -115,8 +124,27 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
   return r;
 }
 
+// Returns the element type by which ranks recognize that they move different types; kOpaque for
+// types that the core does not know.
+inline DType moved_dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kComplexHalf:
+      return DType::kComplex32;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kFloat8_e5m2:
+      return DType::kF8E5M2;
+    case at::kFloat8_e4m3fn:
+      return DType::kF8E4M3;
+    default:
+      return find_dtype(t);
+  }
+}
+
 inline BufferList buffers_of(const at::Tensor& t) {
-  return BufferList(t.const_data_ptr(), t.nbytes());
+  return BufferList(t.const_data_ptr(), t.nbytes(), moved_dtype_of(t));
 }
 
 inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
@@ -195,9 +223,10 @@ inline auto all_reduce_each(ContiguousTensors buffers, std::vector<Reduction> re
 inline BufferLists equal_parts(const at::Tensor& t, int parts) {
   const size_t part_bytes = t.nbytes() / static_cast<size_t>(parts);
   const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
+  const DType dtype = moved_dtype_of(t);
   BufferLists out;
   for (int p = 0; p < parts; ++p) {
-    out.emplace_back(begin + static_cast<size_t>(p) * part_bytes, part_bytes);
+    out.emplace_back(begin + static_cast<size_t>(p) * part_bytes, part_bytes, dtype);
   }
   return out;
 }
@@ -221,9 +250,10 @@ inline BufferLists split_rows(const at::Tensor& t, const std::vector<int64_t>& r
                     " rows");
   const size_t row_bytes = total > 0 ? t.nbytes() / static_cast<size_t>(total) : 0;
   const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
+  const DType dtype = moved_dtype_of(t);
   BufferLists out;
   for (const int64_t c : counts) {
-    out.emplace_back(begin, static_cast<size_t>(c) * row_bytes);
+    out.emplace_back(begin, static_cast<size_t>(c) * row_bytes, dtype);
     begin += static_cast<size_t>(c) * row_bytes;
   }
   return out;

@@ -20,10 +20,10 @@ namespace fsccl {
 class DeviceWork : public c10d::Work {
  public:
   // `stream` is the stream on which the operation ends.
-  DeviceWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
+  DeviceWork(int rank, const OperationInfo& info, uint64_t sequence,
              std::vector<at::Tensor> outputs, std::shared_ptr<PendingOperation> pending,
              c10::Stream stream)
-      : Work(rank, type, title, outputs),
+      : Work(rank, info.type, info.title, info.inputs.vec()),
         outputs_(std::move(outputs)),
         pending_(std::move(pending)),
         device_(stream.device()),

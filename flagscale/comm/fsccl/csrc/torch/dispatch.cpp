@@ -61,6 +61,7 @@ std::optional<WorkPtr> TorchBackend::run_on_nvlink(const OperationInfo& info,
     const uint64_t sequence = queue_.next_sequence();
     auto work = path->run(call, info, rank_, sequence, in, out);
     if (work) {
+      queue_.record(info, sequence, out, path->completion_query());
       group_->set_last_algorithm(path->last_algorithm());
       group_->log_debug([&] {
         return std::string(info.title) + " #" + std::to_string(sequence) + " of " +
@@ -129,9 +130,14 @@ WorkPtr TorchBackend::run_on_device(const OperationInfo& info, const Placement& 
     pending->keep_alive = std::make_shared<CollectiveBody>(std::move(prepared.body));
     if (!info.async && !queue_.coalescing()) pending->end_event->block(caller_stream);
     router_.watchdog().add(pending);
+    queue_.record(info, queue_.sequence(), prepared.outputs,
+                  [weak = std::weak_ptr<PendingOperation>(pending)] {
+                    const auto operation = weak.lock();
+                    return !operation || operation->finished || operation->end_event->query();
+                  });
     return queue_.collect(c10::make_intrusive<DeviceWork>(
-        rank_, info.type, info.title, queue_.sequence(), std::move(prepared.outputs),
-        std::move(pending), *streams.stream(StreamId::kNative)));
+        rank_, info, queue_.sequence(), std::move(prepared.outputs), std::move(pending),
+        *streams.stream(StreamId::kNative)));
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
@@ -147,14 +153,22 @@ WorkPtr TorchBackend::send_or_receive(c10d::OpType type, const char* title, Tens
   ContiguousTensor buffer(tensors[0], sends ? TensorAccess::kRead : TensorAccess::kWrite,
                           {title, at::kCPU});
   const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));
+  CollectiveFingerprint fingerprint;
+  fingerprint.dtype = moved_dtype_of(buffer.get());
   const Deadline deadline = Deadline::after(options_->timeout);
   RequestPtr request;
   try {
-    request = sends ? group_->send(peer, core_tag, buffers_of(buffer.get()), deadline)
-                    : group_->recv(peer, core_tag, buffers_of(buffer.get()), deadline);
+    const BufferList memory = buffers_of(buffer.get());
+    request = sends ? group_->send(peer, core_tag, memory, deadline, fingerprint)
+                    : group_->recv(peer, core_tag, memory, deadline, fingerprint);
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
+  queue_.record_message({type, title, true, c10d::kUnsetTimeout, tensors}, peer,
+                        [weak = std::weak_ptr<Request>(request)] {
+                          const auto message = weak.lock();
+                          return !message || message->finished();
+                        });
   return queue_.collect(c10::make_intrusive<MessageWork>(
       rank_, type, title, group_, std::move(request), std::move(buffer), options_->timeout,
       tensors[0], callbacks_));

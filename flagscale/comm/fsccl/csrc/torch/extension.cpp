@@ -16,6 +16,7 @@
 #include "backend.cpp"
 #include "bounded_path.cpp"
 #include "dispatch.cpp"
+#include "flight_recorder.cpp"
 #include "module.cpp"
 #include "nvlink_path.cpp"
 #include "nvlink_watchdog.cpp"

@@ -34,6 +34,60 @@ fsccl::Regions segments_of(const py::object& pool) {
   return regions;
 }
 
+c10::intrusive_ptr<TorchBackend::Options> make_options(const TorchBackend::Options* user_options,
+                                                       std::vector<uint64_t> global_ranks) {
+  auto options = user_options != nullptr
+                     ? c10::make_intrusive<TorchBackend::Options>(*user_options)
+                     : c10::make_intrusive<TorchBackend::Options>();
+  options->global_ranks_in_group = std::move(global_ranks);
+  return options;
+}
+
+py::list sizes_of(const fsccl::FlightRecorder::Tensors& tensors) {
+  py::list out;
+  for (const auto& sizes : tensors.sizes)
+    out.append(py::cast(std::vector<int64_t>(sizes.begin(), sizes.end())));
+  return out;
+}
+
+py::list dtypes_of(const fsccl::FlightRecorder::Tensors& tensors) {
+  py::list out;
+  for (const at::ScalarType dtype : tensors.dtypes) out.append(c10::toString(dtype));
+  return out;
+}
+
+// Returns the entries of the flight recorder as dictionaries, see FlightRecorder::Entry.
+py::list flight_entries() {
+  std::vector<fsccl::FlightRecorder::Entry> entries;
+  {
+    const py::gil_scoped_release gil_release;
+    entries = fsccl::FlightRecorder::of_this_process().entries();
+  }
+  py::list out;
+  for (const auto& entry : entries) {
+    py::dict row;
+    row["id"] = entry.id;
+    row["group"] = entry.group->name;
+    row["rank"] = entry.group->rank;
+    row["global_ranks"] = entry.group->global_ranks;
+    row["title"] = entry.title;
+    row["is_message"] = entry.is_message;
+    row["peer"] = entry.peer;
+    row["sequence"] = entry.sequence;
+    row["input_sizes"] = sizes_of(entry.inputs);
+    row["input_dtypes"] = dtypes_of(entry.inputs);
+    row["output_sizes"] = sizes_of(entry.outputs);
+    row["output_dtypes"] = dtypes_of(entry.outputs);
+    row["timeout_ms"] = entry.timeout_ms;
+    row["called_at"] = entry.called_at;
+    row["began_at"] = entry.began_at;
+    row["ended_at"] = entry.ended_at;
+    row["failed"] = entry.failed;
+    out.append(std::move(row));
+  }
+  return out;
+}
+
 std::string name_of(const py::object& pool) { return py::str(pool.attr("id")); }
 
 }  // namespace
@@ -43,6 +97,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shutdown_all", &TorchBackend::shutdown_all);
   fsccl::nvlink::bind(m);
   m.attr("protocol_version") = fsccl::kProtocolVersion;
+  m.def("flight_entries", &flight_entries);
   m.def("agree_on_generation", &fsccl::agree_on_generation_of_ranks, py::arg("store"),
         py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("global_ranks"),
         py::call_guard<py::gil_scoped_release>());
@@ -71,18 +126,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<TorchBackend, c10d::Backend, c10::intrusive_ptr<TorchBackend>>(m, "Backend")
       .def(py::init([](c10::intrusive_ptr<c10d::Store> store, std::string generation, int rank,
-                       int size,
-                       std::chrono::milliseconds timeout, const std::string& name,
+                       int size, std::chrono::milliseconds timeout, const std::string& name,
                        std::vector<uint64_t> global_ranks, const Options* user_options,
                        const std::vector<std::string>& native,
                        fsccl::DeviceEngine::MakeNative make_native) {
              TORCH_CHECK_VALUE(native.size() == 4, "native: device, vendor, library, reach");
-             auto options = user_options != nullptr ? c10::make_intrusive<Options>(*user_options)
-                                                    : c10::make_intrusive<Options>();
+             auto options = make_options(user_options, std::move(global_ranks));
              options->timeout = timeout;
              options->group_name = name;
              options->generation = std::move(generation);
-             options->global_ranks_in_group = std::move(global_ranks);
              return c10::make_intrusive<TorchBackend>(
                  std::move(store), rank, size, std::move(options),
                  fsccl::NativeLibrary{native[0], native[1], native[2], native[3]},
@@ -91,6 +143,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("store"), py::arg("generation"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("name"), py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
            py::call_guard<py::gil_scoped_release>())
+      .def_static(
+          "check_settings",
+          [](int rank, int size, std::vector<uint64_t> global_ranks, const Options* user_options) {
+            TorchBackend::check_settings(rank, size,
+                                         *make_options(user_options, std::move(global_ranks)));
+          },
+          py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"))
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def_property_readonly("generation", &TorchBackend::generation)
       .def("last_algorithm", &TorchBackend::last_algorithm)

@@ -31,7 +31,7 @@ class NvlinkWork : public c10d::Work {
              std::vector<at::Tensor> outputs, c10::Stream stream,
              std::shared_ptr<nvlink::Communicator> kernels, std::shared_ptr<Group> group,
              std::optional<c10::Event> end)
-      : Work(rank, info.type, info.title, outputs),
+      : Work(rank, info.type, info.title, info.inputs.vec()),
         outputs_(std::move(outputs)),
         stream_(stream),
         kernels_(std::move(kernels)),
@@ -104,6 +104,13 @@ class NvlinkPath {
   const char* last_algorithm() const;
   std::optional<Error> failure() const { return kernels_->failure(); }
   void abort() { kernels_->abort(); }
+  // Returns a function that returns whether all operations enqueued so far have ended.
+  std::function<bool()> completion_query() const {
+    return [weak = std::weak_ptr<nvlink::Communicator>(kernels_)] {
+      const auto kernels = weak.lock();
+      return !kernels || kernels->idle();
+    };
+  }
 
  private:
   explicit NvlinkPath(std::shared_ptr<Group> group) : group_(std::move(group)) {}

@@ -17,7 +17,36 @@ OperationQueue::OperationQueue(int rank, std::shared_ptr<Group> group,
     : rank_(rank),
       options_(std::move(options)),
       group_(std::move(group)),
-      executor_(std::make_shared<Executor>()) {}
+      executor_(std::make_shared<Executor>()),
+      recorder_(FlightRecorder::of_this_process()),
+      recorded_group_(std::make_shared<FlightRecorder::GroupInfo>(FlightRecorder::GroupInfo{
+          group_->config().name, rank_, group_->config().global_ranks})) {}
+
+FlightRecorder::Id OperationQueue::record(const OperationInfo& info, uint64_t sequence,
+                                          TensorSpan outputs, std::function<bool()> has_ended) {
+  if (!recorder_.enabled()) return FlightRecorder::kNotRecorded;
+  FlightRecorder::Entry entry;
+  entry.group = recorded_group_;
+  entry.title = info.title;
+  entry.sequence = sequence;
+  entry.timeout_ms = timeout_of(info.timeout).count();
+  entry.has_ended = std::move(has_ended);
+  return recorder_.record(std::move(entry), info.inputs, outputs);
+}
+
+void OperationQueue::record_message(const OperationInfo& info, int peer,
+                                    std::function<bool()> has_ended) {
+  if (!recorder_.enabled()) return;
+  FlightRecorder::Entry entry;
+  entry.group = recorded_group_;
+  entry.title = info.title;
+  entry.is_message = true;
+  entry.peer = peer;
+  entry.sequence = ++message_sequence_;
+  entry.timeout_ms = timeout_of(info.timeout).count();
+  entry.has_ended = std::move(has_ended);
+  recorder_.begin(recorder_.record(std::move(entry), info.inputs, info.inputs));
+}
 
 void OperationQueue::check_process() const {
   try {

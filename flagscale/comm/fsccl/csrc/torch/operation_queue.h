@@ -13,6 +13,7 @@
 
 #include "../core/executor.h"
 #include "../core/group.h"
+#include "flight_recorder.h"
 #include "work.h"
 
 namespace fsccl {
@@ -23,15 +24,6 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using NativePtr = c10::intrusive_ptr<c10d::Backend>;
 using Tensors = std::vector<at::Tensor>;
 using Milliseconds = std::chrono::milliseconds;
-
-// Properties of a call that do not depend on its path.
-struct OperationInfo {
-  c10d::OpType type;
-  const char* title;     // for the profiler and for messages: "fsccl:all_reduce"
-  bool async;            // false: the call returns when the operation has ended (host memory) or
-                         // has been enqueued (device)
-  Milliseconds timeout;  // c10d::kUnsetTimeout: the group's timeout
-};
 
 // Operations of one group run one after the other on its executor, in the order of the calls; a
 // synchronous one runs on its caller's thread if the executor allows it.
@@ -81,13 +73,18 @@ class OperationQueue {
     check_failure(info.title);
     return enqueue(
         info,
-        c10::make_intrusive<CollectiveWork>(rank_, info.type, info.title, next_sequence(),
-                                            std::move(outputs), group_, executor_),
+        c10::make_intrusive<CollectiveWork>(rank_, info, next_sequence(), std::move(outputs),
+                                            group_, executor_),
         std::move(body));
   }
   // run() for a work that the caller has created and numbered.
   template <class Body>
   WorkPtr enqueue(const OperationInfo& info, c10::intrusive_ptr<CollectiveWork> work, Body body);
+
+  // Record an operation in the flight recorder. `has_ended` is called where nobody calls end().
+  FlightRecorder::Id record(const OperationInfo& info, uint64_t sequence, TensorSpan outputs,
+                            std::function<bool()> has_ended = nullptr);
+  void record_message(const OperationInfo& info, int peer, std::function<bool()> has_ended);
 
   bool coalescing() const { return coalescing_; }
   // Returns whether a native library has calls in the coalesced block.
@@ -116,7 +113,9 @@ class OperationQueue {
   const std::shared_ptr<Group> group_;
   const std::shared_ptr<Executor> executor_;
   std::atomic<NvlinkPath*> nvlink_{nullptr};
-  uint64_t sequence_ = 0;
+  FlightRecorder& recorder_;
+  const std::shared_ptr<const FlightRecorder::GroupInfo> recorded_group_;
+  uint64_t sequence_ = 0, message_sequence_ = 0;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
   NativePtr coalescing_native_;
@@ -126,7 +125,10 @@ template <class Body>
 WorkPtr OperationQueue::enqueue(const OperationInfo& info, c10::intrusive_ptr<CollectiveWork> work,
                                 Body body) {
   const auto timeout = timeout_of(info.timeout);
-  auto job = [work, group = group_, timeout, body = std::move(body)] {
+  const auto record_id = record(info, work->getSequencenumber(), work->outputs());
+  auto job = [work, group = group_, timeout, body = std::move(body), &recorder = recorder_,
+              record_id] {
+    recorder.begin(record_id);
     std::exception_ptr error;
     try {
       body(*group, Deadline::after(timeout));
@@ -135,6 +137,7 @@ WorkPtr OperationQueue::enqueue(const OperationInfo& info, c10::intrusive_ptr<Co
     } catch (const std::exception& e) {
       error = torch_error(e);
     }
+    recorder.end(record_id, error != nullptr);
     work->finish_operation(error);
   };
   try {

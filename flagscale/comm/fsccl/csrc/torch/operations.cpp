@@ -20,7 +20,7 @@ WorkPtr TorchBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
   const at::Tensor& t = single_entry(tensors, "broadcast");
   const auto root = static_cast<int>(o.rootRank);
   check_root(root, size_, "broadcast");
-  const CollectiveCall call{{OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout},
+  const CollectiveCall call{{OpType::BROADCAST, "fsccl:broadcast", o.asyncOp, o.timeout, t},
                             "broadcast",
                             t,
                             NvlinkOperands{nvlink::Collective::kBroadcast, t, t, nullptr, root},
@@ -47,7 +47,7 @@ Reduction TorchBackend::all_reduction_of(const at::Tensor& t, const c10d::Reduce
 WorkPtr TorchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   const at::Tensor& t = single_entry(tensors, "all_reduce");
   if (t.layout() != at::kStrided) return allreduce_sparse(tensors, o);
-  const CollectiveCall call{{OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout},
+  const CollectiveCall call{{OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout, t},
                             "all_reduce",
                             t,
                             NvlinkOperands{nvlink::Collective::kAllReduce, t, t, &o.reduceOp},
@@ -73,7 +73,7 @@ WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                           const c10d::AllreduceCoalescedOptions& o) {
   const at::Tensor first = first_of(tensors);
   const CollectiveCall call{
-      {OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout},
+      {OpType::ALLREDUCE_COALESCED, "fsccl:all_reduce_coalesced", o.asyncOp, o.timeout, tensors},
       "allreduce_coalesced",
       first,
       {},
@@ -97,7 +97,7 @@ WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const auto root = static_cast<int>(o.rootRank);
   check_root(root, size_, "reduce");
   const CollectiveCall call{
-      {OpType::REDUCE, "fsccl:reduce", o.asyncOp, o.timeout}, "reduce", t, {}, {}};
+      {OpType::REDUCE, "fsccl:reduce", o.asyncOp, o.timeout, t}, "reduce", t, {}, {}};
   return dispatch(
       call,
       [&](c10d::Backend& b) {
@@ -126,7 +126,7 @@ WorkPtr TorchBackend::allgather(TensorLists& out, Tensors& in, const c10d::Allga
   check_same_dtype(outputs, input, "all_gather");
   check_own_output(outputs[static_cast<size_t>(rank_)], input, "all_gather");
   const CollectiveCall call{
-      {OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout}, "all_gather", input, {}, {}};
+      {OpType::ALLGATHER, "fsccl:all_gather", o.asyncOp, o.timeout, input}, "all_gather", input, {}, {}};
   return dispatch(
       call, [&](c10d::Backend& b) { return b.allgather(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
@@ -157,7 +157,7 @@ WorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
   std::optional<NvlinkOperands> nvlink;
   if (in.size() == 1) nvlink.emplace(NvlinkOperands{nvlink::Collective::kAllGather, in[0], out[0]});
   const CollectiveCall call{
-      {OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout},
+      {OpType::_ALLGATHER_BASE, "fsccl:_all_gather_base", o.asyncOp, o.timeout, in},
       "all_gather_into_tensor",
       first,
       nvlink,
@@ -199,7 +199,7 @@ WorkPtr TorchBackend::allgather_coalesced(TensorLists& out, Tensors& in,
   }
   const at::Tensor first = first_of(in);
   const CollectiveCall call{
-      {OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout},
+      {OpType::ALLGATHER_COALESCED, "fsccl:all_gather_coalesced", o.asyncOp, o.timeout, in},
       "all_gather_coalesced",
       first,
       {},
@@ -239,7 +239,7 @@ WorkPtr TorchBackend::gather(TensorLists& out, Tensors& in, const c10d::GatherOp
     check_same_dtype(outputs, input, "gather");
   }
   const CollectiveCall call{
-      {OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout}, "gather", input, {}, {}};
+      {OpType::GATHER, "fsccl:gather", o.asyncOp, o.timeout, input}, "gather", input, {}, {}};
   return dispatch(
       call, [&](c10d::Backend& b) { return b.gather(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
@@ -264,7 +264,7 @@ WorkPtr TorchBackend::scatter(Tensors& out, TensorLists& in, const c10d::Scatter
     check_same_dtype(inputs, output, "scatter");
   }
   const CollectiveCall call{
-      {OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout}, "scatter", output, {}, {}};
+      {OpType::SCATTER, "fsccl:scatter", o.asyncOp, o.timeout, inputs}, "scatter", output, {}, {}};
   return dispatch(
       call, [&](c10d::Backend& b) { return b.scatter(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {
@@ -286,7 +286,7 @@ WorkPtr TorchBackend::reduce_scatter(Tensors& out, TensorLists& in,
   TORCH_CHECK_VALUE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(),
                     "fsccl: reduce_scatter: the output has ", digits(output.numel()),
                     " elements for ", digits(inputs[static_cast<size_t>(rank_)].numel()));
-  const CollectiveCall call{{OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout},
+  const CollectiveCall call{{OpType::REDUCE_SCATTER, "fsccl:reduce_scatter", o.asyncOp, o.timeout, inputs},
                             "reduce_scatter",
                             output,
                             {},
@@ -330,7 +330,7 @@ WorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
     nvlink.emplace(NvlinkOperands{nvlink::Collective::kReduceScatter, in[0], out[0], &o.reduceOp});
   }
   const CollectiveCall call{
-      {OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout},
+      {OpType::_REDUCE_SCATTER_BASE, "fsccl:_reduce_scatter_base", o.asyncOp, o.timeout, in},
       "reduce_scatter_tensor",
       first,
       nvlink,
@@ -370,7 +370,7 @@ WorkPtr TorchBackend::alltoall_base(at::Tensor& out, at::Tensor& in, std::vector
                       digits(out.numel()), " are not equal parts of ", digits(size_), " ranks");
     nvlink.emplace(NvlinkOperands{nvlink::Collective::kAllToAll, in, out});
   }
-  const CollectiveCall call{{OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout},
+  const CollectiveCall call{{OpType::ALLTOALL_BASE, "fsccl:all_to_all", o.asyncOp, o.timeout, in},
                             "all_to_all_single",
                             in,
                             nvlink,
@@ -397,7 +397,7 @@ WorkPtr TorchBackend::alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOp
   check_same_dtype(in, in[0], "all_to_all");
   check_same_dtype(out, in[0], "all_to_all");
   const CollectiveCall call{
-      {OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout}, "all_to_all", in[0], {}, {}};
+      {OpType::ALLTOALL, "fsccl:all_to_all", o.asyncOp, o.timeout, in}, "all_to_all", in[0], {}, {}};
   return dispatch(
       call, [&](c10d::Backend& b) { return b.alltoall(out, in, o); },
       [&](const Placement& placement) -> PreparedCollective {

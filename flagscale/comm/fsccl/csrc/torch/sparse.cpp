@@ -73,7 +73,7 @@ WorkPtr TorchBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
                     " dimensions: expected at most ", digits(kMaxSparseDims));
   const at::Tensor input = t.detach().coalesce();
   return queue_.run(
-      {c10d::OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout}, tensors,
+      {c10d::OpType::ALLREDUCE, "fsccl:all_reduce", o.asyncOp, o.timeout, tensors}, tensors,
       [t, input](Group& g, const Deadline& d) {
         const at::NoGradGuard no_grad;
         const auto metadata = exchange_metadata(g, SparseMetadata(input), d);

@@ -12,6 +12,7 @@
 #include "../core/executor.h"
 #include "../core/group.h"
 #include "convert.h"
+#include "operation_info.h"
 
 namespace fsccl {
 
@@ -39,11 +40,11 @@ class CollectiveWork : public c10d::Work {
   // `group` names the rank for which the operation waits, in messages. `executor` runs the
   // operation; if a callback on the executor's thread waits for this work, the wait runs the queue
   // (core/executor.h).
-  CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
+  CollectiveWork(int rank, const OperationInfo& info, uint64_t sequence,
                  std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
                  std::weak_ptr<Executor> executor)
-      : Work(rank, type, title, outputs),
-        title_(title),
+      : Work(rank, info.type, info.title, info.inputs.vec()),
+        title_(info.title),
         outputs_(std::move(outputs)),
         sequence_(sequence),
         group_(std::move(group)),
@@ -72,6 +73,7 @@ class CollectiveWork : public c10d::Work {
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   FuturePtr getFuture() override {
     run_queue();
