@@ -134,8 +134,15 @@ MUTANTS = (
     Mutant(
         "frame-unsigned",
         "connection.cpp",
-        "incoming_frame_.mac != mac_of(key_, incoming_frame_, next_received_number_)",
-        "false",
+        "frame.mac == mac_of(key_, frame, next_received_number_)",
+        "true",
+        MESSAGES,
+    ),
+    Mutant(
+        "farewell-key-signs-all",
+        "connection.cpp",
+        "(frame.kind == FrameKind::kBye || frame.kind == FrameKind::kAbort) &&",
+        "",
         MESSAGES,
     ),
     Mutant(

@@ -222,14 +222,14 @@ def _dump_flight_record(*, only_active: bool = False) -> dict[str, Any]:
 def record_operations() -> dict[str, Any]:
     """Run four operations, and return the flight recorder's entries of them."""
     rank = dist.get_rank()
-    count_before = len(_dump_flight_record()["entries"])
+    last_id = max((e["record_id"] for e in _dump_flight_record()["entries"]), default=-1)
     dist.all_reduce(torch.ones(2, 3))
     dist.all_gather([torch.empty(4, dtype=torch.int64) for _ in range(2)], torch.ones(4).long())
     sent = dist.isend(torch.ones(1), 1 - rank)
     dist.recv(torch.ones(1), 1 - rank)
     sent.wait()
     record = _dump_flight_record()
-    return {**record, "entries": record["entries"][count_before:]}
+    return {**record, "entries": [e for e in record["entries"] if e["record_id"] > last_id]}
 
 
 def list_active_operations() -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -86,10 +87,14 @@ def main() -> None:
     for rank in range(2):
         child = os.fork()
         if child == 0:
+            code = 1
             try:
                 run_rank(rank, port, lacking, write_end)
+                code = 0
+            except BaseException:  # noqa: BLE001 - os._exit() prints nothing
+                traceback.print_exc()
             finally:
-                os._exit(0)
+                os._exit(code)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)

@@ -152,7 +152,7 @@ def test_error_names_a_stopped_rank(ranks: Any) -> None:
             ranks[i].start_case("run_operation", op="all_reduce")
         for i, error in collect_errors(ranks, [0, 1, 2]).items():
             assert "rank 3" in error, f"rank {i}: {error}"
-            assert "did not come within 3 s" in error, f"rank {i}: {error}"
+            assert "did not come within the timeout of 3 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(ranks[3].pid, signal.SIGCONT)
     ranks.leave(members)

@@ -87,7 +87,7 @@ def test_timeout_names_a_stopped_rank(pool: Any, clusters: str) -> None:
             pool, [0, 1, 2], OPERATION_TIMEOUT_SECONDS + MAX_DELAY_SECONDS
         ).items():
             assert "rank 3" in error, f"rank {i}: {error}"
-            assert "did not come within 2.5 s" in error, f"rank {i}: {error}"
+            assert "did not come within the timeout of 2.5 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[3].pid, signal.SIGCONT)
     pool.leave(range(4))
@@ -126,7 +126,7 @@ def test_timeout_names_a_rank_stopped_during_operations(
             pool, [0, 1, 3], OPERATION_TIMEOUT_SECONDS + MAX_DELAY_SECONDS
         ).items():
             assert "rank 2" in error, f"rank {i}: {error}"
-            assert "did not come within 2.5 s" in error, f"rank {i}: {error}"
+            assert "did not come within the timeout of 2.5 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[2].pid, signal.SIGCONT)
     assert "rank 2" in wait_for_errors(pool, [2], MAX_DELAY_SECONDS)[2]
@@ -149,7 +149,7 @@ def test_timeout_names_a_rank_that_never_joins(pool: Any) -> None:
             "join", rank=i, size=3, port=pool.port, key="absent", timeout=1, environment={}
         )
     for error in wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS).values():
-        assert "rank 2 did not come to connect within 1 s" in error
+        assert "rank 2 did not come to connect within the timeout of 1 s" in error
 
 
 def test_mismatched_operations_are_reported(pool: Any) -> None:
@@ -224,7 +224,7 @@ def test_monitored_barrier_names_all_absent_ranks(pool: Any, clusters: str) -> N
     for i in (0, 2):
         error = replies[i]["error"]
         assert "fsccl: monitored_barrier #" in error
-        assert re.search(r"rank 1 .*, rank 3 .* did not come within 1 s", error), (
+        assert re.search(r"rank 1 .*, rank 3 .* did not come within the timeout of 1 s", error), (
             f"rank {i}: {error}"
         )
     pool.leave(range(4))
@@ -253,7 +253,7 @@ def test_first_error_is_permanent(pool: Any) -> None:
     for i in range(2):  # both ranks call it now, so it would succeed without the earlier error
         pool[i].start_case("run_operation", op="all_reduce")
     for error in wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS).values():
-        assert re.search("rank 1 .*did not come within 1 s", error), error
+        assert re.search("rank 1 .*did not come within the timeout of 1 s", error), error
     pool.leave([0, 1])
 
 

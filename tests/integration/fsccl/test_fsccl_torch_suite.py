@@ -26,6 +26,7 @@ SELECTED_TESTS = """
     all_reduce_complex_unsupported_ops all_reduce_full_group_product all_reduce_group_max
     all_reduce_sum all_reduce_sum_async all_reduce_sum_complex all_to_all_complex all_to_all_group
     all_to_all_single_equal_split all_to_all_single_unequal_split_group barrier_group
+    barrier_timeout_full_group
     batch_isend_irecv_gloo_tags broadcast_group destroy_group gather_group gather_object get_future
     grads_same_across_ranks_with_no_sync irecv isend new_subgroups_with_group_param
     reduce_group_product reduce_sum_twice scatter_group scatter_object_list send_recv_any_source
@@ -119,8 +120,8 @@ NOT_PASSING = {
         accumulate_gradients_no_sync_allreduce_with_then_hook
         accumulate_gradients_no_sync_grad_is_view
     """,
-    "expect gloo's error message; test_fsccl_faults.py expects fsccl's, which names the rank": """
-        barrier_timeout_full_group barrier_timeout_global barrier_timeout_group
+    "need ranks that meet through a file": """
+        barrier_timeout_global
     """,
     "call dist.monitored_barrier, for gloo only; test_fsccl_faults.py calls the group's": """
         monitored_barrier_failure_order monitored_barrier_gloo

@@ -27,6 +27,8 @@ TEST_TIMEOUT_SECONDS = 60
 ENABLED_PREFIXES = (
     "test_all_reduce_coalesced",
     "test_all_to_all",
+    "test_barrier_timeout_full_group",
+    "test_barrier_timeout_group",
     "test_batch_isend_irecv_gloo",
     "test_get_future",
     "test_grads_same_across_ranks_with_no_sync",
@@ -58,6 +60,9 @@ def build_suite() -> type[unittest.TestCase]:
     """Return torch's generic tests as a class that runs them on forked ranks."""
     from torch.testing._internal.distributed import distributed_test
 
+    # Profiling is tested for backends by name.
+    for names in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+        getattr(distributed_test, names).append("fsccl")
     # Tests on a subset of the ranks require 8 ranks except with MPI, where 4 are enough.
     os.environ["BACKEND"] = "mpi"
     base: Any = distributed_test.DistributedTest._DistTestBase

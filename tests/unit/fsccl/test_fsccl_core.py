@@ -105,6 +105,11 @@ def test_messages_between_threads(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_ranks_agree_on_a_generation(kind: str) -> None:
+    run(build(kind, "generation_test.cpp"), "150")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_messages_with_a_raw_peer(kind: str) -> None:
     run(build(kind, "raw_peer_test.cpp"))
 

@@ -5,10 +5,11 @@ namespace fsccl {
 std::string CollectiveFingerprint::text() const {
   std::string out = std::string(name_of(op)) + " #" + std::to_string(sequence);
   if (bytes > 0) out += " of " + std::to_string(bytes) + " bytes";
-  if (dtype != DType::kOpaque) out += std::string(" of ") + name_of(dtype);
   const bool reduces =
       op == OpCode::kAllReduce || op == OpCode::kReduce || op == OpCode::kReduceScatter;
-  if (reduces) out += std::string(", ") + name_of(red_op);
+  if (dtype != DType::kOpaque) {
+    out += std::string(" of ") + name_of(dtype) + (reduces ? std::string(", ") + name_of(red_op) : "");
+  }
   if (root >= 0) out += ", root " + std::to_string(root);
   return out;
 }

@@ -315,7 +315,7 @@ void Group::collect_barrier_reports(const CollectiveFingerprint& fingerprint, co
   }
   if (first_late_rank >= 0)
     throw Error(Fault::kTimeout, first_late_rank,
-                late_rank_names + " did not come within " + d.text());
+                late_rank_names + " did not come within the timeout of " + d.text());
   for (int r = 1; r < config_.size; ++r) transport_->send(r, tag, BufferList(), fingerprint);
 }
 

@@ -17,7 +17,7 @@ constexpr const char* kLatestProposalKey = "generation/latest";
 class GenerationAgreement {
  public:
   GenerationAgreement(Store& store, int rank, int size)
-      : store_(store), rank_(rank), size_(size), nonce_(text_of(random_key())) {
+      : store_(store), rank_(rank), size_(size), nonce_(std::to_string(random_number())) {
     for (int r = 0; r < size_; ++r) nonce_keys_.push_back("generation/nonce/" + std::to_string(r));
     store_.set(nonce_keys_[static_cast<size_t>(rank_)], nonce_);
   }
@@ -113,7 +113,7 @@ std::string agree_on_generation(Store& store, int rank, const std::vector<std::s
       std::string text;
       for (const int r : absent) text += (text.empty() ? "" : ", ") + names[static_cast<size_t>(r)];
       throw Error(Fault::kTimeout, absent.empty() ? -1 : absent[0],
-                  (text.empty() ? "the store" : text) + " did not come to connect within " +
+                  (text.empty() ? "the store" : text) + " did not come to connect within the timeout of " +
                       deadline.text());
     }
     std::this_thread::sleep_for(interval);

@@ -113,7 +113,7 @@ void Group::wait_at_rendezvous(int expected_rank, const Deadline& d,
         names += (names.empty() ? "" : ", ") + names_[static_cast<size_t>(r)];
       }
       throw Error(Fault::kTimeout, absent[0],
-                  names + " did not come to connect within " + d.text());
+                  names + " did not come to connect within the timeout of " + d.text());
     }
     std::this_thread::sleep_for(interval);
     interval = std::min(interval * 2, max_interval);

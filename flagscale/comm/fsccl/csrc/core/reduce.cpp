@@ -233,10 +233,9 @@ ReduceFunction function_for(DType t, RedOp op) {
       return arithmetic_function<NativeType<double>>(op);
     case DType::kBool:
       return boolean_function(op);
-    case DType::kOpaque:
-      return nullptr;
+    default:
+      return nullptr;  // types that are only moved
   }
-  return nullptr;
 }
 
 }  // namespace

@@ -229,7 +229,7 @@ void ShmSteps::throw_if_timed_out(int at_fault) const {
   if (!deadline_.passed()) return;
   if (straggler_query_) at_fault = straggler_query_(at_fault);
   throw Error(Fault::kTimeout, at_fault,
-              name(at_fault) + " did not come within " + deadline_.text());
+              name(at_fault) + " did not come within the timeout of " + deadline_.text());
 }
 
 int ShmSteps::local_rank_of(int group_rank) const {

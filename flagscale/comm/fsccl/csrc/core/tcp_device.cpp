@@ -1,5 +1,6 @@
 #include "tcp_device.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
 
 #include <cerrno>
@@ -40,6 +41,7 @@ TcpDevice::TcpDevice(TcpOptions options) : options_(std::move(options)) {
     listeners_.push_back(std::move(listener.fd));
     tcp_addresses_.insert(0, " " + listener.address);
   }
+  restore_reserve();
   id_ = receiving_.add(this);
   set_accepting(true);
 }
@@ -138,6 +140,10 @@ void TcpDevice::set_accepting(bool on) {
   accepting_ = on;
 }
 
+void TcpDevice::restore_reserve() {
+  if (reserve_.get() < 0) reserve_ = Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+}
+
 void TcpDevice::accept_all() {
   bool has_room = true;
   for (const Fd& listener : listeners_) {
@@ -145,6 +151,10 @@ void TcpDevice::accept_all() {
       has_room = has_room && unauthenticated_.size() < kMaxUnauthenticated;
       if (!has_room) break;
       Fd fd = accept_from(listener.get(), options_);
+      if (fd.get() < 0 && errno == EMFILE && reserve_.get() >= 0) {
+        reserve_ = Fd(-1);
+        fd = accept_from(listener.get(), options_);
+      }
       const int key = fd.get();
       if (key < 0) {
         has_room = errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
@@ -231,6 +241,7 @@ void TcpDevice::on_tick() {
     farewell_sent_.pop_front();
   }
   if (!accepting_) accept_all();
+  restore_reserve();
   if (accept_error_.empty() || Clock::now() - accept_failed_at_ < kMaxAcceptDelay) return;
   for (auto& [token, registration] : registrations_) receiving_.wake(registration.handler);
 }

@@ -104,6 +104,7 @@ class TcpDevice final : public Device,
   void on_tick() override;
   void accept_all();
   void set_accepting(bool on);
+  void restore_reserve();
   void read_hellos();
   enum class HelloState { kIncomplete, kValid, kInvalid };
   static HelloState read_hello(UnauthenticatedPeer* peer);
@@ -127,6 +128,9 @@ class TcpDevice final : public Device,
   // New connections are accepted. False while kMaxUnauthenticated is reached or the process is out
   // of descriptors.
   bool accepting_ = false;
+  // A descriptor that is given up for a connection if no other is left: on it, a rank whose group
+  // has failed for want of descriptors can report that.
+  Fd reserve_;
   // Error of accept4() since `accept_failed_at_`; empty while connections are accepted.
   std::string accept_error_;
   Clock::time_point accept_failed_at_;

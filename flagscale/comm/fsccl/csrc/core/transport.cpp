@@ -20,7 +20,7 @@ void Transport::wait(const RequestPtr& request, const Deadline& deadline,
       const std::string subject =
           peer == kAnySource ? std::string("no rank's message") : name(peer);
       throw Error(Fault::kTimeout, peer,
-                  subject + (peer == kAnySource ? " came" : " did not come") + " within " +
+                  subject + (peer == kAnySource ? " came" : " did not come") + " within the timeout of " +
                       deadline.text());
     }
   }

@@ -229,7 +229,7 @@ void DeviceEngine::check_wait(int peer) {
   const auto margin = std::min(Deadline::Ms(500), deadline_.limit() / 5);
   if (!control_block_->has_member(at_fault) && !deadline_.earlier_by(-margin).passed()) return;
   throw Error(Fault::kTimeout, at_fault,
-              group_->name(at_fault) + " did not come within " + deadline_.text());
+              group_->name(at_fault) + " did not come within the timeout of " + deadline_.text());
 }
 
 // Finds the rank at fault for an error of a native library, which does not report it; the ranks of
@@ -252,7 +252,7 @@ Error DeviceEngine::attribute_error(const Error& error) {
   if (at_fault == rank_ || !deadline_.passed()) return error;
   return Error(
       Fault::kTimeout, at_fault,
-      group_->name(at_fault) + " did not come within " + deadline_.text() + library_error_text);
+      group_->name(at_fault) + " did not come within the timeout of " + deadline_.text() + library_error_text);
 }
 
 void DeviceEngine::barrier(const Deadline& d) {

@@ -83,7 +83,7 @@ void StreamWatchdog::check_deadline() const {
     if (peer < 0 && !has_reached(*w.word, w.value)) peer = w.peer;
   }
   const std::string name = peer < 0 ? "the native library" : engine_.group().name(peer);
-  throw Error(Fault::kTimeout, peer, name + " did not come within " + first.deadline.text());
+  throw Error(Fault::kTimeout, peer, name + " did not come within the timeout of " + first.deadline.text());
 }
 
 void StreamWatchdog::fail_all(const Error& cause) {
