@@ -10,7 +10,8 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,34 @@ def strict_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(replace_nonfinite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
+def stored_as(key: str) -> dict[str, str]:
+    """Return the metadata of a dataclass field whose key in JSON differs from its name.
+
+    With it a field can be renamed while files and messages of other versions remain readable.
+    """
+    return {"stored_as": key}
+
+
+@cache
+def record_keys(record_type: type) -> dict[str, str]:
+    """Return the key in JSON of each field of a dataclass, by name of the field."""
+    return {
+        field.name: field.metadata.get("stored_as", field.name) for field in fields(record_type)
+    }
+
+
 def to_plain(value: Any) -> Any:
     """Convert dataclasses, mappings and sequences to JSON types, and paths to text.
 
-    Dataclasses become objects whose keys are the field names. Inverse:
-    :func:`flagscale.records.from_record`.
+    Dataclasses become objects whose keys are the field names, or those of :func:`stored_as`.
+    Inverse: :func:`flagscale.records.from_record`.
     """
-    value_type = type(value)
+    value_type: Any = type(value)
     if value_type is str or value is None or value_type is int:
         return value
     if is_dataclass(value):
-        return {name: to_plain(inner) for name, inner in vars(value).items()}
+        keys = record_keys(value_type)
+        return {keys.get(name, name): to_plain(inner) for name, inner in vars(value).items()}
     if isinstance(value, Mapping):
         return {name: to_plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from flagscale.errors import ConfigError
-from flagscale.files import to_plain
+from flagscale.files import record_keys, to_plain
 
 _T = TypeVar("_T")
 _Reader = Callable[[Any], Any]
@@ -81,7 +81,8 @@ def _build_reader(hint: Any) -> _Reader:
         return _build_generic_reader(origin, get_args(hint))
     if is_dataclass(hint):
         hints = get_type_hints(hint)
-        readers = [(field.name, _build_reader(hints[field.name])) for field in fields(hint)]
+        keys = record_keys(cast(Any, hint))
+        readers = [(name, key, _build_reader(hints[name])) for name, key in keys.items()]
         return _build_object_reader(cast(_Reader, hint), readers)
     if hint in _SCALAR_READERS:
         return _SCALAR_READERS[hint]
@@ -131,13 +132,15 @@ def _build_tuple_reader(readers: Sequence[_Reader]) -> _Reader:
 
 
 def _build_object_reader(
-    record_type: Callable[..., Any], readers: list[tuple[str, _Reader]]
+    record_type: Callable[..., Any], readers: list[tuple[str, str, _Reader]]
 ) -> _Reader:
+    """Return the reader of a dataclass from the name, key and reader of each field."""
+
     def read(value: Any) -> Any:
         record = _require_type(dict, value)
-        if any(name not in record for name, _ in readers):
+        if any(key not in record for _, key, _ in readers):
             raise ValueError("not all of its fields")
-        return record_type(**{name: reader(record[name]) for name, reader in readers})
+        return record_type(**{name: reader(record[key]) for name, key, reader in readers})
 
     return read
 

@@ -38,7 +38,8 @@ _OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
         "[user@]host[:port], as for ssh -J",
     ),
 }
-"""Options of a line: a function that is true for valid text, and a description of valid text."""
+"""Options of a line: a function that returns a true value for valid text, and a description of
+valid text for messages."""
 _OPTION_NAMES = (*_OPTIONS, "addr", "via")
 _SYNTAX_HINT = "expected `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]`"
 
@@ -73,8 +74,8 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     hosts: dict[str, Host] = {}
     addresses: dict[str, str] = {}
     problems: list[Problem] = []
-    # Editors of other systems put a byte-order mark in front.
-    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+    # Some editors begin a file with a byte-order mark.
+    for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -82,7 +83,7 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
             for host in _parse_line(words):
                 _add_host(host, hosts, addresses)
         except ValueError as error:
-            problems.append(Problem("", str(error), f"{path}:{number}"))
+            problems.append(Problem("", str(error), f"{path}:{line_number}"))
     if not problems and not hosts:
         problems.append(Problem("", f"no host in it; {_SYNTAX_HINT}", str(path)))
     problems.extend(_find_mixed_types(tuple(hosts.values()), path))
@@ -102,7 +103,7 @@ def _add_host(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> 
     if host.addr is not None:
         owner = addresses.setdefault(host.addr.lower(), host.name)
         if owner != host.name:
-            raise ValueError(f"addr={host.addr} is {owner}'s already")
+            raise ValueError(f"addr={host.addr} is already the address of {owner}")
     hosts[host.name.lower()] = host
 
 
@@ -127,7 +128,7 @@ def _parse_line(words: list[str]) -> list[Host]:
     for option in options:
         key, equals, value = option.partition("=")
         if not equals or key not in _OPTION_NAMES:
-            raise ValueError(f"{option!r} is not understood; {_SYNTAX_HINT}")
+            raise ValueError(f"{option!r} is not an option; {_SYNTAX_HINT}")
         if key in values:
             raise ValueError(f"{key} is given twice")
         values[key] = value
@@ -253,7 +254,8 @@ def choose_hosts(
             raise ConfigError(Problem("experiment.runner.nnodes", message), hint=hint)
         return (Host("localhost"),)
     hosts = tuple(listed_hosts)[: smallest_limit(len(listed_hosts), nnodes)]
-    # Resolving each of many names could take minutes, and the result would not be used.
+    # With several hosts over SSH no name is resolved: this could take minutes, and only obvious
+    # names of this machine matter.
     is_local = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
     hostname = socket.gethostname()
     local_names = [
@@ -263,14 +265,14 @@ def choose_hosts(
         problem = Problem(
             _HOSTFILE_KEY, f"{hostfile}: all of {compress_names(local_names)} are this machine"
         )
-        hint = "name it once, with as many slots as it has devices"
+        hint = "list it once, with as many slots as it has devices"
         raise ConfigError(problem, hint=hint)
     if runner_type == "local" and len(local_names) < len(hosts):
         remote_names = [host.name for host in hosts if host.name not in local_names]
         problem = Problem(
             _HOSTFILE_KEY, f"{hostfile}: other machines: {compress_names(remote_names)}"
         )
-        hint = "experiment.runner.type: ssh starts there; local is this machine only"
+        hint = "experiment.runner.type: ssh starts ranks on other machines, local on this one only"
         raise ConfigError(problem, hint=hint)
     return hosts
 

@@ -380,7 +380,7 @@ class Agent:
             if job_is_over and not self._server.has_connections():
                 break
         if self._coordinator is not None:
-            self._coordinator.abandon_stop(time.monotonic())
+            self._coordinator.complete_stop(time.monotonic())
             self._step_coordinator(time.monotonic())
         if self._client is not None:
             self._client.close()

@@ -14,7 +14,7 @@ from typing import Any
 from flagscale.files import read_json
 from flagscale.launcher.layout import LIVENESS_FILE
 from flagscale.launcher.liveness import diagnosis
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import FINAL_STATUSES, JobPhase
 from flagscale.launcher.state import Exit, HostState, RunState
 from flagscale.records import from_record
@@ -163,4 +163,4 @@ def _diagnose_host(host: HostState, events: Mapping[int, Sequence[Event]]) -> Fa
     failure = Failure(
         host.name, rank=None, exit_code=ended.code, reason=reason, traceback=output, log=host.output
     )
-    return FailureReport(failure, ended.ended, Severity.KILLED)
+    return FailureReport(failure, ended.ended, FailureKind.PROCESS_KILLED)

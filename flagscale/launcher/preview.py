@@ -36,7 +36,7 @@ def print_dry_run(experiment: Experiment, options: Options) -> int:
 
 
 def _find_host(name: str, hosts: Sequence[HostPlan]) -> HostPlan:
-    """Return the host of this name."""
+    """Return the host with this name; raise ConfigError if the plan has none."""
     for host in hosts:
         if host.name == name:
             return host
@@ -51,22 +51,24 @@ def print_checks(experiment: Experiment, options: Options) -> int:
     """
     from flagscale.launcher.preflight.checks import compute_exit_code
 
-    with runner_for_experiment(experiment).prepare(experiment, checking=True, fresh=True) as ready:
-        checks = ready.checks
+    with runner_for_experiment(experiment).prepare(
+        experiment, checking=True, fresh=True
+    ) as prepared_run:
+        checks = prepared_run.checks
     if options.json:
         print(json.dumps([vars(check) for check in checks], indent=2, ensure_ascii=False))
         return compute_exit_code(checks)
     from flagscale.launcher.show import view
 
     view.make_console().print(view.checks_table(checks))
-    for note in ready.plan.notes:
+    for note in prepared_run.plan.notes:
         print(f"note: {note}")
     return compute_exit_code(checks)
 
 
 def print_estimate(experiment: Experiment, options: Options) -> int:
-    """Print memory, arithmetic and, if known, time of a step per stage. Return 2 if it does not
-    fit.
+    """Print memory, floating-point operations and, if known, step time of each pipeline stage.
+    Return 2 if a stage exceeds the memory of its devices.
     """
     from flagscale.estimate.notes import describe_excess
     from flagscale.estimate.plan import estimate_experiment

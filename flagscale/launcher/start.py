@@ -4,7 +4,7 @@ The training program of this project reports ``joined`` from every rank, ``ready
 and checkpoint are loaded, and ``progress`` after its first step; ``runner.wait_for`` selects the
 event to wait for. Other programs that report status have no ``ready``; they count as ready once
 they have joined. A program that reports nothing counts as started after all its rank processes have
-lived for a few seconds.
+run for a few seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _FAILURE_REPORT_SECONDS = 5.0
 _SCAN_SECONDS = 0.25
 # Interval of progress lines about a slow start.
 _PROGRESS_LINE_SECONDS = 15.0
-# The agents themselves end a restart whose ranks do not join; they come first.
+# The agents end a restart whose ranks do not join. This margin lets them do so first.
 _RESTART_MARGIN_SECONDS = 30.0
 
-_READY = ("ready", "progress", "finished")
-_REPORTS = {"joined": ("joined", *_READY), "ready": _READY}
-_STAGE_NAMES = {"ready": "the model, the data and the checkpoint", "step": "the first step"}
+_READY_EVENTS = ("ready", "progress", "finished")
+# Events that show that a rank has reached a stage, or one after it.
+_EVENTS_BY_STAGE = {"joined": ("joined", *_READY_EVENTS), "ready": _READY_EVENTS}
+_AWAITED_WORK = {"ready": "the model, the data and the checkpoint", "step": "the first step"}
 
 
 def wait_until_started(
@@ -65,8 +66,9 @@ class _StartWait:
         self._state = state
         self._runner = runner
         self._timeout = timeout
-        joining = wait_for == "joined" or (wait_for == "ready" and state.external)
-        self._wait_for = "joined" if joining else wait_for
+        # Other programs never report ``ready``.
+        has_no_ready = wait_for == "ready" and state.external
+        self._wait_for = "joined" if has_no_ready else wait_for
         self._reader = EventReader(state.hosts)
         self._start_time = self._attempt_start_time = time.monotonic()
         self._joined_at: float | None = None
@@ -93,17 +95,17 @@ class _StartWait:
 
     def _describe_if_reached(self) -> str:
         """Describe the progress if ``wait_for`` is reached; otherwise return an empty string."""
-        world, events = self._state.world_size, self._reader.events
+        world_size, events = self._state.world_size, self._reader.events
         if self._state.external and not events and self._all_processes_run():
-            return f"{world} rank process(es) are running"
-        if len(self._ranks_at("joined")) < world:
+            return f"{world_size} rank process(es) are running"
+        if len(self._ranks_at("joined")) < world_size:
             return ""
         now = time.monotonic()
-        joined = f"{world} rank(s) joined"
+        joined = f"{world_size} rank(s) joined"
         if self._joined_at is None:
             self._joined_at = self._last_line_at = now
             if self._wait_for != "joined" and not self._stage_reached():
-                stage = _STAGE_NAMES[self._wait_for]
+                stage = _AWAITED_WORK[self._wait_for]
                 log_line(f"{joined} in {now - self._start_time:.1f} s; waiting for {stage}")
         if not self._stage_reached():
             return ""
@@ -114,7 +116,7 @@ class _StartWait:
         return f"{joined} and are {stage} in {seconds:.1f} s"
 
     def _all_processes_run(self) -> bool:
-        """Return whether all rank processes of a program without status have lived for a while."""
+        """Return whether all rank processes of a program without status have run long enough."""
         now = time.monotonic()
         if now - self._last_count_at < _SCAN_SECONDS:
             return False
@@ -124,7 +126,7 @@ class _StartWait:
         return now - self._running_since >= STABLE_PROCESS_SECONDS
 
     def _is_current(self, job: dict[str, Any]) -> bool:
-        """Return whether all reports belong to the current attempt."""
+        """Return whether the attempt is running and all events that were read belong to it."""
         running = job.get("phase", "running") == "running"
         return running and self._reader.attempts() <= {job.get("attempt", 1)}
 
@@ -135,10 +137,10 @@ class _StartWait:
         return len(self._ranks_at(self._wait_for)) >= self._state.world_size
 
     def _ranks_at(self, stage: str) -> set[int]:
-        return set().union(*(self._reader.ranks_with(event) for event in _REPORTS[stage]))
+        return set().union(*(self._reader.ranks_with(event) for event in _EVENTS_BY_STAGE[stage]))
 
     def _list_missing(self) -> str:
-        """List the ranks that are still awaited, shortened."""
+        """Return a shortened list of the ranks that have not reached the stage, for messages."""
         stage = "ready" if self._joined_at is not None and self._wait_for == "ready" else "joined"
         ranks = sorted(set(range(self._state.world_size)) - self._ranks_at(stage))
         return f"; missing: {list_first(ranks)}" if ranks else ""
@@ -151,7 +153,7 @@ class _StartWait:
         if self._joined_at is None:
             progress = f"{len(self._ranks_at('joined'))} of {self._state.world_size} rank(s) joined"
         else:
-            progress = f"waiting for {_STAGE_NAMES[self._wait_for]}"
+            progress = f"waiting for {_AWAITED_WORK[self._wait_for]}"
         log_line(f"{now - self._start_time:.0f} s: {progress}{self._list_missing()}")
 
     def _describe_if_late(self) -> str:
@@ -165,16 +167,17 @@ class _StartWait:
         if time.monotonic() - stage_start <= self._timeout + margin:
             return ""
         if self._joined_at is not None:
+            work = _AWAITED_WORK[self._wait_for]
             return (
                 f"{self._state.world_size} rank(s) joined, and {self._timeout:g} s later are still "
-                f"busy with {_STAGE_NAMES[self._wait_for]}{self._list_missing()}. The run goes on"
+                f"busy with {work}{self._list_missing()}. The run continues"
             )
         missing = self._list_missing()
         self._runner.stop(self._state)
         raise JobError(
             f"run {self._state.run_id}: not every rank joined within {self._timeout:g} s{missing}. "
             f"The run was stopped\n  log: {self._state.hosts[0].output}",
-            hint="raise experiment.runner.start_timeout if the start just takes longer"
+            hint="raise experiment.runner.start_timeout if the start takes longer than that"
             + _describe_required_ports(self._state),
         )
 
@@ -189,7 +192,7 @@ class _StartWait:
         return is_final and bool(self._reader.ranks_with("failed"))
 
     def _print_restarts(self, job: dict[str, Any]) -> None:
-        """Report attempts that are followed by another one, which gets its own timeout."""
+        """Print the failed attempts that were followed by a restart, whose timeout starts anew."""
         restarts = job.get("restarts", [])
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = from_record(Failure, restart.get("failure"))
@@ -224,10 +227,10 @@ class _StartWait:
                 exit_code=1,
             )
         if failure is None and self._reader.ranks_with("failed"):
-            return "a rank reported a failure, but the job goes on"
+            return "a rank reported a failure, but the job continues"
         if failure is None:
-            ends = [ended for host in state.hosts if (ended := host.exit()) is not None]
-            if ends and not any(ended.code for ended in ends):
+            exits = [exit_ for host in state.hosts if (exit_ := host.exit()) is not None]
+            if exits and not any(exit_.code for exit_ in exits):
                 return (
                     "the job has ended on some hosts, without an error, and is ending on the rest"
                 )
@@ -240,13 +243,13 @@ class _StartWait:
 
 def _was_stopped(state: RunState) -> bool:
     """Return whether ``action=stop`` or a signal has ended the run."""
-    ends = [host.exit() for host in state.hosts]
-    signalled = any(end is not None and end.signal is not None for end in ends)
+    exits = [host.exit() for host in state.hosts]
+    signalled = any(exit_ is not None and exit_.signal is not None for exit_ in exits)
     return signalled or reload_state(state).stop_requested is not None
 
 
 def _describe_required_ports(state: RunState) -> str:
-    """Describe network requirements of several hosts that no check of one host covers."""
+    """Describe the ports that hosts must reach on the first one, which checks cannot test."""
     plan = read_json(Layout(state.exp_dir).plan) or {}
     if len(state.hosts) == 1 or not plan.get("master_port"):
         return ""

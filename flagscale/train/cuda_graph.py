@@ -3,7 +3,7 @@
 For a small model, kernels finish faster than the host launches them. The first steps (warm-up) run
 eagerly. Then the forward and backward passes of all micro-batches are captured once and replayed in
 each following step. The graph reads and writes static memory: each step's data is copied into the
-captured input tensors, and gradients accumulate in the same buffers in any case. Gradient
+captured input tensors, and gradients always accumulate in the same buffers. Gradient
 finalization, which communicates, and the optimizer step run outside the graph.
 """
 
@@ -26,7 +26,7 @@ _CAPTURES_UNTIL_WARNING = 4
 
 
 class CudaGraphSchedule:
-    """Graph-captured version of megatron.core's forward-backward schedule without pipelining.
+    """megatron.core's forward-backward schedule without pipelining, captured as a CUDA graph.
 
     Callable with the same arguments as the schedule that it wraps.
     """
@@ -59,8 +59,8 @@ class CudaGraphSchedule:
         config.finalize_model_grads_func = self._record_finalize_arguments
         self._static_batches: list[PreparedMicroBatch] = []
         self._replay: Callable[[], None] | None = None
-        self._reports: LossReports = []
-        self._captures = 0
+        self._loss_reports: LossReports = []
+        self._capture_count = 0
 
     def __call__(
         self,
@@ -96,12 +96,12 @@ class CudaGraphSchedule:
         with self._device.side_stream():
             if self._warmup_steps_left > 0:
                 self._warmup_steps_left -= 1
-                self._reports = run_schedule(iter(batches))
+                self._loss_reports = run_schedule(iter(batches))
             else:
                 self._run_graph(batches, run_schedule)
         finalize_args, finalize_kwargs = self._finalize_arguments
         self._finalize_grads(*finalize_args, **finalize_kwargs)
-        return self._reports
+        return self._loss_reports
 
     def _run_graph(
         self,
@@ -122,20 +122,20 @@ class CudaGraphSchedule:
         batches: list[PreparedMicroBatch],
         run_schedule: Callable[[Iterator[Any]], LossReports],
     ) -> None:
-        self._captures += 1
-        if self._captures == _CAPTURES_UNTIL_WARNING:
+        self._capture_count += 1
+        if self._capture_count == _CAPTURES_UNTIL_WARNING:
             warnings.warn(
-                "the shapes of steps change often, and each change requires a new graph capture, "
-                "which costs more time than graphs save: leave cuda_graph_impl out",
+                "the shapes of micro-batches change often, and each change requires a new capture, "
+                "which costs more time than CUDA graphs save: remove cuda_graph_impl",
                 stacklevel=2,
             )
         # Release the memory of the previous graph before the next capture.
-        self._replay, self._reports = None, []
+        self._replay, self._loss_reports = None, []
         self._static_batches = [batch.copy() for batch in batches]
         self._invalidate_caches()
 
         def run_static_batches() -> None:
-            self._reports = run_schedule(iter(self._static_batches))
+            self._loss_reports = run_schedule(iter(self._static_batches))
 
         self._replay = self._device.capture_graph(run_static_batches)
 

@@ -61,17 +61,17 @@ class DefaultGroup:
 
     Attributes:
         backend: name of the communication backend.
-        seconds: duration of the initialization.
+        init_seconds: duration of the initialization.
         same_device_kind: whether all ranks have the same kind of device.
     """
 
     backend: str
-    seconds: float
+    init_seconds: float
     same_device_kind: bool
 
 
 def init_default_group(
-    rank: RankIdentity,
+    identity: RankIdentity,
     device: Device,
     *,
     backend: str,
@@ -81,7 +81,7 @@ def init_default_group(
     """Initialize the default process group and verify it with an all_reduce over all ranks.
 
     Args:
-        rank: identity of this process.
+        identity: rank of this process and number of ranks.
         device: device of this rank.
         backend: name of a communication backend (``distributed_backend``).
         timeout_minutes: timeout of the rendezvous and of collectives.
@@ -94,19 +94,19 @@ def init_default_group(
     backend_options = registry.parse_backend_options(backend, options)
     comm_backend = registry.get_usable_backend(backend, device.kind, TRAINING_OPERATIONS)
     comm_backend.export_options(backend_options)
-    if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if identity.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     start_time, timeout = time.monotonic(), timedelta(minutes=timeout_minutes)
     try:
-        store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))[0]
-        _check_same_backend(store, rank, f"{comm_backend.name} on {device.name}")
+        store = next(rendezvous("env://", identity.rank, identity.world_size, timeout=timeout))[0]
+        _check_same_backend(store, identity, f"{comm_backend.name} on {device.name}")
         store.add(_STORE_KEY_PREFIX_DEVICE_KIND + device.kind, 1)
         with comm_backend.creation_context():
             dist.init_process_group(
                 comm_backend.torch_backend(device.kind),
                 store=dist.distributed_c10d.PrefixStore("default_pg", store),
-                rank=rank.rank,
-                world_size=rank.world_size,
+                rank=identity.rank,
+                world_size=identity.world_size,
                 timeout=timeout,
                 **comm_backend.init_options(device.torch_device, backend_options),
             )
@@ -117,25 +117,27 @@ def init_default_group(
         ranks_of_kind = store.add(_STORE_KEY_PREFIX_DEVICE_KIND + device.kind, 0)
     except (dist.DistError, RuntimeError) as error:
         raise JobError(
-            f"rank {rank.rank} could not join {rank.world_size} ranks at "
+            f"rank {identity.rank} could not join {identity.world_size} ranks at "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
             f"with {comm_backend.name}: {error}"
         ) from error
-    if ranks_counted != rank.world_size:
-        raise JobError(f"rank {rank.rank} reached {ranks_counted} of {rank.world_size} ranks")
+    if ranks_counted != identity.world_size:
+        raise JobError(
+            f"rank {identity.rank} reached {ranks_counted} of {identity.world_size} ranks"
+        )
     return DefaultGroup(
         comm_backend.name, time.monotonic() - start_time, ranks_of_kind == ranks_counted
     )
 
 
-def _check_same_backend(store: Any, rank: RankIdentity, backend_and_device: str) -> None:
+def _check_same_backend(store: Any, identity: RankIdentity, backend_and_device: str) -> None:
     """Raise JobError if rank 0 uses another backend, with which this rank would wait forever."""
-    if rank.rank == 0:
+    if identity.rank == 0:
         store.set(_STORE_KEY_BACKEND, backend_and_device)
     backend_of_rank_0 = store.get(_STORE_KEY_BACKEND).decode()
     if backend_of_rank_0.partition(" on ")[0] != backend_and_device.partition(" on ")[0]:
         raise JobError(
-            f"rank {rank.rank} uses {backend_and_device}, rank 0 uses {backend_of_rank_0}",
+            f"rank {identity.rank} uses {backend_and_device}, rank 0 uses {backend_of_rank_0}",
             hint="set distributed_backend to one that supports both devices, such as fsccl",
         )
 
@@ -194,7 +196,7 @@ def _init_homogeneous(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
 
     rank_order, expert_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
-    if args.shares is not None:
+    if args.shares is not None:  # micro-batches per replica, in heterogeneous data parallelism
         rank_order = "tp-cp-ep-pp-dp"
         if not args.num_moe_experts:
             # No rank has experts, but megatron.core creates expert groups, which must have as many

@@ -117,6 +117,7 @@ class Stepper:
                 data, self.count_micro_batches(batch_size), forward_only=False
             )
         self.router_losses.count_step(self.count_micro_batches(batch_size))
+        # With ``tail_above: skip``, an all_reduce that lost too much data was skipped.
         are_gradients_lost = self._skip_detector.pop_skipped()
         if are_gradients_lost:
             is_updated, grad_norm, zero_gradients = False, None, None
@@ -157,13 +158,14 @@ class Stepper:
         chunks = self._state.chunks
         for chunk in chunks:
             chunk.eval()
+        # Sum of losses and number of tokens.
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for _ in range(steps):
-                for report in self._run_schedule(
+                for loss_report in self._run_schedule(
                     data, self._args.num_microbatches, forward_only=True
                 ):
-                    total += report[LOSS_REPORT_KEY]
+                    total += loss_report[LOSS_REPORT_KEY]
         for chunk in chunks:
             chunk.train()
         dist.all_reduce(total)
@@ -172,10 +174,10 @@ class Stepper:
 
     @contextmanager
     def _time_step(self) -> Iterator[None]:
-        """Return a context manager that times a step while the stopwatch is enabled.
+        """Return a context manager that starts timing a step if the stopwatch is enabled.
 
-        Parameters are gathered before it starts, so that it does not measure waiting for other
-        ranks.
+        Parameters are gathered before it starts, so that the time includes no waiting for other
+        ranks. The stopwatch stops before gradients are reduced.
         """
         if self._stopwatch is None or not self._stopwatch.enabled:
             yield
@@ -235,7 +237,8 @@ class Stepper:
     ) -> torch.Tensor:
         """Return the fp64 tensor [6] that :meth:`DeferredMetrics.add` expects.
 
-        The first four values are summed over all ranks. Tensor-parallel ranks report the same
+        The sum of losses, the number of tokens and the two stop flags are summed over all ranks.
+        Tensor-parallel ranks report the same
         micro-batches, which cancels in the quotient of losses and tokens.
         """
         values = torch.zeros(4, dtype=torch.float64, device=self._device)

@@ -84,7 +84,7 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     status.write(
         "joined",
         backend=default_group.backend,
-        seconds=round(default_group.seconds, 3),
+        seconds=round(default_group.init_seconds, 3),
         place=layout_position,
     )
     join_time = time.monotonic()

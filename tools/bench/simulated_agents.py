@@ -21,7 +21,7 @@ from typing import Any
 
 from flagscale.errors import JobError
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
     EndAttempt,
@@ -52,7 +52,7 @@ class SimulatedAgent:
     """Time between two heartbeats."""
     attempt: int = 0
     """Number of earlier starts of the job."""
-    ended: int | None = None
+    exit_code: int | None = None
     """Exit code of the host's ranks; None while they run."""
     silent: bool = False
     """Neither read nor send, but keep the connection open."""
@@ -83,16 +83,16 @@ class SimulatedAgent:
             traceback="",
             log=Path("log"),
         )
-        report = FailureReport(failure, time.time(), Severity.FAILED)
+        report = FailureReport(failure, time.time(), FailureKind.RANK_FAILED)
         self.client.send(RankFailed(*self._message_header(), report))
         return failure
 
     def end_attempt(self, code: int) -> None:
-        self.ended = code
+        self.exit_code = code
         self.client.send(AttemptEnded(*self._message_header(), self._host_progress()))
 
     def start_attempt(self, attempt: int) -> None:
-        self.attempt, self.ended = attempt, None
+        self.attempt, self.exit_code = attempt, None
 
     def last_order(self, kind: type[Order]) -> Order | None:
         """Return the last order of the given kind, or None."""
@@ -102,16 +102,16 @@ class SimulatedAgent:
         return self.number, self.attempt, time.time()
 
     def _host_progress(self) -> HostProgress:
-        status = HostStatus.RUNNING if self.ended is None else HostStatus.FAILED
+        status = HostStatus.RUNNING if self.exit_code is None else HostStatus.FAILED
         return HostProgress(
             status,
             joined=1,
             nproc=1,
-            moves=1,
-            busy=False,
-            lived=False,
-            ended=self.ended,
-            report=None,
+            progress_count=1,
+            in_busy_activity=False,
+            has_run_long=False,
+            exit_code=self.exit_code,
+            failure_report=None,
         )
 
 

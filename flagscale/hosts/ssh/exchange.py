@@ -30,7 +30,7 @@ from flagscale.hosts.errors import HostError
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
 #: Limit of a command line in bytes: the login shell gets it as one argument, at most 128 KiB on
-# Linux.
+#: Linux.
 MAX_LINE_BYTES = 128 * 1024 - 1
 
 MARKER = b"\x02flagscale\x03"
@@ -45,8 +45,8 @@ _CHUNK_BYTES = 1 << 16
 #: Input in bytes that sshd accepts before the command has read any of it.
 BUFFERED_INPUT_BYTES = 1 << 20
 
-#: Seconds without output, after a command's exit, until the output that other processes hold open
-#: is given up.
+#: Seconds without output, after a command's exit, until its streams are abandoned: other processes
+#: may hold them open.
 _QUIET_SECONDS = 2.0
 
 #: Seconds between checks of the exit status of a command that prints nothing.
@@ -145,7 +145,7 @@ class SshLink(Closeable):
         return errors.ConnectionLostError(
             self.target.name,
             f"the connection to {self.target.route} was lost: the machine, its network or its "
-            "sshd went away; what was started there may still run",
+            "sshd is down; processes started there may still run",
         )
 
     @contextlib.contextmanager
@@ -173,11 +173,11 @@ class SshLink(Closeable):
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             if expired.is_set():
-                request = f"{self.target.route} did not {request} within {seconds:g} s"
-                raise errors.ConnectionLostError(self.target.name, request) from error
+                message = f"{self.target.route} did not {request} within {seconds:g} s"
+                raise errors.ConnectionLostError(self.target.name, message) from error
             if isinstance(error, paramiko.SSHException) and self.survived_error():
-                request = f"{self.target.route} refuses to {request}: {error}"
-                raise errors.ChannelRefusedError(self.target.name, request) from error
+                message = f"{self.target.route} refuses to {request}: {error}"
+                raise errors.ChannelRefusedError(self.target.name, message) from error
             raise self.connection_lost() from error
         finally:
             timer.cancel()
@@ -233,14 +233,14 @@ class CommandExchange:
             threading.Thread(target=self._send, args=(stdin, close_stdin), daemon=True).start()
 
     def _send(self, stdin: bytes, close_stdin: bool) -> None:
-        # A command may end without reading its input. Its exit status counts.
+        # Ignore errors: a command may end without reading its input, and its exit status decides.
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             self._channel.sendall(stdin)
             if close_stdin:
                 self._channel.shutdown_write()
 
     def _is_finished(self) -> bool:
-        """Return True if no more output will arrive."""
+        """Return True if no more output will be received."""
         return bool(self._channel.closed or self._channel.eof_received)
 
     def _forward_output(self) -> None:

@@ -1,17 +1,18 @@
-"""Coordinator: decisions about the job as a whole, from the reports of every host.
+"""Coordinator: decisions about the job as a whole, from the messages of every host.
 
-Pure: messages and the time come in, orders and notices come out, and nothing here waits. A message
-costs time proportional to its contents and a tick next to nothing, regardless of the number of
-hosts; all of them are checked a few times a second. Times named ``now`` are seconds of the
-monotonic clock.
+A state machine without I/O: messages and the time come in, orders and notices come out, and
+nothing here waits. The cost of a message is proportional to its length, and that of most ticks is
+constant; all hosts are checked once in :data:`CHECK_SECONDS`. Times named ``now`` are seconds of
+the monotonic clock.
 
 An attempt runs until its first failure. Then every host is ordered to end it (or, with
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
-reports, and the job either starts once more on all hosts, or is over.
+failure reports, and the job either starts once more on all hosts, or is over.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -20,7 +21,7 @@ from typing import Any
 
 from flagscale.files import to_plain
 from flagscale.launcher.liveness import messages
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity, find_cause
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
@@ -59,7 +60,7 @@ class Coordinator:
         policy: Timeouts and number of restarts.
         names: Names of the hosts by node rank.
         output: Output file of host 0, for failures that have no log of their own.
-        port: Port at which hosts report.
+        port: Port to which the agents of hosts connect.
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
     """
 
@@ -86,22 +87,23 @@ class Coordinator:
         self.restarts: list[dict[str, Any]] = []
         self._active_hosts = set(range(len(names)))  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
-        self._reports: dict[tuple[str, int | None], FailureReport] = {}
-        self._detected_failures: list[
-            FailureReport
-        ] = []  # failures detected here, such as lost hosts and stalls
+        # Failures that hosts have sent, by host and rank.
+        self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
+        # Failures detected here, such as lost hosts and stalls.
+        self._detected_failures: list[FailureReport] = []
         self._first_failure: Failure | None = None
         self._first_failure_outdated = False
         self._started_at = now
-        self._hosts_expected_at: float | None = None
+        # Time since which the agents of all hosts must be running; None while they may be starting.
+        self._agents_required_since: float | None = None
         self._last_tick_at = now
         self._last_check_at = now - CHECK_SECONDS
         self._last_progress_at = now
         self._last_keepalive_at = now
         self._restart_at = 0.0
         self._stacks_requested_at: float | None = None
-        self._has_progressed = False
-        self._reports_status = False
+        self._start_succeeded = False  # of this attempt
+        self._ranks_have_joined = False  # in any attempt
         self._failed_starts_in_a_row = 0
         self._early_exit = ""  # description of the ranks that ended early, once it is logged
         self._early_exit_remark = ""  # the same with the number of running ranks
@@ -111,7 +113,7 @@ class Coordinator:
         """First failure of this attempt, as far as it is known."""
         if self._first_failure_outdated:
             self._first_failure_outdated = False
-            first_report = find_cause([*self._reports.values(), *self._detected_failures])
+            first_report = find_cause([*self._failure_reports.values(), *self._detected_failures])
             self._first_failure = first_report.failure if first_report is not None else None
             if self._first_failure is not None and self._early_exit:
                 # On a line of its own: the first one is compared with the ranks' own reports.
@@ -138,56 +140,53 @@ class Coordinator:
         if isinstance(message, messages.StopSignalled):
             self._stop_job(message.signal, message.failure)
         elif message.attempt == self.attempt:
-            self._process_report(node_rank, message, now)
+            self._process_attempt_message(node_rank, message, now)
         if isinstance(message, messages.Hello):
             self._catch_up(node_rank)
 
-    def _process_report(self, node_rank: int, message: HostMessage, now: float) -> None:
+    def _process_attempt_message(self, node_rank: int, message: HostMessage, now: float) -> None:
         host = self.hosts[node_rank]
         match message:
             case messages.Hello() | messages.Heartbeat() | messages.AttemptEnded():
-                self._update_host(host, message.position, now)
-                self._record_end(node_rank, message.position)
+                self._update_host(host, message.progress, now)
+                self._record_end(node_rank, message.progress)
             case messages.RankFailed():
-                self._add_report(host, message.report, now)
+                self._add_failure_report(host, message.failure_report, now)
             case messages.RankStacks():
-                host.ranks = message.ranks
+                host.rank_stacks = message.ranks
 
-    def _update_host(self, host: JobHost, position: HostProgress, now: float) -> None:
-        ended_ranks = position.ended_ranks, position.early_exits
-        self.summary_changed |= host.status is not position.status
+    def _update_host(self, host: JobHost, progress: HostProgress, now: float) -> None:
+        ended_ranks = progress.ended_ranks, progress.early_exits
+        self.summary_changed |= host.status is not progress.status
         self.summary_changed |= (host.ended_ranks, host.early_exits) != ended_ranks
-        host.status, host.busy = position.status, position.busy
+        host.status, host.in_busy_activity = progress.status, progress.in_busy_activity
         host.ended_ranks, host.early_exits = ended_ranks
-        host.joined, host.nproc = position.joined, position.nproc
-        if position.moves != host.moves:
-            host.moves, self._last_progress_at, self._stacks_requested_at = (
-                position.moves,
-                now,
-                None,
-            )
-        self._reports_status |= host.joined > 0
-        self._has_progressed |= host.joined > 0 or position.lived
-        if position.report is not None:
-            self._add_report(host, position.report, now)
+        host.joined, host.nproc = progress.joined, progress.nproc
+        if progress.progress_count != host.progress_count:
+            host.progress_count = progress.progress_count
+            self._last_progress_at, self._stacks_requested_at = now, None
+        self._ranks_have_joined |= host.joined > 0
+        self._start_succeeded |= host.joined > 0 or progress.has_run_long
+        if progress.failure_report is not None:
+            self._add_failure_report(host, progress.failure_report, now)
 
-    def _record_end(self, node_rank: int, position: HostProgress) -> None:
-        if position.ended is None or node_rank not in self._active_hosts:
+    def _record_end(self, node_rank: int, progress: HostProgress) -> None:
+        if progress.exit_code is None or node_rank not in self._active_hosts:
             return
         self._active_hosts.discard(node_rank)
-        self.hosts[node_rank].exit_code = position.ended
-        if position.ended and position.report is None:
+        self.hosts[node_rank].exit_code = progress.exit_code
+        if progress.exit_code != 0 and progress.failure_report is None:
             self._end_attempt()
 
-    def _add_report(self, host: JobHost, report: FailureReport, now: float) -> None:
+    def _add_failure_report(self, host: JobHost, report: FailureReport, now: float) -> None:
         if self.phase is JobPhase.STOPPING:
             return
         failure_time = report.time + host.clock_offset if host.clock_offset is not None else now
-        # A later report of the same rank is more complete: it has the exit code, for example.
+        # A later failure report of the same rank is more complete: it may have the exit code.
         key = (report.failure.host, report.failure.rank)
         converted_report = replace(report, time=min(failure_time, now))
-        if self._reports.get(key) != converted_report:
-            self._reports[key] = converted_report
+        if self._failure_reports.get(key) != converted_report:
+            self._failure_reports[key] = converted_report
             self._first_failure_outdated = self.summary_changed = True
         self._end_attempt()
 
@@ -200,7 +199,7 @@ class Coordinator:
     def _catch_up(self, node_rank: int) -> None:
         """Send a host that was disconnected the order that it has missed."""
         if self.phase is JobPhase.STOPPING:
-            self._send_order(messages.StopJob(15, self._stop_cause), node_rank)
+            self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
         elif self.phase is JobPhase.ENDING and not self.hosts[node_rank].is_over:
             self._send_order(messages.EndAttempt(self.attempt, self.failure), node_rank)
         elif self.phase is JobPhase.RUNNING and self.attempt:
@@ -234,22 +233,38 @@ class Coordinator:
             self._conclude(now)
 
     def _extend_timeouts(self, now: float) -> None:
-        """Extend all timeouts by the time in which this process itself did not run."""
+        """Extend all timeouts by the time in which this process itself did not run.
+
+        Messages could not arrive meanwhile. The next restart, check and keepalive are no timeouts:
+        they become due.
+        """
         pause_seconds = now - self._last_tick_at
         self._last_tick_at = now
-        if pause_seconds > self.policy.beat_seconds * 2:
-            self._last_progress_at += pause_seconds
-            for host in self.hosts:
-                if host.last_message_at is not None:
-                    host.last_message_at += pause_seconds
+        if pause_seconds <= self.policy.beat_seconds * 2:
+            return
+
+        def shift(start: float) -> float:
+            # Messages that arrived between the pause and this tick are not from the future.
+            return min(start + pause_seconds, now)
+
+        self._started_at = shift(self._started_at)
+        self._last_progress_at = shift(self._last_progress_at)
+        if self._agents_required_since is not None:
+            self._agents_required_since = shift(self._agents_required_since)
+        if self._stacks_requested_at is not None:
+            self._stacks_requested_at = shift(self._stacks_requested_at)
+        for host in self.hosts:
+            if host.last_message_at is not None:
+                host.last_message_at = shift(host.last_message_at)
 
     def _detect_lost_hosts(self, now: float) -> None:
         # Once ranks have joined, the agents of all hosts have been running; and once the job ends,
         # no host is given more time to start.
-        if self._hosts_expected_at is None and (
-            self._reports_status or self.phase is not JobPhase.RUNNING
+        if self._agents_required_since is None and (
+            self._ranks_have_joined or self.phase is not JobPhase.RUNNING
         ):
-            self._hosts_expected_at = now
+            self._agents_required_since = now
+        # The agent of host 0 cannot be lost: it is this process.
         for node_rank in sorted(self._active_hosts - {0}):
             host = self.hosts[node_rank]
             if host.last_message_at is None:
@@ -266,11 +281,11 @@ class Coordinator:
             reason += explain_missing_agents(self._port)
             self._mark_lost(node_rank, reason, now)
         elif (
-            self._hosts_expected_at is not None
-            and now - self._hosts_expected_at > lost_host_timeout
+            self._agents_required_since is not None
+            and now - self._agents_required_since > lost_host_timeout
         ):
             reason = f"was lost: no word from its agent for {lost_host_timeout:g} s"
-            self._mark_lost(node_rank, reason, self._hosts_expected_at)
+            self._mark_lost(node_rank, reason, self._agents_required_since)
 
     def _mark_lost(self, node_rank: int, reason: str, last_seen: float) -> None:
         host = self.hosts[node_rank]
@@ -286,7 +301,7 @@ class Coordinator:
                 traceback="",
                 log=self._output_path,
             )
-            self._add_detected_failure(FailureReport(failure, last_seen, Severity.LOST))
+            self._add_detected_failure(FailureReport(failure, last_seen, FailureKind.HOST_LOST))
 
     def _detect_early_exit(self, now: float) -> None:
         """Log once that ranks have ended with exit code 0 while others are running. They may be
@@ -315,19 +330,19 @@ class Coordinator:
             self._detect_late_start(active_hosts, now)
             return
         limit_seconds = self.policy.stall_limit_seconds(
-            busy=any(host.busy for host in active_hosts)
+            in_busy_activity=any(host.in_busy_activity for host in active_hosts)
         )
         if limit_seconds is None or now - self._last_progress_at <= limit_seconds:
             return
         if self._stacks_requested_at is None:
             self._stacks_requested_at = now
             for host in active_hosts:
-                host.ranks = None
+                host.rank_stacks = None
             self._send_order(messages.DumpStacks(self.attempt))
-        elif all(host.ranks is not None for host in active_hosts) or (
+        elif all(host.rank_stacks is not None for host in active_hosts) or (
             now - self._stacks_requested_at > STACK_TIMEOUT_SECONDS
         ):
-            ranks = [rank for host in active_hosts for rank in host.ranks or ()]
+            ranks = [rank for host in active_hosts for rank in host.rank_stacks or ()]
             report = stalled_report(
                 ranks, now - self._last_progress_at, active_hosts[0].name, self._output_path
             )
@@ -340,14 +355,14 @@ class Coordinator:
         times out.
         """
         is_late = now - self._last_progress_at > self.policy.start_timeout
-        if not self.attempt or not self._reports_status or not is_late:
+        if not self.attempt or not self._ranks_have_joined or not is_late:
             return
         host = min(active_hosts, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
         failure = Failure(
             host.name, rank=None, exit_code=None, reason=reason, traceback="", log=self._output_path
         )
-        self._add_detected_failure(FailureReport(failure, now, Severity.UNNAMED))
+        self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
 
     # -- decisions --------------------------------------------------------------------------
 
@@ -370,8 +385,8 @@ class Coordinator:
         self._stop_cause = cause
         self._send_order(messages.StopJob(signal_number, cause))
 
-    def abandon_stop(self, now: float) -> None:
-        """Conclude a stop without further reports, because this host ends."""
+    def complete_stop(self, now: float) -> None:
+        """Complete a stop without waiting for the other hosts, because this host ends."""
         if self.phase is JobPhase.STOPPING:
             self._conclude(now)
 
@@ -381,30 +396,33 @@ class Coordinator:
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
-        elif not failed and not self._reports and not self._detected_failures:
+        elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
-        elif not (obstacle := self._find_restart_obstacle()):
-            self._enter_phase(JobPhase.WAITING)
-            wait_seconds = min(
-                FIRST_BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS
-            )
-            self._restart_at = now + wait_seconds
-            self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
-            self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
         else:
+            self._failed_starts_in_a_row = (
+                0 if self._start_succeeded else self._failed_starts_in_a_row + 1
+            )
+            self._restart_or_fail(now)
+
+    def _restart_or_fail(self, now: float) -> None:
+        obstacle = self._find_restart_obstacle()
+        if obstacle:
             attempts_left = self.attempt + 1 < self.policy.attempts
             remark = f"the job does not start again: {obstacle}" if attempts_left else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
+            return
+        self._enter_phase(JobPhase.WAITING)
+        wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
+        self._restart_at = now + wait_seconds
+        self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
+        self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
 
     def _find_restart_obstacle(self) -> str:
         """Return the reason why there is no other attempt, or an empty string.
 
-        It makes no sense if a host is lost, if the ranks never joined since the first attempt, or
-        if they did not join twice in a row.
+        The job is not restarted if a host is lost, if the ranks have not joined in any attempt, or
+        if they did not join in two attempts in a row.
         """
-        self._failed_starts_in_a_row = (
-            0 if self._has_progressed else self._failed_starts_in_a_row + 1
-        )
         has_never_joined = (
             self._failed_starts_in_a_row > 0 and self._failed_starts_in_a_row == self.attempt + 1
         )
@@ -419,22 +437,14 @@ class Coordinator:
     def _start_attempt(self, now: float) -> None:
         self.attempt += 1
         self._enter_phase(JobPhase.RUNNING)
-        (
-            self._reports,
-            self._detected_failures,
-            self._first_failure_outdated,
-            self._has_progressed,
-        ) = (
-            {},
-            [],
-            True,
-            False,
-        )
+        self._failure_reports, self._detected_failures = {}, []
+        self._first_failure_outdated, self._start_succeeded = True, False
         self._stacks_requested_at, self._last_progress_at = None, now
         self._early_exit = self._early_exit_remark = ""
         self._active_hosts = set(range(len(self.hosts)))
         for host in self.hosts:
-            host.exit_code, host.joined, host.busy, host.moves = None, 0, False, -1
+            host.exit_code, host.joined = None, 0
+            host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
         self._send_order(messages.StartAttempt(self.attempt))
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 
+from flagscale.files import stored_as
 from flagscale.launcher.layout import RANKS_DIRECTORY, HostFiles
 from flagscale.output_streams import escape_controls
 from flagscale.records import printable
@@ -63,16 +64,16 @@ _PEER_LOSS_PATTERN = re.compile(
 )
 
 
-class Severity(IntEnum):
-    """Strength of a report as evidence for the cause; the lowest value is the strongest."""
+class FailureKind(IntEnum):
+    """Kind of a failure. Of failures at the same moment, the lowest value is taken as the cause."""
 
-    KILLED = 0
+    PROCESS_KILLED = 0
     """A process was killed from outside, or by a memory fault."""
-    LOST = 1
+    HOST_LOST = 1
     """A host stopped reporting."""
-    FAILED = 2
+    RANK_FAILED = 2
     """A rank raised, or exited with a code."""
-    UNNAMED = 3
+    UNEXPLAINED = 3
     """torchrun ended, and no rank reported a reason."""
     CONSEQUENCE = 4
     """A peer was gone, or the agent or torchrun ended the rank."""
@@ -126,17 +127,17 @@ class FailureReport:
 
     failure: Failure
     time: float
-    severity: Severity
+    kind: FailureKind = field(metadata=stored_as("severity"))
 
 
 def find_cause(reports: Iterable[FailureReport]) -> FailureReport | None:
     """Return the report of the cause; None without reports.
 
     Consequences are ignored if there is any other report. Among the reports within
-    :data:`SAME_MOMENT_SECONDS` of the first one, the one of the strongest severity is selected.
+    :data:`SAME_MOMENT_SECONDS` of the first one, the one with the lowest kind is selected.
     """
     candidates = list(reports)
-    causes = [report for report in candidates if report.severity < Severity.CONSEQUENCE]
+    causes = [report for report in candidates if report.kind < FailureKind.CONSEQUENCE]
     candidates = causes or candidates
     if not candidates:
         return None
@@ -144,7 +145,7 @@ def find_cause(reports: Iterable[FailureReport]) -> FailureReport | None:
     same_moment = [
         report for report in candidates if report.time - first_time <= SAME_MOMENT_SECONDS
     ]
-    return min(same_moment, key=lambda report: (report.severity, report.time))
+    return min(same_moment, key=lambda report: (report.kind, report.time))
 
 
 @dataclass(frozen=True)
@@ -235,9 +236,8 @@ def diagnose_host(
         f"{process} ended with {describe_code(torchrun_exit.exit_code)}; no rank reported a reason"
     )
     lines = last_lines(host.output, start=output_start)
-    severity = (
-        Severity.KILLED if torchrun_exit.exit_code == 128 + signal.SIGKILL else Severity.UNNAMED
-    )
+    was_killed = torchrun_exit.exit_code == 128 + signal.SIGKILL
+    kind = FailureKind.PROCESS_KILLED if was_killed else FailureKind.UNEXPLAINED
     failure = Failure(
         host.name,
         rank=None,
@@ -246,7 +246,7 @@ def diagnose_host(
         traceback=lines,
         log=host.output,
     )
-    return FailureReport(failure, torchrun_exit.time, severity)
+    return FailureReport(failure, torchrun_exit.time, kind)
 
 
 def find_first_failed_rank(
@@ -305,8 +305,8 @@ def _rank_report(
             traceback=trace,
             log=log,
         )
-        severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
-        return FailureReport(failure, event.time, severity)
+        kind = FailureKind.CONSEQUENCE if lost_a_peer(event) else FailureKind.RANK_FAILED
+        return FailureReport(failure, event.time, kind)
     reason = f"ended with {describe_code(exit_code)}" if exit_code is not None else "failed"
     if exit_code == -signal.SIGKILL:
         reason += f": {_explain_kill(torchrun_exit.oom_kills if torchrun_exit else None)}"
@@ -347,12 +347,12 @@ def _describe_exception(event: Event, code: int | None) -> str:
     return f"{reason}\n{hint}" if hint else reason
 
 
-def _classify_code(code: int | None) -> Severity:
+def _classify_code(code: int | None) -> FailureKind:
     if code is not None and -code in _CAUSE_SIGNALS:
-        return Severity.KILLED
+        return FailureKind.PROCESS_KILLED
     if code in (-signal.SIGTERM, -signal.SIGABRT):
-        return Severity.CONSEQUENCE
-    return Severity.FAILED
+        return FailureKind.CONSEQUENCE
+    return FailureKind.RANK_FAILED
 
 
 def _explain_kill(oom_kills: int | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
 
 _MAX_LISTED_RANKS = 4
@@ -29,8 +29,8 @@ class JobHost:
     status: HostStatus = HostStatus.ABSENT
     joined: int = 0
     nproc: int = 0
-    moves: int = -1
-    busy: bool = False
+    progress_count: int = -1
+    in_busy_activity: bool = False
     ended_ranks: int = 0
     early_exits: tuple[RankExit, ...] = ()
     exit_code: int | None = None
@@ -38,8 +38,8 @@ class JobHost:
     is_lost: bool = False
     clock_offset: float | None = None
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
-    ranks: tuple[RankProgress, ...] | None = None
-    """Reply to the last request for stacks."""
+    rank_stacks: tuple[RankProgress, ...] | None = None
+    """Progress and stack of each rank, in reply to the last request; None until it arrives."""
 
     @property
     def is_over(self) -> bool:
@@ -122,7 +122,7 @@ def stalled_report(
         return FailureReport(
             Failure(host, rank=None, exit_code=None, reason=reason, traceback="", log=output),
             0.0,
-            Severity.KILLED,
+            FailureKind.PROCESS_KILLED,
         )
     reason = (
         f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
@@ -143,4 +143,4 @@ def stalled_report(
         traceback=straggler.stack,
         log=straggler.log,
     )
-    return FailureReport(failure, 0.0, Severity.KILLED)
+    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)

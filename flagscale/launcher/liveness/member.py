@@ -1,4 +1,4 @@
-"""One host of a job: its attempt, its reports to the coordinator, and the orders it follows. Part
+"""One host of a job: its attempt, its messages to the coordinator, and the orders it follows. Part
 of the agent of every host, host 0 included.
 """
 
@@ -17,8 +17,8 @@ from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.attempt import Attempt, Stage
 from flagscale.launcher.liveness.diagnosis import (
     Failure,
+    FailureKind,
     FailureReport,
-    Severity,
     TorchrunExit,
     diagnose_host,
 )
@@ -30,7 +30,7 @@ from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 REFRESH_SECONDS = 0.25
 # Seconds that a training program without status reports has to run so that its end is no failed
 # start.
-MIN_LIFE_SECONDS = 30.0
+MIN_RUN_SECONDS = 30.0
 _STACK_TIMEOUT_SECONDS = 4.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
@@ -56,14 +56,14 @@ class Member:
         self.other_children: Callable[[], Collection[int]] | None = None
         """Returns the pids of children of this process that are no part of the run; if None, those
         that it has when an attempt starts."""
-        self._min_life_seconds = MIN_LIFE_SECONDS if reports_status else 0.0
+        self._min_run_seconds = MIN_RUN_SECONDS if reports_status else 0.0
         self.attempt = Attempt(run_id, grace_seconds)
         self.stop_signal: int | None = None
         """Signal that stopped the job; None if it was not stopped."""
         self.stop_cause: Failure | None = None
         """Failure that caused the stop; None if a user requested it."""
         self.failure: Failure | None = None
-        """First failure of the job, as reported to this host."""
+        """First failure of the job, as the coordinator sent it."""
         self.job_finished = False
         """True if nothing will be started any more."""
         self.coordinator_lost = False
@@ -80,7 +80,7 @@ class Member:
         self._oom_kills_at_start: int | None = None
         self._output_start = 0
         self._failure_report: FailureReport | None = None
-        self._end_reported = False
+        self._end_sent = False
         self._stack_dump: StackDump | None = None
         self._stack_dump_at = 0.0
         self._end_ordered_at = 0.0
@@ -96,7 +96,7 @@ class Member:
         self._rank_exits = RankExits(self.host, self.attempt, directory)
         self._oom_kills_at_start = count_oom_kills()
         self._output_start = file_size(self.host.output)
-        self._failure_report, self._end_reported, self._stack_dump = None, False, None
+        self._failure_report, self._end_sent, self._stack_dump = None, False, None
         self.failure = None
         environment = {
             **os.environ,
@@ -130,10 +130,10 @@ class Member:
         self.attempt.tick(now)
         if now - self._last_refresh_at >= REFRESH_SECONDS or self.attempt.stage is Stage.OVER:
             self._last_refresh_at = now
-            if not self._end_reported:
+            if not self._end_sent:
                 self._watch.refresh()
                 self._rank_exits.refresh(now)
-                self._report_early()
+                self._send_early_failure()
         if self._stack_dump is not None and (
             self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
         ):
@@ -141,21 +141,21 @@ class Member:
                 messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
             )
             self._stack_dump = None
-        if self.attempt.stage is Stage.OVER and not self._end_reported:
-            self._end_reported = True
-            self._failure_report = self._final_report() or self._failure_report
+        if self.attempt.stage is Stage.OVER and not self._end_sent:
+            self._end_sent = True
+            self._failure_report = self._diagnose_end() or self._failure_report
             self.outgoing.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
 
-    # -- reports ---------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------
 
     def hello(self) -> messages.Hello:
         """Return the first message on a connection, with the complete status of this host."""
         if self.stop_signal is not None:
-            self._report_stop(self.stop_signal)
+            self._send_stop_signalled(self.stop_signal)
         return messages.Hello(*self._message_fields(), self._progress())
 
     def heartbeat(self) -> messages.Heartbeat:
-        """Return the periodic report of this host's progress."""
+        """Return the periodic message with this host's progress."""
         return messages.Heartbeat(*self._message_fields(), self._progress())
 
     def _message_fields(self) -> tuple[int, int, float]:
@@ -165,16 +165,16 @@ class Member:
     def _progress(self) -> HostProgress:
         watch, attempt, now = self._watch, self.attempt, time.monotonic()
         lifetime_seconds = now - attempt.start_time
-        has_lived = not watch.events and lifetime_seconds >= self._min_life_seconds
+        has_run_long = not watch.events and lifetime_seconds >= self._min_run_seconds
         return HostProgress(
             status=self.status,
             joined=len(watch.joined_ranks),
             nproc=self.host.nproc,
-            moves=watch.progress_count,
-            busy=watch.is_busy(self._rank_exits.ended_ranks),
-            lived=has_lived,
-            ended=attempt.exit_code if self._end_reported else None,
-            report=self._failure_report,
+            progress_count=watch.progress_count,
+            in_busy_activity=watch.in_busy_activity(self._rank_exits.ended_ranks),
+            has_run_long=has_run_long,
+            exit_code=attempt.exit_code if self._end_sent else None,
+            failure_report=self._failure_report,
             ended_ranks=len(self._rank_exits.ended_ranks),
             early_exits=self._rank_exits.find_early_exits(watch.finished_ranks, now),
         )
@@ -188,8 +188,8 @@ class Member:
         joined = len(self._watch.joined_ranks) >= self.host.nproc
         return HostStatus.RUNNING if joined else HostStatus.STARTING
 
-    def _report_early(self) -> None:
-        """Report a failed rank as soon as its status shows it; its exit code follows later."""
+    def _send_early_failure(self) -> None:
+        """Send a rank's failure as soon as its status shows it; its exit code follows later."""
         if self._watch.has_failure and self._failure_report is None and not self.attempt.is_ending:
             self._failure_report = _truncate_report(
                 diagnose_host(self.host, self._watch.events, None)
@@ -199,8 +199,10 @@ class Member:
                     messages.RankFailed(*self._message_fields(), self._failure_report)
                 )
 
-    def _final_report(self) -> FailureReport | None:
-        """Return the failure on this host after torchrun has ended; None if others caused it."""
+    def _diagnose_end(self) -> FailureReport | None:
+        """Return the failure on this host after torchrun has ended; None if another host
+        caused it.
+        """
         attempt = self.attempt
         if self.stop_signal is not None or not attempt.exit_code:
             return None
@@ -218,7 +220,7 @@ class Member:
         report = diagnose_host(self.host, events, torchrun_exit, output_start=self._output_start)
         if report is not None and attempt.is_ending:
             killed_by_agent = attempt.killed_command and report.failure.rank is None
-            if killed_by_agent or report.severity >= Severity.UNNAMED:
+            if killed_by_agent or report.kind >= FailureKind.UNEXPLAINED:
                 return None
         return _truncate_report(report)
 
@@ -243,7 +245,7 @@ class Member:
         """Follow an order of the coordinator."""
         match order:
             case messages.StopJob():
-                self.stop(order.signal, report=False, cause=order.failure)
+                self.stop(order.signal, send_message=False, cause=order.failure)
             case messages.FinishJob():
                 self.failure = order.failure or self.failure
                 self.job_finished = True
@@ -261,19 +263,22 @@ class Member:
                     self._stack_dump = StackDump(self.host, self._watch, self.attempt.find_ranks())
 
     def stop(
-        self, signal_number: int, *, report: bool = True, cause: Failure | None = None
+        self, signal_number: int, *, send_message: bool = True, cause: Failure | None = None
     ) -> None:
         """End the job in order, with the whole grace period, and do not start it again.
 
-        ``cause`` is the failure that caused the stop, unless a user requested it.
+        Args:
+            send_message: Send :class:`~.messages.StopSignalled`. False if the coordinator ordered
+                the stop.
+            cause: Failure that caused the stop, unless a user requested it.
         """
         if self.stop_signal is None:
             self.stop_signal, self.stop_cause = signal_number, cause
             self.attempt.end(failed=False)
-            if report:
-                self._report_stop(signal_number)
+            if send_message:
+                self._send_stop_signalled(signal_number)
 
-    def _report_stop(self, signal_number: int) -> None:
+    def _send_stop_signalled(self, signal_number: int) -> None:
         self.outgoing.append(
             messages.StopSignalled(*self._message_fields(), signal_number, self.stop_cause)
         )

@@ -1,4 +1,4 @@
-"""Messages between agents: reports of a host, orders of the coordinator, and their encoding.
+"""Messages of hosts, orders of the coordinator, and their encoding.
 
 The sender has proven that it has the run's secret, but its messages are still validated: anything
 that is not exactly one of these is ignored, so that the worst a message can do is report something
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flagscale.files import to_plain
+from flagscale.files import stored_as, to_plain
 from flagscale.launcher.liveness.diagnosis import Failure, FailureReport
 from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 from flagscale.records import from_record
@@ -96,22 +96,26 @@ class RankExit:
 
 @dataclass(frozen=True)
 class HostProgress:
-    """Progress of a host in its attempt."""
+    """Progress of a host in its attempt.
+
+    Some fields have other names in messages, so that agents of other versions can read them.
+    """
 
     status: HostStatus
     joined: int
     """Number of ranks that have joined the process group."""
     nproc: int
     """Number of ranks of this host; 0 if unknown."""
-    moves: int
+    progress_count: int = field(metadata=stored_as("moves"))
     """Counter that changes whenever a rank has made progress."""
-    busy: bool
-    """True if a rank performs an activity that does not advance the step."""
-    lived: bool
+    in_busy_activity: bool = field(metadata=stored_as("busy"))
+    """True if a rank is in one of :data:`flagscale.status.BUSY_ACTIVITIES`, such as evaluation,
+    which may take long without a new step."""
+    has_run_long: bool = field(metadata=stored_as("lived"))
     """True if a program that reports no status has run too long to be a failed start."""
-    ended: int | None
+    exit_code: int | None = field(metadata=stored_as("ended"))
     """Exit code of the attempt; None while it runs."""
-    report: FailureReport | None
+    failure_report: FailureReport | None = field(metadata=stored_as("report"))
     """Failure on this host, if any is known."""
     ended_ranks: int = 0
     """Number of ranks that have ended although the attempt was not being ended."""
@@ -132,28 +136,28 @@ class HostMessage:
 class Hello(HostMessage):
     """First message on a connection, with everything that the coordinator may have missed."""
 
-    position: HostProgress
+    progress: HostProgress = field(metadata=stored_as("position"))
 
 
 @dataclass(frozen=True)
 class Heartbeat(HostMessage):
-    """Periodic report of a host's progress."""
+    """Periodic message with a host's progress."""
 
-    position: HostProgress
+    progress: HostProgress = field(metadata=stored_as("position"))
 
 
 @dataclass(frozen=True)
 class AttemptEnded(HostMessage):
-    """Report that no process of the attempt is left on the host."""
+    """Notice that no process of the attempt is left on the host."""
 
-    position: HostProgress
+    progress: HostProgress = field(metadata=stored_as("position"))
 
 
 @dataclass(frozen=True)
 class RankFailed(HostMessage):
-    """Early report of a rank's failure; its exit code follows later."""
+    """Failure of a rank, sent as soon as its status shows it; its exit code follows later."""
 
-    report: FailureReport
+    failure_report: FailureReport = field(metadata=stored_as("report"))
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class RankStacks(HostMessage):
 
 @dataclass(frozen=True)
 class StopSignalled(HostMessage):
-    """Report that a signal stops the job on this host.
+    """Notice that a signal stops the job on this host.
 
     ``failure`` is the cause if the stop was not requested by a user.
     """
@@ -203,7 +207,7 @@ class EndAttempt(Order):
 
 @dataclass(frozen=True)
 class DumpStacks(Order):
-    """Report the progress and the stack of each rank."""
+    """Reply with the progress and the stack of each rank, in :class:`RankStacks`."""
 
     attempt: int
 

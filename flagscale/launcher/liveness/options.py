@@ -57,13 +57,13 @@ class Policy:
         """Interval between the heartbeats of each end of a link."""
         return min(5.0, self.lost_host_timeout / 5)
 
-    def stall_limit_seconds(self, *, busy: bool) -> float | None:
+    def stall_limit_seconds(self, *, in_busy_activity: bool) -> float | None:
         """Return the seconds without progress of any rank after which the job is stalled; None if
         never.
         """
         if not self.hang_detection_timeout:
             return None
-        if not busy:
+        if not in_busy_activity:
             # Progress is reported with the heartbeats, so it can be one interval old.
             return max(self.hang_detection_timeout, 2 * self.beat_seconds)
         return max(MIN_BUSY_STALL_SECONDS, BUSY_STALL_FACTOR * self.hang_detection_timeout)

@@ -77,10 +77,8 @@ class RankWatch:
         if event.event in ("started", "joined", "failed", "finished"):
             self.events.setdefault(event.rank, []).append(event)
 
-    def is_busy(self, ended_ranks: Collection[int] = ()) -> bool:
-        """Return True if a rank other than the ended ones performs an activity that does not
-        advance the step.
-        """
+    def in_busy_activity(self, ended_ranks: Collection[int] = ()) -> bool:
+        """Return True if a rank other than the ended ones is in one of :data:`BUSY_ACTIVITIES`."""
         return any(
             progress.doing in BUSY_ACTIVITIES
             for rank, progress in self.progress.items()

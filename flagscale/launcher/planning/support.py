@@ -1,6 +1,6 @@
 """Checks that the communication backend and the hosts' devices support what the arguments request.
 
-They are made before anything starts and contact no host.
+They run before anything starts and contact no host.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def uses_backend_registry(task: Task) -> bool:
 
 
 def check_backend(experiment: Experiment) -> list[Problem]:
-    """Return the problems of the backend's name and of its options, including those of single
-    hosts.
+    """Return the problems of the backend's name and of its options, including the options of
+    individual hosts.
 
     Each host checks for itself whether it can use the backend
     (:mod:`flagscale.launcher.preflight.backend`).
@@ -50,9 +50,11 @@ def check_backend(experiment: Experiment) -> list[Problem]:
         message = error.message.removeprefix("distributed_backend: ")
         return [args.problem("distributed_backend", message)]
     problems = [args.problem(COMM, text) for text in _find_option_errors(name, args[COMM] or ())]
-    common = {option for option in args[COMM] or () if not _find_option_errors(name, [option])}
+    common_options = {
+        option for option in args[COMM] or () if not _find_option_errors(name, [option])
+    }
     for _, override in iter_host_overrides(experiment.by_type, experiment.by_host):
-        problems += _check_host_options(name, common, override.arguments)
+        problems += _check_host_options(name, common_options, override.arguments)
     return problems
 
 
@@ -65,24 +67,25 @@ def _find_option_errors(name: str, options: Sequence[str]) -> list[str]:
 
 
 def _check_host_options(
-    name: str, common: Set[str], overrides: TrainArguments
+    name: str, common_options: Set[str], overrides: TrainArguments
 ) -> Iterator[Problem]:
     """Yield the problems of the options that replace those of ``train`` on some hosts.
 
     Args:
         name: Name of the backend.
-        common: Valid options of ``train``.
+        common_options: Valid options of ``train``, for all hosts.
         overrides: Arguments of a host or of a device type.
     """
     for argument in overrides.entries:
         if argument.name != COMM:
             continue
         options = argument.canonical or ()
-        differing = {option.partition("=")[0] for option in common ^ set(options)}
+        # Names of options that are set differently, or only in one of the two places.
+        differing_names = {option.partition("=")[0] for option in common_options ^ set(options)}
         texts = _find_option_errors(name, options) or [
             f"{option}: has to be the same on every host of a job: set it in `train`, and "
             "repeat it here"
-            for option in sorted(differing - PER_HOST_COMM_OPTIONS)
+            for option in sorted(differing_names - PER_HOST_COMM_OPTIONS)
         ]
         for text in texts:
             yield Problem(argument.key, text, argument.location)
@@ -96,10 +99,10 @@ def check_fp8_support(experiment: Experiment, hosts: Sequence[TypedHost]) -> Ite
     """
     if experiment.task.external:
         return
-    typed_hosts = [Host(name=host.name, device_type=host.device_type) for host in hosts]
+    hostfile_hosts = [Host(name=host.name, device_type=host.device_type) for host in hosts]
     reported_types = set[str]()
     for host, settings in zip(
-        typed_hosts, resolve_all_settings(experiment, typed_hosts), strict=True
+        hostfile_hosts, resolve_all_settings(experiment, hostfile_hosts), strict=True
     ):
         device_type, args = host.device_type, settings.train
         if device_type is None or device_type in reported_types or not args["fp8"]:

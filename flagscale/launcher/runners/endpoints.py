@@ -17,10 +17,10 @@ from flagscale.launcher.state import RunState
 
 
 def make_handle(runner: Runner, hosts: Sequence[Host]) -> RunnerHandle:
-    """Return the handle of a run on ``hosts``.
+    """Return the handle of a run on ``hosts``: all that later commands need to connect to them.
 
-    If this machine is the only host, it is not reached over SSH, unless the user requests SSH to
-    the hosts of a hostfile.
+    If this machine is the only host, no SSH is used, unless the runner's type is ``ssh`` and there
+    is a hostfile.
     """
     ssh_requested = runner.type == "ssh" and runner.hostfile is not None
     if is_local_only(hosts) and not ssh_requested:
@@ -33,9 +33,9 @@ def make_handle(runner: Runner, hosts: Sequence[Host]) -> RunnerHandle:
 
 
 def _endpoint_options(host: Host, ssh_port: int | None) -> dict[str, Any]:
-    """Return the hostfile's connection options of a host.
+    """Return the connection options of a host that its hostfile sets.
 
-    ``ssh_port`` is the port if the hostfile does not name one.
+    ``ssh_port`` is the port of hosts that are reached over SSH and set none.
     """
     port = host.port or (ssh_port if host.via is None else None)
     options = {"via": host.via, "user": host.user, "port": port, "proxy": host.proxy}
@@ -56,8 +56,10 @@ def require_same_machine(state: RunState) -> None:
         UnreachableError: If the run was started on another machine.
     """
     machine = state.runner.handle.get("machine")
-    boots = {host.boot_id for host in state.hosts} - {None}
-    if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.read_boot_id()}):
+    boot_ids = {host.boot_id for host in state.hosts} - {None}
+    # The boot id identifies a machine whose name has changed since.
+    is_same_boot = processes.read_boot_id() in boot_ids
+    if machine not in (None, os.uname().nodename) and not is_same_boot:
         raise UnreachableError(
             f"run {state.run_id} was started on {machine}, which this machine, "
             f"{os.uname().nodename}, cannot query",

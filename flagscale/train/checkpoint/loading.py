@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into a training state, whatever parallel layout wrote it.
+"""Loading of a checkpoint, written with any parallel layout, into a training state.
 
 :class:`flagscale.train.checkpoint.checkpointer.Checkpointer` calls :func:`load`.
 """
@@ -104,13 +104,13 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     if args.verify_checkpoint:
         raise_on_all_ranks(_find_damage(checkpoint.path))
     vocabulary_range = sharded_state.vocabulary_range(args, state)
-    content = dict(checkpoint.content)
-    if loads_optimizer(vars(args)) and content.get("has_optimizer", True):
-        content |= run_on_rank_0(lambda: _describe_saved_optimizer(checkpoint.path))
-    selected_parts = parts_to_load(content, vars(args), dist.get_world_size(), vocabulary_range)
+    manifest = dict(checkpoint.content)
+    if loads_optimizer(vars(args)) and manifest.get("has_optimizer", True):
+        manifest |= run_on_rank_0(lambda: _describe_saved_optimizer(checkpoint.path))
+    selected_parts = parts_to_load(manifest, vars(args), dist.get_world_size(), vocabulary_range)
     if selected_parts.kept_schedule:
         set_hyperparameters(state.scheduler, state.optimizer, selected_parts.kept_schedule)
-    loaded_state = _read_shards(args, checkpoint, state, selected_parts, content)
+    loaded_state = _read_shards(args, checkpoint, state, selected_parts, manifest)
     error = None
     try:
         _apply_state(loaded_state, state, selected_parts)
@@ -134,10 +134,10 @@ def _require_safe_metadata(path: Path) -> None:
 
 
 def _describe_saved_optimizer(path: Path) -> dict[str, Any]:
-    """Return the optimizer of a checkpoint and its hyperparameters, as the manifest has them.
+    """Return the optimizer of a checkpoint and its hyperparameters, in the form of the manifest.
 
-    They are read from the state itself: older manifests lack some, and a checkpoint of another
-    program has no manifest.
+    They are read from the saved state, because older manifests lack some of them, and a checkpoint
+    of another program has no manifest.
 
     Raises:
         CheckpointError: they cannot be read, or the checkpoint is of another program.
@@ -171,7 +171,7 @@ def _read_shards(
     checkpoint: LatestCheckpoint,
     state: TrainState,
     selected_parts: PartsToLoad,
-    content: Mapping[str, Any],
+    manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Read this rank's shards of the selected parts of a checkpoint."""
     path = str(checkpoint.path)
@@ -188,7 +188,7 @@ def _read_shards(
             sharded_state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, metadata, is_loading=True
             )
-            remove_groups(sharded_state_dict["optimizer"], content["schedule"])
+            remove_groups(sharded_state_dict["optimizer"], manifest["schedule"])
         if selected_parts.rng:
             sharded_state_dict.update(sharded_state.build_rng_state())
         strategy = get_default_load_sharded_strategy(path)
@@ -205,13 +205,15 @@ def _read_shards(
 def _apply_state(
     loaded_state: dict[str, Any], state: TrainState, selected_parts: PartsToLoad
 ) -> None:
-    """Put the loaded state into the modules, the optimizer, the schedule and the generators."""
+    """Load the state into the modules, the optimizer, the schedule and the random number
+    generators.
+    """
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     for name, module in zip(names, modules, strict=True):
         # A model with adapters loads either the adapters alone or everything else.
         has_adapters = any(
-            lora.is_adapter(name_of_parameter) for name_of_parameter, _ in module.named_parameters()
+            lora.is_adapter(parameter_name) for parameter_name, _ in module.named_parameters()
         )
         module.load_state_dict(loaded_state[name], strict=not has_adapters)
     if selected_parts.optimizer:
@@ -232,10 +234,10 @@ def _apply_state(
 
 
 def _synchronize_optimizer_step(optimizer: Any) -> None:
-    """Give every parameter group the largest step of all ranks and groups.
+    """Set the optimizer step of every parameter group to the maximum over all ranks and groups.
 
-    The saved values of parameter groups are rank 0's. If rank 0 has no parameter of a group
-    (experts on another mesh), that group has no step there.
+    Rank 0 saves the values of all parameter groups. A group without parameters on rank 0, such as
+    experts on another mesh, was saved without a step.
     """
     groups = [group for group in optimizer.param_groups if group["params"] or "step" in group]
     device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))

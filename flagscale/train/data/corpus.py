@@ -46,7 +46,7 @@ _MAGIC_BY_COMPRESSION = {
     ".bz2": b"BZh",
 }
 
-_LEFTOVERS = {
+_SKIPPED_PATTERNS = {
     "editor or backup file": ("*~", "#*#", "*.swp", "*.swo", "*.bak", "*.orig", "*.tmp", "*.part"),
     "description of the data": (
         "README*",
@@ -57,8 +57,8 @@ _LEFTOVERS = {
         "state.json",
     ),
 }
-"""File names that a search leaves out, by the reason; directories ``__pycache__`` and ``CVS`` and
-everything hidden are left out as well."""
+"""Patterns of file names that a search skips, by the reason. Hidden files and those in
+``_TOOL_DIRECTORIES`` are skipped too."""
 _LINES_HINT = "; `jq -c '.[]'` writes the items of a JSON list as lines"
 _TOOL_DIRECTORIES = ("__pycache__", "CVS")
 
@@ -69,7 +69,7 @@ class CorpusFiles:
 
     Attributes:
         files: the files to read, each once.
-        skipped: the files that were left out, with the reason.
+        skipped: the reason of each file that was skipped.
     """
 
     files: tuple[Path, ...]
@@ -88,7 +88,7 @@ class CorpusChunk:
         data: content, if a worker cannot read it from the file at ``begin`` (compressed files and
             standard input).
         first_line: number of the first line of ``data``, counted from 1.
-        input_bytes: bytes of the input that this chunk stands for, for progress.
+        input_bytes: bytes of the input that the chunk accounts for in progress reports.
     """
 
     path: Path
@@ -129,10 +129,10 @@ class BadRecordError(Exception):
 def find_inputs(patterns: Sequence[str]) -> CorpusFiles:
     """List the files that paths, directories and globs match, each once.
 
-    Patterns keep their order; the matches of a directory or a glob are sorted by name. A directory
-    or a glob leaves out what is no data: hidden files and directories (version control, notebook
-    checkpoints), leftovers of editors, and descriptions such as README. A file that is named by
-    itself is always taken.
+    Patterns keep their order; the matches of a directory or a glob are sorted by name. In a
+    directory or a glob these files are skipped: hidden ones (version control, notebook
+    checkpoints), backup files of editors, and descriptions such as README. A file that is named by
+    itself is always read.
 
     Args:
         patterns: files, directories (searched recursively), globs, or ``-`` for standard input.
@@ -153,34 +153,34 @@ def find_inputs(patterns: Sequence[str]) -> CorpusFiles:
             root = Path()
             matches = [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207
             matches = [item for item in matches if item.is_file()]
-        reasons = {item: _why_no_data(item, root) for item in matches}
+        reasons = {item: _explain_skip(item, root) for item in matches}
         skipped.update({item: reason for item, reason in reasons.items() if reason})
         chosen = [item for item, reason in reasons.items() if not reason]
         if not chosen:
             message = f"{pattern}: no such input file, and nothing matches it as a glob"
             if matches:
                 names = ", ".join(item.name for item in matches[:5])
-                message = f"{pattern}: holds no data, only {names}"
+                message = f"{pattern}: contains no data, only {names}"
             raise DataError(message, hint="name a file by itself to read it" if matches else None)
         files.update(dict.fromkeys(chosen))
     return CorpusFiles(tuple(files), {p: r for p, r in skipped.items() if p not in files})
 
 
-def _why_no_data(path: Path, root: Path) -> str:
-    """Return why a search below ``root`` leaves a file out; empty if it is data."""
+def _explain_skip(path: Path, root: Path) -> str:
+    """Return why a search below ``root`` skips a file; empty if it does not."""
     parts = path.relative_to(root).parts if root.parts else (path.name,)
     if any(part.startswith(".") for part in parts):
         return "hidden"
     if any(part in _TOOL_DIRECTORIES for part in parts[:-1]):
         return "file of a tool"
-    for reason, patterns in _LEFTOVERS.items():
+    for reason, patterns in _SKIPPED_PATTERNS.items():
         if any(fnmatch(path.name, pattern) for pattern in patterns):
             return reason
     return ""
 
 
 def guess_format(path: Path) -> CorpusFormat:
-    """Return a file's format by its suffix, compression apart.
+    """Return a file's format by its suffix; the suffix of a compression is ignored.
 
     Raises:
         DataError: the suffix is unknown.
@@ -193,8 +193,8 @@ def guess_format(path: Path) -> CorpusFormat:
     if file_format is None:
         unknown = f"the suffix {suffix} is unknown" if suffix else "it has no suffix"
         raise DataError(
-            f"{path}: {unknown}, so its format is not clear",
-            hint="--format jsonl, text, lines or parquet gives the format of all inputs; known "
+            f"{path}: {unknown}, so its format cannot be detected",
+            hint="--format jsonl, text, lines or parquet sets the format of all inputs; known "
             f"suffixes: {', '.join(_FORMATS_BY_SUFFIX)}, also with {', '.join(_COMPRESSIONS)}",
         )
     return file_format
@@ -224,7 +224,7 @@ def split_file(
     with path.open("rb") as file:
         start = file.read(max(map(len, _MAGIC_BY_COMPRESSION.values())))
     if start.startswith(_PARQUET_MAGIC):
-        raise DataError(f"{path}: is a Parquet file", hint="--format parquet reads it")
+        raise DataError(f"{path}: is a Parquet file", hint="read it with --format parquet")
     file_size = path.stat().st_size
     compression = detect_compression(start)
     if compression is not None:
@@ -286,8 +286,8 @@ def _split_stream(
 ) -> Iterator[CorpusChunk]:
     """Yield the chunks of a stream that cannot be read at an offset, with their content.
 
-    The size of the input in bytes is ascribed to the last chunk, because the compressed size of a
-    part is unknown.
+    The last chunk accounts for all bytes of the input, because the compressed size of a part is
+    unknown.
     """
     begin, line = 0, 1
     try:
@@ -356,7 +356,7 @@ def read_documents(chunk: CorpusChunk, keys: Sequence[str]) -> Iterator[tuple[st
     try:
         yield from _parse_documents(BytesIO(chunk.data), chunk, keys)
     except BadRecordError as error:
-        # The offset cannot be looked up in the file: count the lines of the content.
+        # The offset is not one of the file, so count the lines of the content.
         assert isinstance(error.location, int)
         lines = chunk.data.count(b"\n", 0, error.location - chunk.begin)
         raise BadRecordError(error.path, str(chunk.first_line + lines), error.message) from None

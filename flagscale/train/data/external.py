@@ -1,11 +1,11 @@
 """Micro-batches from a function of the user (``dataloader_type: external``).
 
 The argument ``external_data`` names the function. It is called as ``function(args, tokenizer,
-split, samples)``, once per split. ``split`` is ``train``, ``valid`` or ``test``. Iterating over
-``samples`` yields, for each micro-batch of this rank, the list of its sample numbers, without end,
-starting where the run continues. The function returns an iterable with a mapping of tensors per
-micro-batch, or None if it has no such split. Ranks that train on the same samples get the same
-numbers.
+split, samples)``, once per split. ``split`` is ``train``, ``valid`` or ``test``. ``samples`` is an
+endless iterable: for each micro-batch of this rank it yields the list of its sample numbers, from
+the sample at which the run continues. Ranks that train on the same samples, such as
+tensor-parallel ranks, get the same numbers. The function returns an iterable with a mapping of
+tensors per micro-batch, or None if it has no such split.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _BatchChecker:
         self._shape, self._vocabulary_size = shape, vocabulary_size
 
     def iter_checked(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yield the micro-batches after their check. Raises DataError when they end."""
+        """Check and yield the micro-batches. Raise DataError when they end."""
         number = 0
         for number, batch in enumerate(batches, 1):
             yield self._check_batch(
@@ -173,8 +173,8 @@ class _BatchChecker:
             )
         raise DataError(
             f"{EXTERNAL_DATA}: {self._split} ended after {number} micro-batches of this rank, "
-            "and training goes on",
-            hint="start over after the last sample; or train on fewer (train_samples, train_iters)",
+            "before training did",
+            hint="begin again after the last sample, or reduce train_samples or train_iters",
         )
 
     def _check_batch(self, batch: Any, batch_name: str) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ class _BatchChecker:
         if key == "tokens" and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
             min_token, max_token = int(tensor.min()), int(tensor.max())
             raise DataError(
-                f"{batch_name}: tokens are {min_token} to {max_token}, and the {size} known ones "
-                f"are 0 to {size - 1}"
+                f"{batch_name}: tokens are {min_token} to {max_token}, expected ids of the "
+                f"vocabulary, 0 to {size - 1}"
             )
         return tensor.long()

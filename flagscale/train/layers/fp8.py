@@ -27,7 +27,7 @@ Scaling = Literal["tensorwise", "rowwise", "blockwise"]
 FORWARD_DTYPE = torch.float8_e4m3fn
 GRADIENT_DTYPES = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 DIMENSION_MULTIPLE = 16
-"""Number of which every dimension of an FP8 GEMM must be a multiple."""
+"""Every dimension of an FP8 GEMM must be a multiple of this number."""
 
 _MIN_MAGNITUDE = 1e-12
 """Lower bound of the largest magnitude, so that the scale of zeros is finite."""
@@ -48,7 +48,15 @@ class Fp8Recipe(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """FP8 weight [out, in] and its transpose, for the forward and the backward pass."""
+    """FP8 weight and its transpose, for the forward and the backward pass.
+
+    Attributes:
+        weight: values [out, in].
+        scale: scales of ``weight``, as :func:`quantize` or, with ``blockwise``,
+            :func:`.fp8_blockwise.quantize_weight` returns them.
+        transposed: values [in, out].
+        transposed_scale: scales of ``transposed``.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -59,11 +67,17 @@ class Fp8Weight(NamedTuple):
 def quantize(
     tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``tensor`` as a matrix.
+    """Quantize a matrix.
+
+    Args:
+        tensor: [rows, columns].
+        dtype: FP8 dtype of the values.
+        scaling: granularity of the scales.
 
     Returns:
-        Values of ``dtype``, and the fp32 scales to multiply them by: a scalar, [rows, 1] or
-        [rows, blocks].
+        Values of ``dtype``, and the fp32 scales to multiply them by: a scalar for ``tensorwise``,
+        [rows, 1] for ``rowwise``, or [rows, blocks] for ``blockwise``, whose columns are padded to
+        whole blocks.
     """
     if scaling == "blockwise":
         return fp8_blockwise.quantize_rows(tensor, dtype)
@@ -111,8 +125,8 @@ def _scaled_matmul(
 ) -> torch.Tensor:
     """Compute ``left [m, k] · right [n, k]^T``; ``right`` is a weight.
 
-    ``fast_accumulation`` uses fewer bits, which is too imprecise for gradients. Blockwise GEMMs
-    ignore it.
+    ``dtype`` is the dtype of the result. ``fast_accumulation`` accumulates with fewer bits, which
+    is too imprecise for gradients. Blockwise GEMMs ignore it.
     """
     if scaling == "blockwise":
         return fp8_blockwise.multiply_blockwise(
@@ -200,21 +214,29 @@ class Fp8Linear(torch.autograd.Function):
             ctx.group_size,
             ctx.group,
         )
+        # No gradients of the accumulator and of the ten settings.
         return *input_and_weight_gradients, *[None] * 11
 
 
 def _compute_weight_gradient(
     ctx: Any,
     gradient: torch.Tensor,
-    values: torch.Tensor,
-    scale: torch.Tensor,
+    fp8_gradient: torch.Tensor,
+    gradient_scale: torch.Tensor,
     input_: torch.Tensor,
     weight: torch.Tensor,
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute ``gradient^T · input`` and add it to the accumulator, if there is one.
 
-    ``values`` and ``scale`` are the gradient in FP8, with rows of tokens.
+    Args:
+        ctx: torch's context with the settings of the layer.
+        gradient: 16-bit gradient of the output [..., out].
+        fp8_gradient: the same gradient in FP8 [tokens, out].
+        gradient_scale: scales of ``fp8_gradient``.
+        input_: 16-bit input [..., in].
+        weight: 16-bit weight [out, in].
+        accumulator: accumulator of the weight gradient, or None.
     """
     if not ctx.fp8_weight_gradient:
         return accumulate_wgrad_gemm(accumulator, weight, gradient, input_)
@@ -227,10 +249,10 @@ def _compute_weight_gradient(
         )
         return accumulate_gradient(accumulator, weight, weight_gradient)
     if ctx.scaling == "tensorwise":
-        left, left_scale = values.t().contiguous(), scale
+        left, left_scale = fp8_gradient.t().contiguous(), gradient_scale
         right, right_scale = quantize(flatten_tokens(input_), FORWARD_DTYPE, ctx.scaling)
         right = right.t().contiguous()
-    else:  # rowwise: scales are per feature here, so both are quantized anew
+    else:  # rowwise: a row of this GEMM is a feature and not a token, so quantize both again
         left, left_scale = quantize(flatten_tokens(gradient).t().contiguous(), dtype, ctx.scaling)
         right, right_scale = quantize(
             flatten_tokens(input_).t().contiguous(), FORWARD_DTYPE, ctx.scaling

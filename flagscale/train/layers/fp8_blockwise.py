@@ -19,9 +19,10 @@ from flagscale.train.layers.jit import compiled_if_faster
 
 BLOCK_SIZE = 128
 MAX_WEIGHT_SHAPES = 64
-"""Limit of weight shapes per compiled function. MLA with shared experts has 11 of them."""
+"""Limit of weight shapes per compiled function, with a margin: MLA with shared experts has 11."""
 _SCALE_ALIGNMENT = 4
-"""Alignment of the scales of a row of squares; the padding is never read."""
+"""cuBLAS requires that the row stride of the scales of squares is a multiple of this number; the
+padding is never read."""
 _MIN_MAGNITUDE = 1e-30
 """Lower bound of the largest magnitude of a block, so that the scale of zeros is finite."""
 _LIBRARY: Any = torch.library.Library("flagscale", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -80,11 +81,11 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
     values, scale = _quantize_blocks(
         padded.reshape(-1, BLOCK_SIZE, squares_per_row, BLOCK_SIZE), dtype, (1, 3)
     )
-    padded, scale = values.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
+    values, scale = values.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
     return (
-        padded[:rows].contiguous(),
+        values[:rows].contiguous(),
         _pad_to_multiple(scale, 0, _SCALE_ALIGNMENT).contiguous(),
-        padded.t()[:columns].contiguous(),
+        values.t()[:columns].contiguous(),
         _pad_to_multiple(scale.t(), 0, _SCALE_ALIGNMENT).contiguous(),
     )
 
@@ -92,9 +93,9 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
 def _quantize_blocks(
     blocks: torch.Tensor, dtype: torch.dtype, dimensions: int | tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``blocks`` in FP8, and one fp32 scale per block.
+    """Return ``blocks`` in FP8, and one fp32 scale per block, with ``dimensions`` of size 1.
 
-    A block is all numbers along ``dimensions``.
+    A block consists of all numbers along ``dimensions``.
     """
     dtype_max = torch.finfo(dtype).max
     block_max = blocks.abs().amax(dimensions, keepdim=True).float()
@@ -103,11 +104,14 @@ def _quantize_blocks(
     return values, factor.reciprocal()
 
 
-def _pad_to_multiple(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Pad ``tensor`` with zeros to multiples of ``rows`` and ``columns``; 0 means no padding."""
+def _pad_to_multiple(tensor: torch.Tensor, row_multiple: int, column_multiple: int) -> torch.Tensor:
+    """Pad the numbers of rows and of columns of a matrix to multiples, with zeros at the end.
+
+    A multiple of 0 means no padding.
+    """
     padding = [
         -size % multiple if multiple else 0
-        for size, multiple in zip(tensor.shape, (rows, columns), strict=True)
+        for size, multiple in zip(tensor.shape, (row_multiple, column_multiple), strict=True)
     ]
     return functional.pad(tensor, (0, padding[1], 0, padding[0])) if any(padding) else tensor
 
@@ -167,7 +171,7 @@ def _multiply_dequantized(
     squares: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply the dequantized fp32 values, on CPUs, for which torch has no FP8 GEMM."""
+    """Multiply the dequantized fp32 values. For CPUs, on which torch has no FP8 GEMM."""
     if squares:
         right_scale = right_scale.repeat_interleave(BLOCK_SIZE, 0)[: len(right)]
     return (_dequantize(left, left_scale) @ _dequantize(right, right_scale).t()).to(dtype)
@@ -188,7 +192,7 @@ def _multiply_meta(
     return left.new_empty(len(left), len(right), dtype=dtype)
 
 
-for _key in {kind.dispatch_key for kind in list_accelerators()}:
+for _key in {accelerator.dispatch_key for accelerator in list_accelerators()}:
     _LIBRARY.impl(
         "multiply_blocks", _multiply_dequantized if _key == "CPU" else _multiply_cublas, _key
     )

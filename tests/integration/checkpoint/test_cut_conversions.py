@@ -66,7 +66,7 @@ def interrupt_conversion(
     """
     if (child := os.fork()) == 0:
 
-        def count_bytes(_report: object, total: int) -> Callable[[int], None]:
+        def count_bytes(_set_progress: object, total: int) -> Callable[[int], None]:
             bytes_done = [0, 0]
 
             def add(size: int) -> None:
@@ -77,7 +77,7 @@ def interrupt_conversion(
 
             return add
 
-        convert._report_cumulative = count_bytes
+        convert._accumulate_progress = count_bytes
         code = convert.main([str(source), str(target), *options])
         sys.stderr.flush()
         os._exit(code)

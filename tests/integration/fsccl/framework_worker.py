@@ -9,6 +9,7 @@ writes the loss and the bytes that each group sent to a file of the rank.
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -155,7 +156,8 @@ def main() -> None:
         "sent_bytes": sum(map(get_sent_bytes, groups)),
     }
     (result_directory / f"{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()  # gloo aborts at exit otherwise, in one of seven runs
+    if result["backends"] == ["gloo"]:
+        os._exit(0)  # an orderly exit aborts in gloo's threads in one of ten runs (torch 2.13.0)
 
 
 if __name__ == "__main__":

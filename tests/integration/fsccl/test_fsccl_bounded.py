@@ -193,9 +193,7 @@ def test_broken_link_names_the_unreachable_rank(four_hosts: tuple[HostRanks, Pat
         bed[1].heal()
     for i, reply in replies.items():
         remote_ranks = "023" if i == 1 else "1"
-        pattern = (
-            rf"rank {i}: .*rank [{remote_ranks}] \[.*\] did not come within the timeout of 4 s"
-        )
+        pattern = rf"rank {i}: .*rank [{remote_ranks}] \[.*\] did not come within the timeout"
         assert re.search(pattern, reply.get("error", "none")), f"{i}: {reply}"
 
 

@@ -21,7 +21,7 @@ TRANSPORTS = {
 REASONS = {
     "descriptors": "all descriptors open that it may have",
     "threads": "cannot start a thread|MiB of shared memory",
-    "memory": "cannot start a thread|MiB of shared memory|bad_alloc|no memory|Cannot allocate memory",
+    "memory": "cannot start a thread|MiB of shared memory|bad_alloc|no memory",
 }
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]

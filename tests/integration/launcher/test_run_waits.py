@@ -13,8 +13,8 @@ from flagscale.launcher.start import wait_until_started
 
 pytestmark = pytest.mark.integration
 
-# Reports stage by stage. In attempt n, RAISE_<n> names the rank that raises once the other has
-# joined; files that a test makes let the job get on.
+# A program of two ranks that reports each stage. In attempt n, the rank in the variable RAISE_<n>
+# raises once the other one has joined. After joining, ranks wait for the file ``go``.
 STAGES = f"""
 import os, sys, time, traceback
 from pathlib import Path
@@ -25,8 +25,8 @@ rank, attempt = int(os.environ["RANK"]), os.environ["FLAGSCALE_ATTEMPT"]
 status = StatusWriter.from_environment(rank)
 status.write("started", rank=rank, pid=os.getpid())
 if os.environ.get("RAISE_" + attempt) == str(rank):
-    other = Path(os.environ["FLAGSCALE_STATUS_DIR"]) / f"rank_{{1 - rank}}.jsonl"
-    while not other.exists() or "joined" not in other.read_text():
+    peer_events = Path(os.environ["FLAGSCALE_STATUS_DIR"]) / f"rank_{{1 - rank}}.jsonl"
+    while not peer_events.exists() or "joined" not in peer_events.read_text():
         time.sleep(0.01)
     try:
         raise ValueError("bad data in shard 7")
@@ -66,7 +66,7 @@ def test_run_that_is_stopped_in_the_meantime_is_no_failure(lab: Lab) -> None:
     )
 
 
-def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
+def test_failure_of_the_last_attempt_is_reported(lab: Lab) -> None:
     lab.configure(
         STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1", "RAISE_1": "0"}
     )
@@ -78,7 +78,7 @@ def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
     lab.wait_until_ended()
 
 
-def test_nothing_is_waited_for(lab: Lab) -> None:
+def test_wait_for_none_returns_at_once(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 9"})
     result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
@@ -88,7 +88,7 @@ def test_nothing_is_waited_for(lab: Lab) -> None:
     assert lab.run_processes() == []
 
 
-def test_the_first_step_is_waited_for(lab: Lab) -> None:
+def test_wait_for_step_returns_after_the_first_step(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "step"})
     launcher = lab.start("run")
     assert launcher.stdout is not None
@@ -105,7 +105,7 @@ def test_ranks_that_joined_in_time_are_not_stopped(lab: Lab) -> None:
     lab.configure(STAGES, light=True)
     assert lab.run_action("run").returncode == 0
     message = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
-    assert "0.1 s later are still busy with the first step. The run goes on" in message
+    assert "0.1 s later are still busy with the first step. The run continues" in message
     assert len(lab.run_processes()) > 2
 
 

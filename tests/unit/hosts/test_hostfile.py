@@ -60,7 +60,9 @@ def test_hostfile(text: str, expected: list[Host]) -> None:
             "hosts.txt:2: host 'h00' is named twice: 'H00' is the same name",
             id="twice-for-dns",
         ),
-        pytest.param("h0 slots=1 addr=A\nh1 slots=1 addr=a", "addr=a is h0's already", id="addr"),
+        pytest.param(
+            "h0 slots=1 addr=A\nh1 slots=1 addr=a", "addr=a is already the address of h0", id="addr"
+        ),
         pytest.param("me@h[0-1] slots=2", "write h[0-1] user=me", id="user"),
         pytest.param("h$0 slots=2", "'h$0' is not a host name", id="host-name"),
         pytest.param("-oProxyCommand=x slots=2", "is not a host name", id="option-as-host"),

@@ -20,7 +20,7 @@ from flagscale.launcher.failures import (
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness.diagnosis import (
     Failure,
-    Severity,
+    FailureKind,
     TableEntry,
     TorchrunExit,
     describe_code,
@@ -79,22 +79,22 @@ def test_table_of_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "rank", "severity"),
+    ("late", "rank", "kind"),
     [
-        pytest.param(set(), 1, Severity.FAILED, id="a-cause"),
-        pytest.param({1}, 0, Severity.CONSEQUENCE, id="after-the-order-to-end"),
-        pytest.param({0, 1}, None, Severity.UNNAMED, id="all-after-it"),
+        pytest.param(set(), 1, FailureKind.RANK_FAILED, id="a-cause"),
+        pytest.param({1}, 0, FailureKind.CONSEQUENCE, id="after-the-order-to-end"),
+        pytest.param({0, 1}, None, FailureKind.UNEXPLAINED, id="all-after-it"),
     ],
 )
 def test_late_failure_is_not_the_cause(
-    state: RunState, late: set[int], rank: int | None, severity: Severity
+    state: RunState, late: set[int], rank: int | None, kind: FailureKind
 ) -> None:
     """torchrun's table does not distinguish it from a rank that ended first."""
     host = state.hosts[0]
     host.output.write_text(TABLE, encoding="utf-8")
     report = diagnose_host(host, {}, TorchrunExit(1, 200.0, late_ranks=late))
     assert report is not None
-    assert (report.failure.rank, report.severity) == (rank, severity)
+    assert (report.failure.rank, report.kind) == (rank, kind)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +160,7 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
         "--moe-grouped-gemm",
         action="store_true",
         default=None,
-        help="experts are a grouped GEMM of Transformer Engine",
+        help="run the experts as one grouped GEMM of Transformer Engine",
     )
 
 
@@ -229,13 +229,14 @@ def convert(options: argparse.Namespace) -> None:
         )
     _prepare_target(model, target)
     model = replace(model, resume=_build_resume_options(options, model, output_format))
-    with show_progress("converting") as report:
+    with show_progress("converting") as set_progress:
+        # Verification reads the output once more.
         total_bytes = model.total_bytes * (1 if options.no_verify else 2)
-        report_bytes = _report_cumulative(report, total_bytes)
+        add_progress = _accumulate_progress(set_progress, total_bytes)
         inspect = _skip_verification
         if not options.no_verify:
-            inspect = partial(verify, model, report=report_bytes)
-        output = writer.write(model, target, report_bytes, inspect)
+            inspect = partial(verify, model, report=add_progress)
+        output = writer.write(model, target, add_progress, inspect)
     _print_result(model, output, output_format)
     if options.check is not None:
         precision = None if options.dtype is None else _DTYPES_BY_PRECISION[options.dtype]
@@ -252,9 +253,9 @@ def _print_result(model: StoredModel, output: Path, output_format: str) -> None:
     if model.chat_template is None:
         return
     if output_format == _HUGGING_FACE:
-        print("its chat template is the one that it was trained with")
+        print("chat template: the one that the model was trained with")
     elif output_format != _TORCH_DIST:
-        print(f"note: {output_format} does not keep the chat template that it was trained with")
+        print(f"note: {output_format} cannot store the chat template of the training")
 
 
 def _create_writer(output_format: str, options: argparse.Namespace) -> CheckpointFormat:
@@ -273,8 +274,8 @@ def _create_writer(output_format: str, options: argparse.Namespace) -> Checkpoin
         return writer.for_layout(MegatronLayout(**layout_fields))
     if layout_fields:
         raise CheckpointError(
-            f"{output_format} does not depend on the layout: any layout loads it",
-            hint="options of a layout are for --to torch",
+            f"{output_format} does not depend on the layout: any layout can load it",
+            hint="parallel layout options apply to --to torch only",
         )
     return writer
 
@@ -282,7 +283,7 @@ def _create_writer(output_format: str, options: argparse.Namespace) -> Checkpoin
 def _build_resume_options(
     options: argparse.Namespace, model: StoredModel, output_format: str
 ) -> ResumeOptions:
-    """Build the identity of a conversion, by which an interrupted one is recognized."""
+    """Build the identity of a conversion; only the same conversion reuses its files."""
     base, like = options.base, options.like
     sources = [model.path, *model.files, *([base.absolute()] if base else [])]
     values = {
@@ -294,6 +295,7 @@ def _build_resume_options(
     relevant_options = {
         key: str(value) for key, value in values.items() if key not in ignored_options
     }
+    # The keys are stored, and printed if a value differs.
     identity = {
         "its source": fingerprint_files(sources),
         "what was asked for": json.dumps(relevant_options),
@@ -323,7 +325,7 @@ def _export_adapters(
 ) -> None:
     """Write the adapters alone, in peft's format."""
     if adapters is None:
-        raise CheckpointError(f"{source} holds no adapters, but a whole model")
+        raise CheckpointError(f"{source} contains a whole model and no adapters")
     model = open_base_model(adapters, base)
     _prepare_target(model, target)
     output = write_peft(adapters, model, target, lambda _size: None)
@@ -402,14 +404,16 @@ def verify(model: StoredModel, written: StoredModel, *, report: ByteProgress) ->
     raise_if_any(written.path, "differs from its source", changed_tensors)
 
 
-def _report_cumulative(report: object, total_bytes: int) -> ByteProgress:
-    """Return a callback that reports the accumulated number of bytes and their total."""
+def _accumulate_progress(
+    set_progress: Callable[[int, int], None], total_bytes: int
+) -> ByteProgress:
+    """Return a callback that adds a number of bytes and passes on the sum and the total."""
     done_bytes = 0
 
     def add(size: int) -> None:
         nonlocal done_bytes
         done_bytes += size
-        report(min(done_bytes, total_bytes), total_bytes)  # type: ignore[operator]
+        set_progress(min(done_bytes, total_bytes), total_bytes)
 
     return add
 

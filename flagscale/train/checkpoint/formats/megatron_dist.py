@@ -93,7 +93,7 @@ class MegatronDist:
         """
         if replace(layout, transformer_engine=True, vocabulary_multiple=1) != MegatronLayout():
             raise CheckpointError(
-                f"{self.name} does not depend on the layout: any layout loads it",
+                f"{self.name} does not depend on the layout: any layout can load it",
                 hint="of these options it has --transformer-impl and "
                 "--make-vocab-size-divisible-by",
             )

@@ -1,11 +1,11 @@
 """Hugging Face tokenizers from a local directory.
 
-A directory means what ``transformers.AutoTokenizer`` makes of it. That depends on more than
-``tokenizer.json``: on the tokenizer class, on the model type in ``config.json``, and on tokens that
-only ``tokenizer_config.json`` or ``added_tokens.json`` lists. So transformers opens the directory,
-except where ``tokenizer.json`` alone provably defines the same tokenizer: reading it takes
-milliseconds, and importing transformers delays the start of every rank. Nothing is ever downloaded,
-and no code of a directory is run.
+Token ids are those of ``transformers.AutoTokenizer``. They depend on more than ``tokenizer.json``:
+on the tokenizer class, on the model type in ``config.json``, and on tokens that only
+``tokenizer_config.json`` or ``added_tokens.json`` lists. So transformers opens the directory,
+unless ``tokenizer.json`` alone provably defines the same tokenizer. Reading that file takes
+milliseconds, whereas importing transformers delays the start of every rank. Nothing is ever
+downloaded, and no code of a directory is run.
 
 Truncation and padding that ``tokenizer.json`` stores are never applied.
 """
@@ -41,8 +41,8 @@ _BERT_TOKENS: Mapping[str, tuple[str, ...]] = {
 """Special tokens of models like BERT, and their usual texts."""
 
 _GENERIC_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
-"""Values of ``tokenizer_class`` for which transformers takes ``tokenizer.json`` as it is. Other
-classes build normalizer and pre-tokenizer by themselves."""
+"""Values of ``tokenizer_class`` for which transformers uses ``tokenizer.json`` unchanged. Other
+classes build normalizer and pre-tokenizer themselves."""
 _NEUTRAL_SETTINGS = frozenset(
     (
         *SPECIAL_TOKEN_NAMES,
@@ -114,19 +114,22 @@ def open_files(vocabulary: Path, merges: Path, special_tokens: Path | None = Non
     else:
         settings = {"eos_token": _AQUILA_END_TOKEN}
     return FastTokenizer(
-        _load_backend(files), vocabulary.parent, _texts_of(settings), files=hash_files(files)
+        _load_backend(files),
+        vocabulary.parent,
+        _special_token_texts(settings),
+        files=hash_files(files),
     )
 
 
 def _open_tokenizer_json(directory: Path) -> Tokenizer:
     file = directory / "tokenizer.json"
     settings = read_settings(directory)
-    if reason := _why_settings_matter(directory, settings):
+    if reason := _explain_settings_effect(directory, settings):
         return _open_with_transformers(directory, reason)
     backend = _load_backend([file])
     if reason := next(_iter_backend_differences(directory, backend, settings), None):
         return _open_with_transformers(directory, reason)
-    special_tokens = _texts_of(settings)
+    special_tokens = _special_token_texts(settings)
     if backend.padding is not None:
         special_tokens.setdefault("pad_token", backend.padding["pad_token"])
     return FastTokenizer(
@@ -161,10 +164,11 @@ class FastTokenizer(Tokenizer):
         """
         Args:
             backend: a ``tokenizers.Tokenizer``; its truncation and padding are switched off.
-            directory: where it comes from, for messages.
+            directory: directory of its files, for messages.
             special_tokens: texts of the special tokens by name, such as ``eos_token``.
             chat_templates: Jinja templates by name.
-            identity: what distinguishes this tokenizer in cache keys.
+            identity: values that identify this tokenizer in cache keys, such as a hash of its
+                files.
 
         Raises:
             DataError: no token ends a document.
@@ -248,8 +252,9 @@ class PythonTokenizer(Tokenizer):
         """
         Args:
             tokenizer: a tokenizer of transformers.
-            directory: where it comes from, for messages.
-            identity: what distinguishes this tokenizer in cache keys.
+            directory: directory of its files, for messages.
+            identity: values that identify this tokenizer in cache keys, such as a hash of its
+                files.
 
         Raises:
             DataError: no token ends a document.
@@ -375,9 +380,9 @@ def _chat_templates_of(tokenizer: Any) -> dict[str, str]:
     return dict(templates) if isinstance(templates, dict) else {DEFAULT_TEMPLATE: templates}
 
 
-def _why_settings_matter(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return why settings may make transformers read something else than ``tokenizer.json`` says,
-    or None.
+def _explain_settings_effect(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return why, because of its settings, transformers may load a tokenizer that differs from
+    ``tokenizer.json``; None if it cannot differ.
 
     Args:
         directory: the tokenizer's directory.
@@ -385,7 +390,7 @@ def _why_settings_matter(directory: Path, settings: Mapping[str, Any]) -> str | 
     """
     tokenizer_class = settings.get("tokenizer_class")
     if tokenizer_class not in _GENERIC_CLASSES:
-        return f"its tokenizer_class {tokenizer_class} has rules of its own"
+        return f"its tokenizer_class {tokenizer_class} changes tokenizer.json when it is loaded"
     if (directory / "config.json").is_file():
         return "its token ids may depend on the model type in config.json"
     unknown_settings = sorted(settings.keys() - _NEUTRAL_SETTINGS)
@@ -395,8 +400,8 @@ def _why_settings_matter(directory: Path, settings: Mapping[str, Any]) -> str | 
 def _iter_backend_differences(
     directory: Path, backend: Any, settings: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield why transformers may make something else of a directory than ``tokenizer.json`` says:
-    its pre-tokenizer, and tokens that other files declare otherwise.
+    """Yield why transformers may load a tokenizer that differs from ``tokenizer.json``: a
+    pre-tokenizer that adds spaces, and tokens that other files declare differently.
 
     Args:
         directory: the tokenizer's directory.
@@ -418,7 +423,7 @@ def _iter_backend_differences(
         if index not in (None, known_index) or any(
             flags[name] != getattr(known_token, name) for name in _TOKEN_FLAGS if name in flags
         ):
-            yield f"its files describe the token {text!r} otherwise than tokenizer.json"
+            yield f"its files describe the token {text!r} differently from tokenizer.json"
 
 
 def _load_backend(files: list[Path]) -> Any:
@@ -446,7 +451,7 @@ def _has_settings(directory: Path) -> bool:
     return any((directory / name).is_file() for name in ("tokenizer_config.json", "config.json"))
 
 
-def _texts_of(settings: Mapping[str, Any]) -> dict[str, str]:
+def _special_token_texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the named special tokens in settings."""
     texts = ((name, token_text(settings.get(name))) for name in SPECIAL_TOKEN_NAMES)
     return {name: text for name, text in texts if text is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.launcher.liveness.coordinator import Coordinator
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
     DumpStacks,
@@ -38,22 +39,24 @@ from flagscale.launcher.liveness.messages import (
 )
 from flagscale.launcher.liveness.options import Policy
 
-POSITION = HostProgress(
+PROGRESS = HostProgress(
     status=HostStatus.RUNNING,
     joined=1,
     nproc=1,
-    moves=0,
-    busy=False,
-    lived=False,
-    ended=None,
-    report=None,
+    progress_count=0,
+    in_busy_activity=False,
+    has_run_long=False,
+    exit_code=None,
+    failure_report=None,
 )
 
 
 class Job:
     """Simulated job: hosts that send heartbeats, and messages of the test."""
 
-    def __init__(self, hosts: int = 2, *, places: Sequence[str] = (), **policy: Any) -> None:
+    def __init__(
+        self, hosts: int = 2, *, mesh_positions: Sequence[str] = (), **policy: Any
+    ) -> None:
         defaults: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
         defaults |= {
             "lost_host_timeout": 10.0,
@@ -63,13 +66,13 @@ class Job:
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
         job_policy = Policy(**{**defaults, **policy})
-        self.brain = Coordinator(
-            job_policy, self.names, self.now, Path("out"), mesh_positions=places
+        self.coordinator = Coordinator(
+            job_policy, self.names, self.now, Path("out"), mesh_positions=mesh_positions
         )
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
-        self.moves = 0
+        self.progress_count = 0
         self.orders: list[tuple[int | None, Order]] = []
         self.notified_events: list[str] = []
         self.remarks: list[str] = []
@@ -77,48 +80,51 @@ class Job:
 
     def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
         """Send a message of the current attempt, or of another one."""
-        number = self.brain.attempt if attempt < 0 else attempt
-        self.brain.receive(
+        number = self.coordinator.attempt if attempt < 0 else attempt
+        self.coordinator.receive(
             host, kind(host, number, self.clock[host] + self.now, *content), self.now
         )
 
-    def position(self, host: int, **fields: Any) -> HostProgress:
-        return replace(POSITION, **{"moves": self.moves, **self.fields[host], **fields})
+    def progress(self, host: int, **fields: Any) -> HostProgress:
+        changes = {"progress_count": self.progress_count, **self.fields[host], **fields}
+        return replace(PROGRESS, **changes)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.now += 1
-            self.moves += self.moving
+            self.progress_count += self.moving
             for host in range(len(self.names)):
                 if host not in self.silent:
-                    self.send(Heartbeat, host, self.position(host))
-            self.brain.tick(self.now)
+                    self.send(Heartbeat, host, self.progress(host))
+            self.coordinator.tick(self.now)
             self.collect()
 
     def collect(self) -> None:
-        self.orders += [o for o in self.brain.orders if not isinstance(o[1], KeepAlive)]
-        self.brain.orders.clear()
-        self.notified_events += [n.event for n in self.brain.notices if n.event != "early-exit"]
-        self.remarks += [notice.remark for notice in self.brain.notices if notice.remark]
-        self.brain.notices.clear()
+        self.orders += [o for o in self.coordinator.orders if not isinstance(o[1], KeepAlive)]
+        self.coordinator.orders.clear()
+        notices = self.coordinator.notices
+        self.notified_events += [n.event for n in notices if n.event != "early-exit"]
+        self.remarks += [notice.remark for notice in notices if notice.remark]
+        self.coordinator.notices.clear()
 
     def send_failure(
-        self, host: int, rank: int, severity: Severity = Severity.FAILED, after: float = 0.0
+        self, host: int, rank: int, kind: FailureKind = FailureKind.RANK_FAILED, after: float = 0.0
     ) -> None:
         failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
-        report = FailureReport(failure, self.clock[host] + self.now + after, severity)
+        report = FailureReport(failure, self.clock[host] + self.now + after, kind)
         self.send(RankFailed, host, report)
 
     def send_end(self, host: int, code: int = 1, **fields: Any) -> None:
-        self.send(AttemptEnded, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
+        progress = self.progress(host, **{"joined": 1, "exit_code": code, **fields})
+        self.send(AttemptEnded, host, progress)
 
     def order_types(self) -> list[type[Order]]:
         return [type(order) for _, order in self.orders]
 
     @property
-    def first_failure_place(self) -> tuple[str, int | None]:
-        assert self.brain.failure is not None
-        return self.brain.failure.host, self.brain.failure.rank
+    def first_failed_rank(self) -> tuple[str, int | None]:
+        assert self.coordinator.failure is not None
+        return self.coordinator.failure.host, self.coordinator.failure.rank
 
 
 def test_a_job_that_ends_well() -> None:
@@ -129,7 +135,7 @@ def test_a_job_that_ends_well() -> None:
     assert job.order_types() == []
     job.send_end(1, 0)
     job.run(1)
-    assert (job.order_types(), job.notified_events, job.brain.phase) == (
+    assert (job.order_types(), job.notified_events, job.coordinator.phase) == (
         [FinishJob],
         ["finished"],
         JobPhase.OVER,
@@ -153,42 +159,52 @@ def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
     job.send_end(2)
     job.run(1)
     assert job.order_types() == [EndAttempt, FinishJob]
-    assert (job.first_failure_place, job.notified_events) == (("h1", 4), ["failed"])
+    assert (job.first_failed_rank, job.notified_events) == (("h1", 4), ["failed"])
 
 
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
-        pytest.param([(0, 0, Severity.FAILED, 0), (1, 1, Severity.FAILED, -2)], 1, id="earliest"),
         pytest.param(
-            [(0, 0, Severity.CONSEQUENCE, -9), (1, 1, Severity.FAILED, 0)], 1, id="no-consequence"
+            [(0, 0, FailureKind.RANK_FAILED, 0), (1, 1, FailureKind.RANK_FAILED, -2)],
+            1,
+            id="earliest",
         ),
         pytest.param(
-            [(0, 0, Severity.FAILED, -1), (1, 1, Severity.KILLED, 0)], 1, id="killed-at-that-moment"
+            [(0, 0, FailureKind.CONSEQUENCE, -9), (1, 1, FailureKind.RANK_FAILED, 0)],
+            1,
+            id="no-consequence",
         ),
         pytest.param(
-            [(0, 0, Severity.FAILED, -9), (1, 1, Severity.KILLED, 0)], 0, id="killed-much-later"
+            [(0, 0, FailureKind.RANK_FAILED, -1), (1, 1, FailureKind.PROCESS_KILLED, 0)],
+            1,
+            id="killed-at-that-moment",
         ),
-        pytest.param([(0, 0, Severity.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
         pytest.param(
-            [(0, None, Severity.UNNAMED, -1), (1, 1, Severity.FAILED, 0)],
+            [(0, 0, FailureKind.RANK_FAILED, -9), (1, 1, FailureKind.PROCESS_KILLED, 0)],
+            0,
+            id="killed-much-later",
+        ),
+        pytest.param([(0, 0, FailureKind.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
+        pytest.param(
+            [(0, None, FailureKind.UNEXPLAINED, -1), (1, 1, FailureKind.RANK_FAILED, 0)],
             1,
             id="a-rank-before-none",
         ),
     ],
 )
 def test_first_failure_across_hosts_with_different_clocks(
-    reports: list[tuple[int, int, Severity, float]], expected: int
+    reports: list[tuple[int, int, FailureKind, float]], expected: int
 ) -> None:
     """The hosts' clocks differ by weeks."""
     job = Job()
     job.run(10)
-    for host, rank, severity, delay_seconds in reports:
-        job.send_failure(host, rank, severity, delay_seconds)
+    for host, rank, kind, delay_seconds in reports:
+        job.send_failure(host, rank, kind, delay_seconds)
     for host in (0, 1):
         job.send_end(host)
     job.run(1)
-    assert job.first_failure_place[0] == f"h{expected}"
+    assert job.first_failed_rank[0] == f"h{expected}"
 
 
 def test_later_report_of_the_same_rank_replaces_the_earlier() -> None:
@@ -196,10 +212,11 @@ def test_later_report_of_the_same_rank_replaces_the_earlier() -> None:
     job.run(5)
     job.send_failure(1, 1)
     failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
-    job.send_end(1, report=FailureReport(failure, job.clock[1] + job.now, Severity.FAILED))
+    report = FailureReport(failure, job.clock[1] + job.now, FailureKind.RANK_FAILED)
+    job.send_end(1, failure_report=report)
     job.send_end(0)
     job.run(1)
-    assert job.brain.failure == failure
+    assert job.coordinator.failure == failure
 
 
 def test_lost_host_is_the_failure_unless_there_is_a_cause() -> None:
@@ -207,26 +224,26 @@ def test_lost_host_is_the_failure_unless_there_is_a_cause() -> None:
     job.run(5)
     job.silent.add(1)
     job.run(9)
-    job.send_failure(0, 0, Severity.CONSEQUENCE)
+    job.send_failure(0, 0, FailureKind.CONSEQUENCE)
     job.send_end(0)
     job.run(5)
-    assert job.first_failure_place == ("h1", None)
-    assert "no word" in str(job.brain.failure)
-    assert job.brain.phase is JobPhase.OVER
+    assert job.first_failed_rank == ("h1", None)
+    assert "no word" in str(job.coordinator.failure)
+    assert job.coordinator.phase is JobPhase.OVER
     # It reconnects too late, and is ordered to finish.
-    job.send(Hello, 1, POSITION)
+    job.send(Hello, 1, PROGRESS)
     job.collect()
     assert job.orders[-1][0] == 1
     assert job.order_types()[-1] == FinishJob
 
 
-def test_place_of_a_lost_host_is_reported() -> None:
-    job = Job(places=("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)"))
+def test_mesh_position_of_a_lost_host_is_reported() -> None:
+    job = Job(mesh_positions=("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)"))
     job.run(5)
     job.silent.add(1)
     job.run(15)
-    assert job.brain.failure is not None
-    assert job.brain.failure.headline() == (
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.headline() == (
         "h1: was lost: no word from its agent for 10 s; it held stage 1 of 2, mesh 1 (dp2)"
     )
 
@@ -236,18 +253,62 @@ def test_a_short_silence_does_no_harm() -> None:
     job.silent.add(1)
     job.run(9)
     job.silent.clear()
-    job.send(Hello, 1, POSITION)
+    job.send(Hello, 1, PROGRESS)
     job.run(30)
-    assert job.brain.phase is JobPhase.RUNNING
+    assert job.coordinator.phase is JobPhase.RUNNING
 
 
 def test_pause_of_the_coordinator_does_not_time_out_hosts() -> None:
     job = Job()
     job.run(5)
     job.now += 500
-    job.brain.tick(job.now)
+    job.coordinator.tick(job.now)
     job.run(5)
-    assert job.brain.phase is JobPhase.RUNNING
+    assert job.coordinator.phase is JobPhase.RUNNING
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [pytest.param(0, id="before-ranks-join"), pytest.param(1, id="after-ranks-have-joined")],
+)
+def test_pause_of_the_coordinator_does_not_time_out_absent_hosts(joined: int) -> None:
+    """Their first messages could not be received meanwhile."""
+    job = Job()
+    job.silent.add(1)
+    job.fields[0] = {"joined": joined}
+    job.run(5)
+    job.now += 500
+    job.coordinator.tick(job.now)
+    job.silent.clear()
+    job.run(5)
+    assert (job.coordinator.phase, job.order_types()) == (JobPhase.RUNNING, [])
+
+
+def test_pause_of_the_coordinator_does_not_time_out_stacks() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(51)
+    assert job.order_types() == [DumpStacks]
+    job.now += 500
+    job.coordinator.tick(job.now)
+    job.collect()
+    assert job.order_types() == [DumpStacks]
+    job.send(RankStacks, 0, rank_progress("h0", 0))
+    job.send(RankStacks, 1, rank_progress("h1", 1, step=6))
+    job.run(1)
+    assert job.first_failed_rank == ("h1", 1)
+
+
+def test_host_lost_after_a_pause_is_detected_in_time() -> None:
+    """Its last message was received between the pause and the next tick."""
+    job = Job()
+    job.run(5)
+    job.now += 500
+    job.send(Heartbeat, 1, job.progress(1))
+    job.silent.add(1)
+    job.run(12)
+    assert job.first_failed_rank == ("h1", None)
 
 
 def test_absent_host_after_ranks_have_joined() -> None:
@@ -257,7 +318,7 @@ def test_absent_host_after_ranks_have_joined() -> None:
     job.run(10)
     assert job.order_types() == []
     job.run(3)
-    assert job.first_failure_place == ("h1", None)
+    assert job.first_failed_rank == ("h1", None)
 
 
 def test_host_that_never_connects() -> None:
@@ -267,7 +328,7 @@ def test_host_that_never_connects() -> None:
     job.run(99)
     assert job.order_types() == []
     job.run(3)
-    assert "did not report within 100 s" in str(job.brain.failure)
+    assert "did not report within 100 s" in str(job.coordinator.failure)
 
 
 def test_restarts_are_counted_delayed_and_notified() -> None:
@@ -279,7 +340,7 @@ def test_restarts_are_counted_delayed_and_notified() -> None:
             job.send_end(host)
         job.run(8)
         assert job.orders[-1] == (None, StartAttempt(attempt + 1))
-        assert job.brain.failure is None
+        assert job.coordinator.failure is None
     job.run(5)
     job.send_end(0, 7)
     job.send_end(1, 7)
@@ -293,7 +354,7 @@ def test_restarts_are_counted_delayed_and_notified() -> None:
         FinishJob,
     ]
     assert job.notified_events == ["restarted", "restarted", "failed"]
-    assert job.brain.summary()["attempt"] == 3
+    assert job.coordinator.summary()["attempt"] == 3
 
 
 def test_messages_of_an_earlier_attempt_are_ignored() -> None:
@@ -303,9 +364,9 @@ def test_messages_of_an_earlier_attempt_are_ignored() -> None:
     for host in (0, 1):
         job.send_end(host)
     job.run(5)
-    job.send(AttemptEnded, 1, replace(POSITION, ended=1), attempt=0)
+    job.send(AttemptEnded, 1, replace(PROGRESS, exit_code=1), attempt=0)
     job.run(5)
-    assert (job.brain.attempt, job.brain.phase) == (1, JobPhase.RUNNING)
+    assert (job.coordinator.attempt, job.coordinator.phase) == (1, JobPhase.RUNNING)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +402,7 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.notified_events == ["stopped"]
     job = Job(max_restarts=5)
     job.silent.add(1)
-    job.send(Hello, 1, replace(POSITION, joined=0))
+    job.send(Hello, 1, replace(PROGRESS, joined=0))
     job.run(12)
     job.send_end(0)
     job.run(2)
@@ -357,8 +418,8 @@ def test_stop_without_a_request_is_a_final_failure() -> None:
         job.send_end(host, 143)
     job.run(5)
     assert (job.order_types(), job.notified_events) == ([StopJob, FinishJob], ["failed"])
-    assert job.first_failure_place == ("h1", None)
-    assert [order for _, order in job.orders] == [StopJob(15, cause), FinishJob(cause)]
+    assert job.first_failed_rank == ("h1", None)
+    assert [order for _, order in job.orders] == [StopJob(signal.SIGTERM, cause), FinishJob(cause)]
 
 
 def test_on_failure_leave_keeps_the_other_hosts_running() -> None:
@@ -368,7 +429,7 @@ def test_on_failure_leave_keeps_the_other_hosts_running() -> None:
     job.send_end(1)
     job.run(30)
     assert job.order_types() == []
-    assert job.first_failure_place == ("h1", 1)
+    assert job.first_failed_rank == ("h1", 1)
     job.send_end(0, 0)
     job.run(1)
     assert (job.order_types(), job.notified_events) == ([FinishJob], ["failed"])
@@ -391,10 +452,10 @@ def test_stall_requests_stacks_and_reports_the_straggler() -> None:
     job.send(RankStacks, 1, rank_progress("h1", 1, step=6, stack="where"))
     job.run(1)
     assert job.order_types() == [DumpStacks, EndAttempt]
-    assert job.first_failure_place == ("h1", 1)
-    assert job.brain.failure is not None
-    assert "behind in training at step 6" in job.brain.failure.reason
-    assert job.brain.failure.traceback == "where"
+    assert job.first_failed_rank == ("h1", 1)
+    assert job.coordinator.failure is not None
+    assert "behind in training at step 6" in job.coordinator.failure.reason
+    assert job.coordinator.failure.traceback == "where"
     assert job.notified_events == ["stalled"]
 
 
@@ -404,13 +465,13 @@ def test_stall_without_replies_from_hosts() -> None:
     job.moving = False
     job.run(60)
     assert job.order_types() == [DumpStacks, EndAttempt]
-    assert job.first_failure_place == ("h0", None)
+    assert job.first_failed_rank == ("h0", None)
 
 
 @pytest.mark.parametrize(
     ("fields", "policy"),
     [
-        pytest.param({"busy": True}, {}, id="a-checkpoint"),
+        pytest.param({"in_busy_activity": True}, {}, id="a-checkpoint"),
         pytest.param({"joined": 0}, {}, id="not-joined"),
         pytest.param({}, {"hang_detection_timeout": 0.0}, id="not-looked-for"),
     ],
@@ -457,15 +518,15 @@ def test_ranks_that_end_early_are_logged_once_and_explain_a_failure(
     job.run(60)
     (remark,) = job.remarks
     assert remark.startswith(expected)
-    assert job.brain.summary()["early_exit"] == remark
+    assert job.coordinator.summary()["early_exit"] == remark
     assert (job.order_types(), job.notified_events) == ([], [])
     job.moving = False
     job.run(60)
-    assert job.brain.failure is not None
-    stall, exit_line = job.brain.failure.reason.splitlines()
+    assert job.coordinator.failure is not None
+    stall, exit_line = job.coordinator.failure.reason.splitlines()
     assert stall.startswith("stalled: no rank has made progress")
     assert exit_line == f"before that, {remark.partition(' while ')[0]}"
-    assert job.brain.summary()["early_exit"] == ""
+    assert job.coordinator.summary()["early_exit"] == ""
 
 
 def test_hosts_that_end_well_early_are_logged() -> None:
@@ -500,9 +561,9 @@ def test_exits_after_a_failure_do_not_explain_it() -> None:
     job.send_end(2)
     job.fields[1] = {**rank_exits(job, 1, 1), "nproc": 1}
     job.run(30)
-    job.send_failure(2, 2, Severity.KILLED)
-    assert job.brain.failure is not None
-    assert (job.remarks, job.brain.failure.reason) == ([], "failed")
+    job.send_failure(2, 2, FailureKind.PROCESS_KILLED)
+    assert job.coordinator.failure is not None
+    assert (job.remarks, job.coordinator.failure.reason) == ([], "failed")
 
 
 def test_a_restart_forgets_early_exits() -> None:
@@ -515,18 +576,18 @@ def test_a_restart_forgets_early_exits() -> None:
     job.send_end(0)
     job.send_end(1, 0)
     job.run(10)
-    assert job.brain.attempt == 1
-    assert job.brain.summary()["early_exit"] == ""
+    assert job.coordinator.attempt == 1
+    assert job.coordinator.summary()["early_exit"] == ""
     job.send_failure(0, 0)
-    assert job.brain.failure is not None
-    assert "before that" not in job.brain.failure.reason
+    assert job.coordinator.failure is not None
+    assert "before that" not in job.coordinator.failure.reason
     job.run(20)
     assert len(job.remarks) == 1
 
 
 def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
     job = Job()
-    job.fields[1] = {"busy": True}
+    job.fields[1] = {"in_busy_activity": True}
     job.run(5)
     job.moving = False
     job.run(1820)
@@ -543,7 +604,7 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
     job.run(50)
     job.moving = False
     job.run(110)
-    assert "did not join within 100 s of a restart" in str(job.brain.failure)
+    assert "did not join within 100 s of a restart" in str(job.coordinator.failure)
 
 
 @pytest.mark.parametrize("last", [1, 0])
@@ -556,20 +617,20 @@ def test_stop_is_notified_once_all_hosts_have_ended(last: int) -> None:
     assert job.notified_events == []
     job.send_end(last, 0)
     job.run(1)
-    assert (job.notified_events, job.brain.phase) == (["stopped"], JobPhase.OVER)
+    assert (job.notified_events, job.coordinator.phase) == (["stopped"], JobPhase.OVER)
 
 
 def test_stop_is_notified_when_host_0_ends_first() -> None:
     """Other hosts may have long grace periods, and host 0 does not wait for them."""
     job = Job()
     job.run(5)
-    job.brain.abandon_stop(job.now)
-    assert job.brain.phase is JobPhase.RUNNING
+    job.coordinator.complete_stop(job.now)
+    assert job.coordinator.phase is JobPhase.RUNNING
     job.send(StopSignalled, 0, 15, None)
     job.send_end(0, 0)
-    job.brain.abandon_stop(job.now)
+    job.coordinator.complete_stop(job.now)
     job.collect()
-    assert (job.notified_events, job.brain.phase) == (["stopped"], JobPhase.OVER)
+    assert (job.notified_events, job.coordinator.phase) == (["stopped"], JobPhase.OVER)
 
 
 FAILURES = st.builds(
@@ -581,17 +642,17 @@ FAILURES = st.builds(
     traceback=st.text(max_size=3),
     log=st.just(Path("log")),
 )
-REPORTS = st.builds(FailureReport, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(Severity))
-POSITIONS = st.builds(
+REPORTS = st.builds(FailureReport, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(FailureKind))
+PROGRESS_VALUES = st.builds(
     HostProgress,
     status=st.sampled_from(HostStatus),
     joined=st.integers(-1, 2),
     nproc=st.integers(-1, 2),
-    moves=st.integers(-2, 9),
-    busy=st.booleans(),
-    lived=st.booleans(),
-    ended=st.none() | st.integers(-1, 2),
-    report=st.none() | REPORTS,
+    progress_count=st.integers(-2, 9),
+    in_busy_activity=st.booleans(),
+    has_run_long=st.booleans(),
+    exit_code=st.none() | st.integers(-1, 2),
+    failure_report=st.none() | REPORTS,
     ended_ranks=st.integers(-1, 3),
     early_exits=st.lists(
         st.builds(RankExit, st.integers(-1, 9), st.floats(-1e300, 1e300)), max_size=6
@@ -602,7 +663,7 @@ RANKS = st.builds(
     rank_progress, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9)
 )
 MESSAGES = st.one_of(
-    *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Heartbeat, AttemptEnded)),
+    *(st.builds(kind, *HEAD, PROGRESS_VALUES) for kind in (Hello, Heartbeat, AttemptEnded)),
     st.builds(RankFailed, *HEAD, REPORTS),
     st.builds(RankStacks, *HEAD, st.just(()) | RANKS),
     st.builds(StopSignalled, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
@@ -620,9 +681,9 @@ def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
     job = Job(max_restarts=max_restarts)
     previous: dict[str, Any] = {}
     for host, message, seconds in messages:
-        job.brain.receive(host, message, job.now)
+        job.coordinator.receive(host, message, job.now)
         job.now += seconds
-        job.brain.tick(job.now)
-        summary = json.loads(json.dumps(job.brain.summary()))
-        assert job.brain.summary_changed or summary == previous
-        previous, job.brain.summary_changed = summary, False
+        job.coordinator.tick(job.now)
+        summary = json.loads(json.dumps(job.coordinator.summary()))
+        assert job.coordinator.summary_changed or summary == previous
+        previous, job.coordinator.summary_changed = summary, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     MAX_MESSAGE_BYTES,
     AttemptEnded,
@@ -38,24 +39,24 @@ from flagscale.launcher.liveness.messages import (
 from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 
 FAILURE = Failure("h1", 3, -9, "ended 'so'\n\u2028", "trace", Path("/a b/stderr.log"))
-REPORT = FailureReport(FAILURE, 1.5, Severity.KILLED)
-POSITION = HostProgress(
+REPORT = FailureReport(FAILURE, 1.5, FailureKind.PROCESS_KILLED)
+PROGRESS = HostProgress(
     HostStatus.RUNNING,
     joined=1,
     nproc=8,
-    moves=7,
-    busy=False,
-    lived=True,
-    ended=None,
-    report=None,
+    progress_count=7,
+    in_busy_activity=False,
+    has_run_long=True,
+    exit_code=None,
+    failure_report=None,
     ended_ranks=2,
     early_exits=(RankExit(3, 1234.5),),
 )
 HEAD = (3, 0, 1234.5)
 FROM_HOST = (
-    Hello(*HEAD, replace(POSITION, ended=1, report=REPORT)),
-    Heartbeat(*HEAD, POSITION),
-    AttemptEnded(*HEAD, replace(POSITION, ended=0)),
+    Hello(*HEAD, replace(PROGRESS, exit_code=1, failure_report=REPORT)),
+    Heartbeat(*HEAD, PROGRESS),
+    AttemptEnded(*HEAD, replace(PROGRESS, exit_code=0)),
     RankFailed(*HEAD, REPORT),
     RankStacks(
         *HEAD,
@@ -82,7 +83,7 @@ ORDERS = (
     StartAttempt(2),
     EndAttempt(0, FAILURE),
     DumpStacks(1),
-    StopJob(15, None),
+    StopJob(signal.SIGTERM, None),
     FinishJob(FAILURE),
 )
 
@@ -102,6 +103,19 @@ def test_an_order_survives_the_wire(order: Order) -> None:
 def test_every_kind_is_tried() -> None:
     assert {type(message) for message in FROM_HOST} == set(HostMessage.__subclasses__())
     assert {type(order) for order in ORDERS} == set(Order.__subclasses__())
+
+
+def test_renamed_fields_keep_their_names_on_the_wire() -> None:
+    """Agents of other versions must be able to read the messages."""
+    record = json.loads(encode(replace(FROM_HOST[0], progress=replace(PROGRESS, exit_code=1))))
+    assert record.keys() == {"kind", "host", "attempt", "sent", "position"}
+    assert list(record["position"]) == [
+        *("status", "joined", "nproc", "moves", "busy", "lived", "ended", "report"),
+        *("ended_ranks", "early_exits"),
+    ]
+    record = json.loads(encode(RankFailed(*HEAD, REPORT)))
+    assert record.keys() == {"kind", "host", "attempt", "sent", "report"}
+    assert record["report"].keys() == {"failure", "time", "severity"}
 
 
 VALUES = st.recursive(
@@ -183,8 +197,8 @@ def test_longest_failure_can_be_forwarded() -> None:
     payload = payload.replace('"traceback":""', f'"traceback":"{failure.traceback}"')
     decoded = decode(HostMessage, payload.encode())
     assert isinstance(decoded, RankFailed)
-    assert decoded.report.failure == failure
-    assert len(encode(EndAttempt(0, decoded.report.failure))) <= MAX_FRAME_BYTES
+    assert decoded.failure_report.failure == failure
+    assert len(encode(EndAttempt(0, decoded.failure_report.failure))) <= MAX_FRAME_BYTES
     assert decode(HostMessage, (payload + " " * 100).encode()) is None
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from support.launch_lab import wait_for
 
+from flagscale.hosts import processes
 from flagscale.launcher.layout import HostFiles
 from flagscale.launcher.liveness.attempt import Attempt, Stage
 from flagscale.launcher.liveness.rank_exits import RankExits
 from flagscale.status import RUN_ID_VARIABLE, read_exit_code, write_exit_code
 
-# Starts rank 0 at once and rank 1 when a file appears, which says what it does.
+# Stands for torchrun: starts rank 0 at once, and rank 1 once a file exists, which contains its
+# program. When the file is removed, it kills rank 0 and waits for both ranks.
 STARTER = """
 import os, subprocess, sys, time
 def start(rank, program):
@@ -34,21 +36,21 @@ while os.path.exists(sys.argv[1]):
 ranks[0].kill()
 codes = [rank.wait() for rank in ranks]
 """
-SLEEP, END = "import time; time.sleep(600)", "pass"
+SLEEP, END_AT_ONCE = "import time; time.sleep(600)", "pass"
 
 
-class Lab:
-    """One host with two ranks, of which the second starts on request."""
+class TwoRankHost:
+    """A host with two ranks, of which the second starts on request."""
 
     def __init__(self, root: Path) -> None:
         self._program = root / "program"
         self.attempt = Attempt("t-exits", 5)
         command = [sys.executable, "-c", STARTER, str(self._program)]
         self.attempt.start(command, {**os.environ, RUN_ID_VARIABLE: "t-exits"})
-        host = HostFiles("h", 0, 2, root, root / "out")
+        files = HostFiles("h", 0, 2, root, root / "out")
         self.status = root / "status"
         self.status.mkdir()
-        self.exits = RankExits(host, self.attempt, self.status)
+        self.exits = RankExits(files, self.attempt, self.status)
         self.start = self.attempt.start_time
         wait_for(lambda: 0 in self.attempt.find_ranks())
 
@@ -69,86 +71,86 @@ class Lab:
         return self.attempt.stage is not Stage.RUNNING
 
     def early_exits(self, seconds: float, *finished_ranks: int) -> list[int]:
-        """Return the early exits so many seconds after the start."""
+        """Return the ranks that have ended early, ``seconds`` after the start of the attempt."""
         now = self.start + seconds
         self.exits.refresh(now)
         return [e.rank for e in self.exits.find_early_exits(finished_ranks, now)]
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRankHost]:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
-    result = Lab(tmp_path)
+    result = TwoRankHost(tmp_path)
     yield result
     result.attempt.kill()
     if result.attempt.stage is Stage.RUNNING:
         wait_for(result.is_over)
 
 
-def test_exit_code_0_is_certain_once_torchrun_would_have_ended(lab: Lab) -> None:
-    lab.start_rank_1(SLEEP)
-    rank_1 = wait_for(lambda: lab.attempt.find_ranks().get(1))
-    assert lab.early_exits(1) == []
+def test_exit_code_0_is_certain_once_torchrun_would_have_ended(host: TwoRankHost) -> None:
+    host.start_rank_1(SLEEP)
+    rank_1 = wait_for(lambda: host.attempt.find_ranks().get(1))
+    assert host.early_exits(1) == []
     os.kill(rank_1.pid, 9)
-    wait_for(lambda: 1 not in lab.attempt.find_ranks())
-    assert lab.early_exits(2) == []
-    assert lab.exits.ended_ranks == {1}
-    assert lab.early_exits(11.9) == []
+    wait_for(lambda: not processes.is_alive(rank_1))
+    assert host.early_exits(2) == []
+    assert host.exits.ended_ranks == {1}
+    assert host.early_exits(11.9) == []
     before = time.time()
-    assert lab.early_exits(12) == [1]
-    (rank_exit,) = lab.exits.find_early_exits((), lab.start + 12)
+    assert host.early_exits(12) == [1]
+    (rank_exit,) = host.exits.find_early_exits((), host.start + 12)
     assert before - 60 < rank_exit.time <= before
-    assert lab.early_exits(13, 1) == []  # it has reported the end of its work
+    assert host.early_exits(13, 1) == []  # it has reported the end of its work
 
 
 @pytest.mark.parametrize(
     ("code", "expected"), [("0", [1]), ("-15", []), ("3", []), ("", [1])], ids=str
 )
 def test_recorded_exit_code_decides(
-    lab: Lab, code: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    host: TwoRankHost, code: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab.start_rank_1(SLEEP)
-    rank_1 = wait_for(lambda: lab.attempt.find_ranks().get(1))
-    lab.early_exits(1)
-    monkeypatch.setenv("FLAGSCALE_STATUS_DIR", str(lab.status))
+    host.start_rank_1(SLEEP)
+    rank_1 = wait_for(lambda: host.attempt.find_ranks().get(1))
+    host.early_exits(1)
+    monkeypatch.setenv("FLAGSCALE_STATUS_DIR", str(host.status))
     if code:
         write_exit_code(1, int(code))
     else:
-        (lab.status / "rank_1.exit").write_text("?")
-    assert read_exit_code(lab.status, 1) == (int(code) if code else None)
+        (host.status / "rank_1.exit").write_text("?")
+    assert read_exit_code(host.status, 1) == (int(code) if code else None)
     os.kill(rank_1.pid, 9)
-    wait_for(lambda: 1 not in lab.attempt.find_ranks())
-    assert lab.early_exits(2) == []
-    assert lab.early_exits(20) == expected
+    wait_for(lambda: not processes.is_alive(rank_1))
+    assert host.early_exits(2) == []
+    assert host.early_exits(20) == expected
 
 
-def test_rank_that_was_never_seen_has_ended_and_a_slow_one_has_not(lab: Lab) -> None:
-    assert lab.early_exits(1) == []
-    assert lab.early_exits(10.9) == []
-    assert lab.exits.ended_ranks == set()
-    lab.early_exits(12)
-    assert lab.exits.ended_ranks == {1}
-    lab.start_rank_1(SLEEP)
-    wait_for(lambda: 1 in lab.attempt.find_ranks())
-    assert lab.early_exits(13.5) == []
-    assert lab.exits.ended_ranks == set()
+def test_rank_that_was_never_seen_has_ended_and_a_slow_one_has_not(host: TwoRankHost) -> None:
+    assert host.early_exits(1) == []
+    assert host.early_exits(10.9) == []
+    assert host.exits.ended_ranks == set()
+    host.early_exits(12)
+    assert host.exits.ended_ranks == {1}
+    host.start_rank_1(SLEEP)
+    wait_for(lambda: 1 in host.attempt.find_ranks())
+    assert host.early_exits(13.5) == []
+    assert host.exits.ended_ranks == set()
 
 
-def test_all_ranks_of_a_host_that_ended_well_have_exit_code_0(lab: Lab) -> None:
-    lab.start_rank_1(END)
-    lab.early_exits(1)
-    lab.end()
-    assert lab.attempt.exit_code == 0
-    assert sorted(lab.early_exits(2)) == [0, 1]
-    assert lab.early_exits(2, 0) == [1]
+def test_all_ranks_of_a_host_that_ended_well_have_exit_code_0(host: TwoRankHost) -> None:
+    host.start_rank_1(END_AT_ONCE)
+    host.early_exits(1)
+    host.end()
+    assert host.attempt.exit_code == 0
+    assert sorted(host.early_exits(2)) == [0, 1]
+    assert host.early_exits(2, 0) == [1]
 
 
-def test_ranks_that_the_agent_ends_are_no_early_exits(lab: Lab) -> None:
-    lab.start_rank_1(SLEEP)
-    rank_1 = wait_for(lambda: lab.attempt.find_ranks().get(1))
-    lab.early_exits(1)
-    lab.attempt.end(failed=True)
+def test_ranks_that_the_agent_ends_are_no_early_exits(host: TwoRankHost) -> None:
+    host.start_rank_1(SLEEP)
+    rank_1 = wait_for(lambda: host.attempt.find_ranks().get(1))
+    host.early_exits(1)
+    host.attempt.end(failed=True)
     os.kill(rank_1.pid, 9)
-    wait_for(lambda: 1 not in lab.attempt.find_ranks())
-    assert lab.early_exits(60) == []
-    assert lab.exits.ended_ranks == set()
+    wait_for(lambda: not processes.is_alive(rank_1))
+    assert host.early_exits(60) == []
+    assert host.exits.ended_ranks == set()

@@ -1,3 +1,5 @@
+"""Tests of the detection and the report of the rank that the others wait for in a stalled job."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.launcher.liveness.diagnosis import Severity
+from flagscale.launcher.liveness.diagnosis import FailureKind
 from flagscale.launcher.liveness.job import find_straggler, stalled_report
 from flagscale.launcher.liveness.messages import RankProgress
 
@@ -21,7 +23,7 @@ def rank_progress(rank: int, step: int | None = 5, **fields: Any) -> RankProgres
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        pytest.param([], None, id="nobody"),
+        pytest.param([], None, id="no-ranks"),
         pytest.param(
             [rank_progress(0), rank_progress(1, 4, stopped=False), rank_progress(2)],
             1,
@@ -47,16 +49,16 @@ def rank_progress(rank: int, step: int | None = 5, **fields: Any) -> RankProgres
         pytest.param([rank_progress(0, None), rank_progress(1, 3)], 1, id="one-step-known"),
     ],
 )
-def test_the_rank_behind(ranks: list[RankProgress], expected: int | None) -> None:
+def test_straggler_is_found(ranks: list[RankProgress], expected: int | None) -> None:
     straggler = find_straggler(ranks)
     assert (straggler.rank if straggler else None) == expected
 
 
-def test_the_report_names_rank_step_and_stack() -> None:
+def test_report_contains_rank_step_and_stack() -> None:
     report = stalled_report(
         [rank_progress(0), rank_progress(1, 4, stopped=True)], 61.2, "h", Path("out")
     )
-    assert report.severity is Severity.KILLED
+    assert report.kind is FailureKind.PROCESS_KILLED
     assert report.failure.headline() == (
         "h: rank 1 stalled: no rank has made progress for 61 s, and this one is behind in training "
         "at step 4; its process is stopped (SIGSTOP)"

@@ -1,4 +1,4 @@
-"""Tests of an agent's view of its ranks: status files, stacks and processes."""
+"""Tests of how an agent observes its ranks: status files, stacks and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flagscale.launcher.liveness.watch import RankWatch, StackDump
 from flagscale.status import BUSY_ACTIVITIES, RUN_ID_VARIABLE, TRAINING, StatusWriter, read_progress
 
 
-def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
+def test_progress_and_events_are_counted_and_repetitions_are_not(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
     watch.refresh()
     assert (watch.progress_count, watch.joined_ranks, watch.step_of(3)) == (0, set(), None)
@@ -32,25 +32,25 @@ def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -
     rank.write("joined")
     watch.refresh()
     assert (watch.progress_count, watch.joined_ranks) == (1, {3})
-    for step, moves in ((1, 2), (1, 2), (2, 3)):
+    for step, progress_count in ((1, 2), (1, 2), (2, 3)):
         rank.write_progress(step)
         watch.refresh()
         assert (watch.progress_count, watch.step_of(3), watch.activity_of(3)) == (
-            moves,
+            progress_count,
             step,
             TRAINING,
         )
-    assert not watch.is_busy()
+    assert not watch.in_busy_activity()
     rank.write_progress(2, BUSY_ACTIVITIES[1])
     watch.refresh()
-    assert watch.is_busy()
-    assert not watch.is_busy({3})
+    assert watch.in_busy_activity()
+    assert not watch.in_busy_activity({3})
     rank.write("failed", kind="E", message="m")
     watch.refresh()
     assert watch.has_failure
 
 
-def test_progress_events_count_as_movement_without_a_place_file(tmp_path: Path) -> None:
+def test_progress_events_are_counted_without_a_progress_file(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
     rank.write("progress", step=7)
     watch.refresh()
@@ -62,13 +62,13 @@ def test_progress_events_count_as_movement_without_a_place_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null, "doing": ""}', '{"step": "x"}'])
-def test_incomplete_event_is_not_read(tmp_path: Path, text: str) -> None:
+def test_incomplete_progress_file_is_not_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank_0.place").write_text(text)
     assert read_progress(tmp_path, 0) is None
 
 
 def test_only_processes_with_a_handler_get_the_stack_signal(tmp_path: Path) -> None:
-    view = HostFiles("h", 0, 3, tmp_path, tmp_path / "out")
+    host = HostFiles("h", 0, 3, tmp_path, tmp_path / "out")
     handler = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2);"
     sleeping = "import time\ndef wait_for_it():\n time.sleep(600)\nwait_for_it()"
     ranks = {}
@@ -82,9 +82,9 @@ def test_only_processes_with_a_handler_get_the_stack_signal(tmp_path: Path) -> N
         os.kill(ranks[2].pid, signal.SIGSTOP)
         wait_for(lambda: kernel.is_stopped(ranks[2].pid))
         identity = {r: processes.identify_process(p.pid) for r, p in ranks.items()}
-        call = StackDump(view, RankWatch(tmp_path), {r: p for r, p in identity.items() if p})
-        wait_for(lambda: call.is_complete(time.monotonic()))
-        first, second, third = call.rank_progress()
+        stack_dump = StackDump(host, RankWatch(tmp_path), {r: p for r, p in identity.items() if p})
+        wait_for(lambda: stack_dump.is_complete(time.monotonic()))
+        first, second, third = stack_dump.rank_progress()
         assert "in wait_for_it" in first.stack
         assert (first.answered, second.answered, third.answered) == (True, True, False)
         assert third.stopped
@@ -105,8 +105,8 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
         wait_for(lambda: kernel.catches_signal(rank.pid, signal.SIGUSR2))
         process = processes.identify_process(rank.pid)
         assert process is not None
-        view = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
-        call = StackDump(view, RankWatch(tmp_path), {0: process})
+        host = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
+        stack_dump = StackDump(host, RankWatch(tmp_path), {0: process})
         completion_flags = []
         with log.open("a") as file:
             # Alternately: a part is written, and completion is queried twice.
@@ -116,12 +116,12 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
                 file.write(part)
                 file.flush()
                 completion_flags += [
-                    call.is_complete(10.0 * number + 1),
-                    call.is_complete(10.0 * number + 1.2),
+                    stack_dump.is_complete(10.0 * number + 1),
+                    stack_dump.is_complete(10.0 * number + 1.2),
                 ]
         assert completion_flags == [False] * 6
-        assert call.is_complete(30.0)
-        assert call.read_stacks() == {0: "Current thread 0x1 (most recent call first):"}
+        assert stack_dump.is_complete(30.0)
+        assert stack_dump.read_stacks() == {0: "Current thread 0x1 (most recent call first):"}
     finally:
         rank.kill()
         rank.wait()

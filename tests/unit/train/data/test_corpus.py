@@ -135,7 +135,7 @@ def test_format_is_that_of_the_suffix(name: str, file_format: CorpusFormat) -> N
 
 @pytest.mark.parametrize("name", ["shard-00000", "a.py", "a.csv", "a.gz"])
 def test_an_unknown_suffix_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match="its format is not clear") as caught:
+    with pytest.raises(DataError, match="its format cannot be detected") as caught:
         corpus.guess_format(Path(name))
     assert "--format jsonl, text, lines or parquet" in str(caught.value.hint)
 
@@ -160,7 +160,7 @@ def test_a_search_leaves_out_what_is_no_data(tmp_path: Path) -> None:
     assert skipped == reasons
     # A file that is named by itself is read.
     assert corpus.find_inputs([str(tmp_path / "a.jsonl~")]).files == (tmp_path / "a.jsonl~",)
-    with pytest.raises(DataError, match="holds no data, only README"):
+    with pytest.raises(DataError, match="contains no data, only README"):
         corpus.find_inputs([str(tmp_path / "README*")])
 
 

@@ -82,7 +82,7 @@ def test_missing_optional_tensors_get_defaults() -> None:
         pytest.param({**BATCH, "tokens": torch.ones(2, 4)}, "of torch.float32", id="float-tokens"),
         pytest.param(
             {**BATCH, "tokens": 10 * BATCH["tokens"]},
-            "tokens are 10 to 10, and the 10 known ones are 0 to 9",
+            "tokens are 10 to 10, expected ids of the vocabulary, 0 to 9",
             id="unknown-token",
         ),
         pytest.param(
