@@ -37,6 +37,11 @@ $(VENV)/.setup-dev: $(VENV)/.setup
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,data,bench,reference,dev]'
 	@touch $@
 
+# Only for the slow tests, so that other tests do not wait for the installation.
+$(VENV)/.setup-frameworks: $(VENV)/.setup-dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[frameworks]'
+	@touch $@
+
 $(VENV)/.setup-fast: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -74,7 +79,7 @@ test: setup-dev backend ## run the test suite; as root, install the system packa
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
 	$(PYTEST) -m "not slow"
 
-test-slow: setup-dev backend ## run the long tests that rarely find a regression
+test-slow: $(VENV)/.setup-frameworks backend ## run the long tests that rarely find a regression
 	$(PYTEST) -m slow
 
 # One environment per Python version, without torch, as on a login node that only launches runs.

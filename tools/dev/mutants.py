@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "copies-after-abort",
         "tcp_shutdown.cpp",
-        "  hold.wait_for_copies();\n  if (getpid()",
-        "  if (getpid()",
+        "    flush_queued(hold);\n    hold.wait_for_copies();\n",
+        "    flush_queued(hold);\n",
         MESSAGES,
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = (
     Mutant(
         "abort-not-sent-to-late-peer",
         "tcp_io.cpp",
-        "if (abort_error_) send_abort(connection);",
-        "",
+        "    if (abort_error_) {\n      send_abort(connection);\n    } else if (closed_) {",
+        "    if (closed_) {",
         MESSAGES,
     ),
     Mutant(

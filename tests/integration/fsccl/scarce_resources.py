@@ -1,6 +1,6 @@
 """Two ranks of which rank 1 lacks a resource in its first collective.
 
-usage: scarce_resources.py {descriptors,threads,memory}
+usage: scarce_resources.py {descriptors,threads}
 
 Prints one line of JSON: the errors of both ranks, and the seconds until they came.
 """
@@ -26,6 +26,7 @@ import flagscale.comm.fsccl
 
 TIMEOUT = timedelta(seconds=15)
 """Longer than any delay that is not a timeout."""
+LIMIT_SECONDS = 20
 COUNT = 1 << 20
 """Elements of the collective."""
 
@@ -38,13 +39,12 @@ def limit(name: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
         with contextlib.suppress(OSError):
             while True:
-                os.dup(0)
+                os.open(os.devnull, os.O_RDONLY)
         return
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    # a thread needs 8 MiB for its stack
-    spare = {"threads": 6 << 20, "memory": 1 << 20}[name]
     used = pages * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+    # a thread needs 8 MiB for its stack
+    resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 20), resource.RLIM_INFINITY))
 
 
 def run_rank(rank: int, port: int, lacking: str, output: int) -> None:
@@ -67,8 +67,9 @@ def run_rank(rank: int, port: int, lacking: str, output: int) -> None:
     row = [rank, error, time.monotonic() - start]
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.write(output, f"{json.dumps(row)}\n".encode())
-    store.add("reported", 1)  # neither rank ends before the other has its error
-    while store.add("reported", 0) < 2:
+    # neither rank ends before the other has its error
+    store.add("reported", 1)
+    while store.add("reported", 0) < 2 and time.monotonic() - start < LIMIT_SECONDS:
         time.sleep(0.01)
 
 

@@ -1,4 +1,7 @@
-"""All ranks name the rank that lacks memory, threads or descriptors; see scarce_resources.py."""
+"""All ranks name the rank that lacks threads or descriptors; see scarce_resources.py.
+
+test_fsccl_faults.py has the tests of memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ TRANSPORTS = {
 REASONS = {
     "descriptors": "all descriptors open that it may have",
     "threads": "cannot start a thread|MiB of shared memory",
-    "memory": "cannot start a thread|MiB of shared memory|bad_alloc|no memory",
 }
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]

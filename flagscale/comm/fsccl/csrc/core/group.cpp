@@ -238,6 +238,7 @@ void Group::open_shared_memory(const Deadline& d) {
     if (const auto error = recorded_error()) throw Error(*error);
     if (shut_down_) throw Error(Fault::kAborted, config_.rank, kShutDown);
     if (transport_) transport_->raise_transport_error();
+    poll_failure_of_silent_peers();
     if (shm_->all_joined()) return;
     // A rank that fails before it maps the segment reports only through the store, and one that
     // leaves only through the transport.
@@ -341,6 +342,7 @@ void Group::wait(OpCode op, const RequestPtr& request, const Deadline& d) {
   run_or_fail(name_of(op), request->tag, [&] {
     transport_->wait(request, d, [this] {
       if (shared_memory_open_) shm_->throw_if_aborted();
+      poll_failure_of_silent_peers();
     });
   });
 }

@@ -189,6 +189,8 @@ class Group final : public Collectives {
   void wait_at_rendezvous(int expected_rank, const Deadline& d,
                           const std::function<bool()>& has_arrived);
   void poll_failure();  // throws a failure that a rank has reported through the store
+  // As poll_failure(), now and then while this rank waits for one that has never connected.
+  void poll_failure_of_silent_peers();
   void check_segment_owner(int owner) const;
   void check_has_not_left(int rank);
   bool is_same_host(int rank) const;
@@ -238,6 +240,7 @@ class Group final : public Collectives {
   Deadline deadline_ = Deadline::after(Deadline::Ms(0));
   std::mutex identities_mutex_;
   std::atomic<bool> identities_known_{false}, shared_memory_open_{false};
+  std::atomic<Deadline::Clock::time_point> next_failure_poll_{Deadline::Clock::time_point()};
   std::atomic<int> awaited_at_rendezvous_{kNobody};  // rank that wait_at_rendezvous() waits for
   mutable std::mutex recorded_error_mutex_;
   std::unique_ptr<Error> recorded_error_;

@@ -1,6 +1,7 @@
 // Failure and shutdown of a group.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 #include <thread>
@@ -70,6 +71,15 @@ void Group::poll_failure() {
     throw Error(Fault::kAborted, -1, "the store of the group is gone before all ranks have joined");
   }
   if (!message.empty()) throw Error(Fault::kAborted, -1, message[0]);
+}
+
+void Group::poll_failure_of_silent_peers() {
+  const auto now = Deadline::Clock::now();
+  // The interval grows with the size of the group, which bounds the load of the store.
+  const auto interval = std::chrono::milliseconds(std::max(500, config_.size));
+  if (now < next_failure_poll_.load() || !transport_ || !transport_->awaits_silent_peer()) return;
+  next_failure_poll_ = now + interval;
+  poll_failure();
 }
 
 bool Group::is_same_host(int rank) const {
@@ -169,7 +179,8 @@ void Group::fail(const char* operation, uint64_t sequence, const Error& error) {
                              names_[static_cast<size_t>(config_.rank)] + ": " + error.what())
                      : error);
   if (transport_) transport_->abort(first_error);
-  if (!shared_memory_open_ || !identities_known_ || !shm_->all_joined()) {
+  // A rank that lacks a resource may be unable to connect, or to be connected to.
+  if (error.fault == Fault::kSystem || !shared_memory_open_ || !identities_known_ || !shm_->all_joined()) {
     try {
       rendezvous_.store().set(kFailedKey, first_error.what());
     } catch (const std::exception&) {

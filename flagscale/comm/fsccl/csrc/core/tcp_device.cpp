@@ -1,6 +1,7 @@
 #include "tcp_device.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/epoll.h>
 
 #include <cerrno>
@@ -15,6 +16,11 @@ namespace {
 constexpr uint32_t kReadable = EPOLLIN;
 // Time for which a connection stays open after a farewell, so that the peer can read it.
 constexpr std::chrono::milliseconds kFarewellLinger(2000);
+
+bool is_connection_pending(int listener) {
+  pollfd waiting{listener, POLLIN, 0};
+  return poll(&waiting, 1, 0) == 1;
+}
 
 // The devices of this process, by options.
 struct DeviceRegistry {
@@ -150,6 +156,8 @@ void TcpDevice::accept_all() {
     for (;;) {
       has_room = has_room && unauthenticated_.size() < kMaxUnauthenticated;
       if (!has_room) break;
+      // Without this test, accept4() fails for want of a descriptor even if nobody connects.
+      if (!is_connection_pending(listener.get())) break;
       Fd fd = accept_from(listener.get(), options_);
       if (fd.get() < 0 && errno == EMFILE && reserve_.get() >= 0) {
         reserve_ = Fd(-1);

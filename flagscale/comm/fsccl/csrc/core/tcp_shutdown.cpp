@@ -130,6 +130,13 @@ std::optional<Error> TcpTransport::loss_of(int rank) {
   return error ? std::optional<Error>(*error) : std::nullopt;
 }
 
+bool TcpTransport::awaits_silent_peer() {
+  const LockHold hold(lock_);
+  return std::any_of(peer_states_.begin(), peer_states_.end(), [](const PeerState& p) {
+    return p.accepted_mask == 0 && !p.receives.empty();
+  });
+}
+
 ProcessState TcpTransport::probe_process(int rank, const Deadline& deadline) {
   const std::vector<std::string> addresses =
       split(peers_.addresses[static_cast<size_t>(rank)], ' ');

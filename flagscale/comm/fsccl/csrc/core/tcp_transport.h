@@ -73,6 +73,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void listen() override;
   void ensure_connection(int rank) override;
   std::optional<Error> loss_of(int rank) override;
+  bool awaits_silent_peer() override;
   ProcessState probe_process(int rank, const Deadline& deadline) override;
   void abort(const Error& error) override;
   std::vector<Traffic> sent_traffic() override;

@@ -90,6 +90,9 @@ class Transport {
 
   // Returns the error with which messages of this peer fail from now on, if there is one.
   virtual std::optional<Error> loss_of(int rank) = 0;
+  // Returns whether a receive waits for a peer that has never connected. Such a peer may be unable to
+  // report its failure through the transport.
+  virtual bool awaits_silent_peer() { return false; }
   // Finds out whether the process of a peer runs, by a second connection to it. Waits at most until
   // the deadline.
   virtual ProcessState probe_process(int rank, const Deadline& deadline) = 0;

@@ -113,7 +113,8 @@ TorchBackend::~TorchBackend() {
 
 void TorchBackend::check_settings(int rank, int size, const Options& options) {
   try {
-    make_group_config(rank, size, options, {});
+    const GroupConfig config = make_group_config(rank, size, options, {});
+    if (size > 1) Device::of_this_process(config.settings);  // selects the network interface
   } catch (const Error& e) {
     std::rethrow_exception(torch_error(e));
   }
