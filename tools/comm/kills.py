@@ -34,13 +34,13 @@ import children
 import torch
 import torch.distributed as dist
 
-import flagscale.comm.fsccl
-
 RANKS = 4
 CLUSTERS = ("4", "2,2", "1,1,1,1")
 EXIT_LIMIT_EXCEEDED = 4
 """Exit code if a limit was exceeded."""
 LARGE_ELEMENTS = 1 << 18
+PATIENCE_SECONDS = 2 * children.TIMEOUT.total_seconds()
+"""Time after which a rank that has written nothing hangs. Operations time out before."""
 
 
 def _operations() -> dict[str, Callable[[], object]]:
@@ -134,6 +134,15 @@ def _run_rank(operation: str, _rank: int, output: int) -> None:
     os._exit(0)
 
 
+def _read_report(rank: children.ChildProcess) -> dict[str, Any]:
+    """Return the time and text of a rank's error, or a text that says that it has none."""
+    try:
+        line = rank.output.readline(PATIENCE_SECONDS)
+    except TimeoutError:
+        return {"time": time.time(), "error": f"no error within {PATIENCE_SECONDS:g} s"}
+    return json.loads(line) if line else {"time": time.time(), "error": "ended without an error"}
+
+
 def kill_one_rank(operation: str, clusters: str, killed_rank: int, delay_seconds: float) -> Kill:
     """Start the ranks, and kill one ``delay_seconds`` after all have finished a first operation.
     This process must not have called torch before.
@@ -144,13 +153,13 @@ def kill_one_rank(operation: str, clusters: str, killed_rank: int, delay_seconds
         ranks = children.start_ranks(RANKS, port, clusters, partial(_run_rank, operation))
         processes += ranks
         for rank in ranks:
-            if rank.output.readline() != "begun\n":
+            if rank.output.readline(PATIENCE_SECONDS) != "begun\n":
                 raise RuntimeError(f"{operation} of {clusters}: a rank did not begin")
         time.sleep(delay_seconds)
         kill_time = time.time()
         os.kill(ranks[killed_rank].pid, signal.SIGKILL)
         survivors = [rank for rank in range(RANKS) if rank != killed_rank]
-        reports = {rank: json.loads(ranks[rank].output.readline()) for rank in survivors}
+        reports = {rank: _read_report(ranks[rank]) for rank in survivors}
         seconds = {rank: round(report["time"] - kill_time, 4) for rank, report in reports.items()}
         errors = {rank: report["error"] for rank, report in reports.items()}
         return Kill(operation, clusters, killed_rank, seconds, errors)
@@ -183,7 +192,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # names of torch.distributed
-    flagscale.comm.fsccl.load_extension()  # compiled before ranks are started
+    children.load_extension()
     kills: list[Kill] = []
     for kill in run_kills(arguments):
         kills.append(kill)

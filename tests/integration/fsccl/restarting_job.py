@@ -26,6 +26,9 @@ LONGEST_LIFE_SECONDS = 0.25
 
 
 def run_rank(seed: int, restarts: int, node: int) -> str:
+    # A forked rank has the agent's handler, which does not run while the rank waits in fsccl. The
+    # agent would wait 30 s before it kills the rank. torchrun starts programs without handlers.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     generator = random.Random(f"{seed} {attempt} {node}")
     victim = generator.randrange(RANKS_PER_NODE)
@@ -43,9 +46,9 @@ def run_rank(seed: int, restarts: int, node: int) -> str:
         assert values.tolist() == [size * (size - 1) / 2] * 1000
         if rank in (0, size - 1):
             dist.all_reduce(values, group=pair)
-        # rank 0 is on the first node, which knows the attempt
-        is_last = torch.tensor(float(attempt >= restarts))
-        dist.broadcast(is_last, 0)
+        # the agent of the first node, which may not have rank 0, counts the attempts
+        is_last = torch.tensor(float(node == 0 and attempt >= restarts))
+        dist.all_reduce(is_last, op=dist.ReduceOp.MAX)
         if is_last.item():
             dist.destroy_process_group()
             return "recovered"

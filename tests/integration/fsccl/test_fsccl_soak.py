@@ -1,4 +1,4 @@
-"""Soak tests of fsccl: short-lived groups, random operations and killed ranks."""
+"""Soak tests of fsccl: random operations and groups, ranks that leave or are killed, restarts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fsccl_ranks import ROOT
+from support.fsccl_ranks import MAX_DELAY_SECONDS, ROOT
 
 pytestmark = pytest.mark.torch
 SOAK = ROOT / "tools" / "comm" / "soak.py"
@@ -18,6 +18,7 @@ SOAK = ROOT / "tools" / "comm" / "soak.py"
 def run_soak_tool(result: Path, *words: str, seconds: float) -> list[dict[str, Any]]:
     """Run the soak tool and return its rounds."""
     command = [sys.executable, str(SOAK), "--seconds", f"{seconds:g}", "--json", str(result)]
+    command += ["--limit", str(MAX_DELAY_SECONDS)]
     process = subprocess.run(
         [*command, *words], capture_output=True, text=True, timeout=seconds + 120, check=False
     )
@@ -27,12 +28,15 @@ def run_soak_tool(result: Path, *words: str, seconds: float) -> list[dict[str, A
 
 
 def test_soak_tool_runs_a_few_rounds(built_extension: None, tmp_path: Path) -> None:
-    rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "4", "--round", "1", seconds=60)
-    assert {entry["killed"] is None for entry in rounds} == {True, False}, (
-        "expected rounds with and without a killed rank"
-    )
+    rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "6", "--round", "1", seconds=90)
+    kills = [kill for entry in rounds for kill in entry["kills"]]
+    assert {kill["is_in_meeting"] for kill in kills} == {True, False}
+    assert sum(entry["restarts"] for entry in rounds) == len(kills)
+    assert [] in [entry["kills"] for entry in rounds], "expected rounds without a killed rank"
     assert sum(entry["operations"] for entry in rounds) > 80
     assert sum(entry["groups"] for entry in rounds) > 10
+    assert sum(entry["leaves"] for entry in rounds) > 5
+    assert sum(entry["reinitializations"] for entry in rounds) > 5
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ c10::intrusive_ptr<TorchBackend::Options> make_options(const TorchBackend::Optio
 py::list sizes_of(const fsccl::FlightRecorder::Tensors& tensors) {
   py::list out;
   for (const auto& sizes : tensors.sizes)
-    out.append(py::cast(std::vector<int64_t>(sizes.begin(), sizes.end())));
+    out.append(py::cast(sizes));
   return out;
 }
 

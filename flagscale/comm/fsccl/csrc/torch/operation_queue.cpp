@@ -24,28 +24,16 @@ OperationQueue::OperationQueue(int rank, std::shared_ptr<Group> group,
 
 FlightRecorder::Id OperationQueue::record(const OperationInfo& info, uint64_t sequence,
                                           TensorSpan outputs, std::function<bool()> has_ended) {
-  if (!recorder_.enabled()) return FlightRecorder::kNotRecorded;
-  FlightRecorder::Entry entry;
-  entry.group = recorded_group_;
-  entry.title = info.title;
-  entry.sequence = sequence;
-  entry.timeout_ms = timeout_of(info.timeout).count();
-  entry.has_ended = std::move(has_ended);
-  return recorder_.record(std::move(entry), info.inputs, outputs);
+  const int64_t timeout_ms = timeout_of(info.timeout).count();
+  return recorder_.record({recorded_group_, info.title, sequence, timeout_ms, info.inputs, outputs,
+                           false, -1, std::move(has_ended)});
 }
 
 void OperationQueue::record_message(const OperationInfo& info, int peer,
                                     std::function<bool()> has_ended) {
-  if (!recorder_.enabled()) return;
-  FlightRecorder::Entry entry;
-  entry.group = recorded_group_;
-  entry.title = info.title;
-  entry.is_message = true;
-  entry.peer = peer;
-  entry.sequence = ++message_sequence_;
-  entry.timeout_ms = timeout_of(info.timeout).count();
-  entry.has_ended = std::move(has_ended);
-  recorder_.begin(recorder_.record(std::move(entry), info.inputs, info.inputs));
+  const int64_t timeout_ms = timeout_of(info.timeout).count();
+  recorder_.begin(recorder_.record({recorded_group_, info.title, ++message_sequence_, timeout_ms,
+                                    info.inputs, info.inputs, true, peer, std::move(has_ended)}));
 }
 
 void OperationQueue::check_process() const {
