@@ -16,13 +16,8 @@ PROGRAM = Path(__file__).with_name("group_states.py")
 # Operation, variables. Groups of a native library are its own affair.
 TRANSPORTS = {
     "shared-memory": ("all_reduce", {}),
-    "shared-memory-pipelined": (
-        "all_reduce",
-        {"FSCCL_PIPELINE_K": "2", "FSCCL_ONE_SHOT_BYTES": "0"},
-    ),
     "messages": ("all_reduce", {"FSCCL_SHM": "0"}),
     "nodes": ("all_reduce", {"FSCCL_CLUSTERS": "1,1"}),
-    "receive-on-one-node": ("recv", {}),
     "receive-between-nodes": ("recv", {"FSCCL_CLUSTERS": "1,1"}),
     "device-engine": ("all_reduce", {"FSCCL_NATIVE": "fsccl", "FSCCL_CLUSTERS": "1,1"}),
 }

@@ -65,8 +65,11 @@ def run_programs(commands: Sequence[Sequence[str]], directory: Path, limit: floa
 
 @pytest.mark.parametrize(
     ("rendezvous", "nodes", "restarts"),
-    [("static", 1, 3), ("c10d", 1, 3), ("c10d", 2, 2)],
-    ids=["static", "c10d", "c10d-two-nodes"],
+    [
+        pytest.param("static", 1, 3, id="static"),
+        pytest.param("c10d", 1, 3, id="c10d"),
+        pytest.param("c10d", 2, 2, id="c10d-two-nodes", marks=pytest.mark.slow),
+    ],
 )
 def test_job_recovers_from_killed_ranks(
     built_extension: None, tmp_path: Path, rendezvous: str, nodes: int, restarts: int

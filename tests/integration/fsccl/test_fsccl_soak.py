@@ -28,7 +28,7 @@ def run_soak_tool(result: Path, *words: str, seconds: float) -> list[dict[str, A
 
 
 def test_soak_tool_runs_a_few_rounds(built_extension: None, tmp_path: Path) -> None:
-    rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "6", "--round", "1", seconds=90)
+    rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "6", "--round", "0.5", seconds=90)
     kills = [kill for entry in rounds for kill in entry["kills"]]
     assert {kill["is_in_meeting"] for kill in kills} == {True, False}
     assert sum(entry["restarts"] for entry in rounds) == len(kills)

@@ -88,7 +88,8 @@ started_at "$pid"
 report pid "$pid"
 report start_ticks "$ticks"
 echo >&"${starter[1]}"
-for ((i = 0; i < 200; i++)); do
+# A busy machine takes its time until the script shows its environment.
+for ((end = SECONDS + 30; SECONDS < end; )); do
     carries "$pid" "$new_entry" && break
     started_at "$pid"
     [[ -n $ticks ]] || break # it has ended already
