@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_store import start_store
 from torch._C._distributed_c10d import TCPStore
 
 import flagscale.comm.fsccl
@@ -150,13 +151,7 @@ def main() -> None:
     (operation,) = sys.argv[1:]
     os.environ.update({"FSCCL_DEVICE": "cpu", "FSCCL_SOCKET_IFNAME": "lo"})
     flagscale.comm.fsccl.load_extension()
-    read_end, write_end = os.pipe()
-    server = os.fork()  # the process that forks ranks must not have threads
-    if server == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write_end, f"{store.port}\n".encode())
-        signal.pause()
-    port = int(os.read(read_end, 100))
+    server, port = start_store()
     try:
         for departure in DEPARTURES:
             for states in STATES:

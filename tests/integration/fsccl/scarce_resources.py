@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_store import start_store
 from torch._C._distributed_c10d import TCPStore
 
 import flagscale.comm.fsccl
@@ -77,13 +78,8 @@ def main() -> None:
     (lacking,) = sys.argv[1:]
     os.environ.update({"FSCCL_DEVICE": "cpu", "FSCCL_SOCKET_IFNAME": "lo"})
     flagscale.comm.fsccl.load_extension()
+    server, port = start_store()
     read_end, write_end = os.pipe()
-    server = os.fork()  # the process that forks ranks must not have threads
-    if server == 0:
-        host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write_end, f"{host.port}\n".encode())
-        signal.pause()
-    port = int(os.read(read_end, 100))
     children = []
     for rank in range(2):
         child = os.fork()
