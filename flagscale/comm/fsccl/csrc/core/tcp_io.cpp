@@ -346,7 +346,11 @@ void TcpTransport::on_bye(Connection& connection, const Frame& frame) {
   // An answer to a late hello does not count the connections.
   state.expected_incoming_connections =
       std::max(state.expected_incoming_connections, frame.offset);
-  if (connection.opened_here()) mark_lost_when_drained(connection.peer(), describe_loss(connection));
+  // If it has opened connections, its data may still be on the way: their end marks it as lost.
+  if (connection.opened_here() && state.expected_incoming_connections == 0 &&
+      state.accepted_mask == 0) {
+    mark_lost_when_drained(connection.peer(), describe_loss(connection));
+  }
 }
 
 void TcpTransport::on_clear_to_send(Connection& connection, const Frame& frame) {
