@@ -259,6 +259,8 @@ def list_problems(reports: dict[int, Report], kill: Kill | None) -> list[str]:
             problems += list_report_problems(rank, reports[rank], kill)
         elif kill is None or (rank != kill.rank and not kill.is_in_meeting):
             problems.append(f"rank {rank} hangs, or ended without a report")
+    if kill is None or not kill.is_in_meeting:
+        problems += list_early_errors(reports)
     return problems
 
 
@@ -290,6 +292,23 @@ def list_departure_problems(rank: int, departures: list[dict[str, Any]]) -> Iter
         pattern = rf": rank {leaver} (\(\d+ in the group\) )?\[[^]]*\] has left the group$"
         if departure["error_time"] is not None and not re.search(pattern, error):
             yield f"rank {rank} does not name rank {leaver}, which has left: {error}"
+
+
+def list_early_errors(reports: dict[int, Report]) -> Iterator[str]:
+    """Describe errors in operations that the leaver has called, too, in groups in which no rank has
+    come to a later operation.
+    """
+    departures = [
+        departure
+        for report in reports.values()
+        for departure in report["departures"]
+        if departure["error_time"] is not None
+    ]
+    failed_later = {departure["number"] for departure in departures if not departure["is_joint"]}
+    for departure in departures:
+        number = departure["number"]
+        if number not in failed_later:
+            yield f"departure {number} fails an earlier operation: {departure['error']}"
 
 
 # -- command ---------------------------------------------------------------------------------------

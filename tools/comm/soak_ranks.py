@@ -4,6 +4,7 @@ initialized again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -58,6 +59,10 @@ class Departure:
     error_time: float | None = None
     """Time of day of the error. None on the rank that left."""
     error: str = ""
+    is_joint: bool = False
+    """The error was raised in an operation that the leaver has called. It is right if another rank
+    has failed the group in a later operation in the meantime.
+    """
 
 
 @dataclass
@@ -193,19 +198,23 @@ class RankActivity:
     def run_departure(self, group: Any, members: list[int], generator: random.Random) -> Departure:
         number, leaver = self.counts["leaves"], generator.choice(members)
         delays = {member: generator.choice((0.0, generator.uniform(0, 0.1))) for member in members}
-        for i in range(generator.randrange(4)):
-            self.start_operation(group, members, i, random.Random(generator.random()))()
-        time.sleep(delays[self.rank])
-        call_time = time.time()
-        if self.rank == leaver:
-            dist.destroy_process_group(group)
-            return Departure(number, leaver, call_time)
-        try:
-            while True:  # an operation such as a broadcast may finish without the rank that left
-                call_time = time.time()
-                self.start_operation(group, members, number, random.Random(generator.random()))()
-        except RuntimeError as error:
-            return Departure(number, leaver, call_time, time.time(), str(error))
+        joint_operations = generator.randrange(4)
+        # More than one without the leaver, because a broadcast, for example, may not need it.
+        for i in itertools.count():
+            if i == joint_operations:
+                time.sleep(delays[self.rank])
+            call_time = time.time()
+            if i == joint_operations and self.rank == leaver:
+                dist.destroy_process_group(group)
+                break
+            try:
+                self.start_operation(group, members, i, random.Random(generator.random()))()
+            except RuntimeError as error:
+                if self.rank == leaver:
+                    raise
+                is_joint = i < joint_operations
+                return Departure(number, leaver, call_time, time.time(), str(error), is_joint)
+        return Departure(number, leaver, call_time)
 
 
 def measure_resources() -> dict[str, float]:
