@@ -84,7 +84,11 @@ class GpuRow:
     def replicas(self) -> int:
         """Number of data-parallel replicas."""
         arguments, ranks_per_replica = self.options.split(), 1
-        for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        for name in (
+            "--tensor-model-parallel-size",
+            "--pipeline-model-parallel-size",
+            "--context-parallel-size",
+        ):
             ranks_per_replica *= (
                 int(arguments[arguments.index(name) + 1]) if name in arguments else 1
             )
@@ -107,6 +111,7 @@ LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
 --num-query-groups 8 --make-vocab-size-divisible-by 1"""
 """Layers of Llama-3.2-1B. An odd vocabulary must not slow down the output layer."""
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
+CONTEXT_PARALLEL = "--context-parallel-size 2 --recompute-granularity auto"
 CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SEQUENCE_4K, SEQUENCE_8K = (8, 4096, 2, 8), (8, 8192, 1, 8)
 SEQUENCE_4K_DOUBLE_BATCH = (8, 4096, 2, 16)
@@ -148,6 +153,12 @@ ROWS = (
     GpuRow("tp2-exposed", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options=TENSOR_PARALLEL),
     GpuRow("pp2", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options="--pipeline-model-parallel-size 2 "
         "--decoder-first-pipeline-num-layers 5"),
+    GpuRow("cp2-64k", 8, 65536, 1, 2, gpus=2, options=CONTEXT_PARALLEL),
+    GpuRow("cp2-64k-gather", 8, 65536, 1, 2, gpus=2,
+        options=f"{CONTEXT_PARALLEL} --cp-comm-type all_gather"),
+    GpuRow("cp2-128k", 8, 131072, 1, 1, gpus=2, options=CONTEXT_PARALLEL),
+    GpuRow("cp2-128k-gather", 8, 131072, 1, 1, gpus=2,
+        options=f"{CONTEXT_PARALLEL} --cp-comm-type all_gather"),
     GpuRow("dp4", 32, 4096, 2, 2, gpus=4),
     GpuRow("dp4-fp8", 32, 4096, 2, 2, gpus=4, options="--fp8 hybrid"),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from flagscale.config.arguments.compat.unused import check_refused
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.layout import check_layout
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
+from flagscale.config.arguments.rules.context_parallel import is_ring_requested
 from flagscale.config.arguments.rules.data import (
     check_conversations,
     check_data_phases,
@@ -203,6 +204,7 @@ def substitutions_for(values: Values) -> list[Substitution]:
         _substitute_bias_rate,
         _substitute_mesh_sizes,
         _substitute_qkv_bias,
+        _substitute_ring,
     )
     return [substitution for rule in rules for substitution in rule(values)]
 
@@ -290,3 +292,12 @@ def _substitute_bias_rate(values: Values) -> Iterator[Substitution]:
     if values["peft_type"] and values["num_moe_experts"] and is_updated:
         reason = "expert biases are frozen like the other weights with peft_type: lora"
         yield Substitution("moe_router_bias_update_rate", 0.0, reason)
+
+
+def _substitute_ring(values: Values) -> Iterator[Substitution]:
+    if is_ring_requested(values):
+        reason = (
+            "keys and values of the other ranks arrive at once, not in a ring, while attention to "
+            "the rank's own is computed; the result is the same"
+        )
+        yield Substitution("cp_comm_type", "all_gather", reason)

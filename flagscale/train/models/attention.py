@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
-from flagscale.train.models.context_parallel import attend_context_parallel
 from flagscale.train.models.document_mask import attend_masked, attend_within_documents
+from flagscale.train.models.gathered_attention import attend_gathered
+from flagscale.train.models.head_exchange import gather_heads, gather_sequence
 
 _SDP_BACKENDS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -86,24 +87,40 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             [s, b, heads · d].
         """
+        if self.group.size() == 1:
+            return self.attend(query, key, value, attention_mask)
+        if self.config.cp_comm_type == "a2a":
+            whole = gather_sequence(query, key, value, self.group)
+            return gather_heads(self.attend(*whole, attention_mask), self.group)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_rng(dropout):
-            if self.group.size() > 1:
-                out = attend_context_parallel(
-                    query,
-                    key,
-                    value,
-                    self.group,
-                    causal=self.causal,
-                    scale=self.scale,
-                    dropout=dropout,
-                    documents=attention_mask,
-                )
-            elif attention_mask is not None:
-                out = self._attend_within_documents(query, key, value, attention_mask, dropout)
+            output = attend_gathered(
+                query,
+                key,
+                value,
+                self.group,
+                causal=self.causal,
+                scale=self.scale,
+                dropout=dropout,
+                documents=attention_mask,
+            )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute attention of whole sequences; arguments and result as :meth:`forward`'s."""
+        dropout = self.dropout if self.training else 0.0
+        with self._dropout_rng(dropout):
+            if attention_mask is not None:
+                output = self._attend_within_documents(query, key, value, attention_mask, dropout)
             else:
                 q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-                out = functional.scaled_dot_product_attention(
+                output = functional.scaled_dot_product_attention(
                     q,
                     k,
                     v,
@@ -112,7 +129,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
                     scale=self.scale,
                     enable_gqa=q.shape[1] != k.shape[1],
                 )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_within_documents(
         self,
@@ -171,6 +188,4 @@ def _prefers_cudnn(config: Any, device: Device) -> bool:
         and config.kv_channels % 8 == 0
         and not config.attention_dropout
         and not config.deterministic_mode
-        # Only flash attention has a kernel that aligns the last query with the last key.
-        and config.context_parallel_size == 1
     )

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
+from flagscale.config.arguments.rules.context_parallel import select_cp_communication
 from flagscale.config.arguments.rules.optimizer import OPTIMIZER_DTYPES
 from flagscale.config.arguments.spec.model_arguments import Architecture
 from flagscale.errors import ConfigError
@@ -72,6 +73,7 @@ def build_transformer_config(args: argparse.Namespace, device: Device) -> Transf
         "moe_grouped_gemm": False,
         "cuda_graph_impl": "none",
         "cuda_graph_scope": [],
+        "cp_comm_type": select_cp_communication(vars(args)),
         # Weights are initialized by flagscale.train.models.initialize. perform_initialization must
         # stay enabled: it marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,

@@ -10,6 +10,7 @@ cu_seqlens        [documents + 1]  cumulative sequence lengths, as FlashAttentio
 visible           [b, 1, s, s]     True where a query attends to a key, for kernels with a mask
 hidden            [b, 1, s, s]     the inverse, for megatron.core's own attention
 document_numbers  [b, s]           document numbers of the whole sequences, for context parallelism
+                                   that gathers keys and values
 ================  ===============  =============================================================
 """
 
@@ -78,7 +79,7 @@ def select_mask_form(config: Any, device: Device) -> MaskForm:
     """Return the form of the mask that attention of this configuration requires."""
     if config.attention_backend == AttnBackend.local:
         return "hidden"
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 and config.cp_comm_type == "all_gather":
         return "document_numbers"
     needs_mask = config.window_size or config.attn_logit_softcapping
     if config.attention_backend not in _FLASH_BACKENDS or needs_mask:

@@ -40,20 +40,19 @@ class SlidingWindowAttention(SDPAttention):
         self.window: int | None = config.window_size[0] if has_window else None
         self.cap: float | None = config.attn_logit_softcapping
 
-    def forward(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        **options: Any,
+        attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Compute attention; shapes as in :class:`SDPAttention`.
 
         ``attention_mask`` is None or the document mask [b, 1, s, s], True for visible keys.
         """
         if self.window is None and self.cap is None:
-            return super().forward(query, key, value, attention_mask, **options)
+            return super().attend(query, key, value, attention_mask)
         sequence, batch = query.shape[:2]
         mask = window_mask(sequence, self.window, query.device)
         if attention_mask is not None:

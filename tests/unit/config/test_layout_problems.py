@@ -102,10 +102,25 @@ PROBLEMS: Problems = {
         "seq_length",
         "36 is not divisible by 2 x context_parallel_size 2 x tensor_model_parallel_size",
     ),
-    "cp-ring": (
-        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "cp-hierarchical": (
+        {"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"},
         "cp_comm_type",
-        "expected all_gather, found p2p; leave it out",
+        "expected a2a, all_gather or p2p, found a2a+p2p",
+    ),
+    "cp-mixed": (
+        {"context_parallel_size": 2, "cp_comm_type": ["a2a", "all_gather"]},
+        "cp_comm_type",
+        "all layers must have the same communication",
+    ),
+    "cp-a2a-heads": (
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": ["a2a"],
+            "num_attention_heads": 4,
+            "num_query_groups": 1,
+        },
+        "cp_comm_type",
+        "a2a is not possible: num_query_groups 1 is not divisible by context_parallel_size 2",
     ),
     **{
         f"layout-{name}": ({"pipeline_model_parallel_size": 2, **values}, key, message)

@@ -23,9 +23,9 @@ PROBLEMS: Problems = {
                 "attention) or a list, found 0",
             ),
             "cp": (
-                {"context_parallel_size": 2},
+                {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
                 "window_size",
-                "is not supported with context_parallel_size",
+                "context_parallel_size 2: cp_comm_type: all_gather does not support it; use a2a",
             ),
             "positions": (
                 {"window_rotary_base": 100, "position_embedding_type": "learned_absolute"},

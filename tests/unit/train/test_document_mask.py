@@ -58,6 +58,7 @@ def config(**changes: Any) -> Any:
     values = {
         "attention_backend": AttnBackend.auto,
         "context_parallel_size": 1,
+        "cp_comm_type": "all_gather",
         "params_dtype": torch.bfloat16,
         "kv_channels": 128,
         "window_size": None,
@@ -81,6 +82,7 @@ def config(**changes: Any) -> Any:
         ("cuda", {"kv_channels": 288}, "visible"),
         ("cuda", {"kv_channels": 12}, "visible"),
         ("cuda", {"context_parallel_size": 2}, "document_numbers"),
+        ("cuda", {"context_parallel_size": 2, "cp_comm_type": "a2a"}, "cu_seqlens"),
         ("cuda", {"multi_latent_attention": True}, "visible"),
         ("cpu", {"window_size": [4, 0]}, "visible"),
         ("cuda", {"attn_logit_softcapping": 50.0}, "visible"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flagscale.config.arguments.rules.context_parallel import check_whole_sequence
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, captures_steps
 from flagscale.config.arguments.rules.parallel_layout import layout_of_chunks
 from flagscale.config.arguments.spec.argument import Values, Violation
@@ -198,12 +199,7 @@ def _check_kernels(name: str, values: Values) -> Iterator[Violation]:
     is_core_window = backend == "local" and name == "window_size"
     if backend not in ("auto", "unfused") and not is_core_window:
         yield name, f"is not supported by attention_backend: {backend}; use auto"
-    if values["context_parallel_size"] > 1:
-        yield (
-            name,
-            f"is not supported with context_parallel_size {values['context_parallel_size']}; use "
-            "tensor parallelism",
-        )
+    yield from check_whole_sequence(name, values)
 
 
 _LOCAL_ATTENTION: Mapping[str, Any] = {"softmax_type": "vanilla"}

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from flagscale.config.arguments.rules.context_parallel import check_context_parallel
 from flagscale.config.arguments.rules.optimizer import check_rampup_sizes
 from flagscale.config.arguments.spec.argument import Values, Violation
 
@@ -148,7 +149,7 @@ def _check_pipeline_layout(values: Values) -> Iterator[Violation]:
 
 def check_shape(values: Values) -> Iterator[Violation]:
     yield from check_tensor_parallel(values)
-    yield from _check_context_parallel(values)
+    yield from check_context_parallel(values)
     yield from _check_expert_layout(values)
 
 
@@ -184,29 +185,6 @@ def can_split_tensors(values: Values, tp: int) -> bool:
 
 def _indivisible(values: Values, name: str, divisor: str) -> Violation:
     return name, f"{values[name]} is not divisible by {divisor} {values[divisor]}"
-
-
-def _check_context_parallel(values: Values) -> Iterator[Violation]:
-    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
-    if cp == 1:
-        return
-    if values["attention_backend"] == "local":
-        yield (
-            "context_parallel_size",
-            f"{cp} is not supported with attention_backend: local; use auto",
-        )
-    divisor = 2 * cp * (tp if values["sequence_parallel"] else 1)
-    if values["seq_length"] % divisor:
-        tensor_text = f" x tensor_model_parallel_size {tp}" if divisor > 2 * cp else ""
-        yield (
-            "seq_length",
-            f"{values['seq_length']} is not divisible by 2 x context_parallel_size {cp}"
-            f"{tensor_text}",
-        )
-    kinds = values["cp_comm_type"]
-    for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-        if kind not in (None, "all_gather"):
-            yield "cp_comm_type", f"expected all_gather, found {kind}; leave it out"
 
 
 def check_pipeline_parallel(values: Values) -> Iterator[Violation]:

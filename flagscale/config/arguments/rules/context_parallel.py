@@ -1,0 +1,94 @@
+"""Rules of context parallelism: the length of a sequence, and how ranks share it in attention.
+
+``cp_comm_type`` selects the communication. ``a2a`` exchanges a part of the sequence for a part of
+the heads, ``all_gather`` gathers keys and values (:mod:`flagscale.train.models.head_exchange`,
+:mod:`flagscale.train.models.gathered_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from flagscale.config.arguments.spec.argument import Values, Violation
+
+CpCommunication = Literal["a2a", "all_gather"]
+
+
+def select_cp_communication(values: Values) -> CpCommunication:
+    """Return the communication of context parallelism.
+
+    By default it is ``a2a`` if the context-parallel size divides the heads of a tensor-parallel
+    rank, because attention is then the same as without context parallelism. Otherwise it is
+    ``all_gather``.
+    """
+    requested = _requested_kind(values)
+    if requested is not None:
+        return "a2a" if requested == "a2a" else "all_gather"
+    return "a2a" if _indivisible_heads(values) is None else "all_gather"
+
+
+def is_ring_requested(values: Values) -> bool:
+    """Return whether Megatron's ring exchange is requested (``cp_comm_type: p2p``)."""
+    return values["context_parallel_size"] > 1 and _requested_kind(values) == "p2p"
+
+
+def check_context_parallel(values: Values) -> Iterator[Violation]:
+    """Yield a violation for each argument that context parallelism does not support."""
+    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
+    if cp == 1:
+        return
+    if values["attention_backend"] == "local":
+        yield (
+            "context_parallel_size",
+            f"{cp} is not supported with attention_backend: local; use auto",
+        )
+    divisor = 2 * cp * (tp if values["sequence_parallel"] else 1)
+    if values["seq_length"] % divisor:
+        tensor_text = f" x tensor_model_parallel_size {tp}" if divisor > 2 * cp else ""
+        yield (
+            "seq_length",
+            f"{values['seq_length']} is not divisible by 2 x context_parallel_size {cp}"
+            f"{tensor_text}",
+        )
+    yield from _check_communication(values)
+
+
+def check_whole_sequence(name: str, values: Values) -> Iterator[Violation]:
+    """Check that attention gets whole sequences, which argument ``name`` requires."""
+    cp = values["context_parallel_size"]
+    if cp == 1 or select_cp_communication(values) == "a2a":
+        return
+    reason = _indivisible_heads(values) or "cp_comm_type: all_gather does not support it; use a2a"
+    yield name, f"is not supported with context_parallel_size {cp}: {reason}"
+
+
+def _check_communication(values: Values) -> Iterator[Violation]:
+    kinds = values["cp_comm_type"]
+    requested = _requested_kind(values)
+    if requested is None and kinds is not None:
+        yield "cp_comm_type", "all layers must have the same communication; give one name"
+    elif requested not in (None, "all_gather", "a2a", "p2p"):
+        yield "cp_comm_type", f"expected a2a, all_gather or p2p, found {requested}"
+    elif requested == "a2a" and (reason := _indivisible_heads(values)) is not None:
+        yield "cp_comm_type", f"a2a is not possible: {reason}; use all_gather"
+
+
+def _requested_kind(values: Values) -> str | None:
+    """Return the communication that all layers request; None if there is none."""
+    kinds = values["cp_comm_type"]
+    if not isinstance(kinds, (list, tuple)):
+        return None if kinds is None else str(kinds)
+    return str(kinds[0]) if len(set(kinds)) == 1 else None
+
+
+def _indivisible_heads(values: Values) -> str | None:
+    """Return why the heads of a tensor-parallel rank cannot be divided, or None."""
+    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
+    heads, groups = values["num_attention_heads"], values["num_query_groups"]
+    for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
+        is_used = name == "num_attention_heads" or not values["multi_latent_attention"]
+        if is_used and count is not None and count % (tp * cp):
+            tensor_text = f" x tensor_model_parallel_size {tp}" if tp > 1 else ""
+            return f"{name} {count} is not divisible by context_parallel_size {cp}{tensor_text}"
+    return None

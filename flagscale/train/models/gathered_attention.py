@@ -1,0 +1,271 @@
+"""Attention over a sequence that context-parallel ranks share, with gathered keys and values.
+
+A rank r of n holds the chunks r and 2n - 1 - r of the sequence (:mod:`.context_parallel`). Its
+queries attend causally to three sets of keys:
+
+1. Its own keys. The two chunks are in order, so this is plain causal attention. It runs while the
+   keys and values of the other ranks are on their way.
+2. The first chunks of the ranks before it: all of them are visible to all of its queries.
+3. Both chunks of the ranks after it: all of them are visible to the queries of its second chunk.
+
+No kernel computes masked scores, and every rank computes the same number of scores. The results
+merge exactly (:mod:`.partial_attention`). For the backward pass a rank keeps only its own keys and
+values, and gathers those of the others again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from flagscale.train.layers import collectives
+from flagscale.train.models.context_parallel import restore_sequence_order
+from flagscale.train.models.document_mask import attend_masked, visible_mask
+from flagscale.train.models.partial_attention import (
+    attend_part,
+    attend_part_backward,
+    merge_parts,
+)
+
+
+def attend_gathered(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    *,
+    causal: bool,
+    scale: float | None,
+    dropout: float,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute attention of a rank's queries to the whole sequence.
+
+    Args:
+        query: [s/cp, b, heads, d].
+        key: [s/cp, b, query groups, d].
+        value: as ``key``, with a head dimension of at most d.
+        group: context-parallel group.
+        causal: whether a query attends only to keys up to its own position.
+        scale: factor of the scores; 1/sqrt(d) if None.
+        dropout: dropout probability of the attention weights.
+        documents: document numbers [b, s] of the whole sequences, if a query attends only to its
+            own document.
+
+    Returns:
+        [b, heads, s/cp, head dimension of values].
+    """
+    width, value_width = query.shape[-1], value.shape[-1]
+    if value_width < width:
+        value = functional.pad(value, (0, width - value_width))
+    scale = width**-0.5 if scale is None else scale
+    cp_size, rank, group_name = group.size(), group.rank(), collectives.get_group_name(group)
+    if causal and not dropout and documents is None:
+        output: torch.Tensor = _CausalAttention.apply(  # type: ignore[no-untyped-call]
+            query, torch.cat((key, value), 2), cp_size, rank, group_name, scale
+        )
+    else:
+        gathered = collectives.all_gather(torch.cat((key, value), 2), group)
+        output = _attend_to_whole_sequence(
+            query,
+            restore_sequence_order(gathered, cp_size),
+            rank,
+            cp_size,
+            causal=causal,
+            scale=scale,
+            dropout=dropout,
+            documents=documents,
+        )
+    return output[..., :value_width]
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Causal attention in the parts of this module's description.
+
+    ``key_value`` has keys and values as heads: [s/cp, b, 2 · query groups, d].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        cp_size: int,
+        rank: int,
+        group: str,
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.cp_size, ctx.rank, ctx.group, ctx.scale = cp_size, rank, group, scale
+        pending = collectives.start_all_gather(key_value, cp_size, group)
+        queries, length = query.permute(1, 2, 0, 3), len(query) // 2
+        output, log_sum_exp = attend_part(
+            queries, *_split_heads(key_value), causal=True, scale=scale
+        )
+        first_chunks, later_ranks = _split_gathered(collectives.wait(pending), cp_size, rank)
+        if rank > 0:
+            output, log_sum_exp = merge_parts(
+                output,
+                log_sum_exp,
+                *attend_part(queries, *_split_heads(first_chunks), causal=False, scale=scale),
+            )
+        if rank < cp_size - 1:
+            second_output, second_log_sum_exp = merge_parts(
+                output[:, :, length:],
+                log_sum_exp[:, :, length:],
+                *attend_part(
+                    queries[:, :, length:], *_split_heads(later_ranks), causal=False, scale=scale
+                ),
+            )
+            output = torch.cat((output[:, :, :length].float(), second_output), 2)
+            log_sum_exp = torch.cat((log_sum_exp[:, :, :length], second_log_sum_exp), 2)
+        # The layout in memory is that of the queries: [s/cp, b, heads, d].
+        output = output.permute(2, 0, 1, 3).to(query.dtype).contiguous().permute(1, 2, 0, 3)
+        ctx.save_for_backward(query, key_value, output, log_sum_exp)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key_value, output, log_sum_exp = ctx.saved_tensors
+        cp_size, rank, scale = ctx.cp_size, ctx.rank, ctx.scale
+        pending = collectives.start_all_gather(key_value, cp_size, ctx.group)
+        queries, length = query.permute(1, 2, 0, 3), len(query) // 2
+        gradient = gradient.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        query_gradient, own_gradient = _gradients_of_part(
+            gradient, queries, key_value, output, log_sum_exp, causal=True, scale=scale
+        )
+        gathered = collectives.wait(pending)
+        first_chunks, later_ranks = _split_gathered(gathered, cp_size, rank)
+        # Gradients of the gathered keys and values in rank order. That of the own ones is added
+        # after the reduction.
+        gradients = [torch.zeros_like(key_value)]
+        if rank > 0:
+            part_query_gradient, part_gradient = _gradients_of_part(
+                gradient, queries, first_chunks, output, log_sum_exp, causal=False, scale=scale
+            )
+            query_gradient = query_gradient + part_query_gradient
+            first_gradients = part_gradient.view(rank, length, *part_gradient.shape[1:])
+            both_gradients = torch.stack((first_gradients, torch.zeros_like(first_gradients)), 1)
+            gradients.insert(0, both_gradients.flatten(0, 2))
+        if rank < cp_size - 1:
+            part_query_gradient, part_gradient = _gradients_of_part(
+                gradient[:, :, length:],
+                queries[:, :, length:],
+                later_ranks,
+                output[:, :, length:],
+                log_sum_exp[:, :, length:].contiguous(),
+                causal=False,
+                scale=scale,
+            )
+            second_gradient = query_gradient[:, :, length:] + part_query_gradient
+            query_gradient = torch.cat((query_gradient[:, :, :length], second_gradient), 2)
+            gradients.append(part_gradient)
+        others_gradient = torch.cat(gradients)
+        reduced = collectives.start_reduce_scatter(others_gradient, cp_size, ctx.group)
+        key_value_gradient = own_gradient + collectives.wait(reduced)
+        return (
+            query_gradient.to(query.dtype).permute(2, 0, 1, 3),
+            key_value_gradient.to(key_value.dtype),
+            *(None,) * 4,
+        )
+
+
+def _split_heads(key_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values, [b, query groups, s, d], of a tensor [s, b, 2 · query groups, d]."""
+    keys, values = key_value.permute(1, 2, 0, 3).chunk(2, 1)
+    return keys, values
+
+
+def _split_gathered(
+    gathered: torch.Tensor, cp_size: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first chunks of the ranks before ``rank``, and both chunks of those after it.
+
+    Args:
+        gathered: gathered tensor in rank order, [s, ...].
+        cp_size: context-parallel size.
+        rank: rank in the context-parallel group.
+    """
+    chunks = gathered.view(cp_size, 2, -1, *gathered.shape[1:])
+    return chunks[:rank, 0].flatten(0, 1), gathered[(rank + 1) * (len(gathered) // cp_size) :]
+
+
+def _gradients_of_part(
+    gradient: torch.Tensor,
+    queries: torch.Tensor,
+    key_value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a part's contribution to the gradient of the queries in fp32, [b, heads, s, d], and
+    the gradient of ``key_value`` in its shape.
+    """
+    query_gradient, key_gradient, value_gradient = attend_part_backward(
+        gradient, queries, *_split_heads(key_value), output, log_sum_exp, causal=causal, scale=scale
+    )
+    key_value_gradient = torch.cat((key_gradient, value_gradient), 1).permute(2, 0, 1, 3)
+    return query_gradient.float(), key_value_gradient
+
+
+def _attend_to_whole_sequence(
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    rank: int,
+    cp_size: int,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute attention with dropout, with documents, or in both directions.
+
+    ``key_value`` is that of the whole sequence, [s, b, 2 · query groups, d].
+    """
+    queries, (keys, values) = query.permute(1, 2, 0, 3), _split_heads(key_value)
+    if not causal:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+    chunk_length = len(query) // 2
+    outputs = []
+    for chunk_queries, chunk_index in zip(
+        queries.chunk(2, 2), (rank, 2 * cp_size - 1 - rank), strict=True
+    ):
+        end = (chunk_index + 1) * chunk_length
+        visible_key_value = keys[:, :, :end], values[:, :, :end]
+        if documents is None:
+            outputs.append(_attend_causal_to_end(chunk_queries, *visible_key_value, scale, dropout))
+            continue
+        mask = visible_mask(documents[:, end - chunk_length : end], documents[:, :end])
+        outputs.append(
+            attend_masked(chunk_queries, *visible_key_value, mask, scale=scale, dropout=dropout)
+        )
+    return torch.cat(outputs, 2)
+
+
+def _attend_causal_to_end(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Compute causal attention in which the last query aligns with the last key."""
+    if query.device.type == "cuda" and query.dtype != torch.float32:
+        # With fewer queries than keys, torch's function aligns the first query with the first key.
+        # The flash kernel, available on CUDA only, aligns the last ones and needs no mask.
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, is_causal=True, scale=scale
+        )
+        output: torch.Tensor = outputs[0]
+        return output
+    queries, keys = query.shape[2], key.shape[2]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True
+    )
