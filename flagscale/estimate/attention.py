@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flagscale.config.arguments.rules.context_parallel import select_cp_communication
+
 _SOFTCAP_ELEMENTS = 4
 """16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for
 its softmax in fp32, and 1 for the softmax in the precision of the model.
@@ -57,14 +59,15 @@ def activation_elements(args: Any) -> float:
     These are queries, keys, values, and attention's output in the layouts of its kernel and of
     the projection; with latent attention the latent vectors, with norms of queries and keys
     their inputs, and with softcapping all scores. Tensor parallelism divides all but the latent
-    vectors. With context parallelism, keys and values are those of the whole sequence.
+    vectors. With context parallelism, a rank keeps as much as it has tokens: either its own keys
+    and values, or those of the whole sequence for a part of the heads.
     """
     tp = args.tensor_model_parallel_size
     heads = args.num_attention_heads
     kv_size = kv_width(args)
     output_size = heads * (args.v_head_dim if args.multi_latent_attention else head_dim(args))
     query_size = query_and_value_width(args) - output_size  # as wide as keys
-    elements = query_size + kv_size * args.context_parallel_size + 2 * output_size
+    elements = query_size + kv_size + 2 * output_size
     if args.multi_latent_attention:
         latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
         return float(elements / tp + latent)
@@ -84,12 +87,15 @@ def kv_width(args: Any) -> int:
 
 
 def gathered_kv_elements(args: Any) -> float:
-    """Return the elements of gathered keys and values on a rank, divided by the tokens of the rank.
+    """Return the elements of gathered keys and values and of their gradients on a rank, divided by
+    the tokens of the rank.
 
-    Context parallelism splits the sequence over ranks, and each rank gathers the keys and values
-    of the whole sequence.
+    They exist within the pass of a layer if context parallelism gathers those of the whole
+    sequence.
     """
-    elements = kv_width(args) * args.context_parallel_size
+    if args.context_parallel_size == 1 or select_cp_communication(vars(args)) == "a2a":
+        return 0.0
+    elements = 2 * kv_width(args) * args.context_parallel_size
     return float(elements / args.tensor_model_parallel_size)
 
 

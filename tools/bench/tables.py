@@ -151,6 +151,35 @@ def _layout_table() -> str:
     return _format_table(("Layout", "tokens/s/GPU", "MFU", "of dp2", "GiB"), table_rows)
 
 
+def _long_sequence_table() -> str:
+    rows = _read_rows("gpu-2xh200-context")
+    table_rows = [
+        (
+            f"{row['sequence']:,}",
+            f"{row['tokens_per_second_per_gpu']:,}",
+            f"{100 * row['mfu']:.1f} %",
+            f"{row['memory_gib']:.1f}",
+        )
+        for row in sorted(rows.values(), key=lambda row: row["sequence"])
+    ]
+    return _format_table(("Sequence", "tokens/s/GPU", "MFU", "GiB"), table_rows)
+
+
+def _context_parallel_table() -> str:
+    table_rows = [
+        (
+            f"{row['sequence']:,}",
+            f"`{row['communication']}`, {row['kernel']}" if "kernel" in row else "one GPU, cudnn",
+            f"{1000 * row['seconds']:.0f}",
+            f"{row['tflops_per_gpu']:.0f}",
+            f"{100 * row['share_of_one_gpu']:.0f} %" if "kernel" in row else "",
+        )
+        for row in _read_results("context-parallel-2xh200")["rows"]
+    ]
+    headings = ("Sequence", "Attention", "ms", "TFLOP/s/GPU", "of one GPU")
+    return _format_table(headings, table_rows)
+
+
 def _estimate_table() -> str:
     table_rows = []
     for run in estimates.compare_runs():
@@ -239,6 +268,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "torchtitan": _torchtitan_table,
     "layouts": _layout_table,
     "estimates": _estimate_table,
+    "long": _long_sequence_table,
+    "context": _context_parallel_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,

@@ -35,6 +35,7 @@ from flagscale.config.arguments.spec.model_arguments import (
 from flagscale.config.arguments.spec.system_arguments import (
     RECOMPUTE_MODULES,
     Checkpointing,
+    ContextParallelism,
     Heterogeneous,
     Logging,
     Profiling,
@@ -53,6 +54,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Logging, "system"),
     (Profiling, "system"),
     (Heterogeneous, "system"),
+    (ContextParallelism, "system"),
     (Recomputation, "system"),
     (Model, "model"),
     (Architecture, "model"),

@@ -302,6 +302,19 @@ RECOMPUTE_MODULES = (
 
 
 @dataclass(frozen=True)
+class ContextParallelism:
+    """Communication of attention when ranks share sequences (``context_parallel_size``)."""
+
+    cp_comm_type: tuple[str, ...] | None = arg(
+        None,
+        "Communication of context parallelism. a2a: exchange a part of the sequence for a part of "
+        "the heads, which context_parallel_size must divide; all_gather: gather keys and values "
+        "while attention to the rank's own ones is computed. By default a2a if the heads can be "
+        "divided, otherwise all_gather. p2p is answered by all_gather",
+    )
+
+
+@dataclass(frozen=True)
 class Recomputation:
     """Recomputation of activations; per stage and micro-batch, each argument is a list of rows."""
 
