@@ -112,6 +112,11 @@ LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
 """Layers of Llama-3.2-1B. An odd vocabulary must not slow down the output layer."""
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT_PARALLEL = "--context-parallel-size 2 --recompute-granularity auto"
+OFFLOAD = "--optimizer-cpu-offload"
+TOKENS_256K = (4096, 2, 32)
+"""Sequence length, micro-batch size and micro-batches of a step of 262,144 tokens. The update of
+offloaded weights takes the same time for any number of tokens.
+"""
 CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SEQUENCE_4K, SEQUENCE_8K = (8, 4096, 2, 8), (8, 8192, 1, 8)
 SEQUENCE_4K_DOUBLE_BATCH = (8, 4096, 2, 16)
@@ -145,6 +150,10 @@ ROWS = (
         model=SMALL_MODEL, overlap=""),
     GpuRow("1b", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128256"),
     GpuRow("1b-odd", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128257"),
+    GpuRow("kept-256k", 8, *TOKENS_256K),
+    GpuRow("offload-256k", 8, *TOKENS_256K, options=OFFLOAD),
+    GpuRow("8b-offload", 32, *TOKENS_256K, options=f"{OFFLOAD} --recompute-granularity auto "
+        "--recompute-memory-gib 72"),
     GpuRow("dp2", *SEQUENCE_4K, gpus=2),
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),

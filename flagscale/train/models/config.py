@@ -135,6 +135,9 @@ def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     overrides = {
         "params_dtype": get_params_dtype(args),
         **dict.fromkeys(OPTIMIZER_DTYPES, torch.float32),
+        # Features that this project's optimizer implements; megatron.core must not.
+        "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,
     }
     return _build_config(OptimizerConfig, args, overrides)
 

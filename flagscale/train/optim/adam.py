@@ -68,31 +68,48 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         by_device_and_dtype: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_device_and_dtype[parameter.device, parameter.dtype].append(parameter)
-        beta1, beta2 = group["betas"]
-        for (device, _), parameters in by_device_and_dtype.items():
+        for parameters in by_device_and_dtype.values():
             states = [self._get_moments(parameter) for parameter in parameters]
-            # Filled on the device, because a copy from the host would synchronize.
-            step = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
-            kernel(
+            self._run_kernel(
+                group,
                 parameters,
                 [parameter.grad for parameter in parameters],  # type: ignore[misc]
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],
-                [step] * len(parameters),
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
             )
+
+    def _run_kernel(
+        self,
+        group: dict[str, Any],
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        first_moments: list[torch.Tensor],
+        second_moments: list[torch.Tensor],
+    ) -> None:
+        """Update weights and moments, which are all on one device, with the options of a group."""
+        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        beta1, beta2 = group["betas"]
+        # Filled on the device, because a copy from the host would synchronize.
+        step = torch.full((), float(group["step"]), dtype=torch.float32, device=weights[0].device)
+        kernel(
+            weights,
+            gradients,
+            first_moments,
+            second_moments,
+            [],
+            [step] * len(weights),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _get_moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]

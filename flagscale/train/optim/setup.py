@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import megatron.core.optimizer as core_optimizer
@@ -10,6 +13,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
+    OptimizerConfig,
     clip_grads,
     distrib_optimizer,
     get_megatron_optimizer,
@@ -25,6 +29,7 @@ from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
 from flagscale.train.optim.global_norm import use_global_grad_norm
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
+from flagscale.train.optim.master_adam import MasterWeightAdam
 
 
 def replace_fallbacks() -> None:
@@ -52,17 +57,46 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Return the optimizer for the parameters of ``chunks``, which are on ``device``."""
     replace_fallbacks()
-    optimizer = get_megatron_optimizer(
-        build_optimizer_config(args), chunks, use_gloo_process_groups=False
-    )
+    config = build_optimizer_config(args)
+    with _use_master_weight_adam(args, config) if args.optimizer_cpu_offload else nullcontext():
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
         if chained.optimizer is not None and chained.init_state_fn is None:
             # Loading a checkpoint allocates the state first. megatron.core has no function for SGD.
             chained.init_state_fn = _init_sgd_momentum
+        if isinstance(chained.optimizer, MasterWeightAdam):
+            _keep_master_weights(chained)
     mark_decoupled_groups(optimizer)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer
+
+
+@contextmanager
+def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
+    """Return a context manager in which megatron.core builds :class:`MasterWeightAdam`."""
+    # megatron.core's own options would require Transformer Engine. This attribute, which it derives
+    # from them, makes its distributed optimizer leave master weights to the optimizer.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    fraction = args.optimizer_offload_fraction
+    core_optimizer.Adam = partial(MasterWeightAdam, offload_fraction=fraction)
+    yield
+    core_optimizer.Adam = FusedAdam
+
+
+def _keep_master_weights(distributed_optimizer: Any) -> None:
+    """Connect a distributed optimizer to the state of its :class:`MasterWeightAdam`."""
+    adam: MasterWeightAdam = distributed_optimizer.optimizer
+
+    def reset_master_weights(_state_dict: Any = None) -> None:
+        # megatron.core expects that there are no master weights before the first step.
+        adam.reset_master_weights()
+
+    def initialize_states(_optimizer: Any, _config: Any = None) -> None:
+        adam.initialize_states()
+
+    distributed_optimizer._copy_model_params_to_main_params = reset_master_weights
+    distributed_optimizer.init_state_fn = initialize_states
 
 
 def _init_sgd_momentum(optimizer: Any, _config: Any = None) -> None:

@@ -106,6 +106,9 @@ LAYOUTS = {
     "bert-pp2-do": Layout(2, f"{PP2} {DIST_OPT}", "bert"),
     "bert-bf16-dp2-do": Layout(2, f"{DIST_OPT} --bf16", "bert"),
     "bf16-dp2-do": Layout(2, DIST_OPT, "bf16"),
+    "bf16-offload": Layout(
+        1, f"{DIST_OPT} --optimizer-cpu-offload --optimizer-offload-fraction 0.7", "bf16"
+    ),
     "sgd-one": Layout(1, "--optimizer sgd --lr 0.1"),
     "sgd-tp2": Layout(2, f"{TP2} --optimizer sgd --lr 0.1"),
     "tied-pp2": Layout(2, PP2, "tied"),

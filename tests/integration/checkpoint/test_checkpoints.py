@@ -44,6 +44,8 @@ RESHARDED_PAIRS = (
     ("moe-ep2-do", "moe-grouped-ep2-do"),
     ("moe-grouped-ep2-do", "moe-ep2-do"),
     ("dp2-do", "cp2-do"),
+    ("bf16-dp2-do", "bf16-offload"),
+    ("bf16-offload", "bf16-dp2-do"),
     ("tied-meshes-do", "tied-pp2-do"),
     ("tied-pp2-do", "tied-meshes-do"),
     ("tied-meshes-do", "tied-meshes-turned-do"),

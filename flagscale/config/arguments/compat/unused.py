@@ -32,8 +32,6 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "moe_router_padding_for_quantization": "it pads for Transformer Engine's fp8 experts",
     "fp4": "fp4 requires Transformer Engine",
     "fp4_param": "fp4 requires Transformer Engine",
-    "use_precision_aware_optimizer": "it requires Transformer Engine's optimizer",
-    "optimizer_cpu_offload": "offloading the optimizer requires Transformer Engine or Apex",
     "cpu_offloading": "offloading activations requires Transformer Engine",
     "masked_softmax_fusion": "it requires Apex's CUDA extension; the default, "
     "scaled_dot_product_attention, is fused",
@@ -149,6 +147,17 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "fully sharded data parallelism is not implemented; use_distributed_optimizer shards the "
         "optimizer state",
     ),
+    "optimizer": (
+        (
+            "use_precision_aware_optimizer",
+            "store_param_remainders",
+            "overlap_cpu_optimizer_d2h_h2d",
+            "pin_cpu_grads",
+            "pin_cpu_params",
+            "use_torch_optimizer_for_cpu_offload",
+        ),
+        "the optimizer's state is in fp32, and offloading it always overlaps copies and updates",
+    ),
     "data": (
         (
             "allow_ambiguous_pad_tokens",
@@ -216,12 +225,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement("optimizer", "sgd_momentum", ("sgd",)),
     Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam",)),
-    Requirement(
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-        "pin_cpu_params use_torch_optimizer_for_cpu_offload",
-    ),
-    Requirement("use_precision_aware_optimizer", "store_param_remainders"),
+    Requirement("optimizer_cpu_offload", "optimizer_offload_fraction"),
     Requirement(
         "fp8",
         "fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "

@@ -128,9 +128,20 @@ def check_optimizer(values: Values) -> Iterator[Violation]:
             "optimizer",
             "sgd is not supported with use_distributed_optimizer: megatron.core shards only Adam",
         )
+    if values["optimizer_cpu_offload"]:
+        yield from _check_offload(values)
     for activation in ("swiglu", "squared_relu"):
         if values["openai_gelu"] and values[activation]:
             yield "openai_gelu", f"cannot be combined with {activation}; leave one out"
+
+
+def _check_offload(values: Values) -> Iterator[Violation]:
+    if values["optimizer"] != "adam":
+        yield "optimizer_cpu_offload", f"requires optimizer: adam, found {values['optimizer']}"
+    if not values["use_distributed_optimizer"]:
+        yield "optimizer_cpu_offload", "requires use_distributed_optimizer: true"
+    if captures_steps(values):
+        yield "optimizer_cpu_offload", f"is not supported with {CUDA_GRAPH}: local"
 
 
 def check_overlap(values: Values) -> Iterator[Violation]:

@@ -315,6 +315,21 @@ class ContextParallelism:
 
 
 @dataclass(frozen=True)
+class OptimizerOffload:
+    """Optimizer state in host memory."""
+
+    optimizer_cpu_offload: bool = arg(
+        False,
+        "Keep fp32 weights and both moments of Adam in the host's memory, 12 bytes a weight, and "
+        "update them on the host's cores. Requires use_distributed_optimizer. The shorter a step, "
+        "the larger the part of it that the update takes",
+    )
+    optimizer_offload_fraction: float = arg(
+        1.0, "Fraction of the weights whose state is in host memory", minimum=0.0, maximum=1.0
+    )
+
+
+@dataclass(frozen=True)
 class Recomputation:
     """Recomputation of activations; per stage and micro-batch, each argument is a list of rows."""
 
