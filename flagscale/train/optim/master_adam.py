@@ -118,7 +118,8 @@ class MasterWeightAdam(FusedAdam):
     # -- step --------------------------------------------------------------------------------------
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        host_parameters, device_parameters = [], []
+        host_parameters: list[Any] = []
+        device_parameters: list[Any] = []
         for parameter in group["params"]:
             if getattr(parameter, "decoupled_grad", None) is None:
                 continue
