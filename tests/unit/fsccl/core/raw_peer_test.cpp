@@ -176,6 +176,28 @@ void peer_ends_during_transfers(bool with_reset) {
   peer.transport->close();
 }
 
+// A peer leaves while data for it is on the way. The farewell is read although sending fails first.
+void farewell_during_a_transfer_is_read() {
+  constexpr int kRounds = 50;
+  for (int round = 0; round < kRounds; ++round) {
+    RawPeer peer;
+    Bytes out(RawPeer::kBody);
+    const RequestPtr request = peer.transport->send(1, kTag, all_of(out));
+    {
+      const Fd fd = peer.accept();
+      Frame bye;
+      bye.kind = FrameKind::kBye;
+      bye.mac = mac_of(key_of_connection(RawPeer::kFarewellKey, peer.last_hello), bye, 1);
+      // The transport sends in turns that end at different times.
+      RawPeer::discard_bytes(fd, RawPeer::kBody / 4 / kRounds * static_cast<size_t>(round));
+      RawPeer::write_all(fd, &bye, sizeof bye);
+    }
+    const Error error = expect_failure(*peer.transport, request, &out);
+    expect(error.what() == std::string("rank 1") + kLeftGroup, error.what());
+    peer.transport->close();
+  }
+}
+
 // A body with the seal kBroken is not a message, although all its bytes have arrived.
 void broken_body_is_discarded() {
   RawPeer peer;
@@ -445,6 +467,7 @@ int main() {
   RUN_CASE(broken_body_is_discarded());
   RUN_CASE(peer_ends_during_transfers(false));
   RUN_CASE(peer_ends_during_transfers(true));
+  RUN_CASE(farewell_during_a_transfer_is_read());
   RUN_CASE(slow_reader_is_not_lost());
   RUN_CASE(unauthenticated_peers_are_refused());
   for (const bool repeated : {false, true}) RUN_CASE(forged_frame_closes_the_connection(repeated));

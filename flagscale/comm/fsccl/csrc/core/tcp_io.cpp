@@ -258,26 +258,35 @@ void TcpTransport::handle_connection_events(const ConnectionPtr& connection, uin
                                             LockHold& hold) {
   bool is_open = true;
   event_count_.fetch_add(1, std::memory_order_relaxed);
-  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
-    try {
-      is_open = connection->receive(*this, hold, kBytesPerTurn);
-    } catch (const std::bad_alloc&) {
-      is_open = false;
-      abort_locked(
-          Error(Fault::kSystem, peers_.rank,
-                name(peers_.rank) + " has no memory for a message of " + name(connection->peer())),
-          nullptr);
-      unreported_abort_error_ = std::make_unique<Error>(*abort_error_);
-    }
-    flush_queued(hold);
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) is_open = receive_from(connection, hold);
+  if (is_open && connection->has_output() && !connection->flush(hold, kBytesPerTurn)) {
+    // The peer reads nothing more. It may have said why since the call above.
+    receive_from(connection, hold);
+    is_open = false;
   }
-  if (is_open && connection->has_output()) is_open = connection->flush(hold, kBytesPerTurn);
   if (is_open && (events & EPOLLERR) != 0) is_open = false;
   if (is_open) return update_polling(*connection);
   // Another thread may have sent the last data, so that the peer received it and left, before that
   // thread could mark its request as done.
   hold.unlock_until([&] { return !connection->sending(); });
   close_connection(*connection);
+}
+
+// Returns whether the connection is open.
+bool TcpTransport::receive_from(const ConnectionPtr& connection, LockHold& hold) {
+  bool is_open = true;
+  try {
+    is_open = connection->receive(*this, hold, kBytesPerTurn);
+  } catch (const std::bad_alloc&) {
+    is_open = false;
+    abort_locked(
+        Error(Fault::kSystem, peers_.rank,
+              name(peers_.rank) + " has no memory for a message of " + name(connection->peer())),
+        nullptr);
+    unreported_abort_error_ = std::make_unique<Error>(*abort_error_);
+  }
+  flush_queued(hold);
+  return is_open;
 }
 
 ConnectionOwner::Decision TcpTransport::on_frame(Connection& connection, const Frame& frame,

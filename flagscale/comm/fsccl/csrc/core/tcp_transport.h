@@ -150,6 +150,7 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   void start_threads();
   void on_events(int fd, uint32_t events) override;
   void handle_connection_events(const ConnectionPtr& connection, uint32_t events, LockHold& hold);
+  bool receive_from(const ConnectionPtr& connection, LockHold& hold);
   void on_wake() override;
   void run_callbacks();
   void on_tick() override;
