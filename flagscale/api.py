@@ -161,14 +161,16 @@ class Run:
     def report(self, output: str | os.PathLike[str] | None = None, *others: Run) -> Path:
         """Write the run's HTML report, next to those of ``others``, and return its path.
 
-        The default is ``report_<id>.html`` in the working directory.
+        The default is ``report_<id>.html`` in the working directory, with the ids of all runs.
 
         Raises:
             RunStateError: the file cannot be written.
         """
+        from flagscale.report.command import default_path
         from flagscale.report.pages import write_page
 
-        path = Path(f"report_{self.id}.html" if output is None else output).absolute()
+        ids = [run.id for run in (self, *others)]
+        path = Path(default_path(ids) if output is None else output).absolute()
         with _convert_file_errors():
             return write_page([run._current_state() for run in (self, *others)], path)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -25,6 +26,7 @@ from flagscale.module_command import python_arguments
 
 if TYPE_CHECKING:
     from flagscale.launcher.state import RunState
+    from flagscale.report.command import Subject
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
@@ -141,14 +143,16 @@ def _create_parser() -> argparse.ArgumentParser:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="an id, its beginning, a directory or a YAML; overrides of YAMLs as key=value",
+        help="an id or its beginning: that run; a directory or a YAML: all runs of the directory "
+        "as one curve; overrides of YAMLs as key=value",
     )
     report.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="FILE",
-        help="output file (default: report_<run id>.html in the current directory)",
+        help="output file (default: report_<run id>.html in the current directory, with the names "
+        "of all that is reported)",
     )
     report.add_argument("--open", action="store_true", help="show it in a browser")
     report.set_defaults(handler=_write_report)
@@ -305,21 +309,44 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     if overrides and not any(map(_is_yaml, arguments)):
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
-    states = [_find_run(text, overrides) for text in arguments if text not in overrides]
-    distinct_states = {(state.run_id, state.exp_dir): state for state in states}
-    return write_report(list(distinct_states.values()), options.output, show=options.open)
+    subjects = [_find_subject(text, overrides) for text in arguments if text not in overrides]
+    distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
+    return write_report(list(distinct_subjects.values()), options.output, show=options.open)
 
 
-def _find_run(text: str, overrides: Sequence[str]) -> RunState:
-    """Return the run of an id, a directory or a YAML."""
+def _find_subject(text: str, overrides: Sequence[str]) -> Subject:
+    """Return the run of an id, or all runs of a directory or of a YAML's directory."""
+    from flagscale.launcher import runs
+    from flagscale.report.command import Subject
+
+    try:
+        if _is_yaml(text):
+            state = _find_run_of_yaml(text, overrides)
+        else:
+            state = runs.require_run(text)
+            if not runs.is_directory(text):
+                _print_note_of_directory(state)
+                return Subject([state])
+        return Subject(runs.find_history(state.exp_dir), is_directory=True)
+    except RunStateError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+
+
+def _print_note_of_directory(state: RunState) -> None:
+    """Print how to report all runs of a run's directory, if there are several."""
     from flagscale.launcher import runs
 
-    if not _is_yaml(text):
-        try:
-            return runs.require_run(text)
-        except RunStateError as error:
-            raise ConfigError(error.message, hint=error.hint) from error
+    count = len(runs.find_history(state.exp_dir))
+    if count > 1:
+        text = f"run {state.run_id} is one of {count} in {state.exp_dir}"
+        command = f"flagscale report {shlex.quote(os.path.relpath(state.exp_dir))}"
+        print(f"note: {text}; `{command}` shows all as one curve", file=sys.stderr)
+
+
+def _find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
+    """Return the last run of a YAML."""
     from flagscale.config.load import load
+    from flagscale.launcher import runs
 
     path = Path(text)
     experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment

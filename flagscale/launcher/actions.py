@@ -21,6 +21,7 @@ from flagscale.errors import RunStateError
 from flagscale.hosts.kernel import handle_hangup
 from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
+from flagscale.launcher.launch_record import make_launch_record
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
@@ -40,20 +41,24 @@ def _print_note(note: str) -> None:
     print(escape_controls(f"note: {note}"), file=sys.stderr)
 
 
-def run_experiment(experiment: Experiment, options: Options) -> int:
-    """Start the run.
+def run_experiment(experiment: Experiment, options: Options, *, rerun_of: str = "") -> int:
+    """Start the run. ``rerun_of`` is the id of the run whose recorded configuration it is.
 
     In the background, return when it has reached ``runner.wait_for``. In the foreground, return the
     job's exit code after it has ended. Output that cannot be written does not end the run.
     """
     with lossy_standard_streams():
-        return _run_experiment(experiment, options)
+        return _run_experiment(experiment, options, rerun_of)
 
 
-def _run_experiment(experiment: Experiment, options: Options) -> int:
+def _run_experiment(experiment: Experiment, options: Options, rerun_of: str) -> int:
     foreground = experiment.runner.foreground or options.action == "test"
     code = 0
-    with _submit_run(experiment, foreground=foreground) as (runner, plan, state):
+    with _submit_run(experiment, foreground=foreground, rerun_of=rerun_of) as (
+        runner,
+        plan,
+        state,
+    ):
         if foreground:
             code = _follow_to_end(runner, state)
         else:
@@ -90,13 +95,14 @@ def _submit_run(
     experiment: Experiment,
     *,
     foreground: bool = False,
+    rerun_of: str = "",
     started: Callable[[RunState], object] = lambda _state: None,
     note: Callable[[str], object] = _print_note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
     """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
     from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
-    config_texts = _config_texts(experiment)
+    config_texts = _config_texts(experiment, rerun_of)
     runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # A live run is no mistake in the configuration, so it is reported first.
@@ -228,8 +234,10 @@ def run_on_existing(experiment: Experiment, options: Options) -> int:
     )
 
 
-def _config_texts(experiment: Experiment) -> ConfigTexts:
-    """Return the resolved configuration and the overrides as YAML, without secrets."""
+def _config_texts(experiment: Experiment, rerun_of: str) -> ConfigTexts:
+    """Return the resolved configuration and the overrides as YAML, without secrets, and the record
+    of this start.
+    """
     import yaml
 
     config = redact(restore_references(experiment.resolved))
@@ -237,4 +245,5 @@ def _config_texts(experiment: Experiment) -> ConfigTexts:
     return ConfigTexts(
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
+        make_launch_record(experiment, rerun_of).format(),
     )

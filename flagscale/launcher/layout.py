@@ -8,6 +8,10 @@
         state.json                                the run that was started last
         run.lock                                  held while a run is being started
         start.id                                  id of the run that may be started
+        runs/<run id>/                            what each run of the directory was started from:
+          config.yaml overrides.yaml plan.json    as in scripts, but never overwritten
+          launch.json                             time, code, working directory, YAML
+          state.json                              its last state, after a later run has started
         host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
@@ -84,13 +88,26 @@ class HostFiles(HasRanks):
 
 
 class _SubPath:
-    """Descriptor of a path below the experiment's directory."""
+    """Descriptor of a path below the directory of a :class:`Layout` or :class:`RunFiles`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def __get__(self, layout: Layout, _owner: type[Layout]) -> Path:
-        return layout.exp_dir / self._path
+    def __get__(self, layout: Layout | RunFiles, _owner: type) -> Path:
+        return layout.directory / self._path
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Paths of the files on the launching machine that belong to one run of an experiment."""
+
+    directory: Path
+
+    config = _SubPath("config.yaml")
+    overrides = _SubPath("overrides.yaml")
+    plan = _SubPath("plan.json")
+    launch = _SubPath("launch.json")
+    state = _SubPath("state.json")
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,10 @@ class Layout:
     default.
     """
 
+    @property
+    def directory(self) -> Path:
+        return self.exp_dir
+
     logs = _SubPath("logs")
     state = _SubPath("logs/state.json")
     lock = _SubPath("logs/run.lock")
@@ -111,6 +132,7 @@ class Layout:
     plan = _SubPath("logs/scripts/plan.json")
     config = _SubPath("logs/scripts/config.yaml")
     overrides = _SubPath("logs/scripts/overrides.yaml")
+    runs = _SubPath("logs/runs")
     checkpoints = _SubPath("checkpoints")
     tensorboard = _SubPath("tensorboard")
     wandb = _SubPath("wandb")
@@ -123,6 +145,10 @@ class Layout:
 
     def output(self, rank: int, host: str) -> Path:
         return self.logs / f"{host_label(rank, host)}.output"
+
+    def run_files(self, run_id: str) -> RunFiles:
+        """Return the paths of the files that a run was started from."""
+        return RunFiles(self.runs / run_id)
 
     def run_dir(self, rank: int, host: str, run_id: str) -> Path:
         details = self.log_dir or self.logs / "details"

@@ -29,6 +29,7 @@ from flagscale.launcher.state import (
     RunState,
     UnreadableStateError,
     load_state,
+    load_states,
     make_state,
     read_state,
     reload_state,
@@ -235,6 +236,27 @@ def _find_registered(exp_dir: Path) -> RunState | None:
     return states[-1] if states else None
 
 
+def find_history(exp_dir: Path) -> list[RunState]:
+    """Return all runs that were started in a directory and whose files still exist, oldest first.
+
+    Raises:
+        RunStateError: the state of the last run is unreadable, and no run is registered.
+    """
+    last_run = find_in_directory(exp_dir)
+    if last_run is None:
+        return []
+    states = {last_run.run_id: last_run}
+    real_path = exp_dir.resolve()
+    # Runs of an older version are only registered.
+    for entry in read_entries():
+        state = entry.state
+        if state.exp_dir.resolve() == real_path and any(h.run_dir.exists() for h in state.hosts):
+            states[state.run_id] = state
+    with suppress(UnreadableStateError):
+        states |= {state.run_id: state for state in load_states(Layout(exp_dir))}
+    return sorted(states.values(), key=lambda state: (state.started, state.run_id))
+
+
 def find_elsewhere(experiment: Experiment) -> list[RunState]:
     """Return runs of the same YAML that may live in other directories.
 
@@ -307,7 +329,7 @@ def find_run(text: str) -> RunState | None:
     Raises:
         ConfigError: several ids begin with the text.
     """
-    if "/" in text or Path(text).is_dir():
+    if is_directory(text):
         return find_in_directory(Path(text).absolute())
     matches = [
         entry.state for entry in find_all_runs() if text and entry.state.run_id.startswith(text)
@@ -319,6 +341,11 @@ def find_run(text: str) -> RunState | None:
             f"{text}: {len(matches)} runs begin so: {ids}", hint="give more characters of the id"
         )
     return reload_state(matches[0]) if matches else None
+
+
+def is_directory(text: str) -> bool:
+    """Return True if a text names a run by its directory, which may be gone, and not by its id."""
+    return "/" in text or Path(text).is_dir()
 
 
 def _find_live_processes() -> list[RunState]:

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConfigTexts:
-    """Configuration files stored next to a run's scripts, without secrets."""
+    """Configuration files stored with a run, without secrets, and the record of its start."""
 
     config: str = ""
     overrides: str = ""
+    launch: str = ""
 
 
 @dataclass
