@@ -52,7 +52,7 @@ examples
 
 _TOOLS = ("explain", "runs", "report", "version", "comm", "bench", "convert")
 """Commands that are not actions."""
-_RUNS_HELP = "list your runs: state, step, age and directory"
+_RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
@@ -133,9 +133,31 @@ def _create_parser() -> argparse.ArgumentParser:
         "run",
         nargs="?",
         metavar="RUN",
-        help="an id, a directory or a YAML: every run of that experiment, with its attempts",
+        help="an id, a directory or a YAML: every run of that experiment, with its attempts; the "
+        "directory of a sweep: its table",
     )
     runs.add_argument("--all", "-a", action="store_true", help="include runs that ended long ago")
+    runs.add_argument(
+        "--state",
+        "-s",
+        metavar="STATE",
+        help="only runs in these states, such as failed,lost; live and ended are several",
+    )
+    runs.add_argument(
+        "--name",
+        metavar="PATTERN",
+        help="only runs of this name: a part, or a pattern with *",
+    )
+    runs.add_argument("--host", metavar="PATTERN", help="only runs on this host, such as 'node0*'")
+    runs.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only runs that are alive or ended since: 12h, 2d, 2026-11-20 or 08:30",
+    )
+    runs.add_argument(
+        "--limit", "-n", type=_parse_natural, metavar="N", help="only the N newest of these"
+    )
+    runs.add_argument("--csv", type=Path, metavar="FILE", help="write the list to a CSV file")
     runs.add_argument("--json", action="store_true", help="print JSON, for programs")
     runs.set_defaults(handler=_list_runs)
     report = commands.add_parser("report", help=_REPORT_HELP, description=_REPORT_HELP)
@@ -144,7 +166,8 @@ def _create_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="RUN",
         help="an id or its beginning: that run; a directory or a YAML: all runs of the directory "
-        "as one curve; overrides of YAMLs as key=value",
+        "as one curve; the directory of a sweep: its table and curves; overrides of YAMLs as "
+        "key=value",
     )
     report.add_argument(
         "--output",
@@ -289,14 +312,32 @@ def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def _list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
+def _list_runs(options: argparse.Namespace, rest: list[str]) -> int:
     from flagscale.launcher.listing import list_runs
+    from flagscale.launcher.run_filter import RunFilter, parse_moment, parse_states
 
-    return list_runs(options.run, include_old=options.all, as_json=options.json)
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]}", hint="flagscale runs -h")
+
+    run_filter = RunFilter(
+        parse_states(options.state or ""),
+        options.name or "",
+        options.host or "",
+        None if options.since is None else parse_moment(options.since),
+        options.limit,
+    )
+    return list_runs(
+        options.run,
+        include_old=options.all,
+        as_json=options.json,
+        csv_file=options.csv,
+        run_filter=run_filter,
+    )
 
 
 def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
-    from flagscale.report.command import write_report
+    from flagscale.launcher.sweep_runs import find_sweep
+    from flagscale.report.command import write_report, write_sweep_report
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
@@ -309,7 +350,15 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     if overrides and not any(map(_is_yaml, arguments)):
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
-    subjects = [_find_subject(text, overrides) for text in arguments if text not in overrides]
+    texts = [text for text in arguments if text not in overrides]
+    for text in texts:
+        if (sweep := find_sweep(text)) is not None:
+            if len(texts) > 1:
+                raise ConfigError(
+                    f"{text} is a sweep: it has a page of its own", hint="name it alone"
+                )
+            return write_sweep_report(sweep, options.output, show=options.open)
+    subjects = [_find_subject(text, overrides) for text in texts]
     distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
     return write_report(list(distinct_subjects.values()), options.output, show=options.open)
 

@@ -34,6 +34,7 @@ OPTIONS = {
     "lines": Option("only this many last lines of each host", "lines=50", "-n"),
     "host": Option("only the script of this host", "host=node07"),
     "json": Option("print JSON, for programs", "json=true"),
+    "csv": Option("write the table of a sweep to this CSV file", "csv=runs.csv"),
 }
 
 
@@ -95,7 +96,7 @@ ACTIONS = {
             "show state, step, loss, speed and the first failure",
             "find",
             "flagscale.launcher.actions:run_on_existing",
-            ("follow", "json"),
+            ("follow", "json", "csv"),
         ),
         Action(
             "logs",

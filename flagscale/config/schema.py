@@ -189,6 +189,7 @@ class Options:
     )
     host: str | None = field(default=None, metadata=doc(actions.describe_option("host")))
     json: bool = field(default=False, metadata=doc(actions.describe_option("json")))
+    csv: str | None = field(default=None, metadata=doc(actions.describe_option("csv")))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from contextlib import closing
 from dataclasses import replace
 
 from flagscale.config.schema import Options
-from flagscale.errors import RunStateError, UnreachableError
-from flagscale.launcher import logs, runs, snapshot
+from flagscale.errors import ConfigError, FlagscaleError, RunStateError, UnreachableError
+from flagscale.launcher import logs, runs, snapshot, sweep_runs
 from flagscale.launcher.runners.base import Runner, runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
@@ -20,6 +20,7 @@ from flagscale.launcher.stop_result import (
     require_recorded,
     require_stopped,
 )
+from flagscale.launcher.sweep_runs import StoredSweep
 from flagscale.output_streams import format_for_terminal
 
 _FOLLOW_SECONDS = 1.0
@@ -27,16 +28,62 @@ _FOLLOW_LINES = 100
 
 
 def run_named_action(text: str, options: Options) -> int:
-    """Perform the action of ``options`` on the run that a text names (:func:`.runs.find_run`)."""
-    return ACTIONS[options.action](runs.require_run(text), options)
+    """Perform the action of ``options`` on the run or sweep that a text names.
+
+    See :func:`.runs.find_run` and :func:`.sweep_runs.find_sweep`.
+    """
+    sweep = sweep_runs.find_sweep(text)
+    if sweep is None:
+        return ACTIONS[options.action](runs.require_run(text), options)
+    if options.action == "query" and not options.follow:
+        return _print_sweep(sweep, options)
+    if options.action == "stop":
+        return _stop_sweep(sweep, options)
+    action = f"{options.action} --follow" if options.follow else options.action
+    raise ConfigError(
+        f"{text}: {action} is of one run, and this is a sweep of {len(sweep.runs)}",
+        hint=f"name one of its runs, such as {sweep.runs[0].exp_dir}",
+    )
+
+
+def _print_sweep(sweep: StoredSweep, options: Options) -> int:
+    """Print the state of each run of a sweep; return 3 if some host does not answer."""
+    sweep.query()
+    sweep_runs.print_sweep(sweep.runs, options)
+    return 3 if any(run.phase == Phase.UNREACHABLE.value for run in sweep.runs) else 0
+
+
+def _stop_sweep(sweep: StoredSweep, options: Options) -> int:
+    """End the live runs of a sweep; return the worst exit code of those that could not be ended."""
+    exit_code = 0
+    for run in sweep.runs:
+        run.query()
+        if run.state is None or (run.snapshot is not None and run.snapshot.phase.ended):
+            continue
+        try:
+            stop_run(run.state)
+            run.query()
+        except FlagscaleError as error:
+            run.failure_reason = error.message
+            exit_code = max(exit_code, error.exit_code)
+    sweep_runs.print_sweep(sweep.runs, options)
+    return exit_code
 
 
 def print_state(state: RunState, options: Options) -> int:
     """Print the state of a run; with ``follow``, until it ends.
 
     Return 1 if it failed while being followed, 3 if a host does not answer.
+
+    Raises:
+        ConfigError: A CSV file was requested, which is of a sweep.
     """
     from flagscale.launcher.show.view import show_snapshots
+
+    if options.csv is not None:
+        raise ConfigError(
+            f"csv: run {state.run_id} is one run; the table is of a sweep's directory"
+        )
 
     def take_snapshot() -> Snapshot:
         now = reload_state(state)  # The state records a stop.

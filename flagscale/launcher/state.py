@@ -115,6 +115,11 @@ class RunState:
     stop_requested: float | None = None
     shared_fs: bool = True
 
+    @property
+    def job(self) -> str:
+        """Id of the scheduler's job; empty if the runner has none, or has not submitted it yet."""
+        return str(self.runner.handle.get("job", ""))
+
     def save(self, path: Path) -> None:
         write_json(path, to_plain(self))
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.errors import ConfigError
 from flagscale.launcher.state import RunState
+from flagscale.launcher.sweep_runs import StoredSweep
 from flagscale.report.pages import write_reports
 from flagscale.report.story import collect_story
+from flagscale.report.sweep_page import write_sweep_page
 
 _MAX_NAMED_SUBJECTS = 3
 _MAX_NAME_CHARACTERS = 200
@@ -58,10 +61,35 @@ def write_report(subjects: Sequence[Subject], output: Path | None, *, show: bool
         ConfigError: the file cannot be written.
     """
     path = output or default_path([subject.file_name for subject in subjects])
+    title = str(subjects[0])
+    if len(subjects) > 1:
+        has_stories = any(len(subject.states) > 1 for subject in subjects)
+        title = f"{len(subjects)} {'experiments' if has_stories else 'runs'}"
+
+    def write() -> None:
+        write_reports([collect_story(subject.states) for subject in subjects], path)
+
+    return _write_page(write, path, title, show=show)
+
+
+def write_sweep_report(sweep: StoredSweep, output: Path | None, *, show: bool = False) -> int:
+    """Write the page of a sweep and print its path; the other arguments are as for
+    :func:`write_report`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    digest = hashlib.sha256(os.fsencode(sweep.directory)).hexdigest()[:8]
+    path = output or default_path([f"sweep_{sweep.name}_{digest}"])
+    title = f"a sweep of {len(sweep.runs)} runs"
+    return _write_page(lambda: write_sweep_page(sweep, path), path, title, show=show)
+
+
+def _write_page(write: Callable[[], object], path: Path, title: str, *, show: bool) -> int:
     # The events of a long run live until the page is written, so nothing is garbage.
     gc.disable()
     try:
-        write_reports([collect_story(subject.states) for subject in subjects], path)
+        write()
     except OSError as error:
         raise ConfigError(
             f"{path}: the report cannot be written: {error.strerror}",
@@ -69,10 +97,6 @@ def write_report(subjects: Sequence[Subject], output: Path | None, *, show: bool
         ) from error
     finally:
         gc.enable()
-    title = str(subjects[0])
-    if len(subjects) > 1:
-        has_stories = any(len(subject.states) > 1 for subject in subjects)
-        title = f"{len(subjects)} {'experiments' if has_stories else 'runs'}"
     print(f"report of {title}: {path} ({path.stat().st_size / 1e6:.1f} MB)", flush=True)
     if show and not webbrowser.open(path.absolute().as_uri()):
         print("note: no browser was found to show it in", file=sys.stderr)

@@ -104,7 +104,7 @@ def _make_plot(
         metric.title,
         metric.unit,
         lines,
-        marks=_event_marks(run_reports) if has_marks else (),
+        marks=_event_marks(run_reports) if has_marks and len(run_reports) <= COLOURS else (),
         x_range=(min(step_bounds), max(step_bounds)) if step_bounds else None,
         max_points=max(200, min(2000, _MAX_PAGE_POINTS // (len(METRICS) * len(lines)))),
         group="steps",

@@ -65,9 +65,17 @@ def write_reports(run_reports: Sequence[RunReport], output: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
+    return write_text(render_runs(run_reports), output)
+
+
+def write_text(text: str, output: Path) -> Path:
+    """Write a page to a private file, or to a pipe or device, and return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     if output.is_dir():
         raise IsADirectoryError(EISDIR, strerror(EISDIR), str(output))
-    text = render_runs(run_reports)
     if output.exists() and not output.is_file():
         output.write_text(text, encoding="utf-8")  # a pipe, or a device
     else:
@@ -75,8 +83,21 @@ def write_reports(run_reports: Sequence[RunReport], output: Path) -> Path:
     return output
 
 
-def render_runs(run_reports: Sequence[RunReport]) -> str:
-    """Return the page of one or more runs. Text from outside is escaped."""
+def render_runs(
+    run_reports: Sequence[RunReport],
+    *,
+    title: str = "",
+    overview: Html | None = None,
+    shown_configuration: RunReport | None = None,
+) -> str:
+    """Return the page of one or more runs. Text from outside is escaped.
+
+    Args:
+        run_reports: Runs, or directories of runs.
+        title: Title; by default the names of the runs.
+        overview: Replaces the description of each run, its hosts and its files, as for a sweep.
+        shown_configuration: The only run whose configuration is shown; by default each run's.
+    """
     names = make_labels(run_reports)
     collection_time = format_time(max(run.collected_at for run in run_reports))
     live_names = [
@@ -84,16 +105,23 @@ def render_runs(run_reports: Sequence[RunReport]) -> str:
     ]
     live_runs_note = f": {', '.join(live_names)} may have gone on since" if live_names else ""
     cards = (_run_card(run, names[index], index) for index, run in enumerate(run_reports))
-    return render_page(
-        " and ".join(names),
-        element("div", join_parts(cards), class_="cards"),
+    configured_runs = run_reports if shown_configuration is None else [shown_configuration]
+    configured_names = [names[run_reports.index(run)] for run in configured_runs]
+    parts = [
+        element("div", join_parts(cards), class_="cards") if overview is None else overview,
         _section_per_run(run_reports, names, "Runs of the directory", render_run_table),
         _section_per_run(run_reports, names, "What failed", _failures_part),
         _curves_section(run_reports),
         section("What happened", _events_part(run_reports, names)),
-        _section_per_run(run_reports, names, "Hosts and layout", _hosts_part),
-        _configuration_section(run_reports, names),
-        _section_per_run(run_reports, names, "Files", _files),
+        _section_per_run(run_reports, names, "Hosts and layout", _hosts_part)
+        if overview is None
+        else "",
+        _configuration_section(configured_runs, configured_names),
+        _section_per_run(run_reports, names, "Files", _files) if overview is None else "",
+    ]
+    return render_page(
+        title or " and ".join(names),
+        *parts,
         note=f"As of {collection_time}{live_runs_note}.",
     )
 
@@ -364,7 +392,7 @@ def _configuration_section(run_reports: Sequence[RunReport], names: Sequence[str
     for run, name in zip(run_reports, names, strict=True):
         settings = run.settings
         title = "the resolved configuration"
-        if len(run_reports) > 1 or run.runs:
+        if len(run_reports) > 1 or run.runs or run.label:
             title = f"the configuration of {f'run {len(run.runs)} of ' if run.runs else ''}{name}"
         if settings.missing_reason:
             parts.append(element("p", f"{name}: {settings.missing_reason}."))
