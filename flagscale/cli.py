@@ -41,6 +41,7 @@ examples
   flagscale runs                                              list your runs
   flagscale stop 20261120                                     by the beginning of its id
   flagscale report 20261120 20261119                          one page: curves, events, failure
+  flagscale rerun 20261120 train.model.seed=2                 start a run again, as recorded
   flagscale explain experiment.runner.nproc_per_node          show the meaning of a key
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         list usable backends
@@ -50,10 +51,11 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_TOOLS = ("explain", "runs", "report", "version", "comm", "bench", "convert")
+_TOOLS = ("explain", "runs", "report", "rerun", "version", "comm", "bench", "convert")
 """Commands that are not actions."""
 _RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
+_RERUN_HELP = "start a run again with its recorded configuration, in a new directory"
 _PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -179,6 +181,25 @@ def _create_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--open", action="store_true", help="show it in a browser")
     report.set_defaults(handler=_write_report)
+    rerun = commands.add_parser("rerun", help=_RERUN_HELP, description=_RERUN_HELP)
+    rerun.add_argument(
+        "run", metavar="RUN", help="an id or its beginning, a directory or a YAML: its last run"
+    )
+    rerun.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="overrides in Hydra's syntax; experiment.exp_dir=DIR is the directory (default: that "
+        "of the run with _rerun_1 or the next free number)",
+    )
+    rerun.add_argument(
+        "--best", action="store_true", help="RUN is the directory of a sweep: its best run"
+    )
+    rerun.add_argument(
+        "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
+    )
+    rerun.set_defaults(handler=_rerun)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(handler=_print_version)
     commands.add_parser(
@@ -404,6 +425,19 @@ def _find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
         hint = "`flagscale runs` lists yours"
         raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
     return state
+
+
+def _rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.launcher.rerun import find_run_to_repeat, rerun
+
+    if unknown_options := [text for text in extra_words if text.startswith("-")]:
+        raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale rerun -h")
+    overrides = [*options.overrides, *extra_words]
+    if _is_yaml(options.run) and not options.best:
+        state = _find_run_of_yaml(options.run, [])
+    else:
+        state = find_run_to_repeat(options.run, best=options.best)
+    return rerun(state, overrides, only_plan=options.dryrun)
 
 
 def _print_version(_options: argparse.Namespace, _rest: list[str]) -> int:

@@ -230,6 +230,9 @@ class Experiment:
     resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Composed configuration with interpolations resolved, as plain data. It may contain secrets
     (see ``config.secrets.redact``)."""
+    composed: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Composed configuration with references between its keys, from which the same experiment can
+    be loaded again. It may contain secrets, too."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Source location of each dotted key: ``file:line`` or ``override``."""
     unreferenced_keys: tuple[str, ...] = field(default=(), compare=False)

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flagscale.cli_errors import Interrupted
 from flagscale.config.command_hints import action_command
 from flagscale.config.interpolation import restore_references
-from flagscale.config.schema import Experiment, Options
+from flagscale.config.schema import Experiment, Options, documented_fields
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
 from flagscale.hosts.kernel import handle_hangup
@@ -102,7 +102,7 @@ def _submit_run(
     """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
     from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
-    config_texts = _config_texts(experiment, rerun_of)
+    config_texts = make_config_texts(experiment, rerun_of)
     runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # A live run is no mistake in the configuration, so it is reported first.
@@ -234,10 +234,8 @@ def run_on_existing(experiment: Experiment, options: Options) -> int:
     )
 
 
-def _config_texts(experiment: Experiment, rerun_of: str) -> ConfigTexts:
-    """Return the resolved configuration and the overrides as YAML, without secrets, and the record
-    of this start.
-    """
+def make_config_texts(experiment: Experiment, rerun_of: str = "") -> ConfigTexts:
+    """Return the files that are stored with a run."""
     import yaml
 
     config = redact(restore_references(experiment.resolved))
@@ -246,4 +244,11 @@ def _config_texts(experiment: Experiment, rerun_of: str) -> ConfigTexts:
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
         make_launch_record(experiment, rerun_of).format(),
+        yaml.safe_dump(_composed_config(experiment), sort_keys=False, allow_unicode=True),
     )
+
+
+def _composed_config(experiment: Experiment) -> dict[Any, Any]:
+    """Return the configuration from which the run can be started again, without secrets."""
+    options = documented_fields(Options)
+    return redact({key: value for key, value in experiment.composed.items() if key not in options})

@@ -10,6 +10,7 @@
         start.id                                  id of the run that may be started
         runs/<run id>/                            what each run of the directory was started from:
           config.yaml overrides.yaml plan.json    as in scripts, but never overwritten
+          composed.yaml                           the same with references between keys, for rerun
           launch.json                             time, code, working directory, YAML
           state.json                              its last state, after a later run has started
         host_<rank>_<host>.output                 everything that the host's script prints
@@ -106,6 +107,7 @@ class RunFiles:
     config = _SubPath("config.yaml")
     overrides = _SubPath("overrides.yaml")
     plan = _SubPath("plan.json")
+    composed = _SubPath("composed.yaml")
     launch = _SubPath("launch.json")
     state = _SubPath("state.json")
 

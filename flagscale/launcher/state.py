@@ -315,13 +315,20 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
 
 
 def save_plan(
-    plan: LaunchPlan, config_text: str, overrides_text: str, launch_text: str = ""
+    plan: LaunchPlan, config: str, overrides: str, launch: str = "", composed: str = ""
 ) -> None:
     """Write plan, configuration and overrides on the launching machine.
 
     They are written next to the scripts, where those of the run before are replaced, and to the
-    run's own directory (``logs/runs/<run id>``) with ``launch_text``, the record of its start. The
-    state of the run before is moved to the directory of that run, because this run replaces it.
+    run's own directory (``logs/runs/<run id>``). The state of the run before is copied to the
+    directory of that run, because this run replaces it.
+
+    Args:
+        plan: The plan.
+        config: Text of the resolved configuration.
+        overrides: Text of the overrides.
+        launch: Text of the record of the start (:mod:`.launch_record`).
+        composed: Text of the configuration from which the run can be started again.
     """
     layout = plan.layout
     own_files = layout.run_files(plan.run_id)
@@ -332,10 +339,11 @@ def save_plan(
     plan_text = format_json(plan.to_json())
     for files in (layout, own_files):
         write_atomic(files.plan, plan_text, durable=False)
-        write_atomic(files.config, config_text, durable=False)
-        write_atomic(files.overrides, overrides_text, durable=False)
-    if launch_text:
-        write_atomic(own_files.launch, launch_text, durable=False)
+        write_atomic(files.config, config, durable=False)
+        write_atomic(files.overrides, overrides, durable=False)
+    for path, text in ((own_files.launch, launch), (own_files.composed, composed)):
+        if text:
+            write_atomic(path, text, durable=False)
 
 
 def _set_state_aside(layout: Layout) -> None:

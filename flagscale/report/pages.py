@@ -177,6 +177,7 @@ def _run_card(run: RunReport, name: str, index: int) -> Html:
                 "exit code": "" if snapshot.exit_code is None else str(snapshot.exit_code),
                 "runner": state.runner.type,
                 "YAML": run.config,
+                "rerun of": run.launch.rerun_of if run.launch is not None else "",
                 "code": describe_code(run),
                 "directory": str(state.exp_dir),
                 "not reached": run.query_error,

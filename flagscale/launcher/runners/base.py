@@ -27,11 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConfigTexts:
-    """Configuration files stored with a run, without secrets, and the record of its start."""
+    """Texts of the files that are stored with a run, without secrets.
+
+    These are the resolved configuration, the overrides, the record of the start, and the
+    configuration with which the run can be started again.
+    """
 
     config: str = ""
     overrides: str = ""
     launch: str = ""
+    composed: str = ""
 
 
 @dataclass

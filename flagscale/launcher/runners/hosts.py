@@ -174,7 +174,7 @@ class HostRunner:
 
     def _write_files(self, plan: LaunchPlan, texts: ConfigTexts, previous: RunState | None) -> None:
         """Write the plan's files on this machine; on a shared file system the hosts see them."""
-        save_plan(plan, texts.config, texts.overrides, texts.launch)
+        save_plan(plan, **vars(texts))
         if plan.shared_fs:
             return  # each host writes its script
         from flagscale.launcher.planning.script import render
