@@ -91,6 +91,7 @@ def prepare_training(
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
     _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    reporter.start_wandb(state.progress.iteration)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
