@@ -15,7 +15,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 PAGE = PROJECT / "docs" / "reference" / "commands.md"
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Start and check": (("run",), ("test",), ("check",), ("dryrun",), ("estimate",)),
-    "Observe and stop": (("runs",), ("query",), ("logs",), ("stop",), ("report",)),
+    "Observe and stop": (("runs",), ("query",), ("logs",), ("stop",), ("report",), ("rerun",)),
     "Configuration": (("explain",),),
     "Checkpoints": (("convert",),),
     "Training backend": (("unpatch",), ("patch",), ("patch-status",)),
