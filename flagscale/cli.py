@@ -417,12 +417,15 @@ def _find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
     """Return the last run of a YAML."""
     from flagscale.config.load import load
     from flagscale.launcher import runs
+    from flagscale.launcher.sweep_runs import find_sweep
 
     path = Path(text)
     experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment
     state = runs.find_of_experiment(experiment)
     if state is None:
         hint = "`flagscale runs` lists yours"
+        if find_sweep(str(experiment.exp_dir)) is not None:
+            hint = f"a sweep was: name its directory, {experiment.exp_dir}"
         raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
     return state
 

@@ -28,6 +28,7 @@ from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_expe
 from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, alive_message, reload_state
+from flagscale.launcher.sweep_runs import find_sweep
 from flagscale.output_streams import (
     escape_controls,
     format_for_terminal,
@@ -221,11 +222,20 @@ def interrupt_on_signals() -> None:
 
 
 def run_on_existing(experiment: Experiment, options: Options) -> int:
-    """Perform the action of ``options`` on the run of this experiment, see :mod:`.run_commands`."""
+    """Perform the action of ``options`` on the run of this experiment, see :mod:`.run_commands`.
+
+    If only a sweep was started in its directory, ``query`` shows the sweep.
+    """
     state = runs.find_of_experiment(experiment)
     if state is not None:
         return run_commands.ACTIONS[options.action](state, options)
     text = f"no run was started in {experiment.exp_dir}"
+    sweep = find_sweep(str(experiment.exp_dir))
+    if sweep is not None:
+        # Whoever means all runs of a sweep names its directory.
+        if options.action == "query":
+            return run_commands.run_on_sweep(sweep, options)
+        text += f" itself; name the directory for the {len(sweep.runs)} runs of the sweep there"
     if options.action == "stop":
         print(f"{text}; nothing to stop")
         return 0

@@ -35,13 +35,22 @@ def run_named_action(text: str, options: Options) -> int:
     sweep = sweep_runs.find_sweep(text)
     if sweep is None:
         return ACTIONS[options.action](runs.require_run(text), options)
+    return run_on_sweep(sweep, options)
+
+
+def run_on_sweep(sweep: StoredSweep, options: Options) -> int:
+    """Perform the action of ``options`` on all runs of a sweep.
+
+    Raises:
+        ConfigError: The action is for one run.
+    """
     if options.action == "query" and not options.follow:
         return _print_sweep(sweep, options)
     if options.action == "stop":
         return _stop_sweep(sweep, options)
     action = f"{options.action} --follow" if options.follow else options.action
     raise ConfigError(
-        f"{text}: {action} is of one run, and this is a sweep of {len(sweep.runs)}",
+        f"{sweep.directory}: {action} is of one run, and this is a sweep of {len(sweep.runs)}",
         hint=f"name one of its runs, such as {sweep.runs[0].exp_dir}",
     )
 

@@ -353,4 +353,4 @@ def _set_state_aside(layout: Layout) -> None:
         if previous is not None:
             path = layout.run_files(previous.run_id).state
             make_private_directory(path.parent)
-            previous.save(path)
+            write_json(path, to_plain(previous), durable=False)

@@ -89,7 +89,11 @@ class SweepRun:
 
         Its metrics are those of an earlier run there if it has reported none.
         """
-        states = load_states(Layout(self.exp_dir))
+        try:
+            states = load_states(Layout(self.exp_dir))
+        except RunStateError as error:
+            self.failure_reason = error.message
+            return
         if not states:
             return
         self.state = states[-1]

@@ -89,6 +89,8 @@ def _start_event(
     step = first_step(run)
     if step is None:
         progress = "it reported no step"
+    elif run.state.external:
+        progress = f"the first step that it reported is {step}"  # It need not report every step.
     elif step == 1:
         progress = "it began at step 1"
     else:

@@ -228,3 +228,37 @@ def test_page_of_a_sweep_without_started_runs(tmp_path: Path, flagscale: Command
         1,
         True,
     )
+
+
+def test_a_yaml_whose_directory_has_a_sweep_alone(tmp_path: Path, flagscale: Command) -> None:
+    """``query`` shows the sweep; ``stop`` does not end runs that were not named."""
+    _store_sweep(tmp_path / "sweep", 1)
+    task = "{type: command, command: 'true'}"
+    Path("x.yaml").write_text(f"experiment: {{exp_name: x, exp_dir: sweep, task: {task}}}\n")
+    code, out, _ = flagscale("query", "x.yaml", "--json")
+    assert (code, len(json.loads(out))) == (0, 2)
+    code, out, _ = flagscale("stop", "x.yaml")
+    assert (
+        code,
+        "name the directory for the 2 runs of the sweep there; nothing to stop" in out,
+    ) == (
+        0,
+        True,
+    )
+    code, _, err = flagscale("report", "x.yaml")
+    assert (code, f"a sweep was: name its directory, {tmp_path / 'sweep'}" in err) == (2, True)
+    code, out, _ = flagscale("stop", "sweep")
+    assert (code, "completed" in out) == (0, True)
+
+
+def test_a_run_with_a_damaged_state_does_not_hide_the_others(
+    tmp_path: Path, flagscale: Command
+) -> None:
+    _store_sweep(tmp_path / "sweep", 1, 2)
+    (tmp_path / "sweep" / "seed=1" / "logs" / "state.json").write_text("{")
+    code, out, err = flagscale("query", "sweep", "--json")
+    assert (code, [row["state"] for row in json.loads(out)]) == (
+        0,
+        ["not started", "completed", "not started"],
+    )
+    assert "state.json is damaged" in json.loads(out)[0]["trouble"], err

@@ -101,6 +101,14 @@ def test_a_run_that_began_anew_replaces_all_steps_and_validation_losses(tmp_path
     assert (step, text.endswith("it began at step 1")) == (1, True)
 
 
+def test_steps_of_another_program_do_not_say_where_it_continued(tmp_path: Path) -> None:
+    """It may report every tenth step, so that 10 is the first one of a training begun anew."""
+    _, second = _store_runs(tmp_path / "exp", range(10, 31), range(10, 21))
+    second.replace_state(external=True)
+    ((_, step, text),) = _texts(_collect(tmp_path / "exp"), "resume")
+    assert (step, text.endswith(": the first step that it reported is 10")) == (10, True)
+
+
 def test_changes_from_run_to_run_are_named(tmp_path: Path) -> None:
     model = {"global_batch_size": 8, "seed": 1}
     configs = (
