@@ -11,6 +11,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("launch", "start", "train", "submit", "up", "exec"), "run"),
     **dict.fromkeys(("sbatch", "srun", "torchrun", "finetune", "sft", "pretrain"), "run"),
     **dict.fromkeys(("resume", "continue", "restart", "requeue"), "run"),
+    **dict.fromkeys(("repeat", "retry", "reproduce", "again", "clone"), "rerun"),
     **dict.fromkeys(("list", "ls", "ps", "jobs", "squeue", "history"), "runs"),
     **dict.fromkeys(("kill", "cancel", "abort", "down", "scancel", "terminate", "end"), "stop"),
     **dict.fromkeys(("tail",), "logs CONFIG --follow"),

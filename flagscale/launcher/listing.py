@@ -139,6 +139,11 @@ def _select_entries(run: str | None) -> Iterator[runs.RunEntry]:
         return
     path = Path(run).absolute()
     state = None if path.is_file() else runs.find_run(run)
+    registered_ids = {entry.state.run_id for entry in all_entries}
+    # Runs that were started on another machine are recorded in their directory alone.
+    for history_state in runs.find_history(state.exp_dir) if state is not None else ():
+        if history_state.run_id not in registered_ids:
+            yield runs.RunEntry(history_state)
     for entry in all_entries:
         same = state is not None and entry.state.exp_dir == state.exp_dir
         if same or entry.config in (str(path), f"{path}.yaml"):

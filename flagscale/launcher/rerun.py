@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ class _RecordedConfig:
     state: RunState
     file: Path
     record: LaunchRecord | None
-    hidden_keys: Sequence[str] = field(default=())
+    hidden_keys: Sequence[str] = ()
+    sections: Sequence[str] = ()
+    """Top-level keys that are sections."""
 
 
 def find_run_to_repeat(text: str, *, best: bool) -> RunState:
@@ -84,6 +86,14 @@ def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False)
     """
     recorded = _read_recorded(state)
     given_keys = assigned_keys(overrides)
+    for section in recorded.sections:
+        if section in given_keys:
+            raise ConfigError(
+                f"{section}={given_keys[section]}: the recorded configuration is composed, so "
+                "another file of a config group cannot be chosen",
+                hint=f"override keys, such as {section}.KEY=VALUE; or start the YAML: flagscale "
+                "run YAML",
+            )
     secret_overrides = list(_secret_overrides(recorded, given_keys))
     added_overrides = [] if EXP_DIR in given_keys else [f"{EXP_DIR}={_new_directory(state)}"]
     present_directory = Path.cwd()
@@ -125,17 +135,26 @@ def _read_recorded(state: RunState) -> _RecordedConfig:
         raise ConfigError(
             f"run {state.run_id} {message}", hint="start it from its YAML: flagscale run YAML"
         )
-    hidden_keys = list(_hidden_keys(_read_yaml(file)))
-    return _RecordedConfig(state, file, read_launch_record(layout, state.run_id), hidden_keys)
+    config = _read_yaml(file)
+    return _RecordedConfig(
+        state,
+        file,
+        read_launch_record(layout, state.run_id),
+        hidden_keys=list(_hidden_keys(config)),
+        sections=[key for key, value in config.items() if isinstance(value, dict)],
+    )
 
 
-def _read_yaml(file: Path) -> Any:
+def _read_yaml(file: Path) -> dict[Any, Any]:
     import yaml
 
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunStateError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise RunStateError(f"{file} is damaged")
+    return config
 
 
 def _hidden_keys(value: Any, key: str = "") -> Iterator[str]:

@@ -128,6 +128,7 @@ def test_directory_may_be_that_of_the_run(tmp_path: Path, rerun: Rerun) -> None:
         (["exp", "lr=[", "experiment.envs.API_TOKEN=x"], "lr: Hydra cannot read this value"),
         (["exp", "--best"], "--best: exp is not the directory of a sweep"),
         (["exp", "--foo"], "unknown option --foo"),
+        (["exp", "experiment=other"], "experiment=other: the recorded configuration is composed"),
         (["nope"], "'nope' is not a run id"),
     ],
 )

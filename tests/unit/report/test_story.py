@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from support.report_lab import START_TIME, ParsedPage, StoredRun, progress_event
 from flagscale.cli import main
 from flagscale.launcher import runs
 from flagscale.launcher.layout import Layout
+from flagscale.launcher.listing import list_runs
 from flagscale.launcher.runs import RunEntry
 from flagscale.report.curves import main_plots
 from flagscale.report.pages import render_runs
@@ -149,6 +151,19 @@ def test_runs_are_found_after_a_rename_and_without_their_own_files(tmp_path: Pat
     history = runs.find_history(tmp_path / "new")
     assert [state.exp_dir for state in history] == [tmp_path / "new"] * 2
     assert len(collect_story(history).attempts) == 2
+
+
+def test_unregistered_runs_of_a_directory_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were started on another machine that shares the disk."""
+    _store_runs(tmp_path / "exp", range(1, 3), range(3, 5))
+    assert list_runs(str(tmp_path / "exp"), as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["run_id"], row["state"], row["step"]) for row in rows] == [
+        (IDS[1], "completed", "4/100"),
+        (IDS[0], "stopped", "2/100"),
+    ]
 
 
 def _report(*words: object) -> int:
