@@ -70,11 +70,11 @@ def find_run_to_repeat(text: str, *, best: bool) -> RunState:
             hint=f"--best takes its best run; or name one, such as {sweep.runs[0].exp_dir}",
         )
     sweep.query()
-    found_best = find_best(sweep.runs)
-    if found_best is None or found_best.run.state is None:
+    best_run = find_best(sweep.runs)
+    if best_run is None or best_run.run.state is None:
         raise ConfigError(f"{text}: no completed run of the sweep has a loss, so none is the best")
-    print(found_best.describe(), flush=True)
-    return found_best.run.state
+    print(best_run.describe(), flush=True)
+    return best_run.run.state
 
 
 def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False) -> int:

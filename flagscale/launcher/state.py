@@ -331,17 +331,17 @@ def save_plan(
         composed: Text of the configuration from which the run can be started again.
     """
     layout = plan.layout
-    own_files = layout.run_files(plan.run_id)
-    for directory in (layout.scripts, layout.logs / "pids", layout.runs, own_files.directory):
+    run_files = layout.run_files(plan.run_id)
+    for directory in (layout.scripts, layout.logs / "pids", layout.runs, run_files.directory):
         make_private_directory(directory)
         _check_trust(require_private, directory)
     _set_state_aside(layout)
     plan_text = format_json(plan.to_json())
-    for files in (layout, own_files):
+    for files in (layout, run_files):
         write_atomic(files.plan, plan_text, durable=False)
         write_atomic(files.config, config, durable=False)
         write_atomic(files.overrides, overrides, durable=False)
-    for path, text in ((own_files.launch, launch), (own_files.composed, composed)):
+    for path, text in ((run_files.launch, launch), (run_files.composed, composed)):
         if text:
             write_atomic(path, text, durable=False)
 

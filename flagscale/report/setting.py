@@ -53,8 +53,8 @@ def read_settings(state: RunState) -> RunSettings:
     started last in the directory.
     """
     layout = Layout(state.exp_dir)
-    own_files = layout.run_files(state.run_id)
-    files = own_files if own_files.plan.exists() else layout
+    run_files = layout.run_files(state.run_id)
+    files = run_files if run_files.plan.exists() else layout
     plan = read_json(files.plan)
     if plan is None:
         return RunSettings(
