@@ -28,6 +28,7 @@ DAY = 24 * 3600
         ("2 days", 2 * DAY),
         ("1w", 7 * DAY),
         ("10:30", 5400),
+        ("13:00", 23 * 3600),
         ("2026-11-26", DAY // 2),
         ("2026-11-25 12:00", DAY),
         ("2026-11-26T11:59:59", 1),
@@ -42,7 +43,12 @@ def test_a_moment_is_parsed_or_refused(text: str) -> None:
     try:
         assert isinstance(parse_moment(text, NOW), float)
     except ConfigError as error:
-        assert error.message.startswith(f"--since {text}: expected a duration")
+        assert error.message.startswith(f"--since {text}: ")
+
+
+def test_a_moment_in_the_future_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2026-11-27: is in the future"):
+        parse_moment("2026-11-27", NOW)
 
 
 @pytest.mark.parametrize(
