@@ -19,7 +19,7 @@ from flagscale.files import format_json, read_json, to_plain
 from flagscale.launcher.layout import Layout
 from flagscale.records import from_record
 
-_GIT_TIMEOUT_SECONDS = 10.0
+_GIT_TIMEOUT_SECONDS = 3.0
 _DIGEST_CHARACTERS = 12
 
 
