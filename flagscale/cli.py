@@ -15,6 +15,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
+from flagscale.commands.flagscale_forms import (
+    ActionCall,
+    add_run_arguments,
+    add_train_arguments,
+    read_run_form,
+    read_train_form,
+)
+from flagscale.commands.program import (
+    PROGRAM_ACTIONS,
+    add_program_arguments,
+    reject_bare_program,
+    reject_program_options,
+    run_program,
+    split_program,
+)
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
 from flagscale.config.documented import key_types
@@ -33,6 +48,7 @@ examples
   flagscale run examples/llama3/conf/train.yaml               start in the background
   flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
+  flagscale run --hosts a,b --nproc 8 train.py --lr 1e-4      any program, without a YAML
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
@@ -48,8 +64,9 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_TOOLS = ("explain", "runs", "report", "version", "comm", "bench", "convert")
+_TOOLS = ("train", "explain", "runs", "report", "version", "comm", "bench", "convert")
 """Commands that are not actions."""
+_TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagScale does"
 _RUNS_HELP = "list your runs: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _PATCH_COMMANDS = {
@@ -91,7 +108,12 @@ def _dispatch(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 2
+    program: list[str] = []
+    if argv[0] in PROGRAM_ACTIONS:
+        words, program = split_program(argv[1:])
+        argv = [argv[0], *words]
     options, overrides = parser.parse_known_args(argv)
+    options.words, options.program = argv[1:], program
     handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
     return handler(options, overrides)
 
@@ -112,12 +134,15 @@ def _create_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
+    parser.add_argument("--version", "-v", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
         subparser = commands.add_parser(action.name, help=action.help, description=action.help)
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
+    train = commands.add_parser("train", help=_TRAIN_HELP, description=_TRAIN_HELP)
+    add_train_arguments(train)
+    train.set_defaults(handler=_train)
     explain = commands.add_parser("explain", help="show the meaning of a configuration key")
     explain.add_argument(
         "key",
@@ -180,7 +205,9 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         config_help = "the experiment's YAML"
         if action.purpose == "find":
             config_help += ", or a run: its id or directory"
-        parser.add_argument("config", metavar="CONFIG", help=config_help)
+        # Optional where a program may take its place; whether it is missing is checked later.
+        count = "?" if action.name in PROGRAM_ACTIONS else None
+        parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
@@ -201,6 +228,23 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             metavar="key=value",
             help="overrides in Hydra's syntax",
         )
+    if action.name in PROGRAM_ACTIONS:
+        add_program_arguments(parser)
+    if action.name == "run":
+        add_run_arguments(parser)
+
+
+def _train(options: argparse.Namespace, extra_words: list[str]) -> int:
+    return _call_action(read_train_form(options, extra_words))
+
+
+def _call_action(call: ActionCall) -> int:
+    """Perform an action that another form of the command line stands for."""
+    if call.action in ACTIONS:
+        return _dispatch([call.action, str(call.config), *call.words])
+    # The YAML's own check answers other actions.
+    overrides = [*call.words, f"action={call.action}"]
+    return run_action(call.config.parent.absolute(), call.config.name, overrides)
 
 
 def _convert(argv: list[str]) -> NoReturn:
@@ -224,6 +268,14 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
     action = ACTIONS[options.command]
+    positional_words = [*filter(None, (getattr(options, "config", None),))]
+    positional_words += [*getattr(options, "overrides", ())]
+    if action.name == "run" and not options.program:
+        call = read_run_form(options, [*positional_words, *extra_words])
+        if call is not None:
+            return _call_action(call)
+    if action.name in PROGRAM_ACTIONS and not options.program and options.config is not None:
+        reject_bare_program(options.words, options.config, action.name)
     unknown_options = [
         text for text in extra_words if text.startswith("-") or action.purpose is None
     ]
@@ -233,8 +285,15 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
         return call_function(action.function, Options(action=action.name, **given_options))
-    overrides = [*options.overrides, *extra_words]
     is_sweep = options.multirun or options.jobs is not None
+    if options.program:
+        return _run_program(options, [*positional_words, *extra_words], is_sweep=is_sweep)
+    if options.config is None:
+        text = f"`flagscale {action.name}` needs a YAML or a program"
+        raise ConfigError(text, hint=f"flagscale {action.name} -h")
+    if action.name in PROGRAM_ACTIONS:
+        reject_program_options(options)
+    overrides = [*options.overrides, *extra_words]
     if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
@@ -249,6 +308,19 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
     return run_action(config.parent.absolute(), config.name, overrides)
+
+
+def _run_program(options: argparse.Namespace, words: list[str], *, is_sweep: bool) -> int:
+    """Run an action with a program in place of a YAML; ``words`` are its overrides."""
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(
+                f"{word}: expected key=value before the program {options.program[0]}",
+                hint="give a YAML or a program, not both",
+            )
+    if is_sweep:
+        raise ConfigError("-m and --jobs need a YAML: a program has no values to combine")
+    return run_program(options.command, options.program, words, options)
 
 
 def _unknown_option(option: str, words: Sequence[str], action: Action) -> ConfigError:

@@ -20,7 +20,6 @@ COMMANDS = (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
         ("status", "query"),
         ("launch", "run"),
         ("start", "run"),
-        ("train", "run"),
         ("resume", "run"),
         ("list", "runs"),
         ("ps", "runs"),

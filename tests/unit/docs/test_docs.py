@@ -89,6 +89,7 @@ def guide_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PROJECT / "examples", root / "examples")
     for name in ("conf", "my_conf"):
         shutil.copytree(PROJECT / "examples" / "llama3" / "conf", root / name)
+    (root / "train.py").touch()
     (root / "hostfile").write_text("node[01-04] slots=8\n", encoding="utf-8")
     shutil.copy(
         PROJECT / "examples" / "command" / "conf" / "preprocess.yaml", root / "evaluate.yaml"
