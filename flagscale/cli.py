@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
 examples
+  flagscale init my --model qwen3_8b                          write a new experiment
   flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
   flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
@@ -64,8 +65,21 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_TOOLS = ("train", "explain", "runs", "report", "version", "comm", "bench", "convert")
+_TOOLS = (
+    "init",
+    "train",
+    "explain",
+    "schema",
+    "runs",
+    "report",
+    "version",
+    "comm",
+    "bench",
+    "convert",
+)
 """Commands that are not actions."""
+_INIT_HELP = "write a new experiment: two commented YAML files"
+_SCHEMA_HELP = "print the JSON schema of a YAML, for editors"
 _TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagScale does"
 _RUNS_HELP = "list your runs: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
@@ -140,6 +154,22 @@ def _create_parser() -> argparse.ArgumentParser:
         subparser = commands.add_parser(action.name, help=action.help, description=action.help)
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
+    init = commands.add_parser("init", help=_INIT_HELP, description=_INIT_HELP)
+    init.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="directory that receives conf/train.yaml and conf/train/MODEL.yaml; default: this one",
+    )
+    init.add_argument(
+        "--model",
+        metavar="NAME|HF_DIR",
+        help="an example, such as llama3_8b, or the directory of a Hugging Face model; default: "
+        "llama3_tiny",
+    )
+    init.set_defaults(handler=_init)
     train = commands.add_parser("train", help=_TRAIN_HELP, description=_TRAIN_HELP)
     add_train_arguments(train)
     train.set_defaults(handler=_train)
@@ -151,6 +181,15 @@ def _create_parser() -> argparse.ArgumentParser:
         "rate",
     )
     explain.set_defaults(handler=_explain_key)
+    schema = commands.add_parser("schema", help=_SCHEMA_HELP, description=_SCHEMA_HELP)
+    schema.add_argument(
+        "file",
+        nargs="?",
+        choices=("experiment", "train"),
+        default="experiment",
+        help="of an experiment, as conf/train.yaml (default), or of conf/train/MODEL.yaml",
+    )
+    schema.set_defaults(handler=_print_schema)
     runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
     runs.add_argument(
         "run",
@@ -232,6 +271,14 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         add_program_arguments(parser)
     if action.name == "run":
         add_run_arguments(parser)
+
+
+def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.commands.new_experiment import create_experiment
+
+    if extra_words:
+        raise ConfigError(f"unknown option {extra_words[0]}", hint="flagscale init -h")
+    return create_experiment(options.directory, options.model)
 
 
 def _train(options: argparse.Namespace, extra_words: list[str]) -> int:
@@ -354,6 +401,15 @@ def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
     print(explain(" ".join(options.key)))
+    return 0
+
+
+def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config import json_schema
+
+    is_train = options.file == "train"
+    content = json_schema.train_schema() if is_train else json_schema.experiment_schema()
+    print(json_schema.format_schema(content), end="")
     return 0
 
 
