@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
+from flagscale.commands import completion
 from flagscale.commands.flagscale_forms import (
     ActionCall,
     add_run_arguments,
@@ -72,12 +73,14 @@ _TOOLS = (
     "schema",
     "runs",
     "report",
+    "completion",
     "version",
     "comm",
     "bench",
     "convert",
 )
 """Commands that are not actions."""
+_COMPLETION_HELP = "print the script of a shell that completes commands, keys, runs and hosts"
 _INIT_HELP = "write a new experiment: two commented YAML files"
 _SCHEMA_HELP = "print the JSON schema of a YAML, for editors"
 _TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagScale does"
@@ -106,16 +109,14 @@ def _dispatch(argv: list[str]) -> int:
             import_module("flagscale.patching.cli"), _PATCH_COMMANDS[argv[0]][0]
         )
         return function(argv[1:])
+    if argv[:1] == [completion.COMPLETE]:
+        return completion.print_candidates(argv[1:], _create_parser(), _read_groups)
     if argv[:1] == ["convert"]:
         return _convert(argv[1:])
-    if argv[:1] == ["comm"]:
-        from flagscale.bench.cli import main_comm
+    if argv[:1] in (["comm"], ["bench"]):
+        from flagscale.bench.cli import main_bench, main_comm
 
-        return main_comm(argv[1:])
-    if argv[:1] == ["bench"]:
-        from flagscale.bench.cli import main_bench
-
-        return main_bench(argv[1:])
+        return (main_comm if argv[0] == "comm" else main_bench)(argv[1:])
     parser = _create_parser()
     if argv and not argv[0].startswith("-"):
         _require_command(argv[0])
@@ -130,6 +131,16 @@ def _dispatch(argv: list[str]) -> int:
     options.words, options.program = argv[1:], program
     handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
     return handler(options, overrides)
+
+
+def _read_groups() -> completion.Commands:
+    """Return the commands of the groups ``comm`` and ``bench``, for completion."""
+    from flagscale.bench.cli import BENCH_COMMANDS, COMM_COMMANDS
+
+    return {
+        name: [completion.Candidate(word, row.summary) for word, row in commands.items()]
+        for name, commands in (("comm", COMM_COMMANDS), ("bench", BENCH_COMMANDS))
+    }
 
 
 def _require_command(word: str) -> None:
@@ -216,6 +227,9 @@ def _create_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--open", action="store_true", help="show it in a browser")
     report.set_defaults(handler=_write_report)
+    shell = commands.add_parser("completion", help=_COMPLETION_HELP, description=_COMPLETION_HELP)
+    shell.add_argument("shell", choices=completion.SHELLS)
+    shell.set_defaults(handler=_print_completion)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(handler=_print_version)
     commands.add_parser(
@@ -456,6 +470,11 @@ def _find_run(text: str, overrides: Sequence[str]) -> RunState:
         hint = "`flagscale runs` lists yours"
         raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
     return state
+
+
+def _print_completion(options: argparse.Namespace, _rest: list[str]) -> int:
+    print(completion.script(options.shell), end="")
+    return 0
 
 
 def _print_version(_options: argparse.Namespace, _rest: list[str]) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flagscale.config.arguments.spec.values import did_you_mean
-from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError
 
 _FLAGS = {
@@ -114,6 +113,6 @@ def _model_config(model: str) -> Path:
     available = f"; there are {', '.join(models)}" if models else ""
     hint = "give the path of a YAML, or write a new experiment: flagscale init"
     raise ConfigError(
-        f"no {short_path(config)} in {Path.cwd()}{available}{did_you_mean(model, models)}",
+        f"no {config} in {Path.cwd()}{available}{did_you_mean(model, models)}",
         hint=hint,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagscale.config import json_schema
+from flagscale.config import schemas
 from flagscale.config.arguments.compat.huggingface.models import arguments_of, config_in
 from flagscale.config.arguments.spec.values import nearest_names
 from flagscale.config.schema import PROJECT
@@ -156,12 +156,12 @@ def create_experiment(directory: Path, model_name: str | None) -> int:
     model = find_model(model_name or DEFAULT_MODEL)
     files = {
         conf / "train.yaml": _EXPERIMENT.format(
-            schema=_schema_location(conf, json_schema.EXPERIMENT_FILE),
+            schema=_schema_location(conf, schemas.EXPERIMENT_FILE),
             model=model.name,
             config=config,
         ),
         conf / "train" / f"{model.name}.yaml": model.text.replace(
-            "{schema}", _schema_location(conf / "train", json_schema.TRAIN_FILE), 1
+            "{schema}", _schema_location(conf / "train", schemas.TRAIN_FILE), 1
         ),
     }
     _write_files(files)
@@ -299,7 +299,7 @@ def _find_missing(text: str) -> Iterator[tuple[int, str]]:
 def _schema_location(directory: Path, name: str) -> str:
     """Return the schema's location for an editor: relative within this project, otherwise absolute,
     because the files of an experiment may move."""
-    path = json_schema.DIRECTORY / name
+    path = schemas.DIRECTORY / name
     if directory.absolute().is_relative_to(PROJECT):
         return os.path.relpath(path, directory.absolute())
     return str(path)

@@ -23,18 +23,13 @@ from flagscale.config.arguments.spec.system_arguments import COMM
 from flagscale.config.documented import KeyType, documented_fields, key_types
 from flagscale.config.explain import argument_entry, default_text, experiment_entries
 from flagscale.config.overrides import SUBSECTIONS, subsections_of
+from flagscale.config.schemas import EXPERIMENT_FILE, TRAIN_FILE
 from flagscale.config.slurm_schema import SlurmType
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
 
-DIRECTORY = Path(__file__).with_name("schemas")
-EXPERIMENT_FILE = "experiment.schema.json"
-"""Schema of an experiment: ``conf/train.yaml``."""
-TRAIN_FILE = "train.schema.json"
-"""Schema of a file of the config group ``train``: ``conf/train/8b.yaml``."""
-
 _DIALECT = "http://json-schema.org/draft-07/schema#"
-_INTERPOLATION = {"$ref": "#/definitions/interpolation"}
-_SCALAR = {"$ref": "#/definitions/scalar"}
+_INTERPOLATION: dict[str, Any] = {"$ref": "#/definitions/interpolation"}
+_SCALAR: dict[str, Any] = {"$ref": "#/definitions/scalar"}
 _SECTION = {"$ref": "#/definitions/arguments"}
 _COMMON_DEFINITIONS = {
     "interpolation": {
@@ -205,9 +200,9 @@ def _value_forms(argument: Argument) -> list[dict[str, Any]]:
     """Return the alternative schemas of one value of an argument or field."""
     if argument.choices is not None:
         return [{"enum": list(argument.choices)}, _INTERPOLATION]
-    form: dict[str, Any] = {"type": _JSON_TYPES[argument.kind]}
     if argument.kind == "str":
         return [{"type": ["string", "number"]}]
+    form: dict[str, Any] = {"type": _JSON_TYPES[argument.kind]}
     if argument.minimum is not None:
         form["minimum"] = argument.minimum
     if argument.maximum is not None:

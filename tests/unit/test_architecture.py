@@ -75,7 +75,7 @@ LAYERS = {
     "api": {*COMMON, "config", "launcher", "report"},
     "sweep": {*COMMON, "config", "launcher", "api", "output_streams"},
     "cli_suggestions": {"config"},
-    "commands": {*COMMON, "config", "launcher", "api"},
+    "commands": {*COMMON, "config", "hosts", "launcher", "api"},
     "cli": {
         *COMMON,
         "cli_errors",

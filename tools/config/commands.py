@@ -16,7 +16,7 @@ PAGE = PROJECT / "docs" / "reference" / "commands.md"
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Start and check": (("run",), ("test",), ("check",), ("dryrun",), ("estimate",), ("train",)),
     "Observe and stop": (("runs",), ("query",), ("logs",), ("stop",), ("report",)),
-    "Configuration": (("init",), ("explain",), ("schema",)),
+    "Configuration": (("init",), ("explain",), ("schema",), ("completion",)),
     "Checkpoints": (("convert",),),
     "Training backend": (("unpatch",), ("patch",), ("patch-status",)),
     "Communication": (("comm", "list"), ("comm", "tune")),

@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from flagscale.config import json_schema  # noqa: E402 - found next to this file
+from flagscale.config import json_schema, schemas  # noqa: E402 - found next to this file
 from flagscale.config.reference import DIRECTORY, render  # noqa: E402
 
 
@@ -25,10 +25,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only report pages that are outdated")
     options = parser.parse_args()
     pages = {options.output / path: text for path, text in render().items()}
-    schemas = json_schema.DIRECTORY.relative_to(REPOSITORY)
-    pages |= {
-        options.output / schemas / name: text for name, text in json_schema.render().items()
-    }
+    folder = options.output / schemas.DIRECTORY.relative_to(REPOSITORY)
+    pages |= {folder / name: text for name, text in json_schema.render().items()}
     outdated = [
         path
         for path, text in pages.items()

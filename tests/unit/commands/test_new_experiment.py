@@ -13,8 +13,9 @@ from jsonschema import Draft7Validator
 from flagscale import cli
 from flagscale.commands.new_experiment import model_names
 from flagscale.config import schema
-from flagscale.config.json_schema import DIRECTORY, experiment_schema, train_schema
+from flagscale.config.json_schema import experiment_schema, train_schema
 from flagscale.config.load import load
+from flagscale.config.schemas import DIRECTORY
 from flagscale.errors import ConfigError
 
 LLAMA = {
