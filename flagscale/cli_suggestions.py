@@ -24,6 +24,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("doc", "docs", "man", "search", "option", "options", "keys"), "explain"),
     **dict.fromkeys(("benchmark", "nccl-tests"), "bench"),
     **dict.fromkeys(("sweep", "multirun"), "run CONFIG -m key=a,b"),
+    **dict.fromkeys(("autocomplete", "complete", "completions"), "completion"),
     **dict.fromkeys(("new", "create", "template", "scaffold"), "init"),
     **dict.fromkeys(("help",), "--help"),
 }

@@ -143,6 +143,13 @@ def test_command_is_accepted(
     assert options <= known_options
 
 
+def test_example_program_has_a_help(tmp_path: Path) -> None:
+    program = [sys.executable, str(PROJECT / "examples/qwen3/tiny_model.py"), "--help"]
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("usage: tiny_model.py")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_convert_knows_the_options_of_its_guide() -> None:
     program = [sys.executable, "-m", "flagscale.train.checkpoint.formats.convert", "--help"]
     text = subprocess.run(program, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
