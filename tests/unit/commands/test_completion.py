@@ -102,7 +102,7 @@ CASES = {
         "run conf/train.yaml train.data.data_path=no",
         ["train.data.data_path=notes.txt"],
     ),
-    "file of a group": ("run conf/train.yaml train=8", ["train=8b", "train=8b_hetero"]),
+    "file of a group": ("run conf/train.yaml train=7", ["train=70b"]),
     "key to explain": ("explain experiment.cmds.b", ["experiment.cmds.before_start"]),
     "model": ("train l", ["llama3"]),
     "group of a model": ("train llama3 train=7", ["train=70b"]),
