@@ -28,6 +28,7 @@ from flagscale.commands.program import (
     add_program_arguments,
     reject_bare_program,
     reject_program_options,
+    reject_yaml_options,
     run_program,
     split_program,
 )
@@ -379,6 +380,7 @@ def _run_program(options: argparse.Namespace, words: list[str], *, is_sweep: boo
                 f"{word}: expected key=value before the program {options.program[0]}",
                 hint="give a YAML or a program, not both",
             )
+    reject_yaml_options(options, options.program)
     if is_sweep:
         raise ConfigError("-m and --jobs need a YAML: a program has no values to combine")
     return run_program(options.command, options.program, words, options)

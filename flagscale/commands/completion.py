@@ -169,9 +169,10 @@ def _command_candidates(commands: Any) -> Iterator[Candidate]:
 
 def _option_candidates(parser: argparse.ArgumentParser) -> Iterator[Candidate]:
     for action in parser._actions:
-        for flag in action.option_strings:
-            if flag.startswith("--") or len(action.option_strings) == 1:
-                yield Candidate(flag, action.help or "")
+        long_flags = [flag for flag in action.option_strings if flag.startswith("--")]
+        # Other long ones are names of other programs.
+        for flag in (long_flags or action.option_strings)[:1]:
+            yield Candidate(flag, action.help or "")
 
 
 def _takes_value(action: argparse.Action | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def create_experiment(directory: Path, model_name: str | None) -> int:
         ConfigError: the model is unknown, or a file exists; nothing is written.
     """
     conf = directory / "conf"
-    config = short_path(conf / "train.yaml")
+    config = shlex.quote(short_path(conf / "train.yaml"))
     model = find_model(model_name or DEFAULT_MODEL)
     files = {
         conf / "train.yaml": _EXPERIMENT.format(

@@ -21,7 +21,9 @@ from flagscale.errors import ConfigError
 
 PROGRAM_ACTIONS = ("run", "test", "dryrun", "check")
 """Actions that accept a program in place of a YAML."""
-_OPTIONS = ("--hosts", "--nproc", "--name", "--exp-dir", "--env")
+_NPROC_FLAGS = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+"""The others are torchrun's."""
+_OPTIONS = ("--hosts", *_NPROC_FLAGS, "--name", "--exp-dir", "--env")
 _OTHER_VALUE_OPTIONS = ("--jobs", "-j", "--host", "--config-path", "-p", "--config-name", "-n")
 VALUE_OPTIONS = frozenset((*_OPTIONS, *_OTHER_VALUE_OPTIONS, "--action", "-a"))
 """Options of these actions whose next word is their value."""
@@ -51,7 +53,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
         help="hosts over SSH, such as a,b or node[01-16]; default: this machine",
     )
     group.add_argument(
-        "--nproc",
+        *_NPROC_FLAGS,
         metavar="N",
         help="processes per host; auto: one per device; default: 1. RANK, WORLD_SIZE, MASTER_ADDR, "
         "... are set as by torchrun",
@@ -101,6 +103,16 @@ def reject_program_options(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag} is for a program without a YAML",
                 hint=f"with a YAML, set the key {key}: {key}=VALUE",
+            )
+
+
+def reject_yaml_options(options: argparse.Namespace, program: Sequence[str]) -> None:
+    """Raise an error for an option that names a YAML next to a program."""
+    for name, flag in (("config_path", "-p"), ("config_name", "-n"), ("action", "-a")):
+        if (value := getattr(options, name, None)) is not None:
+            raise ConfigError(
+                f"{flag} {value} is for a YAML, and {program[0]} is a program",
+                hint="processes per host are --nproc N, hosts --hosts a,b",
             )
 
 

@@ -172,6 +172,12 @@ def test_unknown_model_is_answered(
     assert not (directory / "new").exists()
 
 
+def test_commands_of_a_directory_with_a_space_can_be_typed(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "  flagscale check 'a b/conf/train.yaml'\n" in init(capsys, "a b")[1]
+
+
 def test_files_are_never_overwritten(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = directory / "conf" / "train" / "llama3_tiny.yaml"
     own.parent.mkdir(parents=True)

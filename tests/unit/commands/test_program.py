@@ -29,6 +29,7 @@ SPLITS = {
     "script": ("--nproc 4 train.py --nproc 8 a=1", "--nproc 4", "train.py --nproc 8 a=1"),
     "script alone": ("train.py", "", "train.py"),
     "option and program": ("--hosts a,b nvidia-smi -L", "--hosts a,b", "nvidia-smi -L"),
+    "option of torchrun": ("--nproc-per-node 4 x.py", "--nproc-per-node 4", "x.py"),
     "option with equals sign": ("--hosts=a nvidia-smi", "--hosts=a", "nvidia-smi"),
     "separator of the program": ("x.py -- y", "", "x.py -- y"),
     "overrides": ("~a.b +c=x.py d=e x.py", "~a.b +c=x.py d=e", "x.py"),
@@ -142,6 +143,7 @@ ERRORS = {
     "secret": ("run --env API_KEY=abcd train.py", "export API_KEY, and give --env API_KEY"),
     "secret argument": ("run train.py --api-key abcd", "api-key looks like a secret"),
     "YAML": ("run --hosts a x.yaml", "experiment.runner.hosts=VALUE"),
+    "option of a YAML": ("run -n 4 train.py", "-n 4 is for a YAML, and train.py is a program"),
     "bare program": ("run ls -l", "to run it without a YAML: flagscale run -- ls -l"),
 }
 
