@@ -296,8 +296,8 @@ def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
     return create_experiment(options.directory, options.model)
 
 
-def _train(options: argparse.Namespace, extra_words: list[str]) -> int:
-    return _call_action(read_train_form(options, extra_words))
+def _train(options: argparse.Namespace, _rest: list[str]) -> int:
+    return _call_action(read_train_form(options))
 
 
 def _call_action(call: ActionCall) -> int:
@@ -333,7 +333,7 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     positional_words = [*filter(None, (getattr(options, "config", None),))]
     positional_words += [*getattr(options, "overrides", ())]
     if action.name == "run" and not options.program:
-        call = read_run_form(options, [*positional_words, *extra_words])
+        call = read_run_form(options)
         if call is not None:
             return _call_action(call)
     if action.name in PROGRAM_ACTIONS and not options.program and options.config is not None:

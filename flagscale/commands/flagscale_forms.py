@@ -61,13 +61,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--action", "-a", metavar="ACTION", help="another action than run")
 
 
-def read_train_form(options: argparse.Namespace, extra_words: Sequence[str]) -> ActionCall:
+def read_train_form(options: argparse.Namespace) -> ActionCall:
     """Return the action that a command line of ``flagscale train`` stands for.
 
     Raises:
         ConfigError: no YAML belongs to the model.
     """
-    words = [*options.overrides, *extra_words]
+    words = _other_words(options.words, ("--config", "-c"), [f"--{name}" for name in _FLAGS])
+    words.remove(options.model)
     config = options.config
     if config is None and words and _is_yaml(words[0]):
         config = Path(words.pop(0))  # FlagScale before 1.0: `train MODEL YAML`
@@ -76,7 +77,7 @@ def read_train_form(options: argparse.Namespace, extra_words: Sequence[str]) -> 
     return ActionCall(options.flag or "run", config, words)
 
 
-def read_run_form(options: argparse.Namespace, words: Sequence[str]) -> ActionCall | None:
+def read_run_form(options: argparse.Namespace) -> ActionCall | None:
     """Return the action that FlagScale's options of ``flagscale run`` stand for, or None if it has
     none of them.
 
@@ -92,7 +93,22 @@ def read_run_form(options: argparse.Namespace, words: Sequence[str]) -> ActionCa
         )
     name = options.config_name.removesuffix(".yaml").removesuffix(".yml")
     config = (options.config_path or Path()) / f"{name}.yaml"
-    return ActionCall(options.action or "run", config, list(words))
+    flags = ("--config-path", "-p", "--config-name", "-n", "--action", "-a")
+    return ActionCall(options.action or "run", config, _other_words(options.words, flags))
+
+
+def _other_words(
+    words: Sequence[str], value_flags: Sequence[str], switches: Sequence[str] = ()
+) -> list[str]:
+    """Return the words of a command line, in order, without these options and their values."""
+    others: list[str] = []
+    previous = ""
+    for word in words:
+        is_option = word in switches or word.partition("=")[0] in value_flags
+        if not is_option and previous not in value_flags:
+            others.append(word)
+        previous = "" if previous in value_flags else word
+    return others
 
 
 def _is_yaml(text: str) -> bool:

@@ -51,6 +51,18 @@ FORMS = {
         "run -p conf -n x -a dryrun a=1 ~b +c=2",
         ("dryrun", Path("conf/x.yaml"), ["a=1", "~b", "+c=2"]),
     ),
+    "option with a value": (
+        "run -p conf -n x -a logs --rank 0 --lines=5",
+        ("logs", Path("conf/x.yaml"), ["--rank", "0", "--lines=5"]),
+    ),
+    "equals signs": (
+        "run --config-path=conf --config-name=x a=1",
+        ("run", Path("conf/x.yaml"), ["a=1"]),
+    ),
+    "order of words": (
+        "train --config c.yaml llama3 --query --json a=1",
+        ("query", Path("c.yaml"), ["--json", "a=1"]),
+    ),
     "run in this directory": ("run -n x", ("run", Path("x.yaml"), [])),
 }
 
