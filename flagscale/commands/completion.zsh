@@ -4,7 +4,7 @@
 _flagscale() {
     local line value text
     local -a open open_texts closed closed_texts
-    for line in "${(@f)$(_call_program flagscale "${(q)words[1]}" __complete zsh "${(@q)${(@Q)words[2,CURRENT]}}" 2>/dev/null)}"; do
+    for line in "${(@f)$(_call_program flagscale "$words[1]" __complete zsh "${(@q)${(@Q)words[2,CURRENT]}}" 2>/dev/null)}"; do
         [[ -n $line ]] || continue
         value=${line%%$'\t'*}
         text=${line#*$'\t'}

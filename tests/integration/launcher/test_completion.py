@@ -69,19 +69,21 @@ def test_bash_completes_words_and_values(tmp_path: Path, environment: dict[str, 
         f"{KEY}=r",
         "flagscale run conf/train.yaml train=7",
         "flagscale run con",
+        "~/bin/flagscale sto",
     ]
     calls = "\n".join(f"complete_line {line!r}" for line in lines)
     program = f"""\
 eval "$(flagscale completion bash)"
 complete_line() {{
-    COMP_LINE=$1 COMP_POINT=${{#1}} COMP_WORDS=(flagscale)
+    COMP_LINE=$1 COMP_POINT=${{#1}} COMP_WORDS=("${{1%% *}}")
     _flagscale 2>/dev/null
     echo "${{COMPREPLY[*]}}"
 }}
 {calls}
 """
+    environment["HOME"] = str(tmp_path)
     output = run_shell(["bash", "--norc", "-c", program], tmp_path, environment)
-    assert output.splitlines() == ["stop", "ready", "70b", "conf/"]
+    assert output.splitlines() == ["stop", "ready", "70b", "conf/", "stop"]
 
 
 def test_bash_completes_at_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:
