@@ -199,26 +199,36 @@ def _new_models() -> Iterator[Candidate]:
 
 
 def _positional_candidates(context: _Context, current: str) -> Iterable[Candidate]:
-    name, positional = context.name, context.positional
-    takes_overrides = name in ACTIONS or name == "train"
+    """Return the candidates for a positional word, by the names of the command's arguments."""
+    positional = context.positional
+    arguments_of_command = [a for a in context.parser._actions if not a.option_strings]
+    names = [action.dest for action in arguments_of_command]
     is_override = bool(positional) or re.match(r"[+~]*(experiment|train)[.]", current) is not None
-    if takes_overrides and is_override:
+    if "overrides" in names and is_override:
         model_config = _example_config(positional[0]) if positional else None
         return _override_candidates(current, model_config or context.config)
-    if name in _POSITIONAL:
-        return _POSITIONAL[name](current)
-    choices = [a.choices for a in context.parser._actions if not a.option_strings and a.choices]
-    if choices and not positional:
-        return (Candidate(str(choice)) for choice in choices[0])
-    return _paths(current) if not choices else ()
+    for action in arguments_of_command:
+        if action.choices:
+            return map(Candidate, map(str, action.choices)) if not positional else ()
+        if action.dest in _POSITIONAL:
+            return _POSITIONAL[action.dest](current, context)
+    return _paths(current)
 
 
-def _model_candidates(current: str) -> Iterable[Candidate]:
+def _config_candidates(current: str, context: _Context) -> Iterable[Candidate]:
+    if context.name in PROGRAM_ACTIONS:
+        return _paths(current, (*_YAML, ".py"))
+    row = ACTIONS.get(context.name)
+    takes_runs = row is not None and row.purpose == "find"
+    return (*(_runs() if takes_runs else ()), *_paths(current, _YAML))
+
+
+def _model_candidates(current: str, _context: _Context) -> Iterable[Candidate]:
     models = sorted(path.parts[-3] for path in Path("examples").glob("*/conf/train.yaml"))
     return (*map(Candidate, models), *_paths(current, _YAML))
 
 
-def _run_candidates(current: str) -> Iterable[Candidate]:
+def _run_candidates(current: str, _context: _Context) -> Iterable[Candidate]:
     return (*_runs(), *_paths(current, _YAML))
 
 
@@ -402,18 +412,15 @@ def _config_names() -> list[Candidate]:
     return [Candidate(path.stem) for path in sorted(Path().glob("*.yaml"))]
 
 
-_POSITIONAL: Mapping[str, Callable[[str], Iterable[Candidate]]] = {
-    "train": _model_candidates,
-    "explain": _key_candidates,
-    "init": lambda current: _paths(current, directories=True),
-    **{
-        name: _run_candidates if action.purpose == "find" else lambda c: _paths(c, _YAML)
-        for name, action in ACTIONS.items()
-    },
-    **dict.fromkeys(PROGRAM_ACTIONS, lambda current: _paths(current, (*_YAML, ".py"))),
-    **dict.fromkeys(("runs", "report"), _run_candidates),
+_POSITIONAL: Mapping[str, Callable[[str, _Context], Iterable[Candidate]]] = {
+    "config": _config_candidates,
+    "model": _model_candidates,
+    "run": _run_candidates,
+    "runs": _run_candidates,
+    "key": lambda current, _context: _key_candidates(current),
+    "directory": lambda current, _context: _paths(current, directories=True),
 }
-"""Functions that return the candidates for the first positional word, by command."""
+"""Functions that return the candidates for an argument, by its destination."""
 _OPTION_VALUES: Mapping[str, Callable[[str, _Context], Iterable[Candidate]]] = {
     "action": lambda _current, _context: [Candidate(a.name, a.help) for a in ACTIONS.values()],
     "nproc": lambda _current, _context: [Candidate("auto", "one process per device")],
