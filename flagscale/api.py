@@ -15,6 +15,7 @@ Hydra themselves.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -262,12 +263,10 @@ def _load_mapping(
     It is written to a temporary private file, because it may contain secrets, and read as any YAML.
     Line numbers of that file are removed from messages.
     """
-    import yaml
-
     from flagscale.config.load import load as read
     from flagscale.launcher.layout import Layout
 
-    text = yaml.safe_dump(_to_plain_data(config, ""), sort_keys=False, allow_unicode=True)
+    text = _format_yaml(_to_plain_data(config, ""))
     with TemporaryDirectory(prefix="flagscale-") as name:
         file = Path(name, f"{_CONFIG_NAME}.yaml")
         file.write_text(text, encoding="utf-8")
@@ -285,6 +284,33 @@ def _load_mapping(
         if (location := _drop_file_location(source))
     }
     return replace(experiment, config_file=Layout(experiment.exp_dir).config, sources=sources)
+
+
+def _format_yaml(data: Any) -> str:
+    """Return data as YAML.
+
+    Every text is quoted, because Hydra reads more texts as numbers, such as 1e-4, than the library
+    that writes them. Numbers are written as messages and command lines show them.
+    """
+    import yaml
+
+    from flagscale.config.arguments.spec.values import to_word
+
+    class QuotingDumper(yaml.SafeDumper):
+        pass
+
+    QuotingDumper.add_representer(
+        str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+    )
+    QuotingDumper.add_representer(
+        float,
+        lambda dumper, number: (
+            dumper.represent_scalar("tag:yaml.org,2002:float", to_word(number))
+            if math.isfinite(number)
+            else yaml.SafeDumper.represent_float(dumper, number)
+        ),
+    )
+    return yaml.dump(data, Dumper=QuotingDumper, sort_keys=False, allow_unicode=True)
 
 
 def _drop_file_location(location: str | None) -> str | None:

@@ -16,6 +16,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
+from flagscale.commands import completion
+from flagscale.commands.flagscale_forms import (
+    ActionCall,
+    add_run_arguments,
+    add_train_arguments,
+    read_run_form,
+    read_train_form,
+)
+from flagscale.commands.program import (
+    PROGRAM_ACTIONS,
+    add_program_arguments,
+    reject_bare_program,
+    reject_program_options,
+    reject_yaml_options,
+    run_program,
+    split_program,
+)
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
 from flagscale.config.documented import key_types
@@ -31,10 +48,12 @@ if TYPE_CHECKING:
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
 examples
+  flagscale init my --model qwen3_8b                          write a new experiment
   flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
   flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
+  flagscale run --hosts a,b --nproc 8 train.py --lr 1e-4      any program, without a YAML
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
@@ -51,8 +70,25 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_TOOLS = ("explain", "runs", "report", "rerun", "version", "comm", "bench", "convert")
+_TOOLS = (
+    "init",
+    "train",
+    "explain",
+    "schema",
+    "runs",
+    "report",
+    "rerun",
+    "completion",
+    "version",
+    "comm",
+    "bench",
+    "convert",
+)
 """Commands that are not actions."""
+_COMPLETION_HELP = "print the script of a shell that completes commands, keys, runs and hosts"
+_INIT_HELP = "write a new experiment: two commented YAML files"
+_SCHEMA_HELP = "print the JSON schema of a YAML, for editors"
+_TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagScale does"
 _RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _RERUN_HELP = "start a run again with its recorded configuration, in a new directory"
@@ -79,25 +115,38 @@ def _dispatch(argv: list[str]) -> int:
             import_module("flagscale.patching.cli"), _PATCH_COMMANDS[argv[0]][0]
         )
         return function(argv[1:])
+    if argv[:1] == [completion.COMPLETE]:
+        return completion.print_candidates(argv[1:], _create_parser(), _read_groups)
     if argv[:1] == ["convert"]:
         return _convert(argv[1:])
-    if argv[:1] == ["comm"]:
-        from flagscale.bench.cli import main_comm
+    if argv[:1] in (["comm"], ["bench"]):
+        from flagscale.bench.cli import main_bench, main_comm
 
-        return main_comm(argv[1:])
-    if argv[:1] == ["bench"]:
-        from flagscale.bench.cli import main_bench
-
-        return main_bench(argv[1:])
+        return (main_comm if argv[0] == "comm" else main_bench)(argv[1:])
     parser = _create_parser()
     if argv and not argv[0].startswith("-"):
         _require_command(argv[0])
     if not argv:
         parser.print_help()
         return 2
+    program: list[str] = []
+    if argv[0] in PROGRAM_ACTIONS:
+        words, program = split_program(argv[1:])
+        argv = [argv[0], *words]
     options, overrides = parser.parse_known_args(argv)
+    options.words, options.program = argv[1:], program
     handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
     return handler(options, overrides)
+
+
+def _read_groups() -> completion.Commands:
+    """Return the commands of the groups ``comm`` and ``bench``, for completion."""
+    from flagscale.bench.cli import BENCH_COMMANDS, COMM_COMMANDS
+
+    return {
+        name: [completion.Candidate(word, row.summary) for word, row in commands.items()]
+        for name, commands in (("comm", COMM_COMMANDS), ("bench", BENCH_COMMANDS))
+    }
 
 
 def _require_command(word: str) -> None:
@@ -116,12 +165,31 @@ def _create_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
+    parser.add_argument("--version", "-v", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
         subparser = commands.add_parser(action.name, help=action.help, description=action.help)
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
+    init = commands.add_parser("init", help=_INIT_HELP, description=_INIT_HELP)
+    init.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="directory that receives conf/train.yaml and conf/train/MODEL.yaml; default: this one",
+    )
+    init.add_argument(
+        "--model",
+        metavar="NAME|HF_DIR",
+        help="an example, such as llama3_8b, or the directory of a Hugging Face model; default: "
+        "llama3_tiny",
+    )
+    init.set_defaults(handler=_init)
+    train = commands.add_parser("train", help=_TRAIN_HELP, description=_TRAIN_HELP)
+    add_train_arguments(train)
+    train.set_defaults(handler=_train)
     explain = commands.add_parser("explain", help="show the meaning of a configuration key")
     explain.add_argument(
         "key",
@@ -130,6 +198,15 @@ def _create_parser() -> argparse.ArgumentParser:
         "rate",
     )
     explain.set_defaults(handler=_explain_key)
+    schema = commands.add_parser("schema", help=_SCHEMA_HELP, description=_SCHEMA_HELP)
+    schema.add_argument(
+        "file",
+        nargs="?",
+        choices=("experiment", "train"),
+        default="experiment",
+        help="of an experiment, as conf/train.yaml (default), or of conf/train/MODEL.yaml",
+    )
+    schema.set_defaults(handler=_print_schema)
     runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
     runs.add_argument(
         "run",
@@ -200,6 +277,9 @@ def _create_parser() -> argparse.ArgumentParser:
         "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
     )
     rerun.set_defaults(handler=_rerun)
+    shell = commands.add_parser("completion", help=_COMPLETION_HELP, description=_COMPLETION_HELP)
+    shell.add_argument("shell", choices=completion.SHELLS)
+    shell.set_defaults(handler=_print_completion)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(handler=_print_version)
     commands.add_parser(
@@ -228,7 +308,9 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         config_help = "the experiment's YAML"
         if action.purpose == "find":
             config_help += ", or a run: its id or directory"
-        parser.add_argument("config", metavar="CONFIG", help=config_help)
+        # Optional where a program may take its place; whether it is missing is checked later.
+        count = "?" if action.name in PROGRAM_ACTIONS else None
+        parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
@@ -249,6 +331,31 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             metavar="key=value",
             help="overrides in Hydra's syntax",
         )
+    if action.name in PROGRAM_ACTIONS:
+        add_program_arguments(parser)
+    if action.name == "run":
+        add_run_arguments(parser)
+
+
+def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.commands.new_experiment import create_experiment
+
+    if extra_words:
+        raise ConfigError(f"unknown option {extra_words[0]}", hint="flagscale init -h")
+    return create_experiment(options.directory, options.model)
+
+
+def _train(options: argparse.Namespace, _rest: list[str]) -> int:
+    return _call_action(read_train_form(options))
+
+
+def _call_action(call: ActionCall) -> int:
+    """Perform an action that another form of the command line stands for."""
+    if call.action in ACTIONS:
+        return _dispatch([call.action, str(call.config), *call.words])
+    # The YAML's own check answers other actions.
+    overrides = [*call.words, f"action={call.action}"]
+    return run_action(call.config.parent.absolute(), call.config.name, overrides)
 
 
 def _convert(argv: list[str]) -> NoReturn:
@@ -272,6 +379,14 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
     action = ACTIONS[options.command]
+    positional_words = [*filter(None, (getattr(options, "config", None),))]
+    positional_words += [*getattr(options, "overrides", ())]
+    if action.name == "run" and not options.program:
+        call = read_run_form(options)
+        if call is not None:
+            return _call_action(call)
+    if action.name in PROGRAM_ACTIONS and not options.program and options.config is not None:
+        reject_bare_program(options.words, options.config, action.name)
     unknown_options = [
         text for text in extra_words if text.startswith("-") or action.purpose is None
     ]
@@ -281,8 +396,15 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
         return call_function(action.function, Options(action=action.name, **given_options))
-    overrides = [*options.overrides, *extra_words]
     is_sweep = options.multirun or options.jobs is not None
+    if options.program:
+        return _run_program(options, [*positional_words, *extra_words], is_sweep=is_sweep)
+    if options.config is None:
+        text = f"`flagscale {action.name}` needs a YAML or a program"
+        raise ConfigError(text, hint=f"flagscale {action.name} -h")
+    if action.name in PROGRAM_ACTIONS:
+        reject_program_options(options)
+    overrides = [*options.overrides, *extra_words]
     if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
@@ -297,6 +419,20 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
     return run_action(config.parent.absolute(), config.name, overrides)
+
+
+def _run_program(options: argparse.Namespace, words: list[str], *, is_sweep: bool) -> int:
+    """Run an action with a program in place of a YAML; ``words`` are its overrides."""
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(
+                f"{word}: expected key=value before the program {options.program[0]}",
+                hint="give a YAML or a program, not both",
+            )
+    reject_yaml_options(options, options.program)
+    if is_sweep:
+        raise ConfigError("-m and --jobs need a YAML: a program has no values to combine")
+    return run_program(options.command, options.program, words, options)
 
 
 def _unknown_option(option: str, words: Sequence[str], action: Action) -> ConfigError:
@@ -330,6 +466,15 @@ def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
     print(explain(" ".join(options.key)))
+    return 0
+
+
+def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config import json_schema
+
+    is_train = options.file == "train"
+    content = json_schema.train_schema() if is_train else json_schema.experiment_schema()
+    print(json_schema.format_schema(content), end="")
     return 0
 
 
@@ -441,6 +586,11 @@ def _rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
     else:
         state = find_run_to_repeat(options.run, best=options.best)
     return rerun(state, overrides, only_plan=options.dryrun)
+
+
+def _print_completion(options: argparse.Namespace, _rest: list[str]) -> int:
+    print(completion.script(options.shell), end="")
+    return 0
 
 
 def _print_version(_options: argparse.Namespace, _rest: list[str]) -> int:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 OTHER_VERBS = {
     **dict.fromkeys(("status", "state", "info", "describe", "inspect", "poll"), "query"),
     **dict.fromkeys(("watch", "monitor", "top", "attach", "follow"), "query CONFIG --follow"),
-    **dict.fromkeys(("launch", "start", "train", "submit", "up", "exec"), "run"),
+    **dict.fromkeys(("launch", "start", "submit", "up", "exec"), "run"),
     **dict.fromkeys(("sbatch", "srun", "torchrun", "finetune", "sft", "pretrain"), "run"),
     **dict.fromkeys(("resume", "continue", "restart", "requeue"), "run"),
     **dict.fromkeys(("repeat", "retry", "reproduce", "again", "clone"), "rerun"),
@@ -25,6 +25,8 @@ OTHER_VERBS = {
     **dict.fromkeys(("doc", "docs", "man", "search", "option", "options", "keys"), "explain"),
     **dict.fromkeys(("benchmark", "nccl-tests"), "bench"),
     **dict.fromkeys(("sweep", "multirun"), "run CONFIG -m key=a,b"),
+    **dict.fromkeys(("autocomplete", "complete", "completions"), "completion"),
+    **dict.fromkeys(("new", "create", "template", "scaffold"), "init"),
     **dict.fromkeys(("help",), "--help"),
 }
 """Commands of other programs, with the command line of this program that does the same."""
@@ -36,8 +38,32 @@ _REMARKS = {
 }
 
 
+_REFUSED_VERBS = {
+    **dict.fromkeys(
+        ("serve", "inference", "generate", "chat"),
+        "this project trains models; `flagscale convert` writes one for vLLM, SGLang or "
+        "transformers",
+    ),
+    "rl": "reinforcement learning is not supported; `train.data.sft: true` fine-tunes on "
+    "conversations",
+    "compress": "compressing a model is not supported; `flagscale convert` writes it in Hugging "
+    "Face's format, which tools for quantization read",
+    **dict.fromkeys(
+        ("tune", "autotune", "auto_tune"),
+        "automatic tuning is not implemented; `flagscale estimate` predicts memory and time of a "
+        "layout",
+    ),
+    **dict.fromkeys(
+        ("install", "pull", "setup"), "`make setup` in the project installs what training needs"
+    ),
+}
+"""Commands of other programs that this program does not have, with the reason or a substitute."""
+
+
 def suggest_command(word: str, commands: Iterable[str]) -> str:
     """Return the message about a word that is not a command, with the command that is meant."""
+    if refusal := _REFUSED_VERBS.get(word.lower()):
+        return f"no command {word!r}: {refusal}"
     equivalent = OTHER_VERBS.get(word.lower())
     if equivalent is not None:
         return (

@@ -281,7 +281,8 @@ def _stated_ranks(sources: Sources) -> int | None:
     texts = sources.texts
     per_host = texts.get(f"{runner}nproc_per_node", "")
     hosts = texts.get(f"{runner}nnodes", "1")
-    is_elsewhere = f"{runner}hostfile" in texts or texts.get(f"{runner}type") == "slurm"
+    names_hosts = any(f"{runner}{name}" in sources.locations for name in ("hostfile", "hosts"))
+    is_elsewhere = names_hosts or texts.get(f"{runner}type") == "slurm"
     if is_elsewhere or not (per_host.isdecimal() and hosts.isdecimal()):
         return None
     return int(per_host) * int(hosts)

@@ -126,7 +126,7 @@ def _read_arguments(
 def _stated_ranks(runner: schema.Runner) -> int | None:
     """Return the number of ranks if the YAML alone states it, without hostfile or scheduler."""
     per_host = runner.nproc_per_node
-    if runner.hostfile is not None or runner.type == "slurm" or not isinstance(per_host, int):
+    if runner.names_hosts or runner.type == "slurm" or not isinstance(per_host, int):
         return None
     return (runner.nnodes or 1) * per_host
 

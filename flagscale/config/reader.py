@@ -82,10 +82,15 @@ class SectionReader:
         not scalars are returned unchanged.
         """
         written_texts = self.sources.items.get(key, ())
-        if len(written_texts) != len(values) or any("${" in text for text in written_texts):
+        if len(written_texts) != len(values):
             written_texts = tuple(map(to_word, values))
         pairs = zip(values, written_texts, strict=True)
-        return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
+        return [
+            (to_word(value) if "${" in text else text)
+            if isinstance(value, (bool, int, float))
+            else value
+            for value, text in pairs
+        ]
 
     def add_unknown_key(
         self, path: str, name: Any, names: Iterable[str], value: Any = None

@@ -70,6 +70,20 @@ python run.py ... --cfg job                         # print the composed configu
   Unsupported keys are refused with a hint
   ([other names](reference/configuration/other-names.md)).
 
+## New experiments, and editors
+
+`flagscale init [DIR] [--model NAME|HF_DIR]` writes an experiment of two commented files. The
+numbers of a Hugging Face model are read from its config.json.
+
+The first line of these files and of the examples, `# yaml-language-server: $schema=…`, names a
+JSON schema. Editors with a YAML language server then complete keys, show their descriptions and
+mark mistakes. `flagscale schema` prints the schema of an experiment, and `flagscale schema train`
+that of a file of `conf/train`. An editor sees one file at a time, so `flagscale check` reports
+more. Arguments that only another training program has are marked as unknown.
+
+In a shell, `eval "$(flagscale completion bash)"` (or `zsh`; `flagscale completion fish | source`)
+completes commands, options, YAML files, keys and their choices, runs and hosts.
+
 ## Sections of `train`
 
 `system`, `model` and `data` hold the arguments under Megatron-LM's names. You can group arguments

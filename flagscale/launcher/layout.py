@@ -31,6 +31,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,14 @@ OLD_OUTPUT_FILE = "output"
 START_LOCK_FILE = "start.lock"
 # ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100
+
+
+def registry_directory() -> Path:
+    """Return the directory with one file for each of the user's runs."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    # A user without a home has no registry: never write to "/~".
+    home = os.path.expanduser("~/.local/state")  # noqa: PTH111
+    return Path("/", state_home if state_home.startswith("/") else home, "flagscale", "runs")
 
 
 def status_directory(attempt: int) -> str:

@@ -20,11 +20,13 @@ from flagscale.launcher.runs import Outcome
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.launcher.sweep_runs import StoredSweep, write_csv_file
+from flagscale.tables import FittingTable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _PARALLEL_QUERIES = 8
+_MIN_COLUMN_WIDTH = 16
 # Runs that ended longer ago are listed only on request.
 _RECENT_SECONDS = 2 * 24 * 3600.0
 
@@ -164,7 +166,8 @@ def _query_row(entry: runs.RunEntry) -> RunRow:
 def _print_rows(rows: Sequence[RunRow], *, with_failures: bool) -> None:
     from flagscale.launcher.show import view
 
-    view.make_console().print(_make_table(rows))
+    table = FittingTable(_make_table(rows), min_text_width=_MIN_COLUMN_WIDTH)
+    view.make_console().print(table)
     for row in rows:
         if row.trouble:
             print(f"note: {row.state.run_id}: {row.trouble}", file=sys.stderr)

@@ -20,7 +20,7 @@ from flagscale.errors import ConfigError, FlagscaleError, RunStateError
 from flagscale.files import make_private_directory, read_json, to_plain, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.names import list_first
-from flagscale.launcher.layout import Layout
+from flagscale.launcher.layout import Layout, registry_directory
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.runners.base import runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
@@ -85,21 +85,14 @@ class RunEntry:
         write_json(path, to_plain(self), durable=False)
 
 
-def _registry_directory() -> Path:
-    state_home = os.environ.get("XDG_STATE_HOME", "")
-    # A user without a home has no registry: never write to "/~".
-    home = os.path.expanduser("~/.local/state")  # noqa: PTH111
-    return Path("/", state_home if state_home.startswith("/") else home, "flagscale", "runs")
-
-
 def _entry_path(run_id: str) -> Path:
-    return _registry_directory() / f"{run_id}.json"
+    return registry_directory() / f"{run_id}.json"
 
 
 def _entry_paths() -> list[Path]:
     """Return the files of all runs, oldest first."""
     with suppress(OSError):
-        return sorted(_registry_directory().glob("*.json"))
+        return sorted(registry_directory().glob("*.json"))
     return []
 
 

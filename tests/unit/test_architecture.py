@@ -75,10 +75,12 @@ LAYERS = {
     "api": {*COMMON, "config", "launcher", "report"},
     "sweep": {*COMMON, "config", "launcher", "api", "output_streams"},
     "cli_suggestions": {"config"},
+    "commands": {*COMMON, "config", "hosts", "launcher", "api"},
     "cli": {
         *COMMON,
         "cli_errors",
         "cli_suggestions",
+        "commands",
         "config",
         "launcher",
         "report",

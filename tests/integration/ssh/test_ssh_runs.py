@@ -198,3 +198,27 @@ def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
     assert result.returncode == 5, result.stdout
     assert "first failure: h01: rank 1 ended with exit code 5" in result.stderr
     assert lab.remaining_processes() == {}
+
+
+def test_program_without_yaml_on_two_hosts(lab: SshLab) -> None:
+    def flagscale(*words: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "flagscale.cli", *words],
+            cwd=lab.root,
+            env=lab.bed.environment(COLUMNS="200", PYTHONPATH=str(PROJECT)),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return result.stdout + result.stderr
+
+    (lab.root / "show.py").write_text(
+        "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])\n"
+    )
+    ssh = f"experiment.runner.ssh_config={lab.bed.ssh_config}"
+    output = flagscale("test", "--hosts", "h00,h01", "--nproc", "2", ssh, "show.py", "-m", "${x}")
+    assert "note: scripts and logs are in ./outputs_show" in output
+    for host, rank in (("h00", 0), ("h00", 1), ("h01", 2), ("h01", 3)):
+        assert f"{host}:{rank}: {rank} 4 -m ${{x}}" in output
+    assert "completed" in flagscale("query", "outputs_show")
+    assert "h01:3: 3 4 -m ${x}" in flagscale("logs", "./outputs_show", "--rank", "3")

@@ -89,6 +89,7 @@ def guide_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PROJECT / "examples", root / "examples")
     for name in ("conf", "my_conf"):
         shutil.copytree(PROJECT / "examples" / "llama3" / "conf", root / name)
+    (root / "train.py").touch()
     (root / "hostfile").write_text("node[01-04] slots=8\n", encoding="utf-8")
     shutil.copy(
         PROJECT / "examples" / "command" / "conf" / "preprocess.yaml", root / "evaluate.yaml"
@@ -140,6 +141,13 @@ def test_command_is_accepted(
     known_options = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", _help_text(command)))
     options = {word.partition("=")[0] for word in argv[2:] if re.match(r"--?[a-z]", word)}
     assert options <= known_options
+
+
+def test_example_program_has_a_help(tmp_path: Path) -> None:
+    program = [sys.executable, str(PROJECT / "examples/qwen3/tiny_model.py"), "--help"]
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("usage: tiny_model.py")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_convert_knows_the_options_of_its_guide() -> None:
