@@ -123,7 +123,7 @@ def _create_parser() -> argparse.ArgumentParser:
         "key",
         nargs="+",
         help="such as experiment.runner.tee or train.model.num_layers; or words, such as learning "
-        "rate",
+        "rate; a YAML adds where it has the key",
     )
     explain.set_defaults(handler=_explain_key)
     runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
@@ -279,9 +279,19 @@ def _is_yaml(text: str) -> bool:
 
 
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config.compose import config_file
     from flagscale.config.explain import explain
+    from flagscale.config.sources import trace_sources
 
-    print(explain(" ".join(options.key)))
+    files = [Path(word) for word in options.key if word.endswith((".yaml", ".yml"))]
+    overrides = [word for word in options.key if files and "=" in word]
+    words = [word for word in options.key if Path(word) not in files and word not in overrides]
+    if not words:
+        raise ConfigError("explain: which key?", hint=f"flagscale explain lr {files[0]}")
+    sources = (
+        trace_sources(config_file(files[0].parent, files[0].name), overrides) if files else None
+    )
+    print(explain(" ".join(words), sources))
     return 0
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.spec.registry import lookup
 from flagscale.config.overrides import (
     argument_of,
     assigned_keys,
     parse_override,
     relocate_overrides,
+    usual_key,
 )
 from flagscale.config.yaml_file import YamlFile, parse_item_texts, read_yaml, short_path
 from flagscale.errors import ConfigError, Problem
@@ -83,21 +83,31 @@ class Sources:
         return short_path(self.file) if location is None else location
 
 
+def keys_in_files(sources: Sources, key: str) -> list[str]:
+    """Return the dotted keys by which the files give a key: an argument in any section and by any
+    of its names, any other key as it is.
+    """
+    if not key.startswith("train."):
+        return [key] if find_location(sources.locations, key) else []
+    return [
+        leaf
+        for leaf in _leaf_keys(sources)
+        if leaf.startswith("train.") and argument_of(leaf) == argument_of(key)
+    ]
+
+
 def key_of_argument(sources: Sources, name: str) -> str | None:
     """Return the dotted key that gives an argument: the one of the files, else its usual one; None
     if there is no argument of this name."""
-    argument = lookup(name)
-    if argument is None:
-        return None
-    keys = (key for key in _argument_keys(sources) if argument_of(key) == argument_of(name))
-    return next(keys, f"train.{argument[0].section}.{name}")
+    key = usual_key(name)
+    return None if key is None else next(iter(keys_in_files(sources, key)), key)
 
 
 def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     """Return the sources of a configuration.
 
-    Overrides of arguments are relocated: one that names an argument by a short key, such as
-    ``train.model.lr``, replaces the key that the files have for it.
+    Overrides are relocated: one with a short key, such as ``lr`` or ``train.model.lr``, replaces
+    the key that the files have for it.
 
     Raises:
         ConfigError: with the problems of all files.
@@ -106,10 +116,16 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     walker.visit(config_file, "")
     if walker.problems:
         raise ConfigError(walker.problems)
-    relocated = relocate_overrides(overrides, _argument_keys(walker.sources))
+    groups = {name for name in walker.choices if (config_file.parent / name).is_dir()}
+    relocated = relocate_overrides(
+        overrides,
+        _leaf_keys(walker.sources),
+        groups,
+        with_arguments=not _runs_command(walker.sources, overrides),
+    )
     walker.sources.relocated = tuple(relocated)
     for key, text in assigned_keys(relocated).items():
-        if key not in walker.choices or not (config_file.parent / key.partition("@")[0]).is_dir():
+        if key.partition("@")[0] not in groups:
             _forget_texts(walker.sources, key)
             walker.sources.locations[key] = OVERRIDE
             walker.sources.texts[key] = text
@@ -117,10 +133,17 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     return walker.sources
 
 
-def _argument_keys(sources: Sources) -> list[str]:
-    """Return the dotted keys of ``train`` that are no sections."""
+def _leaf_keys(sources: Sources) -> list[str]:
+    """Return the dotted keys of all files that are no sections."""
     sections = {key.rpartition(".")[0] for key in sources.locations}
-    return [key for key in sources.locations if key.startswith("train.") and key not in sections]
+    return [key for key in sources.locations if key not in sections]
+
+
+def _runs_command(sources: Sources, overrides: Sequence[str]) -> bool:
+    """Return whether the experiment runs a command, which reads no arguments of training."""
+    key = "experiment.task.type"
+    typed_values = assigned_keys(relocate_overrides(overrides, (), with_arguments=False))
+    return typed_values.get(key, sources.texts.get(key)) == "command"
 
 
 def _group_choices(overrides: Sequence[str]) -> dict[str, str]:
