@@ -17,7 +17,7 @@ from flagscale import __version__
 from flagscale.cli_errors import run_command
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
-from flagscale.config.documented import key_types
+from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launcher.entry import add_sweep_options, run_action, run_sweep_action
@@ -189,7 +189,10 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
             parser.add_argument(
-                *flags, type=_parse_natural if value_type is int else str, help=option.help
+                *flags,
+                type=_parse_natural if value_type is int else str,
+                choices=documented_fields(Options)[name].metadata["choices"],
+                help=option.help,
             )
     if action.purpose is not None:
         add_sweep_options(parser)

@@ -73,8 +73,8 @@ def relocate_overrides(
 ) -> list[str]:
     """Return overrides with the keys that a YAML has for them.
 
-    A short name stands for its key: ``nnodes=2`` for ``experiment.runner.nnodes=2``, ``lr=3e-4`` for
-    ``train.model.lr=3e-4``. Section names have no meaning for an argument, so any of its keys
+    A short name stands for its key: ``nnodes=2`` for ``experiment.runner.nnodes=2``, and ``lr=1``
+    for ``train.model.lr=1``. Section names have no meaning for an argument, so any of its keys
     replaces the one of the YAML, such as ``train.model.optimizer.lr_scheduler.lr``; if the YAML has
     it in several sections, it is replaced in all of them. Overrides of keys that the YAML has as
     they are, and of unknown names, stay unchanged.
@@ -336,6 +336,8 @@ def is_text_key(key: str) -> bool:
         kind = SUBSECTIONS.get(section) if section else schema.Experiment
         item = key_types(kind).get(name) if kind is not None else None
         return item is not None and item.base in (str, Path) and not item.is_list
+    if "." not in key and (option := key_types(schema.Options).get(key)):
+        return option.base is str
     argument = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return argument is not None and argument[0].kind == "str" and not argument[0].many
 

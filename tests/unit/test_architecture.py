@@ -99,6 +99,7 @@ PAGE_LAYERS = {
 PLANNING = {"layout", "liveness", "planning"}
 LAUNCHER_LAYERS = {
     "layout": set[str](),
+    "log_lines": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
     "rank_processes": set(),
@@ -112,6 +113,7 @@ LAUNCHER_LAYERS = {
         "state",
         "preflight",
         "plan_builder",
+        "log_lines",
         "snapshot",
         "failures",
         "stop_result",

@@ -125,7 +125,9 @@ def _record_ended_run(run_id: str, exp_dir: str) -> RunState:
     host.run_dir.mkdir(parents=True)
     ended = {"code": 0, "phase": "job", "ended": time.time() - 10}
     write_json(host.run_dir / EXIT_FILE, ended)
-    host.output.write_text("".join(f"localhost:{rank}: works\n" for rank in range(8)))
+    lines = ("step 1/1 | loss 9.06", "WARNING: hot", "ERROR: too hot")
+    output = "".join(f"localhost:{rank}: {line}\n" for rank in range(8) for line in lines)
+    host.output.write_text(output)
     host.script.parent.mkdir()
     host.script.touch()
     state.save(Layout(state.exp_dir).state)
