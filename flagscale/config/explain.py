@@ -30,7 +30,7 @@ from flagscale.config.arguments.spec.values import (
     to_word,
 )
 from flagscale.config.documented import key_types
-from flagscale.config.key_search import SearchEntry, match_lines, search_keys
+from flagscale.config.key_search import SYNONYMS, SearchEntry, match_lines, search_keys
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import Sources, keys_in_files
@@ -217,8 +217,11 @@ def explain(key: str, sources: Sources | None = None) -> str:
         return "\n\n".join(
             "\n".join([_entry_text(entry), *_place_lines(entry, sources)]) for entry in entries
         )
-    text = _describe_section(key) or _describe_other_name(name) or _describe_matches(key)
-    if text:
+    section, other_name = _describe_section(key), _describe_other_name(name)
+    if section and key in SYNONYMS:
+        # Of a section such as `data` a person means some keys.
+        section = f"{_describe_matches(key)}\n\n{section}"
+    if text := section or other_name or _describe_matches(key):
         return text
     names = [e.name for e in experiment_entries()]
     hint = did_you_mean(name, [*closest_names(name), *names, *TORCHRUN_OPTIONS])
