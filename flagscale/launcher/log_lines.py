@@ -30,6 +30,10 @@ WARNING, ERROR = 1, 2
 LEVELS = {"warning": WARNING, "error": ERROR}
 """Levels that can be selected, with the least one that is shown."""
 
+_WORDS = ("WARN", "ERR", "FATAL", "CRIT", "arning: ", "rror", "atal ", "Exception", "Traceback")
+_WORDS += ("first failure", "terminate called", "Segmentation", "Aborted", "Killed", "core dumped")
+"""Parts of words of which every warning and error has one, except torch's C++ lines. Most lines
+have none, which is decided fast."""
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]:(?: |$)")
 """Prefix that torch adds to each line of an uncaught exception."""
 _TRACEBACK = re.compile(r"\s*(?:\+ )?(?:Exception Group )?Traceback \(most recent call last\):")
@@ -61,6 +65,8 @@ def level_of(text: str) -> int:
 
     Levels are those of Python's logging, NCCL, torch, Python's warnings, and this launcher.
     """
+    if not _may_have_level(text):
+        return 0
     for pattern in (_GLOG, _NCCL, _PLAIN, _LOGGING):
         match = pattern.match(text) if pattern is not _NCCL else pattern.search(text)
         if match is not None:
@@ -70,6 +76,10 @@ def level_of(text: str) -> int:
     if _TRACEBACK.match(text) or _EXCEPTION.match(text) or _CRASH.match(text):
         return ERROR
     return 0
+
+
+def _may_have_level(text: str) -> bool:
+    return any(word in text for word in _WORDS) or _GLOG.match(text) is not None
 
 
 class _Message:
@@ -139,7 +149,9 @@ class LineFilter:
                 return [line] if message.level >= self._level else []
             self._held[label].append(line)
             return []
-        ended_lines = self._end_message(label)
+        ended_lines = self._end_message(label) if message is not None else []
+        if not _may_have_level(text):
+            return ended_lines
         message = self._messages[label] = _Message.begin(text)
         self._held[label] = [line]
         if self._pattern is not None or message.level < self._level:

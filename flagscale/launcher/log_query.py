@@ -41,11 +41,13 @@ class LogQuery:
     level: str | None = None
     since: float | None = None
     count: int | None = None
+    names: str | None = None
+    """The hosts as the user named them; None for all."""
 
     @property
     def selects_lines(self) -> bool:
-        """True if not every line of the hosts is requested."""
-        parts = (self.rank, self.pattern, self.level, self.since, self.count)
+        """True if not every line of the run is requested."""
+        parts = (self.names, self.rank, self.pattern, self.level, self.since, self.count)
         return any(value is not None for value in parts)
 
 
@@ -67,7 +69,9 @@ def parse_query(state: RunState, options: Options) -> LogQuery:
         raise ConfigError(f"level={options.level}: expected one of {', '.join(LEVELS)}")
     since = None if options.since is None else parse_since(options.since)
     hosts = select_hosts(state, options.host, options.rank)
-    return LogQuery(hosts, options.rank, options.grep, options.level, since, options.lines)
+    return LogQuery(
+        hosts, options.rank, options.grep, options.level, since, options.lines, options.host
+    )
 
 
 def select_hosts(

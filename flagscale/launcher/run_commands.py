@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TypeGuard
 
 from flagscale.config.schema import Options
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.launcher import logs, runs, snapshot
 from flagscale.launcher.log_query import FOLLOWED_LINES, LogQuery, parse_query
 from flagscale.launcher.remote_logs import read_filtered_lines
-from flagscale.launcher.runners.base import OutputFilter, Runner, runner_for_run
+from flagscale.launcher.runners.base import Runner, filtering_runner, runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.launcher.stop_result import (
@@ -59,9 +58,9 @@ def print_state(state: RunState, options: Options) -> int:
 def print_logs(state: RunState, options: Options) -> int:
     """Print the output of a run, with host and rank in front of every line."""
     with closing(runner_for_run(state)) as runner:
-        query = parse_query(state, options)
-        if _filters_on_hosts(runner, state, query):
-            lines = read_filtered_lines(runner, state, query, follow=options.follow)
+        filtering = None if state.shared_fs else filtering_runner(runner)
+        if filtering is not None and (query := parse_query(state, options)).selects_lines:
+            lines = read_filtered_lines(filtering, state, query, follow=options.follow)
         else:
             runner.bring_output(state)
             # With a scheduler, hosts have names after they are allocated.
@@ -78,12 +77,6 @@ def print_logs(state: RunState, options: Options) -> int:
     if has_no_output and options.lines != 0 and not options.follow:
         _note_missing_lines(state, query)
     return 0
-
-
-def _filters_on_hosts(runner: Runner, state: RunState, query: LogQuery) -> TypeGuard[OutputFilter]:
-    """Return True if the hosts shall filter their output, so that long logs do not travel."""
-    selects = query.selects_lines or len(query.hosts) < len(state.hosts)
-    return selects and not state.shared_fs and isinstance(runner, OutputFilter)
 
 
 def _follow_logs(runner: Runner, state: RunState, query: LogQuery) -> Iterator[str]:

@@ -126,6 +126,11 @@ class OutputFilter(Runner, Protocol):
         """
 
 
+def filtering_runner(runner: Runner) -> OutputFilter | None:
+    """Return the runner if its hosts can filter their output."""
+    return runner if isinstance(runner, OutputFilter) else None
+
+
 def runner_for_experiment(experiment: Experiment) -> Runner:
     """Create the runner that an experiment selects."""
     return _create_runner(experiment.runner.type or DEFAULT_RUNNER)
