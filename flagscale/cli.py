@@ -31,10 +31,11 @@ _EPILOG = """\
 examples
   flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
-  flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
+  flagscale run examples/llama3/conf/train.yaml train=8b num_layers=4 lr=3e-4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
+  flagscale logs examples/llama3/conf/train.yaml --level error --since 10m
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
   flagscale runs                                              list your runs
   flagscale stop 20261120                                     by the beginning of its id
