@@ -120,7 +120,7 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     relocated = relocate_overrides(
         overrides,
         _leaf_keys(walker.sources),
-        groups,
+        groups | walker.groups,
         with_arguments=not _runs_command(walker.sources, overrides),
     )
     walker.sources.relocated = tuple(relocated)
@@ -171,6 +171,8 @@ class _DefaultsWalker:
         self.choices = choices
         self.sources = sources
         self.problems: list[Problem] = []
+        self.groups: set[str] = set()
+        """Config groups of all defaults lists; their files may be on Hydra's search path."""
         self._visited: set[Path] = set()
 
     def visit(self, path: Path, group: str, package: str | None = None) -> None:
@@ -225,6 +227,7 @@ class _DefaultsWalker:
             entry_group = match["group"]
             absolute = entry_group.startswith("/") or not group
             entry_group = entry_group.lstrip("/") if absolute else f"{group}/{entry_group}"
+            self.groups.add(entry_group)
             selected = _selected_options(self.choices.get(entry_group), option)
             for choice in selected if isinstance(selected, list) else [selected]:
                 if isinstance(choice, str):

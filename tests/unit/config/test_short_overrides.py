@@ -100,6 +100,14 @@ def test_name_of_a_config_group_selects_a_file(workspace: Workspace) -> None:
     assert sources.relocated == ("optimizer=adam",)
 
 
+def test_group_of_a_defaults_list_may_be_elsewhere(workspace: Workspace) -> None:
+    workspace.replace(
+        "conf/train.yaml", "  - train: tiny\n", "  - train: tiny\n  - optimizer: sgd\n"
+    )
+    sources = trace_sources(config_file(workspace.conf, "train"), ["optimizer=adam"])
+    assert sources.relocated == ("optimizer=adam",)
+
+
 def test_argument_in_two_sections_is_replaced_in_both() -> None:
     keys = ["train.model.lr", "train.model.optimizer.lr"]
     assert relocate_overrides(["lr=3"], keys) == [f"{key}=3" for key in keys]

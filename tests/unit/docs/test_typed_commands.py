@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from flagscale import cli
+from flagscale.config.actions import ACTIONS
 from flagscale.config.load import load
 from flagscale.files import write_json
 from flagscale.launcher.layout import EXIT_FILE, Layout
@@ -243,6 +244,19 @@ def test_command_is_accepted(words: list[str]) -> None:
     programs = [start for start in PROGRAMS if tuple(words[: len(start)]) == start]
     assert programs, "no rule for this program: add one, or an exception with its reason"
     PROGRAMS[programs[0]](words[len(programs[0]) :])
+
+
+@pytest.mark.usefixtures("guide_directory")
+def test_actions_of_the_readme_take_their_options() -> None:
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `action=(\w+)`(?: \(`([^`]+)`\))? \|", readme, re.M)
+    assert len(rows) >= 7
+    for name, text in rows:
+        assert name in ACTIONS
+        options = [word.partition("=")[0] for word in text.split()]
+        assert set(options) <= set(ACTIONS[name].options), name
+        if ACTIONS[name].purpose == "find" and text:
+            _type([name, "conf/train.yaml", *text.split()])
 
 
 def test_exceptions_are_commands_of_the_guides() -> None:
