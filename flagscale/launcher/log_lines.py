@@ -30,8 +30,10 @@ WARNING, ERROR = 1, 2
 LEVELS = {"warning": WARNING, "error": ERROR}
 """Levels that can be selected, with the least one that is shown."""
 
-_WORDS = ("WARN", "ERR", "FATAL", "CRIT", "arning: ", "rror", "atal ", "Exception", "Traceback")
-_WORDS += ("first failure", "terminate called", "Segmentation", "Aborted", "Killed", "core dumped")
+_WORDS = (
+    *("WARN", "ERR", "FATAL", "CRIT", "arning: ", "rror", "atal ", "Exception", "Traceback"),
+    *("first failure", "terminate called", "Segmentation", "Aborted", "Killed", "core dumped"),
+)
 """Parts of words of which every warning and error has one, except torch's C++ lines. Most lines
 have none, which is decided fast."""
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]:(?: |$)")
