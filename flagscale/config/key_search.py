@@ -88,6 +88,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "shuffle": ("dataloader_type", "seed"),
     "slack": ("experiment.runner.notify.webhook",),
     "steps": ("train_iters", "train_samples"),
+    "tp": ("tensor_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size",),
+    "cp": ("context_parallel_size",),
+    "ep": ("expert_model_parallel_size",),
     "timeout": ("distributed_timeout_minutes", "experiment.runner.start_timeout"),
     "tokenizer": ("tokenizer_path", "tokenizer_type"),
     "training length": ("train_iters", "train_samples"),
@@ -120,6 +124,11 @@ def search_keys(query: str, entries: Iterable[SearchEntry]) -> list[SearchEntry]
         if rank is not None:
             ranked.append((not entry.supported, *rank, position, entry))
     return [row[-1] for row in sorted(ranked, key=lambda row: row[:-1])]
+
+
+def keys_meant_by(query: str) -> list[str]:
+    """Return the keys that are synonyms of the words of a query, most likely first."""
+    return _synonyms(_stems(query) - _STOP_WORDS)
 
 
 def _rank(

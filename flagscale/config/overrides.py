@@ -21,6 +21,7 @@ from flagscale.config.arguments.spec.registry import canonical_name, lookup, reg
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.documented import key_types
+from flagscale.config.key_search import keys_meant_by
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
@@ -70,6 +71,7 @@ def relocate_overrides(
     groups: Collection[str] = (),
     *,
     with_arguments: bool = True,
+    with_slurm: bool = True,
 ) -> list[str]:
     """Return overrides with the keys that a YAML has for them.
 
@@ -84,15 +86,25 @@ def relocate_overrides(
         keys: Dotted keys of the YAML, without those of sections.
         groups: Names of config groups, which are no short names.
         with_arguments: Whether short names may stand for arguments of the training program.
+        with_slurm: Whether they may stand for keys of Slurm, such as ``nodes``.
     """
-    names = _KeyNames(list(keys), groups, with_arguments)
+    names = _KeyNames(list(keys), groups, with_arguments, with_slurm)
     return [relocated for text in overrides for relocated in _relocate(text, names)]
+
+
+_SLURM = "experiment.runner.slurm"
 
 
 class _KeyNames:
     """Names that stand for the keys of a YAML, or for keys that it could have."""
 
-    def __init__(self, keys: Sequence[str], groups: Collection[str], with_arguments: bool) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        groups: Collection[str],
+        with_arguments: bool,
+        with_slurm: bool,
+    ) -> None:
         self.keys = frozenset(keys)
         self.sections = frozenset(section for key in keys for section in _sections_of(key))
         self.keys_by_argument: dict[str, list[str]] = {}
@@ -101,6 +113,7 @@ class _KeyNames:
                 self.keys_by_argument.setdefault(argument_of(key), []).append(key)
         self._groups = groups
         self._with_arguments = with_arguments
+        self._with_slurm = with_slurm
 
     def full_key(self, key: str) -> str:
         """Return the dotted key that a name stands for; the name itself if it is one already."""
@@ -108,6 +121,8 @@ class _KeyNames:
         if self._is_top_level(head) or key.partition("@")[0] in self._groups:
             return key
         experiment_key = None if head == "train" else find_experiment_key(key)
+        if experiment_key == f"{_SLURM}.{key}" and not self._with_slurm:
+            experiment_key = None
         argument_key = self._argument_key(key) if self._with_arguments else None
         return experiment_key or argument_key or key
 
@@ -292,7 +307,12 @@ def did_you_mean_short_name(name: str) -> str:
     if keys := experiment_keys_ending_in(name):
         return f"; did you mean {' or '.join(map(repr, keys))}?"
     names = (key.rpartition(".")[2] for key in _experiment_keys())
-    return did_you_mean(name, dict.fromkeys([*_sibling_names([name]), *registry(), *names]))
+    candidates = dict.fromkeys([*_sibling_names([name]), *registry(), *names])
+    meant_names = [key.rpartition(".")[2] for key in keys_meant_by(name)]
+    suggestion = did_you_mean(name, candidates)
+    if suggestion or not meant_names:
+        return suggestion
+    return f"; did you mean {' or '.join(map(repr, meant_names[:2]))}?"
 
 
 def _sibling_names(path: list[str]) -> Iterable[str]:

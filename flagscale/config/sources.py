@@ -117,11 +117,14 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     if walker.problems:
         raise ConfigError(walker.problems)
     groups = {name for name in walker.choices if (config_file.parent / name).is_dir()}
+    typed_values = assigned_keys(relocate_overrides(overrides, (), with_arguments=False))
+    settings = {**walker.sources.texts, **typed_values}
     relocated = relocate_overrides(
         overrides,
         _leaf_keys(walker.sources),
         groups | walker.groups,
-        with_arguments=not _runs_command(walker.sources, overrides),
+        with_arguments=settings.get("experiment.task.type") != "command",
+        with_slurm=settings.get("experiment.runner.type") == "slurm",
     )
     walker.sources.relocated = tuple(relocated)
     for key, text in assigned_keys(relocated).items():
@@ -137,13 +140,6 @@ def _leaf_keys(sources: Sources) -> list[str]:
     """Return the dotted keys of all files that are no sections."""
     sections = {key.rpartition(".")[0] for key in sources.locations}
     return [key for key in sources.locations if key not in sections]
-
-
-def _runs_command(sources: Sources, overrides: Sequence[str]) -> bool:
-    """Return whether the experiment runs a command, which reads no arguments of training."""
-    key = "experiment.task.type"
-    typed_values = assigned_keys(relocate_overrides(overrides, (), with_arguments=False))
-    return typed_values.get(key, sources.texts.get(key)) == "command"
 
 
 def _group_choices(overrides: Sequence[str]) -> dict[str, str]:

@@ -46,6 +46,7 @@ RELOCATED = {
     "experiment": ("nnodes=2", f"{NNODES}=2"),
     "experiment-section": ("runner.nnodes=2", f"{NNODES}=2"),
     "experiment-variable": ("envs.NCCL_DEBUG=INFO", "experiment.envs.NCCL_DEBUG=INFO"),
+    "slurm-with-its-section": ("slurm.nodes=2", "experiment.runner.slurm.nodes=2"),
     "experiment-section-alone": ("slurm={partition: p}", "experiment.runner.slurm={partition: p}"),
 }
 UNCHANGED = [
@@ -58,6 +59,7 @@ UNCHANGED = [
     "rank=3",
     "type=slurm",
     "foo.lr=3",
+    "nodes=2",
     "unknown=3",
     "train.model.unknown=3",
     "train.system.comm.tail=bounded",
@@ -131,6 +133,9 @@ def test_arguments_of_training_have_no_short_names_for_a_command(
         ("num_layer=3", "'num_layers'"),
         ("nnode=3", "'nnodes'"),
         ("acton=run", "'action'"),
+        ("nodes=2", "'experiment.runner.slurm.nodes'"),
+        ("gpus=8", "'nproc_per_node' or 'device'"),
+        ("tp=2", "'tensor_model_parallel_size'"),
     ],
 )
 def test_unknown_short_name_is_answered(
@@ -156,6 +161,13 @@ def test_explain_shows_the_place_in_a_yaml(
 ) -> None:
     sources = trace_sources(config_file(workspace.conf, "train"), overrides)
     assert explain(key, sources).splitlines()[-1] == f"  {line}"
+
+
+def test_keys_of_slurm_have_short_names_under_slurm(workspace: Workspace) -> None:
+    typed = ["experiment.runner.type=slurm", "nodes=2", "partition=gpu"]
+    sources = trace_sources(config_file(workspace.conf, "train"), typed)
+    section = "experiment.runner.slurm"
+    assert sources.relocated[1:] == (f"{section}.nodes=2", f"{section}.partition=gpu")
 
 
 def test_sweep_over_short_names(workspace: Workspace) -> None:
