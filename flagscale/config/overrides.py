@@ -21,7 +21,6 @@ from flagscale.config.arguments.spec.registry import canonical_name, lookup, reg
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.documented import key_types
-from flagscale.config.key_search import keys_meant_by
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
@@ -304,6 +303,8 @@ def did_you_mean_short_name(name: str) -> str:
     """Return a suggestion for an unknown override without sections: the keys that end in it, or the
     nearest name; empty if no name is close.
     """
+    from flagscale.config.key_search import keys_meant_by
+
     if keys := experiment_keys_ending_in(name):
         return f"; did you mean {' or '.join(map(repr, keys))}?"
     names = (key.rpartition(".")[2] for key in _experiment_keys())
