@@ -136,28 +136,53 @@ class Run:
                 time.sleep(sleep_seconds)
             return remember_outcome(self._current_state(), snapshot)
 
-    def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
+    def logs(
+        self,
+        rank: int | None = None,
+        lines: int | None = None,
+        *,
+        host: str | None = None,
+        grep: str | None = None,
+        since: str | None = None,
+        level: str | None = None,
+    ) -> list[str]:
         """Return the lines printed so far, with host and rank in front.
 
-        ``rank`` selects one rank, ``lines`` the last lines of each host.
+        Args:
+            rank: Only this rank's lines.
+            lines: Only this many last lines of each host.
+            host: Only the lines of this host, or of several: ``node[1-4]``.
+            grep: Only lines in which this regular expression is found.
+            since: Only lines since an age (``10m``), a time (``14:02``), or a date and time.
+            level: Only messages of this level, or a worse one: ``warning`` or ``error``.
+
+        Raises:
+            ConfigError: An argument has a wrong value for this run.
         """
+        from flagscale.config.schema import Options
+        from flagscale.launcher.log_query import parse_query
         from flagscale.launcher.logs import read_lines
 
         if lines is not None and lines < 0:
             raise ConfigError(f"lines: expected 0 or more, found {lines}")
+        options = Options(
+            rank=rank, lines=lines, host=host, grep=grep, since=since, level=level, action="logs"
+        )
         with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            return list(read_lines(self._current_state(), rank, lines))
+            now = self._current_state()
+            return list(read_lines(now, parse_query(now, options)))
 
     def follow(self, rank: int | None = None) -> Iterator[str]:
         """Yield the lines printed so far, and further ones until the run ends."""
         from flagscale.launcher import logs
+        from flagscale.launcher.log_query import LogQuery, select_hosts
 
         with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            yield from logs.follow_lines(
-                logs.host_outputs(self._current_state(), rank), lambda: runner.ended(state)
-            )
+            now = self._current_state()
+            outputs = logs.host_outputs(now, LogQuery(select_hosts(now, rank=rank), rank))
+            yield from logs.follow_lines(outputs, lambda: runner.ended(state))
 
     def report(self, output: str | os.PathLike[str] | None = None, *others: Run) -> Path:
         """Write the run's HTML report, next to those of ``others``, and return its path.

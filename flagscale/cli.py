@@ -35,7 +35,7 @@ from flagscale.commands.program import (
 )
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
-from flagscale.config.documented import key_types
+from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launcher.entry import add_sweep_options, run_action, run_sweep_action
@@ -51,11 +51,12 @@ examples
   flagscale init my --model qwen3_8b                          write a new experiment
   flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
-  flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
+  flagscale run examples/llama3/conf/train.yaml train=8b num_layers=4 lr=3e-4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
   flagscale run --hosts a,b --nproc 8 train.py --lr 1e-4      any program, without a YAML
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
+  flagscale logs examples/llama3/conf/train.yaml --level error --since 10m
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
   flagscale runs                                              list your runs
   flagscale stop 20261120                                     by the beginning of its id
@@ -195,7 +196,7 @@ def _create_parser() -> argparse.ArgumentParser:
         "key",
         nargs="+",
         help="such as experiment.runner.tee or train.model.num_layers; or words, such as learning "
-        "rate",
+        "rate; a YAML adds where it has the key",
     )
     explain.set_defaults(handler=_explain_key)
     schema = commands.add_parser("schema", help=_SCHEMA_HELP, description=_SCHEMA_HELP)
@@ -319,7 +320,10 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
             parser.add_argument(
-                *flags, type=_parse_natural if value_type is int else str, help=option.help
+                *flags,
+                type=_parse_natural if value_type is int else str,
+                choices=documented_fields(Options)[name].metadata["choices"],
+                help=option.help,
             )
     if action.purpose is not None:
         add_sweep_options(parser)
@@ -463,9 +467,19 @@ def _is_yaml(text: str) -> bool:
 
 
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config.compose import config_file
     from flagscale.config.explain import explain
+    from flagscale.config.sources import trace_sources
 
-    print(explain(" ".join(options.key)))
+    files = [Path(word) for word in options.key if word.endswith((".yaml", ".yml"))]
+    overrides = [word for word in options.key if files and "=" in word]
+    words = [word for word in options.key if Path(word) not in files and word not in overrides]
+    if not words:
+        raise ConfigError("explain: which key?", hint=f"flagscale explain lr {files[0]}")
+    sources = (
+        trace_sources(config_file(files[0].parent, files[0].name), overrides) if files else None
+    )
+    print(explain(" ".join(words), sources))
     return 0
 
 

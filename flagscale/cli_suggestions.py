@@ -71,8 +71,9 @@ def suggest_command(word: str, commands: Iterable[str]) -> str:
         )
     if word.endswith((".yaml", ".yml")):
         return f"{word} is not a command; did you mean `flagscale run {word}`?"
-    similar = get_close_matches(word, list(commands), n=1, cutoff=0.7)
-    suggestion = f"; did you mean `flagscale {similar[0]}`?" if similar else ""
+    similar = get_close_matches(word, [*commands, *OTHER_VERBS], n=1, cutoff=0.75)
+    command = OTHER_VERBS.get(similar[0], similar[0]) if similar else ""
+    suggestion = f"; did you mean `flagscale {command}`?" if command else ""
     return f"no command {word!r}{suggestion}"
 
 

@@ -202,6 +202,7 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
             f"{task.entrypoint.name} is not this project's training program: its own parser checks "
             "the arguments"
         )
+        notes += _note_unaligned_vocabulary(args.values)
     notes += [
         f"{key} has no effect: {_why_unused_key(key)}" for key in experiment.unreferenced_keys
     ]
@@ -223,6 +224,25 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
     if split_fractions is not None and evaluates and not split_fractions[1]:
         notes.append(f"no evaluation: split {args['split']} reserves no data for validation")
     return notes
+
+
+def _note_unaligned_vocabulary(values: Values) -> Iterator[str]:
+    """Yield a note if the output layer of another training program gets slow matrix products.
+
+    cuBLAS has no fast kernels for 16-bit matrices whose rows do not begin at multiples of 16 bytes.
+    This project's own program splits these products (train/layers/unaligned_gemm.py).
+    """
+    size = values["vocab_size"]
+    if not size or not (values["bf16"] or values["fp16"]):
+        return
+    multiple = values["make_vocab_size_divisible_by"]
+    rows = -(-size // (multiple * values["tensor_model_parallel_size"])) * multiple
+    if rows % 8:
+        yield (
+            f"the output layer has {rows:,} rows per rank, which is not a multiple of 8: on a GPU "
+            "its matrix products take several times as long; make_vocab_size_divisible_by: 128 "
+            "pads the vocabulary"
+        )
 
 
 def _why_unused_key(key: str) -> str:

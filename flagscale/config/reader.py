@@ -106,7 +106,10 @@ class SectionReader:
         elif argument_key := usual_key(str(name)):
             self.add_problem(path, f"unknown key; did you mean {argument_key!r}?")
         else:
-            self.add_problem(path, f"unknown key{did_you_mean(str(name), names)}")
+            suggestion = did_you_mean(str(name), names)
+            if not suggestion and "." not in path and not is_override:
+                suggestion = f"; a key of your own needs one that refers to it, as ${{{path}}}"
+            self.add_problem(path, f"unknown key{suggestion}")
 
     def holds_anchor(self, path: str, name: Any, names: Iterable[str]) -> bool:
         """Return whether a key is the user's own block of anchors (``base: &base {…}``), and not a

@@ -53,7 +53,7 @@ Hydra composes the configuration from files and command-line overrides:
 python run.py --config-path ./examples/llama3/conf --config-name train action=dryrun
 python run.py ... train=8b                          # another file of conf/train
 python run.py ... train.model.num_layers=2          # another value
-python run.py ... train.model.lr=3e-4               # replaces lr wherever the YAML has it
+python run.py ... lr=3e-4 nnodes=2                  # short names: the keys of the YAML
 python run.py ... experiment.envs.NCCL_DEBUG=INFO   # a value that the YAML does not have
 python run.py ... ~train.system.checkpoint          # without a section
 python run.py ... --cfg job                         # print the composed configuration

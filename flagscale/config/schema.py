@@ -188,6 +188,11 @@ class Options:
         default=None, metadata=doc(actions.describe_option("lines"), minimum=0)
     )
     host: str | None = field(default=None, metadata=doc(actions.describe_option("host")))
+    grep: str | None = field(default=None, metadata=doc(actions.describe_option("grep")))
+    since: str | None = field(default=None, metadata=doc(actions.describe_option("since")))
+    level: str | None = field(
+        default=None, metadata=doc(actions.describe_option("level"), choices=("warning", "error"))
+    )
     json: bool = field(default=False, metadata=doc(actions.describe_option("json")))
     csv: str | None = field(default=None, metadata=doc(actions.describe_option("csv")))
 

@@ -22,7 +22,7 @@ from flagscale.config.actions import Purpose
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.config.compose import config_file
 from flagscale.config.load import LoadedConfig, load
-from flagscale.config.overrides import is_text_key, parse_override
+from flagscale.config.overrides import find_experiment_key, is_text_key, parse_override, usual_key
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import OVERRIDE, trace_sources
 from flagscale.errors import ConfigError, Problem
@@ -157,7 +157,7 @@ def _values_of_override(text: str) -> list[SweepValue]:
     if any(is_secret(leaf_of(key), text_value) for text_value in texts):
         message = "looks like a secret, which the names of directories would show"
         raise ConfigError(Problem(key, message, OVERRIDE))
-    override_texts = texts if is_text_key(key) else rendered
+    override_texts = texts if is_text_key(key) or is_text_key(usual_key(key) or "") else rendered
     key_element = override.get_key_element()
     sweep_values = [
         SweepValue(key, f"{key_element}={word}", text_value)
@@ -168,7 +168,8 @@ def _values_of_override(text: str) -> list[SweepValue]:
 
 def _key_of(text: str) -> str:
     override = parse_override(text)
-    return override.key if override is not None else text.partition("=")[0].lstrip("+~")
+    key = override.key if override is not None else text.partition("=")[0].lstrip("+~")
+    return find_experiment_key(key) or key
 
 
 def leaf_of(key: str) -> str:

@@ -25,6 +25,7 @@
           status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, after a later run has begun
+          output.times                            times at which the output had grown to a size
 
 ``<rank>`` of a host is its node rank, from 0 in the order of the plan.
 """
@@ -45,6 +46,7 @@ EARLIER_STATUS_PREFIX = "status-before-"
 """Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
+OUTPUT_TIMES_FILE = "output.times"
 START_LOCK_FILE = "start.lock"
 # ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100

@@ -101,6 +101,7 @@ PAGE_LAYERS = {
 PLANNING = {"layout", "liveness", "planning"}
 LAUNCHER_LAYERS = {
     "layout": set[str](),
+    "log_lines": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
     "rank_processes": set(),
@@ -114,6 +115,7 @@ LAUNCHER_LAYERS = {
         "state",
         "preflight",
         "plan_builder",
+        "log_lines",
         "snapshot",
         "failures",
         "stop_result",

@@ -9,7 +9,6 @@ all ranks have joined, and ``test`` once the run has ended.
 from __future__ import annotations
 
 import os
-import pty
 import select
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 
 import pytest
 from support.launch_lab import PROJECT, remove_directory
+from support.needs import open_terminal
 from support.ssh_lab import SshLab, find_bystanders, start_bystanders
 
 pytestmark = pytest.mark.integration
@@ -26,7 +26,7 @@ class Screen:
     """A command in its own terminal, and everything that it has displayed."""
 
     def __init__(self, lab: SshLab, action: str, *words: str) -> None:
-        self._master, slave = pty.openpty()
+        self._master, slave = open_terminal()
         self._process = subprocess.Popen(
             lab.command(f"action={action}", *words),
             cwd=lab.root,
