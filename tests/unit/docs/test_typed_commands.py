@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "python examples/qwen3/": "run by tests/integration/launcher/test_finetuning_example.py",
     "python run.py --config-path ./examples/qwen3/conf": "run by the same test",
     "python run.py --config-path … --config-name train": "a schematic command",
+    "flagscale train llama3 [--dryrun": "a schematic command",
 }
 """Beginnings of commands that are not typed here, with the reason."""
 
@@ -105,6 +106,9 @@ def guide_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copytree(PROJECT / "examples", root / "examples")
     for name in ("conf", "my_conf"):
         shutil.copytree(PROJECT / "examples" / "llama3" / "conf", root / name)
+    shutil.copytree(PROJECT / "examples" / "llama3" / "conf" / "train", root / "train")
+    shutil.copy(PROJECT / "examples" / "llama3" / "conf" / "train.yaml", root / "my.yaml")
+    (root / "train.py").touch()
     (root / "hostfile").write_text("node[01-04] slots=8\n", encoding="utf-8")
     shutil.copy(
         PROJECT / "examples" / "command" / "conf" / "preprocess.yaml", root / "evaluate.yaml"
@@ -168,7 +172,11 @@ def _type(argv: list[str]) -> str:
 
 def _type_flagscale(words: list[str]) -> None:
     command, *rest = words
-    if command in PLANNED:
+    if command == "run" and "-a" in rest:
+        assert _type([command, *rest[: rest.index("-a")], "-a", "dryrun"])
+    elif command == "train":
+        assert _type([command, *rest, "--dryrun"])
+    elif command in PLANNED:
         assert _type(["dryrun", *rest])
     elif command == "rerun":
         assert _type([command, *rest, *(() if "--dryrun" in rest else ("--dryrun",))])
