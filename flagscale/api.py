@@ -15,6 +15,7 @@ Hydra themselves.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -135,40 +136,67 @@ class Run:
                 time.sleep(sleep_seconds)
             return remember_outcome(self._current_state(), snapshot)
 
-    def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
+    def logs(
+        self,
+        rank: int | None = None,
+        lines: int | None = None,
+        *,
+        host: str | None = None,
+        grep: str | None = None,
+        since: str | None = None,
+        level: str | None = None,
+    ) -> list[str]:
         """Return the lines printed so far, with host and rank in front.
 
-        ``rank`` selects one rank, ``lines`` the last lines of each host.
+        Args:
+            rank: Only this rank's lines.
+            lines: Only this many last lines of each host.
+            host: Only the lines of this host, or of several: ``node[1-4]``.
+            grep: Only lines in which this regular expression is found.
+            since: Only lines since an age (``10m``), a time (``14:02``), or a date and time.
+            level: Only messages of this level, or a worse one: ``warning`` or ``error``.
+
+        Raises:
+            ConfigError: An argument has a wrong value for this run.
         """
+        from flagscale.config.schema import Options
+        from flagscale.launcher.log_query import parse_query
         from flagscale.launcher.logs import read_lines
 
         if lines is not None and lines < 0:
             raise ConfigError(f"lines: expected 0 or more, found {lines}")
+        options = Options(
+            rank=rank, lines=lines, host=host, grep=grep, since=since, level=level, action="logs"
+        )
         with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            return list(read_lines(self._current_state(), rank, lines))
+            now = self._current_state()
+            return list(read_lines(now, parse_query(now, options)))
 
     def follow(self, rank: int | None = None) -> Iterator[str]:
         """Yield the lines printed so far, and further ones until the run ends."""
         from flagscale.launcher import logs
+        from flagscale.launcher.log_query import LogQuery, select_hosts
 
         with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            yield from logs.follow_lines(
-                logs.host_outputs(self._current_state(), rank), lambda: runner.ended(state)
-            )
+            now = self._current_state()
+            outputs = logs.host_outputs(now, LogQuery(select_hosts(now, rank=rank), rank))
+            yield from logs.follow_lines(outputs, lambda: runner.ended(state))
 
     def report(self, output: str | os.PathLike[str] | None = None, *others: Run) -> Path:
         """Write the run's HTML report, next to those of ``others``, and return its path.
 
-        The default is ``report_<id>.html`` in the working directory.
+        The default is ``report_<id>.html`` in the working directory, with the ids of all runs.
 
         Raises:
             RunStateError: the file cannot be written.
         """
+        from flagscale.report.command import default_path
         from flagscale.report.pages import write_page
 
-        path = Path(f"report_{self.id}.html" if output is None else output).absolute()
+        ids = [run.id for run in (self, *others)]
+        path = Path(default_path(ids) if output is None else output).absolute()
         with _convert_file_errors():
             return write_page([run._current_state() for run in (self, *others)], path)
 
@@ -260,12 +288,10 @@ def _load_mapping(
     It is written to a temporary private file, because it may contain secrets, and read as any YAML.
     Line numbers of that file are removed from messages.
     """
-    import yaml
-
     from flagscale.config.load import load as read
     from flagscale.launcher.layout import Layout
 
-    text = yaml.safe_dump(_to_plain_data(config, ""), sort_keys=False, allow_unicode=True)
+    text = _format_yaml(_to_plain_data(config, ""))
     with TemporaryDirectory(prefix="flagscale-") as name:
         file = Path(name, f"{_CONFIG_NAME}.yaml")
         file.write_text(text, encoding="utf-8")
@@ -283,6 +309,33 @@ def _load_mapping(
         if (location := _drop_file_location(source))
     }
     return replace(experiment, config_file=Layout(experiment.exp_dir).config, sources=sources)
+
+
+def _format_yaml(data: Any) -> str:
+    """Return data as YAML.
+
+    Every text is quoted, because Hydra reads more texts as numbers, such as 1e-4, than the library
+    that writes them. Numbers are written as messages and command lines show them.
+    """
+    import yaml
+
+    from flagscale.config.arguments.spec.values import to_word
+
+    class QuotingDumper(yaml.SafeDumper):
+        pass
+
+    QuotingDumper.add_representer(
+        str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+    )
+    QuotingDumper.add_representer(
+        float,
+        lambda dumper, number: (
+            dumper.represent_scalar("tag:yaml.org,2002:float", to_word(number))
+            if math.isfinite(number)
+            else yaml.SafeDumper.represent_float(dumper, number)
+        ),
+    )
+    return yaml.dump(data, Dumper=QuotingDumper, sort_keys=False, allow_unicode=True)
 
 
 def _drop_file_location(location: str | None) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,9 +16,26 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
+from flagscale.commands import completion
+from flagscale.commands.flagscale_forms import (
+    ActionCall,
+    add_run_arguments,
+    add_train_arguments,
+    read_run_form,
+    read_train_form,
+)
+from flagscale.commands.program import (
+    PROGRAM_ACTIONS,
+    add_program_arguments,
+    reject_bare_program,
+    reject_program_options,
+    reject_yaml_options,
+    run_program,
+    split_program,
+)
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
 from flagscale.config.arguments.spec.values import to_word
-from flagscale.config.documented import key_types
+from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
 from flagscale.launcher.entry import add_sweep_options, run_action, run_sweep_action
@@ -25,20 +43,25 @@ from flagscale.module_command import python_arguments
 
 if TYPE_CHECKING:
     from flagscale.launcher.state import RunState
+    from flagscale.report.command import Subject
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
 examples
+  flagscale init my --model qwen3_8b                          write a new experiment
   flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
-  flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
+  flagscale run examples/llama3/conf/train.yaml train=8b num_layers=4 lr=3e-4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
+  flagscale run --hosts a,b --nproc 8 train.py --lr 1e-4      any program, without a YAML
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
+  flagscale logs examples/llama3/conf/train.yaml --level error --since 10m
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
   flagscale runs                                              list your runs
   flagscale stop 20261120                                     by the beginning of its id
   flagscale report 20261120 20261119                          one page: curves, events, failure
+  flagscale rerun 20261120 train.model.seed=2                 start a run again, as recorded
   flagscale explain experiment.runner.nproc_per_node          show the meaning of a key
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         list usable backends
@@ -48,10 +71,28 @@ examples
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
 
-_TOOLS = ("explain", "runs", "report", "version", "comm", "bench", "convert")
+_TOOLS = (
+    "init",
+    "train",
+    "explain",
+    "schema",
+    "runs",
+    "report",
+    "rerun",
+    "completion",
+    "version",
+    "comm",
+    "bench",
+    "convert",
+)
 """Commands that are not actions."""
-_RUNS_HELP = "list your runs: state, step, age and directory"
+_COMPLETION_HELP = "print the script of a shell that completes commands, keys, runs and hosts"
+_INIT_HELP = "write a new experiment: two commented YAML files"
+_SCHEMA_HELP = "print the JSON schema of a YAML, for editors"
+_TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagScale does"
+_RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
+_RERUN_HELP = "start a run again with its recorded configuration, in a new directory"
 _PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -75,25 +116,38 @@ def _dispatch(argv: list[str]) -> int:
             import_module("flagscale.patching.cli"), _PATCH_COMMANDS[argv[0]][0]
         )
         return function(argv[1:])
+    if argv[:1] == [completion.COMPLETE]:
+        return completion.print_candidates(argv[1:], _create_parser(), _read_groups)
     if argv[:1] == ["convert"]:
         return _convert(argv[1:])
-    if argv[:1] == ["comm"]:
-        from flagscale.bench.cli import main_comm
+    if argv[:1] in (["comm"], ["bench"]):
+        from flagscale.bench.cli import main_bench, main_comm
 
-        return main_comm(argv[1:])
-    if argv[:1] == ["bench"]:
-        from flagscale.bench.cli import main_bench
-
-        return main_bench(argv[1:])
+        return (main_comm if argv[0] == "comm" else main_bench)(argv[1:])
     parser = _create_parser()
     if argv and not argv[0].startswith("-"):
         _require_command(argv[0])
     if not argv:
         parser.print_help()
         return 2
+    program: list[str] = []
+    if argv[0] in PROGRAM_ACTIONS:
+        words, program = split_program(argv[1:])
+        argv = [argv[0], *words]
     options, overrides = parser.parse_known_args(argv)
+    options.words, options.program = argv[1:], program
     handler: Callable[[argparse.Namespace, list[str]], int] = options.handler
     return handler(options, overrides)
+
+
+def _read_groups() -> completion.Commands:
+    """Return the commands of the groups ``comm`` and ``bench``, for completion."""
+    from flagscale.bench.cli import BENCH_COMMANDS, COMM_COMMANDS
+
+    return {
+        name: [completion.Candidate(word, row.summary) for word, row in commands.items()]
+        for name, commands in (("comm", COMM_COMMANDS), ("bench", BENCH_COMMANDS))
+    }
 
 
 def _require_command(word: str) -> None:
@@ -112,28 +166,78 @@ def _create_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
+    parser.add_argument("--version", "-v", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
         subparser = commands.add_parser(action.name, help=action.help, description=action.help)
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
+    init = commands.add_parser("init", help=_INIT_HELP, description=_INIT_HELP)
+    init.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="directory that receives conf/train.yaml and conf/train/MODEL.yaml; default: this one",
+    )
+    init.add_argument(
+        "--model",
+        metavar="NAME|HF_DIR",
+        help="an example, such as llama3_8b, or the directory of a Hugging Face model; default: "
+        "llama3_tiny",
+    )
+    init.set_defaults(handler=_init)
+    train = commands.add_parser("train", help=_TRAIN_HELP, description=_TRAIN_HELP)
+    add_train_arguments(train)
+    train.set_defaults(handler=_train)
     explain = commands.add_parser("explain", help="show the meaning of a configuration key")
     explain.add_argument(
         "key",
         nargs="+",
         help="such as experiment.runner.tee or train.model.num_layers; or words, such as learning "
-        "rate",
+        "rate; a YAML adds where it has the key",
     )
     explain.set_defaults(handler=_explain_key)
+    schema = commands.add_parser("schema", help=_SCHEMA_HELP, description=_SCHEMA_HELP)
+    schema.add_argument(
+        "file",
+        nargs="?",
+        choices=("experiment", "train"),
+        default="experiment",
+        help="of an experiment, as conf/train.yaml (default), or of conf/train/MODEL.yaml",
+    )
+    schema.set_defaults(handler=_print_schema)
     runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
     runs.add_argument(
         "run",
         nargs="?",
         metavar="RUN",
-        help="an id, a directory or a YAML: every run of that experiment, with its attempts",
+        help="an id, a directory or a YAML: every run of that experiment, with its attempts; the "
+        "directory of a sweep: its table",
     )
     runs.add_argument("--all", "-a", action="store_true", help="include runs that ended long ago")
+    runs.add_argument(
+        "--state",
+        "-s",
+        metavar="STATE",
+        help="only runs in these states, such as failed,lost; live and ended are several",
+    )
+    runs.add_argument(
+        "--name",
+        metavar="PATTERN",
+        help="only runs of this name: a part, or a pattern with *",
+    )
+    runs.add_argument("--host", metavar="PATTERN", help="only runs on this host, such as 'node0*'")
+    runs.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only runs that are alive or ended since: 12h, 2d, 2026-11-20 or 08:30",
+    )
+    runs.add_argument(
+        "--limit", "-n", type=_parse_natural, metavar="N", help="only the N newest of these"
+    )
+    runs.add_argument("--csv", type=Path, metavar="FILE", help="write the list to a CSV file")
     runs.add_argument("--json", action="store_true", help="print JSON, for programs")
     runs.set_defaults(handler=_list_runs)
     report = commands.add_parser("report", help=_REPORT_HELP, description=_REPORT_HELP)
@@ -141,17 +245,42 @@ def _create_parser() -> argparse.ArgumentParser:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="an id, its beginning, a directory or a YAML; overrides of YAMLs as key=value",
+        help="an id or its beginning: that run; a directory or a YAML: all runs of the directory "
+        "as one curve; the directory of a sweep: its table and curves; overrides of YAMLs as "
+        "key=value",
     )
     report.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="FILE",
-        help="output file (default: report_<run id>.html in the current directory)",
+        help="output file (default: report_<run id>.html in the current directory, with the names "
+        "of all that is reported)",
     )
     report.add_argument("--open", action="store_true", help="show it in a browser")
     report.set_defaults(handler=_write_report)
+    rerun = commands.add_parser("rerun", help=_RERUN_HELP, description=_RERUN_HELP)
+    rerun.add_argument(
+        "run", metavar="RUN", help="an id or its beginning, a directory or a YAML: its last run"
+    )
+    rerun.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="overrides in Hydra's syntax; experiment.exp_dir=DIR is the directory (default: that "
+        "of the run with _rerun_1 or the next free number)",
+    )
+    rerun.add_argument(
+        "--best", action="store_true", help="RUN is the directory of a sweep: its best run"
+    )
+    rerun.add_argument(
+        "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
+    )
+    rerun.set_defaults(handler=_rerun)
+    shell = commands.add_parser("completion", help=_COMPLETION_HELP, description=_COMPLETION_HELP)
+    shell.add_argument("shell", choices=completion.SHELLS)
+    shell.set_defaults(handler=_print_completion)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(handler=_print_version)
     commands.add_parser(
@@ -180,7 +309,9 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         config_help = "the experiment's YAML"
         if action.purpose == "find":
             config_help += ", or a run: its id or directory"
-        parser.add_argument("config", metavar="CONFIG", help=config_help)
+        # Optional where a program may take its place; whether it is missing is checked later.
+        count = "?" if action.name in PROGRAM_ACTIONS else None
+        parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
@@ -189,7 +320,10 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
             parser.add_argument(
-                *flags, type=_parse_natural if value_type is int else str, help=option.help
+                *flags,
+                type=_parse_natural if value_type is int else str,
+                choices=documented_fields(Options)[name].metadata["choices"],
+                help=option.help,
             )
     if action.purpose is not None:
         add_sweep_options(parser)
@@ -201,6 +335,31 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
             metavar="key=value",
             help="overrides in Hydra's syntax",
         )
+    if action.name in PROGRAM_ACTIONS:
+        add_program_arguments(parser)
+    if action.name == "run":
+        add_run_arguments(parser)
+
+
+def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.commands.new_experiment import create_experiment
+
+    if extra_words:
+        raise ConfigError(f"unknown option {extra_words[0]}", hint="flagscale init -h")
+    return create_experiment(options.directory, options.model)
+
+
+def _train(options: argparse.Namespace, _rest: list[str]) -> int:
+    return _call_action(read_train_form(options))
+
+
+def _call_action(call: ActionCall) -> int:
+    """Perform an action that another form of the command line stands for."""
+    if call.action in ACTIONS:
+        return _dispatch([call.action, str(call.config), *call.words])
+    # The YAML's own check answers other actions.
+    overrides = [*call.words, f"action={call.action}"]
+    return run_action(call.config.parent.absolute(), call.config.name, overrides)
 
 
 def _convert(argv: list[str]) -> NoReturn:
@@ -224,6 +383,14 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
     action = ACTIONS[options.command]
+    positional_words = [*filter(None, (getattr(options, "config", None),))]
+    positional_words += [*getattr(options, "overrides", ())]
+    if action.name == "run" and not options.program:
+        call = read_run_form(options)
+        if call is not None:
+            return _call_action(call)
+    if action.name in PROGRAM_ACTIONS and not options.program and options.config is not None:
+        reject_bare_program(options.words, options.config, action.name)
     unknown_options = [
         text for text in extra_words if text.startswith("-") or action.purpose is None
     ]
@@ -233,8 +400,15 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
         return call_function(action.function, Options(action=action.name, **given_options))
-    overrides = [*options.overrides, *extra_words]
     is_sweep = options.multirun or options.jobs is not None
+    if options.program:
+        return _run_program(options, [*positional_words, *extra_words], is_sweep=is_sweep)
+    if options.config is None:
+        text = f"`flagscale {action.name}` needs a YAML or a program"
+        raise ConfigError(text, hint=f"flagscale {action.name} -h")
+    if action.name in PROGRAM_ACTIONS:
+        reject_program_options(options)
+    overrides = [*options.overrides, *extra_words]
     if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
@@ -249,6 +423,20 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
     return run_action(config.parent.absolute(), config.name, overrides)
+
+
+def _run_program(options: argparse.Namespace, words: list[str], *, is_sweep: bool) -> int:
+    """Run an action with a program in place of a YAML; ``words`` are its overrides."""
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(
+                f"{word}: expected key=value before the program {options.program[0]}",
+                hint="give a YAML or a program, not both",
+            )
+    reject_yaml_options(options, options.program)
+    if is_sweep:
+        raise ConfigError("-m and --jobs need a YAML: a program has no values to combine")
+    return run_program(options.command, options.program, words, options)
 
 
 def _unknown_option(option: str, words: Sequence[str], action: Action) -> ConfigError:
@@ -279,20 +467,57 @@ def _is_yaml(text: str) -> bool:
 
 
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config.compose import config_file
     from flagscale.config.explain import explain
+    from flagscale.config.sources import trace_sources
 
-    print(explain(" ".join(options.key)))
+    files = [Path(word) for word in options.key if word.endswith((".yaml", ".yml"))]
+    overrides = [word for word in options.key if files and "=" in word]
+    words = [word for word in options.key if Path(word) not in files and word not in overrides]
+    if not words:
+        raise ConfigError("explain: which key?", hint=f"flagscale explain lr {files[0]}")
+    sources = (
+        trace_sources(config_file(files[0].parent, files[0].name), overrides) if files else None
+    )
+    print(explain(" ".join(words), sources))
     return 0
 
 
-def _list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
-    from flagscale.launcher.listing import list_runs
+def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.config import json_schema
 
-    return list_runs(options.run, include_old=options.all, as_json=options.json)
+    is_train = options.file == "train"
+    content = json_schema.train_schema() if is_train else json_schema.experiment_schema()
+    print(json_schema.format_schema(content), end="")
+    return 0
+
+
+def _list_runs(options: argparse.Namespace, rest: list[str]) -> int:
+    from flagscale.launcher.listing import list_runs
+    from flagscale.launcher.run_filter import RunFilter, parse_moment, parse_states
+
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]}", hint="flagscale runs -h")
+
+    run_filter = RunFilter(
+        parse_states(options.state or ""),
+        options.name or "",
+        options.host or "",
+        None if options.since is None else parse_moment(options.since),
+        options.limit,
+    )
+    return list_runs(
+        options.run,
+        include_old=options.all,
+        as_json=options.json,
+        csv_file=options.csv,
+        run_filter=run_filter,
+    )
 
 
 def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
-    from flagscale.report.command import write_report
+    from flagscale.launcher.sweep_runs import find_sweep
+    from flagscale.report.command import write_report, write_sweep_report
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
@@ -305,29 +530,81 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     if overrides and not any(map(_is_yaml, arguments)):
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
-    states = [_find_run(text, overrides) for text in arguments if text not in overrides]
-    distinct_states = {(state.run_id, state.exp_dir): state for state in states}
-    return write_report(list(distinct_states.values()), options.output, show=options.open)
+    texts = [text for text in arguments if text not in overrides]
+    for text in texts:
+        if (sweep := find_sweep(text)) is not None:
+            if len(texts) > 1:
+                raise ConfigError(
+                    f"{text} is a sweep: it has a page of its own", hint="name it alone"
+                )
+            return write_sweep_report(sweep, options.output, show=options.open)
+    subjects = [_find_subject(text, overrides) for text in texts]
+    distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
+    return write_report(list(distinct_subjects.values()), options.output, show=options.open)
 
 
-def _find_run(text: str, overrides: Sequence[str]) -> RunState:
-    """Return the run of an id, a directory or a YAML."""
+def _find_subject(text: str, overrides: Sequence[str]) -> Subject:
+    """Return the run of an id, or all runs of a directory or of a YAML's directory."""
+    from flagscale.launcher import runs
+    from flagscale.report.command import Subject
+
+    try:
+        if _is_yaml(text):
+            state = _find_run_of_yaml(text, overrides)
+        else:
+            state = runs.require_run(text)
+            if not runs.is_directory(text):
+                _print_note_of_directory(state)
+                return Subject([state])
+        return Subject(runs.find_history(state.exp_dir), is_directory=True)
+    except RunStateError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+
+
+def _print_note_of_directory(state: RunState) -> None:
+    """Print how to report all runs of a run's directory, if there are several."""
     from flagscale.launcher import runs
 
-    if not _is_yaml(text):
-        try:
-            return runs.require_run(text)
-        except RunStateError as error:
-            raise ConfigError(error.message, hint=error.hint) from error
+    count = len(runs.find_history(state.exp_dir))
+    if count > 1:
+        text = f"run {state.run_id} is one of {count} in {state.exp_dir}"
+        command = f"flagscale report {shlex.quote(os.path.relpath(state.exp_dir))}"
+        print(f"note: {text}; `{command}` shows all as one curve", file=sys.stderr)
+
+
+def _find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
+    """Return the last run of a YAML."""
     from flagscale.config.load import load
+    from flagscale.launcher import runs
+    from flagscale.launcher.sweep_runs import find_sweep
 
     path = Path(text)
     experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment
     state = runs.find_of_experiment(experiment)
     if state is None:
         hint = "`flagscale runs` lists yours"
+        if find_sweep(str(experiment.exp_dir)) is not None:
+            hint = f"a sweep was: name its directory, {experiment.exp_dir}"
         raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
     return state
+
+
+def _rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.launcher.rerun import find_run_to_repeat, rerun
+
+    if unknown_options := [text for text in extra_words if text.startswith("-")]:
+        raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale rerun -h")
+    overrides = [*options.overrides, *extra_words]
+    if _is_yaml(options.run) and not options.best:
+        state = _find_run_of_yaml(options.run, [])
+    else:
+        state = find_run_to_repeat(options.run, best=options.best)
+    return rerun(state, overrides, only_plan=options.dryrun)
+
+
+def _print_completion(options: argparse.Namespace, _rest: list[str]) -> int:
+    print(completion.script(options.shell), end="")
+    return 0
 
 
 def _print_version(_options: argparse.Namespace, _rest: list[str]) -> int:

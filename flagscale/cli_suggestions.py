@@ -8,9 +8,10 @@ from difflib import get_close_matches
 OTHER_VERBS = {
     **dict.fromkeys(("status", "state", "info", "describe", "inspect", "poll"), "query"),
     **dict.fromkeys(("watch", "monitor", "top", "attach", "follow"), "query CONFIG --follow"),
-    **dict.fromkeys(("launch", "start", "train", "submit", "up", "exec"), "run"),
+    **dict.fromkeys(("launch", "start", "submit", "up", "exec"), "run"),
     **dict.fromkeys(("sbatch", "srun", "torchrun", "finetune", "sft", "pretrain"), "run"),
     **dict.fromkeys(("resume", "continue", "restart", "requeue"), "run"),
+    **dict.fromkeys(("repeat", "retry", "reproduce", "again", "clone"), "rerun"),
     **dict.fromkeys(("list", "ls", "ps", "jobs", "squeue", "history"), "runs"),
     **dict.fromkeys(("kill", "cancel", "abort", "down", "scancel", "terminate", "end"), "stop"),
     **dict.fromkeys(("tail",), "logs CONFIG --follow"),
@@ -24,6 +25,8 @@ OTHER_VERBS = {
     **dict.fromkeys(("doc", "docs", "man", "search", "option", "options", "keys"), "explain"),
     **dict.fromkeys(("benchmark", "nccl-tests"), "bench"),
     **dict.fromkeys(("sweep", "multirun"), "run CONFIG -m key=a,b"),
+    **dict.fromkeys(("autocomplete", "complete", "completions"), "completion"),
+    **dict.fromkeys(("new", "create", "template", "scaffold"), "init"),
     **dict.fromkeys(("help",), "--help"),
 }
 """Commands of other programs, with the command line of this program that does the same."""
@@ -35,8 +38,32 @@ _REMARKS = {
 }
 
 
+_REFUSED_VERBS = {
+    **dict.fromkeys(
+        ("serve", "inference", "generate", "chat"),
+        "this project trains models; `flagscale convert` writes one for vLLM, SGLang or "
+        "transformers",
+    ),
+    "rl": "reinforcement learning is not supported; `train.data.sft: true` fine-tunes on "
+    "conversations",
+    "compress": "compressing a model is not supported; `flagscale convert` writes it in Hugging "
+    "Face's format, which tools for quantization read",
+    **dict.fromkeys(
+        ("tune", "autotune", "auto_tune"),
+        "automatic tuning is not implemented; `flagscale estimate` predicts memory and time of a "
+        "layout",
+    ),
+    **dict.fromkeys(
+        ("install", "pull", "setup"), "`make setup` in the project installs what training needs"
+    ),
+}
+"""Commands of other programs that this program does not have, with the reason or a substitute."""
+
+
 def suggest_command(word: str, commands: Iterable[str]) -> str:
     """Return the message about a word that is not a command, with the command that is meant."""
+    if refusal := _REFUSED_VERBS.get(word.lower()):
+        return f"no command {word!r}: {refusal}"
     equivalent = OTHER_VERBS.get(word.lower())
     if equivalent is not None:
         return (
@@ -44,8 +71,9 @@ def suggest_command(word: str, commands: Iterable[str]) -> str:
         )
     if word.endswith((".yaml", ".yml")):
         return f"{word} is not a command; did you mean `flagscale run {word}`?"
-    similar = get_close_matches(word, list(commands), n=1, cutoff=0.7)
-    suggestion = f"; did you mean `flagscale {similar[0]}`?" if similar else ""
+    similar = get_close_matches(word, [*commands, *OTHER_VERBS], n=1, cutoff=0.75)
+    command = OTHER_VERBS.get(similar[0], similar[0]) if similar else ""
+    suggestion = f"; did you mean `flagscale {command}`?" if command else ""
     return f"no command {word!r}{suggestion}"
 
 

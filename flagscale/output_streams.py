@@ -143,7 +143,7 @@ class LossyStream:
             reason = error.strerror if isinstance(error, OSError) else error
             self.other.write(
                 f"note: {self._name} cannot be written: {reason}. Lines are left out here; the job "
-                "goes on, and action=logs prints its output\n"
+                "goes on, and its logs have all of its output\n"
             )
 
 

@@ -19,13 +19,21 @@ class FittingTable:
     its heading.
     """
 
-    def __init__(self, table: Table, *, measured: Table | None = None) -> None:
+    def __init__(
+        self, table: Table, *, measured: Table | None = None, min_text_width: int = 0
+    ) -> None:
         """Create the renderable.
 
         Args:
             table: Table whose columns of figures do not wrap.
             measured: Table whose width decides, if ``table`` has columns that may take any width.
+            min_text_width: Number of characters that a line of a column that wraps has at least, if
+                its cells have so many.
         """
+        for column in table.columns if min_text_width else ():
+            if not column.no_wrap:
+                longest = max((len(str(cell)) for cell in column.cells), default=0)
+                column.min_width = min(longest, min_text_width)
         self._table = table
         self._measured = measured or table
 

@@ -1,6 +1,6 @@
 """Write a small random Qwen3 in Hugging Face format, and conversations for fine-tuning it.
 
-usage: tiny_model.py DIRECTORY
+    python examples/qwen3/tiny_model.py DIRECTORY
 
 DIRECTORY receives model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
 valid.jsonl and prompts.jsonl. Nothing is downloaded.
@@ -8,9 +8,9 @@ valid.jsonl and prompts.jsonl. Nothing is downloaded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,9 +85,17 @@ def write_model(directory: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    directory = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description="Write a small random Qwen3 in Hugging Face format, and conversations for "
+        "fine-tuning it. Nothing is downloaded."
+    )
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="receives model/, train.jsonl, valid.jsonl and prompts.jsonl",
+    )
+    directory: Path = parser.parse_args().directory
     (directory / "model").mkdir(parents=True, exist_ok=True)
     write_model(directory / "model")
     for name, count, seed in (("train", 2000, 1), ("valid", 100, 2)):

@@ -32,8 +32,12 @@ OPTIONS = {
     "follow": Option("keep printing until the run ends", "follow=true", "-f"),
     "rank": Option("only this rank's lines", "rank=0"),
     "lines": Option("only this many last lines of each host", "lines=50", "-n"),
-    "host": Option("only the script of this host", "host=node07"),
+    "host": Option("only this host: its script, or its lines", "host=node07"),
+    "grep": Option("only lines in which this regular expression is found", "grep=loss"),
+    "since": Option("only lines since then: 10m (ago), 14:02, or 2026-11-26T14:02", "since=10m"),
+    "level": Option("only warnings and errors, or only errors, with tracebacks", "level=error"),
     "json": Option("print JSON, for programs", "json=true"),
+    "csv": Option("write the table of a sweep to this CSV file", "csv=runs.csv"),
 }
 
 
@@ -95,14 +99,14 @@ ACTIONS = {
             "show state, step, loss, speed and the first failure",
             "find",
             "flagscale.launcher.actions:run_on_existing",
-            ("follow", "json"),
+            ("follow", "json", "csv"),
         ),
         Action(
             "logs",
             "show the output, host:rank in front of every line",
             "find",
             "flagscale.launcher.actions:run_on_existing",
-            ("follow", "rank", "lines"),
+            ("follow", "rank", "lines", "host", "grep", "since", "level"),
         ),
         Action(
             "stop",

@@ -9,7 +9,10 @@ evenly).
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -193,11 +196,13 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
     notes: list[str] = []
     if task.is_command:
         notes += _note_unused_by_command(experiment)
+        notes += _note_shell_syntax(task.command)
     elif task.external:
         notes.append(
             f"{task.entrypoint.name} is not this project's training program: its own parser checks "
             "the arguments"
         )
+        notes += _note_unaligned_vocabulary(args.values)
     notes += [
         f"{key} has no effect: {_why_unused_key(key)}" for key in experiment.unreferenced_keys
     ]
@@ -221,10 +226,48 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
     return notes
 
 
+def _note_unaligned_vocabulary(values: Values) -> Iterator[str]:
+    """Yield a note if the output layer of another training program gets slow matrix products.
+
+    cuBLAS has no fast kernels for 16-bit matrices whose rows do not begin at multiples of 16 bytes.
+    This project's own program splits these products (train/layers/unaligned_gemm.py).
+    """
+    size = values["vocab_size"]
+    if not size or not (values["bf16"] or values["fp16"]):
+        return
+    multiple = values["make_vocab_size_divisible_by"]
+    rows = -(-size // (multiple * values["tensor_model_parallel_size"])) * multiple
+    if rows % 8:
+        yield (
+            f"the output layer has {rows:,} rows per rank, which is not a multiple of 8: on a GPU "
+            "its matrix products take several times as long; make_vocab_size_divisible_by: 128 "
+            "pads the vocabulary"
+        )
+
+
 def _why_unused_key(key: str) -> str:
     """Return why a key of ``experiment`` that the launcher does not have has no effect."""
     unreferenced = f"no key refers to it as ${{{key}}}"
     return UNUSED_EXPERIMENT_KEYS.get(key.removeprefix("experiment."), unreferenced)
+
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish", "ssh"})
+"""Programs whose arguments may be shell syntax."""
+_OPERATOR = re.compile(r"&&|\|\|?|;|&|\d?(>>?|<)(&\d)?|&>|\S*[^\\];")
+_VARIABLE = re.compile(r"\$(\{?[A-Za-z_]\w*|\()")
+
+
+def _note_shell_syntax(command: Sequence[str]) -> Iterator[str]:
+    """Yield a note about words that only a shell would interpret."""
+    if _SHELLS.intersection(PurePath(word).name for word in command):
+        return
+    words = [word for word in command if _OPERATOR.fullmatch(word) or _VARIABLE.search(word)]
+    if words:
+        shown = ", ".join(f"`{word}`" for word in dict.fromkeys(words[:3]))
+        yield (
+            f"experiment.task.command: {shown}: passed as typed, because no shell runs the "
+            f"command; for a shell write [bash, -c, {shlex.quote(' '.join(command))}]"
+        )
 
 
 def _note_unused_by_command(experiment: Experiment) -> Iterator[str]:

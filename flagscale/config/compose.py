@@ -29,6 +29,7 @@ from flagscale.config.overrides import (
     Override,
     complete_key,
     did_you_mean_key,
+    did_you_mean_short_name,
     normalize_overrides,
     parse_override,
 )
@@ -259,11 +260,15 @@ def _explain_missing_key(key: str, sources: Sources) -> str:
         return f"cannot be given: {reason}"
     is_in_section = key.startswith("train.") and key.count(".") > 1
     if not is_in_section and (argument := key_of_argument(sources, name)):
+        if sources.texts.get("experiment.task.type") == "command":
+            return "no such key; a command takes no arguments of training"
         return f"no such key; did you mean {argument!r}?"
     # An external program may have arguments of its own, so only those may be added.
     may_add_key = key.startswith("train.") and _is_external(sources)
     hint = f" (`+{key}=...` adds a new one)" if may_add_key else ""
-    return f"no such key{did_you_mean_key(key)}{hint}"
+    is_short = "." not in typed_override.key
+    suggestion = did_you_mean_short_name(key) if is_short else did_you_mean_key(key)
+    return f"no such key{suggestion}{hint}"
 
 
 def _argument_texts(sources: Sources) -> dict[str, str]:
@@ -281,7 +286,8 @@ def _stated_ranks(sources: Sources) -> int | None:
     texts = sources.texts
     per_host = texts.get(f"{runner}nproc_per_node", "")
     hosts = texts.get(f"{runner}nnodes", "1")
-    is_elsewhere = f"{runner}hostfile" in texts or texts.get(f"{runner}type") == "slurm"
+    names_hosts = any(f"{runner}{name}" in sources.locations for name in ("hostfile", "hosts"))
+    is_elsewhere = names_hosts or texts.get(f"{runner}type") == "slurm"
     if is_elsewhere or not (per_host.isdecimal() and hosts.isdecimal()):
         return None
     return int(per_host) * int(hosts)

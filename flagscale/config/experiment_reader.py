@@ -332,15 +332,18 @@ def _check_runner(
 ) -> None:
     prefix = "experiment.runner."
     hostfile = fields.get("hostfile")
+    names_hosts = any(data.get(name) for name in ("hostfile", "hosts"))
     if hostfile is not None and not hostfile.is_file():
         reader.add_problem(f"{prefix}hostfile", f"no file {short_path(hostfile)}")
+    if hostfile is not None and fields.get("hosts"):
+        reader.add_problem(f"{prefix}hosts", "names the hosts, as `hostfile` does; remove one")
     if fields.get("type") == "slurm":
         check_slurm(reader, fields)
         fields["nnodes"] = fields.get("nnodes", getattr(fields.get("slurm"), "nodes", None))
-    elif is_builtin and data.get("hostfile") is None and fields.get("nnodes", 1) > 1:
-        message = f"{fields['nnodes']} hosts, but no `hostfile` that lists them"
+    elif is_builtin and not names_hosts and fields.get("nnodes", 1) > 1:
+        message = f"{fields['nnodes']} hosts, but no `hostfile` or `hosts` that lists them"
         reader.add_problem(f"{prefix}nnodes", message)
-    if fields.get("per_node_task") and (hostfile is not None or fields.get("nnodes", 1) > 1):
+    if fields.get("per_node_task") and (names_hosts or fields.get("nnodes", 1) > 1):
         message = "true: the hosts of a run execute one job together; start a run on each of them"
         reader.add_problem(f"{prefix}per_node_task", message)
     if fields.get("on_failure") == "leave" and fields.get("max_restarts"):

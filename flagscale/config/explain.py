@@ -30,9 +30,12 @@ from flagscale.config.arguments.spec.values import (
     to_word,
 )
 from flagscale.config.documented import key_types
-from flagscale.config.key_search import SearchEntry, match_lines, search_keys
+from flagscale.config.key_search import SYNONYMS, SearchEntry, match_lines, search_keys
 from flagscale.config.overrides import SUBSECTIONS
+from flagscale.config.secrets import is_secret
+from flagscale.config.sources import Sources, keys_in_files
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
+from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 
 _TYPE_NAMES = {
@@ -198,18 +201,27 @@ def _find_entries(key: str) -> list[KeyDocumentation]:
     return [entry] + ([argument_entry(arguments()[alias.target])] if alias.target else [])
 
 
-def explain(key: str) -> str:
+def explain(key: str, sources: Sources | None = None) -> str:
     """Return the documentation of a key: dotted (``train.model.num_layers``), bare
     (``num_layers``), a flag, or a section. Other words are searched in names and descriptions.
+
+    Args:
+        key: The key, or words.
+        sources: Sources of a YAML, whose places of the key are added.
 
     Raises:
         ConfigError: if nothing matches, with the names of which it may be a misspelling.
     """
     name = key.strip("-").rpartition(".")[2].replace("-", "_")
     if entries := _find_entries(key):
-        return "\n\n".join(_entry_text(entry) for entry in entries)
-    text = _describe_section(key) or _describe_other_name(name) or _describe_matches(key)
-    if text:
+        return "\n\n".join(
+            "\n".join([_entry_text(entry), *_place_lines(entry, sources)]) for entry in entries
+        )
+    section, other_name = _describe_section(key), _describe_other_name(name)
+    if section and key in SYNONYMS:
+        # Of a section such as `data` a person means some keys.
+        section = f"{_describe_matches(key)}\n\n{section}"
+    if text := section or other_name or _describe_matches(key):
         return text
     names = [e.name for e in experiment_entries()]
     hint = did_you_mean(name, [*closest_names(name), *names, *TORCHRUN_OPTIONS])
@@ -219,6 +231,19 @@ def explain(key: str) -> str:
             f"unknown key{hint or ', and neither names nor descriptions of keys have these words'}",
         )
     )
+
+
+def _place_lines(entry: KeyDocumentation, sources: Sources | None) -> Iterator[str]:
+    """Yield a line for each place at which a YAML has a key, or one that says that it has none."""
+    if sources is None:
+        return
+    keys = keys_in_files(sources, entry.key)
+    for key in keys:
+        text = sources.texts.get(key)
+        value = f": {text}" if text is not None and not is_secret(entry.name, text) else ""
+        yield f"  {sources.location(key)}: {key}{value}"
+    if not keys:
+        yield f"  {short_path(sources.file)} does not have it"
 
 
 def _describe_other_name(name: str) -> str:

@@ -25,6 +25,7 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _REFERENCE = re.compile(rf"()\0host:({_NAME})\0()")
 _PATH_REFERENCE = re.compile(rf"\A()\0host:({_NAME})\0(:)|(:?)\0host:({_NAME})\0()")
 _REFERENCED_KEY = re.compile(r"\$\{(\.*)([^\s${}:,]+)\}")
+_INTERPOLATION_START = re.compile(r"(\\*)\$\{")
 _SYNTAX_ERROR = re.compile(r"no viable alternative at|mismatched input|token recognition error")
 
 
@@ -74,6 +75,11 @@ def restore_references(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return _REFERENCE.sub(r"${host:\2}", value.replace("${host:", r"\${host:"))
+
+
+def escape_interpolations(text: str) -> str:
+    """Return the text that a YAML has to contain for the value ``text``: each ``${`` is escaped."""
+    return _INTERPOLATION_START.sub(lambda match: match[1] * 2 + r"\${", text)
 
 
 def split_references(name: str, text: str) -> list[str | tuple[str, str, str]]:

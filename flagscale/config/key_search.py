@@ -43,8 +43,12 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("optimizer", "weight_decay"),
     "bfloat16": ("bf16",),
     "checkpoint": ("save", "load", "save_interval", "keep_last", "pretrained_checkpoint"),
+    "checkpoint every": ("save_interval", "keep_last"),
+    "checkpoint frequency": ("save_interval", "keep_last"),
+    "checkpoint interval": ("save_interval", "keep_last"),
     "clip": ("clip_grad",),
     "context length": ("seq_length", "max_position_embeddings"),
+    "data": ("data_path", "train_data_path", "valid_data_path", "split"),
     "dataset": ("data_path", "train_data_path", "valid_data_path", "split"),
     "deepspeed": ("use_distributed_optimizer",),
     "docker": ("experiment.runner.slurm.container",),
@@ -52,18 +56,21 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "environment variable": ("experiment.envs",),
     "epoch": ("train_samples", "train_iters", "dataloader_type"),
     "evaluate": ("eval_interval", "eval_iters", "valid_data_path", "skip_train"),
+    "evaluate every": ("eval_interval", "eval_iters"),
     "export": ("export_huggingface", "export_peft"),
     "fine tuning": ("pretrained_checkpoint", "finetune", "sft", "peft_type"),
     "finetuning": ("pretrained_checkpoint", "finetune", "sft", "peft_type"),
     "freeze": ("peft_type", "lora_target_modules"),
     "frozen": ("peft_type", "lora_target_modules"),
     "gpu": ("experiment.runner.nproc_per_node", "device"),
+    "gpu memory": ("recompute_granularity", "use_distributed_optimizer", "micro_batch_size"),
     "gradient accumulation": ("global_batch_size", "micro_batch_size"),
     "gradient checkpointing": ("recompute_granularity", "recompute_method"),
     "half precision": ("bf16", "fp16"),
     "hang": ("experiment.runner.hang_detection_timeout", "distributed_timeout_minutes"),
     "huggingface": ("pretrained_checkpoint", "export_huggingface", "tokenizer_path"),
     "learning rate": ("lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "lr_decay_iters"),
+    "log every": ("log_interval",),
     "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
     "mail": ("experiment.runner.notify.command", "experiment.runner.notify.webhook"),
     "memory": ("recompute_granularity", "use_distributed_optimizer", "micro_batch_size"),
@@ -75,13 +82,21 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "output directory": ("experiment.exp_dir", "save"),
     "restart": ("experiment.runner.max_restarts", "load"),
     "resume": ("load", "finetune", "override_opt_param_scheduler"),
+    "save every": ("save_interval", "keep_last"),
     "schedule": ("lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),
     "scheduler": ("lr_decay_style", "lr_decay_iters", "lr_warmup_fraction"),
     "shuffle": ("dataloader_type", "seed"),
     "slack": ("experiment.runner.notify.webhook",),
     "steps": ("train_iters", "train_samples"),
+    "tp": ("tensor_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size",),
+    "cp": ("context_parallel_size",),
+    "ep": ("expert_model_parallel_size",),
     "timeout": ("distributed_timeout_minutes", "experiment.runner.start_timeout"),
+    "tokenizer": ("tokenizer_path", "tokenizer_type"),
     "training length": ("train_iters", "train_samples"),
+    "train longer": ("train_iters", "train_samples", "override_opt_param_scheduler"),
+    "validation split": ("split", "valid_data_path"),
     "validation": ("valid_data_path", "eval_interval", "eval_iters", "split"),
     "warm up": ("lr_warmup_fraction", "lr_warmup_iters"),
     "warmup": ("lr_warmup_fraction", "lr_warmup_iters"),
@@ -111,6 +126,11 @@ def search_keys(query: str, entries: Iterable[SearchEntry]) -> list[SearchEntry]
     return [row[-1] for row in sorted(ranked, key=lambda row: row[:-1])]
 
 
+def keys_meant_by(query: str) -> list[str]:
+    """Return the keys that are synonyms of the words of a query, most likely first."""
+    return _synonyms(_stems(query) - _STOP_WORDS)
+
+
 def _rank(
     entry: SearchEntry, words: Set[str], other_names: Set[str], synonyms: Sequence[str]
 ) -> tuple[MatchKind, int] | None:
@@ -132,14 +152,10 @@ def _rank(
 
 
 def _synonyms(words: Set[str]) -> list[str]:
-    """Return the keys of all synonyms whose words are in a query."""
-    keys = [
-        key
-        for text, names in SYNONYMS.items()
-        if _stems(text) - _STOP_WORDS <= words
-        for key in names
-    ]
-    return list(dict.fromkeys(keys))
+    """Return the keys of all synonyms whose words are in a query, those with most words first."""
+    matches = [text for text in SYNONYMS if _stems(text) - _STOP_WORDS <= words]
+    matches.sort(key=lambda text: -len(_stems(text) - _STOP_WORDS))
+    return list(dict.fromkeys(key for text in matches for key in SYNONYMS[text]))
 
 
 def _other_names(words: Set[str]) -> set[str]:
@@ -160,7 +176,9 @@ def _stems(text: str) -> frozenset[str]:
 def _stem(word: str) -> str:
     """Return a word without the usual endings: "freezing", "freezes" and "freeze" become equal."""
     word = word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
-    return re.sub(r"(ing|ed|e)$", "", word) if len(word) > 4 else word
+    if len(word) > 4 and (stem := re.sub(r"(ing|ed)$", "", word)) != word:
+        return re.sub(r"([bdgmnprt])\1$", r"\1", stem)  # "stopping" is a form of "stop"
+    return word[:-1] if len(word) > 3 and word.endswith("e") else word
 
 
 def match_lines(matches: Sequence[SearchEntry]) -> Iterator[str]:

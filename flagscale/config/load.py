@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flagscale.config import schema
 from flagscale.config.actions import ACTIONS, Purpose
 from flagscale.config.command_hints import make_command, unpatch_command
 from flagscale.config.compose import compose_valid_overrides, config_file, exclusive_hydra
+from flagscale.config.composed import fix_interpolations
 from flagscale.config.experiment_reader import read_experiment
 from flagscale.config.interpolation import referenced_keys, resolve_interpolations
 from flagscale.config.overrides import TOP_LEVEL
 from flagscale.config.reader import SectionReader
 from flagscale.config.sources import trace_sources
 from flagscale.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class LoadedConfig(NamedTuple):
@@ -49,15 +47,18 @@ def load(
     Raises:
         ConfigError: with every problem.
     """
+    from omegaconf import OmegaConf
+
     sources = trace_sources(config_file(directory, name), overrides)
     with exclusive_hydra():
         config, problems = compose_valid_overrides(sources)
         del config["hydra"]
-        referenced = _referenced_sections(config)
+        referenced = _referenced_sections(OmegaConf.to_container(config))
         try:
             data = resolve_interpolations(config, sources)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from error
+        composed = fix_interpolations(config, data)
     # The launcher's sections are read without the arguments of the training program.
     reader = SectionReader(sources.without(schema.ARGUMENT_SECTIONS), problems, referenced)
     launcher_data = {
@@ -74,6 +75,7 @@ def load(
         read_experiment(reader, launcher_data),
         overrides=sources.overrides,
         resolved=data,
+        composed=composed,
         sources=sources.locations,
     )
     if purpose != "find":
@@ -85,11 +87,9 @@ def load(
     return LoadedConfig(options, experiment)
 
 
-def _referenced_sections(config: DictConfig) -> frozenset[str]:
+def _referenced_sections(config: Any) -> frozenset[str]:
     """Return the keys that interpolations refer to, and the sections that contain them."""
-    from omegaconf import OmegaConf
-
-    keys = (key.split(".") for key in referenced_keys(OmegaConf.to_container(config)))
+    keys = (key.split(".") for key in referenced_keys(config))
     return frozenset(".".join(parts[:end]) for parts in keys for end in range(1, len(parts) + 1))
 
 
@@ -126,7 +126,7 @@ def _read_arguments(
 def _stated_ranks(runner: schema.Runner) -> int | None:
     """Return the number of ranks if the YAML alone states it, without hostfile or scheduler."""
     per_host = runner.nproc_per_node
-    if runner.hostfile is not None or runner.type == "slurm" or not isinstance(per_host, int):
+    if runner.names_hosts or runner.type == "slurm" or not isinstance(per_host, int):
         return None
     return (runner.nnodes or 1) * per_host
 

@@ -10,7 +10,7 @@ is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,33 +64,128 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     return [_normalize(text) for text in overrides]
 
 
-def relocate_overrides(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
-    """Return overrides of arguments with the keys that a YAML has for them.
+def relocate_overrides(
+    overrides: Iterable[str],
+    keys: Iterable[str],
+    groups: Collection[str] = (),
+    *,
+    with_arguments: bool = True,
+    with_slurm: bool = True,
+) -> list[str]:
+    """Return overrides with the keys that a YAML has for them.
 
-    Section names have no meaning for an argument, so ``train.model.lr=3e-4`` overrides
-    ``train.model.optimizer.lr_scheduler.lr`` of a YAML. Overrides of keys that the YAML has as they
-    are, or has more than once, stay unchanged.
+    A short name stands for its key: ``nnodes=2`` for ``experiment.runner.nnodes=2``, and ``lr=1``
+    for ``train.model.lr=1``. Section names have no meaning for an argument, so any of its keys
+    replaces the one of the YAML, such as ``train.model.optimizer.lr_scheduler.lr``; if the YAML has
+    it in several sections, it is replaced in all of them. Overrides of keys that the YAML has as
+    they are, and of unknown names, stay unchanged.
 
     Args:
         overrides: Overrides, as the user typed them.
-        keys: Dotted keys of the arguments in the YAML.
+        keys: Dotted keys of the YAML, without those of sections.
+        groups: Names of config groups, which are no short names.
+        with_arguments: Whether short names may stand for arguments of the training program.
+        with_slurm: Whether they may stand for keys of Slurm, such as ``nodes``.
     """
-    keys_by_argument: dict[str, list[str]] = {}
-    for key in keys:
-        keys_by_argument.setdefault(argument_of(key), []).append(key)
-    return [_relocate(text, keys_by_argument) for text in overrides]
+    names = _KeyNames(list(keys), groups, with_arguments, with_slurm)
+    return [relocated for text in overrides for relocated in _relocate(text, names)]
 
 
-def _relocate(text: str, keys_by_argument: Mapping[str, Sequence[str]]) -> str:
+_SLURM = "experiment.runner.slurm"
+
+
+class _KeyNames:
+    """Names that stand for the keys of a YAML, or for keys that it could have."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        groups: Collection[str],
+        with_arguments: bool,
+        with_slurm: bool,
+    ) -> None:
+        self.keys = frozenset(keys)
+        self.sections = frozenset(section for key in keys for section in _sections_of(key))
+        self.keys_by_argument: dict[str, list[str]] = {}
+        for key in keys:
+            if key.startswith("train."):
+                self.keys_by_argument.setdefault(argument_of(key), []).append(key)
+        self._groups = groups
+        self._with_arguments = with_arguments
+        self._with_slurm = with_slurm
+
+    def full_key(self, key: str) -> str:
+        """Return the dotted key that a name stands for; the name itself if it is one already."""
+        head = key.partition(".")[0]
+        if self._is_top_level(head) or key.partition("@")[0] in self._groups:
+            return key
+        experiment_key = None if head == "train" else find_experiment_key(key)
+        if experiment_key == f"{_SLURM}.{key}" and not self._with_slurm:
+            experiment_key = None
+        argument_key = self._argument_key(key) if self._with_arguments else None
+        return experiment_key or argument_key or key
+
+    def _is_top_level(self, head: str) -> bool:
+        if head == "train":
+            return False
+        option_names = schema.documented_fields(schema.Options)
+        known_names = (*TOP_LEVEL, *schema.SPECIFIC_SECTIONS, *option_names)
+        return head in known_names or head in self.keys or head in self.sections
+
+    def _argument_key(self, key: str) -> str | None:
+        """Return the dotted key of an argument that is named alone, with a section of ``train``,
+        or with sections in which the YAML has it; None for other names.
+        """
+        key = key.removeprefix("train.")
+        *sections, name = key.split(".")
+        usual = usual_key(name)
+        if sections and sections[0] in schema.SECTIONS:
+            return f"train.{key}" if usual or _is_backend_option(key) else None
+        known_keys = self.keys_by_argument.get(argument_of(name), ())
+        is_known = not sections or any(
+            set(sections) < set(known.split(".")) for known in known_keys
+        )
+        return usual if is_known else None
+
+
+def _sections_of(key: str) -> Iterator[str]:
+    while key := key.rpartition(".")[0]:
+        yield key
+
+
+def _relocate(text: str, names: _KeyNames) -> list[str]:
     override = parse_override(text)
-    if override is None or override.mark == "+" or not override.key.startswith("train."):
-        return text
-    keys = keys_by_argument.get(argument_of(override.key), ())
-    if len(keys) != 1 or override.key == keys[0] or override.key.count(".") < 2:
-        return text
-    if _is_backend_option(override.key.removeprefix("train.")):
-        return text
-    return str(Override(override.mark, keys[0], override.value))
+    if override is None or override.mark == "+" or override.key in names.keys:
+        return [text]
+    keys = [names.full_key(override.key)]
+    names_a_place = "." in override.key and keys[0] in names.keys
+    if keys[0].count(".") >= 2 and keys[0].startswith("train.") and not names_a_place:
+        keys = _keys_of_argument(keys[0], override.value or "null", names)
+    if keys == [override.key]:
+        return [text]
+    return [str(Override(override.mark, key, override.value)) for key in keys]
+
+
+def _keys_of_argument(key: str, value: str, names: _KeyNames) -> list[str]:
+    """Return the keys of a YAML that set the same argument as ``key``; if there are none, a key
+    that replaces no section.
+    """
+    if _is_backend_option(key.removeprefix("train.")):
+        return [key]
+    name = key.rpartition(".")[2]
+    if yaml_keys := names.keys_by_argument.get(argument_of(key)):
+        return yaml_keys
+    # `optimizer` is an argument, and the usual name of a section.
+    is_section = key in names.sections and not value.startswith(("{", "null"))
+    return [f"{key}.{name}"] if is_section and usual_key(name) else [key]
+
+
+def find_experiment_key(key: str) -> str | None:
+    """Return the dotted key of ``experiment`` that a key without its first sections stands for,
+    such as ``runner.nnodes`` or ``envs.NCCL_DEBUG``; None if there is none, or more than one.
+    """
+    full_key = f"experiment.{key}"
+    return full_key if "." in key and is_known_key(full_key) else complete_key(key)
 
 
 def argument_of(key: str) -> str:
@@ -178,8 +273,13 @@ def complete_key(key: str) -> str | None:
     """Return the dotted key of ``experiment`` that ends in ``key``, such as ``runner.nnodes``; None
     if there is none, or more than one.
     """
-    names = [name for name in _experiment_keys() if f".{name}".endswith(f".{key}")]
+    names = experiment_keys_ending_in(key)
     return names[0] if len(names) == 1 else None
+
+
+def experiment_keys_ending_in(key: str) -> list[str]:
+    """Return the dotted keys of ``experiment`` whose last parts are ``key``."""
+    return [name for name in _experiment_keys() if f".{name}".endswith(f".{key}")]
 
 
 def _experiment_keys() -> Iterator[str]:
@@ -197,6 +297,23 @@ def did_you_mean_key(key: str) -> str:
     if path[0] == "train" and len(path) > 2:
         return did_you_mean(path[-1], registry())
     return did_you_mean(path[-1], _sibling_names(path))
+
+
+def did_you_mean_short_name(name: str) -> str:
+    """Return a suggestion for an unknown override without sections: the keys that end in it, or the
+    nearest name; empty if no name is close.
+    """
+    from flagscale.config.key_search import keys_meant_by
+
+    if keys := experiment_keys_ending_in(name):
+        return f"; did you mean {' or '.join(map(repr, keys))}?"
+    names = (key.rpartition(".")[2] for key in _experiment_keys())
+    candidates = dict.fromkeys([*_sibling_names([name]), *registry(), *names])
+    meant_names = [key.rpartition(".")[2] for key in keys_meant_by(name)]
+    suggestion = did_you_mean(name, candidates)
+    if suggestion or not meant_names:
+        return suggestion
+    return f"; did you mean {' or '.join(map(repr, meant_names[:2]))}?"
 
 
 def _sibling_names(path: list[str]) -> Iterable[str]:
@@ -240,6 +357,8 @@ def is_text_key(key: str) -> bool:
         kind = SUBSECTIONS.get(section) if section else schema.Experiment
         item = key_types(kind).get(name) if kind is not None else None
         return item is not None and item.base in (str, Path) and not item.is_list
+    if "." not in key and (option := key_types(schema.Options).get(key)):
+        return option.base is str
     argument = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
     return argument is not None and argument[0].kind == "str" and not argument[0].many
 

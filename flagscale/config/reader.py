@@ -82,10 +82,15 @@ class SectionReader:
         not scalars are returned unchanged.
         """
         written_texts = self.sources.items.get(key, ())
-        if len(written_texts) != len(values) or any("${" in text for text in written_texts):
+        if len(written_texts) != len(values):
             written_texts = tuple(map(to_word, values))
         pairs = zip(values, written_texts, strict=True)
-        return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
+        return [
+            (to_word(value) if "${" in text else text)
+            if isinstance(value, (bool, int, float))
+            else value
+            for value, text in pairs
+        ]
 
     def add_unknown_key(
         self, path: str, name: Any, names: Iterable[str], value: Any = None
@@ -101,7 +106,10 @@ class SectionReader:
         elif argument_key := usual_key(str(name)):
             self.add_problem(path, f"unknown key; did you mean {argument_key!r}?")
         else:
-            self.add_problem(path, f"unknown key{did_you_mean(str(name), names)}")
+            suggestion = did_you_mean(str(name), names)
+            if not suggestion and "." not in path and not is_override:
+                suggestion = f"; a key of your own needs one that refers to it, as ${{{path}}}"
+            self.add_problem(path, f"unknown key{suggestion}")
 
     def holds_anchor(self, path: str, name: Any, names: Iterable[str]) -> bool:
         """Return whether a key is the user's own block of anchors (``base: &base {…}``), and not a

@@ -53,7 +53,7 @@ Hydra composes the configuration from files and command-line overrides:
 python run.py --config-path ./examples/llama3/conf --config-name train action=dryrun
 python run.py ... train=8b                          # another file of conf/train
 python run.py ... train.model.num_layers=2          # another value
-python run.py ... train.model.lr=3e-4               # replaces lr wherever the YAML has it
+python run.py ... lr=3e-4 nnodes=2                  # short names: the keys of the YAML
 python run.py ... experiment.envs.NCCL_DEBUG=INFO   # a value that the YAML does not have
 python run.py ... ~train.system.checkpoint          # without a section
 python run.py ... --cfg job                         # print the composed configuration
@@ -69,6 +69,20 @@ python run.py ... --cfg job                         # print the composed configu
   ones (`allow_fallbacks`), and keys without effect, are noted before a run and in a dry run.
   Unsupported keys are refused with a hint
   ([other names](reference/configuration/other-names.md)).
+
+## New experiments, and editors
+
+`flagscale init [DIR] [--model NAME|HF_DIR]` writes an experiment of two commented files. The
+numbers of a Hugging Face model are read from its config.json.
+
+The first line of these files and of the examples, `# yaml-language-server: $schema=…`, names a
+JSON schema. Editors with a YAML language server then complete keys, show their descriptions and
+mark mistakes. `flagscale schema` prints the schema of an experiment, and `flagscale schema train`
+that of a file of `conf/train`. An editor sees one file at a time, so `flagscale check` reports
+more. Arguments that only another training program has are marked as unknown.
+
+In a shell, `eval "$(flagscale completion bash)"` (or `zsh`; `flagscale completion fish | source`)
+completes commands, options, YAML files, keys and their choices, runs and hosts.
 
 ## Sections of `train`
 

@@ -103,6 +103,13 @@ class Runner:
             "is on this machine."
         ),
     )
+    hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=doc(
+            "Hosts of the run, in place of a hostfile: a list of names, or of lines as a hostfile "
+            "has them, in which `slots` may be missing: `[node01, 'node[02-16] user=me']`."
+        ),
+    )
     master_addr: str | None = field(
         default=None,
         metadata=doc(
@@ -324,3 +331,8 @@ class Runner:
     """Section named after an installed runner, which that runner reads and checks."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Additional options of torchrun, ``--key value``; None is a flag without a value."""
+
+    @property
+    def names_hosts(self) -> bool:
+        """True if the YAML names the hosts, in a hostfile or in ``hosts``."""
+        return self.hostfile is not None or bool(self.hosts)

@@ -188,7 +188,13 @@ class Options:
         default=None, metadata=doc(actions.describe_option("lines"), minimum=0)
     )
     host: str | None = field(default=None, metadata=doc(actions.describe_option("host")))
+    grep: str | None = field(default=None, metadata=doc(actions.describe_option("grep")))
+    since: str | None = field(default=None, metadata=doc(actions.describe_option("since")))
+    level: str | None = field(
+        default=None, metadata=doc(actions.describe_option("level"), choices=("warning", "error"))
+    )
     json: bool = field(default=False, metadata=doc(actions.describe_option("json")))
+    csv: str | None = field(default=None, metadata=doc(actions.describe_option("csv")))
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,9 @@ class Experiment:
     resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Composed configuration with interpolations resolved, as plain data. It may contain secrets
     (see ``config.secrets.redact``)."""
+    composed: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Composed configuration with references between its keys, from which the same experiment can
+    be loaded again. It may contain secrets, too."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Source location of each dotted key: ``file:line`` or ``override``."""
     unreferenced_keys: tuple[str, ...] = field(default=(), compare=False)

@@ -203,14 +203,14 @@ def _check_heterogeneous_job(
 def check_slurm(reader: SectionReader, fields: Mapping[str, Any]) -> None:
     """Check the section against the other keys of the runner."""
     slurm: Slurm = fields.get("slurm") or Slurm()
-    nnodes, hostfile = fields.get("nnodes"), fields.get("hostfile")
-    _check_heterogeneous_job(reader, slurm, nnodes, has_hostfile=hostfile is not None)
+    nnodes, names_hosts = fields.get("nnodes"), bool(fields.get("hostfile") or fields.get("hosts"))
+    _check_heterogeneous_job(reader, slurm, nnodes, has_hostfile=names_hosts)
     if nnodes is not None and nnodes > MAX_NODES:
         reader.add_problem("experiment.runner.nnodes", f"Slurm has {MAX_NODES:,} nodes at most")
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
         message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
         reader.add_problem(f"{_PREFIX}nodes", message)
-    if "exclude" in slurm.extra and hostfile is not None:
+    if "exclude" in slurm.extra and names_hosts:
         reader.add_problem(f"{_PREFIX}extra.exclude", "the hostfile names the nodes")
     if fields.get("no_shared_fs"):
         message = "must be false: a Slurm job writes to a file system that its nodes share"

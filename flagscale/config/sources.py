@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.spec.registry import lookup
 from flagscale.config.overrides import (
     argument_of,
     assigned_keys,
     parse_override,
     relocate_overrides,
+    usual_key,
 )
 from flagscale.config.yaml_file import YamlFile, parse_item_texts, read_yaml, short_path
 from flagscale.errors import ConfigError, Problem
@@ -83,21 +83,31 @@ class Sources:
         return short_path(self.file) if location is None else location
 
 
+def keys_in_files(sources: Sources, key: str) -> list[str]:
+    """Return the dotted keys by which the files give a key: an argument in any section and by any
+    of its names, any other key as it is.
+    """
+    if not key.startswith("train."):
+        return [key] if find_location(sources.locations, key) else []
+    return [
+        leaf
+        for leaf in _leaf_keys(sources)
+        if leaf.startswith("train.") and argument_of(leaf) == argument_of(key)
+    ]
+
+
 def key_of_argument(sources: Sources, name: str) -> str | None:
     """Return the dotted key that gives an argument: the one of the files, else its usual one; None
     if there is no argument of this name."""
-    argument = lookup(name)
-    if argument is None:
-        return None
-    keys = (key for key in _argument_keys(sources) if argument_of(key) == argument_of(name))
-    return next(keys, f"train.{argument[0].section}.{name}")
+    key = usual_key(name)
+    return None if key is None else next(iter(keys_in_files(sources, key)), key)
 
 
 def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     """Return the sources of a configuration.
 
-    Overrides of arguments are relocated: one that names an argument by a short key, such as
-    ``train.model.lr``, replaces the key that the files have for it.
+    Overrides are relocated: one with a short key, such as ``lr`` or ``train.model.lr``, replaces
+    the key that the files have for it.
 
     Raises:
         ConfigError: with the problems of all files.
@@ -106,10 +116,19 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     walker.visit(config_file, "")
     if walker.problems:
         raise ConfigError(walker.problems)
-    relocated = relocate_overrides(overrides, _argument_keys(walker.sources))
+    groups = {name for name in walker.choices if (config_file.parent / name).is_dir()}
+    typed_values = assigned_keys(relocate_overrides(overrides, (), with_arguments=False))
+    settings = {**walker.sources.texts, **typed_values}
+    relocated = relocate_overrides(
+        overrides,
+        _leaf_keys(walker.sources),
+        groups | walker.groups,
+        with_arguments=settings.get("experiment.task.type") != "command",
+        with_slurm=settings.get("experiment.runner.type") == "slurm",
+    )
     walker.sources.relocated = tuple(relocated)
     for key, text in assigned_keys(relocated).items():
-        if key not in walker.choices or not (config_file.parent / key.partition("@")[0]).is_dir():
+        if key.partition("@")[0] not in groups:
             _forget_texts(walker.sources, key)
             walker.sources.locations[key] = OVERRIDE
             walker.sources.texts[key] = text
@@ -117,10 +136,10 @@ def trace_sources(config_file: Path, overrides: Sequence[str]) -> Sources:
     return walker.sources
 
 
-def _argument_keys(sources: Sources) -> list[str]:
-    """Return the dotted keys of ``train`` that are no sections."""
+def _leaf_keys(sources: Sources) -> list[str]:
+    """Return the dotted keys of all files that are no sections."""
     sections = {key.rpartition(".")[0] for key in sources.locations}
-    return [key for key in sources.locations if key.startswith("train.") and key not in sections]
+    return [key for key in sources.locations if key not in sections]
 
 
 def _group_choices(overrides: Sequence[str]) -> dict[str, str]:
@@ -148,6 +167,8 @@ class _DefaultsWalker:
         self.choices = choices
         self.sources = sources
         self.problems: list[Problem] = []
+        self.groups: set[str] = set()
+        """Config groups of all defaults lists; their files may be on Hydra's search path."""
         self._visited: set[Path] = set()
 
     def visit(self, path: Path, group: str, package: str | None = None) -> None:
@@ -202,6 +223,7 @@ class _DefaultsWalker:
             entry_group = match["group"]
             absolute = entry_group.startswith("/") or not group
             entry_group = entry_group.lstrip("/") if absolute else f"{group}/{entry_group}"
+            self.groups.add(entry_group)
             selected = _selected_options(self.choices.get(entry_group), option)
             for choice in selected if isinstance(selected, list) else [selected]:
                 if isinstance(choice, str):

@@ -22,7 +22,7 @@ from flagscale.config.actions import Purpose
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.config.compose import config_file
 from flagscale.config.load import LoadedConfig, load
-from flagscale.config.overrides import is_text_key, parse_override
+from flagscale.config.overrides import find_experiment_key, is_text_key, parse_override, usual_key
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import OVERRIDE, trace_sources
 from flagscale.errors import ConfigError, Problem
@@ -53,7 +53,7 @@ class Combination:
     name: str
 
     def __str__(self) -> str:
-        return " ".join(f"{_leaf_of(value.key)}={value.text}" for value in self.values)
+        return " ".join(f"{leaf_of(value.key)}={value.text}" for value in self.values)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def expand_sweep(overrides: Sequence[str]) -> Sweep:
         count *= len(values)
     if count > _MAX_RUNS:
         raise ConfigError(f"-m: {count:,} runs; at most {_MAX_RUNS:,} are allowed")
-    leaves = Counter(_leaf_of(values[0].key) for values in sweep_values)
-    keys = [values[0].key for values in sweep_values]
-    short_names = {key: _leaf_of(key) if leaves[_leaf_of(key)] == 1 else key for key in keys}
+    short_names = short_key_names([values[0].key for values in sweep_values])
     combinations = [
         _combine(values_by_override, selection, short_names)
         for selection in itertools.product(*values_by_override)
@@ -156,10 +154,10 @@ def _values_of_override(text: str) -> list[SweepValue]:
     texts = [
         value if isinstance(value, str) else r for value, r in zip(unquoted, rendered, strict=True)
     ]
-    if any(is_secret(_leaf_of(key), text_value) for text_value in texts):
+    if any(is_secret(leaf_of(key), text_value) for text_value in texts):
         message = "looks like a secret, which the names of directories would show"
         raise ConfigError(Problem(key, message, OVERRIDE))
-    override_texts = texts if is_text_key(key) else rendered
+    override_texts = texts if is_text_key(key) or is_text_key(usual_key(key) or "") else rendered
     key_element = override.get_key_element()
     sweep_values = [
         SweepValue(key, f"{key_element}={word}", text_value)
@@ -170,11 +168,19 @@ def _values_of_override(text: str) -> list[SweepValue]:
 
 def _key_of(text: str) -> str:
     override = parse_override(text)
-    return override.key if override is not None else text.partition("=")[0].lstrip("+~")
+    key = override.key if override is not None else text.partition("=")[0].lstrip("+~")
+    return find_experiment_key(key) or key
 
 
-def _leaf_of(key: str) -> str:
+def leaf_of(key: str) -> str:
+    """Return the last part of a dotted key."""
     return key.rpartition(".")[2]
+
+
+def short_key_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the shortest unambiguous name of each key."""
+    leaves = Counter(map(leaf_of, keys))
+    return {key: leaf_of(key) if leaves[leaf_of(key)] == 1 else key for key in keys}
 
 
 def _combine(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ _NUMBER_PATTERN = re.compile(r"[1-9][0-9]*")
 _USER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*[$]?")
 _LARGEST_PORT = 65535
 _HOSTFILE_KEY = "experiment.runner.hostfile"
+_HOSTS_KEY = "experiment.runner.hosts"
 _OPTIONS: dict[str, tuple[Callable[[str], object], str]] = {
     "slots": (_NUMBER_PATTERN.fullmatch, "a whole number of at least 1"),
     "type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]*").fullmatch, "a word such as A800"),
@@ -71,25 +72,49 @@ def parse_hostfile(text: str, path: Path | str = "hostfile") -> tuple[Host, ...]
     not positive, hosts or addresses that appear twice, hosts with and without a type, no host at
     all.
     """
+    # Some editors begin a file with a byte-order mark.
+    lines = enumerate(text.removeprefix("\ufeff").splitlines(), start=1)
+    hosts, problems = _parse_lines(((f"{path}:{number}", line) for number, line in lines), "")
+    if not problems and not hosts:
+        problems.append(Problem("", f"no host in it; {_SYNTAX_HINT}", str(path)))
+    problems.extend(_find_mixed_types(hosts, "", str(path)))
+    if problems:
+        raise ConfigError(problems)
+    return hosts
+
+
+def parse_host_list(lines: Sequence[str], location: str | None = None) -> tuple[Host, ...]:
+    """Parse the hosts of ``experiment.runner.hosts``: lines of a hostfile, whose ``slots`` may be
+    missing.
+
+    Raises :class:`ConfigError` with all problems. ``location`` is the key's source location.
+    """
+    hosts, problems = _parse_lines(
+        ((location, line) for line in lines), _HOSTS_KEY, requires_slots=False
+    )
+    problems.extend(_find_mixed_types(hosts, _HOSTS_KEY, location))
+    if problems:
+        raise ConfigError(problems)
+    return hosts
+
+
+def _parse_lines(
+    lines: Iterable[tuple[str | None, str]], key: str, *, requires_slots: bool = True
+) -> tuple[tuple[Host, ...], list[Problem]]:
+    """Parse lines, each with its source location, and return their hosts and problems."""
     hosts: dict[str, Host] = {}
     addresses: dict[str, str] = {}
     problems: list[Problem] = []
-    # Some editors begin a file with a byte-order mark.
-    for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+    for location, line in lines:
         words = line.partition("#")[0].split()
         if not words:
             continue
         try:
-            for host in _parse_line(words):
+            for host in _parse_line(words, requires_slots=requires_slots):
                 _add_host(host, hosts, addresses)
         except ValueError as error:
-            problems.append(Problem("", str(error), f"{path}:{line_number}"))
-    if not problems and not hosts:
-        problems.append(Problem("", f"no host in it; {_SYNTAX_HINT}", str(path)))
-    problems.extend(_find_mixed_types(tuple(hosts.values()), path))
-    if problems:
-        raise ConfigError(problems)
-    return tuple(hosts.values())
+            problems.append(Problem(key, str(error), location))
+    return tuple(hosts.values()), problems
 
 
 def _add_host(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> None:
@@ -107,7 +132,7 @@ def _add_host(host: Host, hosts: dict[str, Host], addresses: dict[str, str]) -> 
     hosts[host.name.lower()] = host
 
 
-def _parse_line(words: list[str]) -> list[Host]:
+def _parse_line(words: list[str], *, requires_slots: bool) -> list[Host]:
     """Return the hosts of one line, split into words. Raises :class:`ValueError` with the
     problem."""
     pattern, *options = words
@@ -133,10 +158,12 @@ def _parse_line(words: list[str]) -> list[Host]:
             raise ValueError(f"{key} is given twice")
         values[key] = value
     addresses = _expand_addresses(values.get("addr"), len(names))
+    if requires_slots and "slots" not in values:
+        raise ValueError(f"slots is missing; {_SYNTAX_HINT}")
     _check_options(values)
     template = Host(
         name="",
-        slots=int(values["slots"]),
+        slots=int(values["slots"]) if "slots" in values else None,
         device_type=values.get("type"),
         port=int(values["port"]) if "port" in values else None,
         user=values.get("user"),
@@ -150,9 +177,7 @@ def _parse_line(words: list[str]) -> list[Host]:
 
 
 def _check_options(values: Mapping[str, str]) -> None:
-    """Raise :class:`ValueError` for an option that is missing or invalid."""
-    if "slots" not in values:
-        raise ValueError(f"slots is missing; {_SYNTAX_HINT}")
+    """Raise :class:`ValueError` for an invalid option."""
     for key, (is_valid, expected) in _OPTIONS.items():
         if key in values and not is_valid(values[key]):
             raise ValueError(f"{key}={values[key]}: expected {expected}")
@@ -175,12 +200,12 @@ def _expand_addresses(addr: str | None, count: int) -> list[str | None]:
     return list(addresses)
 
 
-def _find_mixed_types(hosts: tuple[Host, ...], path: Path | str) -> list[Problem]:
+def _find_mixed_types(hosts: tuple[Host, ...], key: str, location: str | None) -> list[Problem]:
     untyped = [host.name for host in hosts if host.device_type is None]
     if not untyped or len(untyped) == len(hosts):
         return []
     message = f"either every host has a type or none; without one: {compress_names(untyped)}"
-    return [Problem("", message, str(path))]
+    return [Problem(key, message, location)]
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -238,8 +263,8 @@ def choose_hosts(
     """Return the hosts of a run.
 
     Args:
-        listed_hosts: hosts in the hostfile; None without a hostfile.
-        hostfile: path of the hostfile, for messages.
+        listed_hosts: hosts that the YAML names; None if it names none.
+        hostfile: path of the hostfile, for messages; None for ``experiment.runner.hosts``.
         nnodes: number of hosts to use; None for all.
         runner_type: type of the runner, such as ``local`` or ``ssh``.
 
@@ -249,7 +274,7 @@ def choose_hosts(
     """
     if listed_hosts is None:
         if smallest_limit(nnodes) > 1:
-            message = f"{nnodes} hosts, but there is no hostfile that names them"
+            message = f"{nnodes} hosts, but no hostfile or `hosts` names them"
             hint = "set experiment.runner.hostfile, or nnodes: 1 for this machine"
             raise ConfigError(Problem("experiment.runner.nnodes", message), hint=hint)
         return (Host("localhost"),)
@@ -258,20 +283,18 @@ def choose_hosts(
     # names of this machine matter.
     is_local = is_this_machine if len(hosts) == 1 or runner_type == "local" else is_loopback
     hostname = socket.gethostname()
+    key = _HOSTS_KEY if hostfile is None else _HOSTFILE_KEY
+    prefix = "" if hostfile is None else f"{hostfile}: "
     local_names = [
         h.name for h in hosts if h.via is None and (h.name == hostname or is_local(h.name))
     ]
     if len(local_names) > 1:
-        problem = Problem(
-            _HOSTFILE_KEY, f"{hostfile}: all of {compress_names(local_names)} are this machine"
-        )
+        problem = Problem(key, f"{prefix}all of {compress_names(local_names)} are this machine")
         hint = "list it once, with as many slots as it has devices"
         raise ConfigError(problem, hint=hint)
     if runner_type == "local" and len(local_names) < len(hosts):
         remote_names = [host.name for host in hosts if host.name not in local_names]
-        problem = Problem(
-            _HOSTFILE_KEY, f"{hostfile}: other machines: {compress_names(remote_names)}"
-        )
+        problem = Problem(key, f"{prefix}other machines: {compress_names(remote_names)}")
         hint = "experiment.runner.type: ssh starts ranks on other machines, local on this one only"
         raise ConfigError(problem, hint=hint)
     return hosts

@@ -10,23 +10,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flagscale.cli_errors import Interrupted
 from flagscale.config.command_hints import action_command
 from flagscale.config.interpolation import restore_references
-from flagscale.config.schema import Experiment, Options
+from flagscale.config.schema import Experiment, Options, documented_fields
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
 from flagscale.hosts.kernel import handle_hangup
 from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
+from flagscale.launcher.launch_record import make_launch_record
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
 from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState, alive_message, reload_state
+from flagscale.launcher.sweep_runs import find_sweep
 from flagscale.output_streams import (
     escape_controls,
     format_for_terminal,
@@ -40,20 +42,24 @@ def _print_note(note: str) -> None:
     print(escape_controls(f"note: {note}"), file=sys.stderr)
 
 
-def run_experiment(experiment: Experiment, options: Options) -> int:
-    """Start the run.
+def run_experiment(experiment: Experiment, options: Options, *, rerun_of: str = "") -> int:
+    """Start the run. ``rerun_of`` is the id of the run whose recorded configuration it is.
 
     In the background, return when it has reached ``runner.wait_for``. In the foreground, return the
     job's exit code after it has ended. Output that cannot be written does not end the run.
     """
     with lossy_standard_streams():
-        return _run_experiment(experiment, options)
+        return _run_experiment(experiment, options, rerun_of)
 
 
-def _run_experiment(experiment: Experiment, options: Options) -> int:
+def _run_experiment(experiment: Experiment, options: Options, rerun_of: str) -> int:
     foreground = experiment.runner.foreground or options.action == "test"
     code = 0
-    with _submit_run(experiment, foreground=foreground) as (runner, plan, state):
+    with _submit_run(experiment, foreground=foreground, rerun_of=rerun_of) as (
+        runner,
+        plan,
+        state,
+    ):
         if foreground:
             code = _follow_to_end(runner, state)
         else:
@@ -90,13 +96,14 @@ def _submit_run(
     experiment: Experiment,
     *,
     foreground: bool = False,
+    rerun_of: str = "",
     started: Callable[[RunState], object] = lambda _state: None,
     note: Callable[[str], object] = _print_note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
     """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
     from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
-    config_texts = _config_texts(experiment)
+    config_texts = make_config_texts(experiment, rerun_of)
     runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # A live run is no mistake in the configuration, so it is reported first.
@@ -215,11 +222,20 @@ def interrupt_on_signals() -> None:
 
 
 def run_on_existing(experiment: Experiment, options: Options) -> int:
-    """Perform the action of ``options`` on the run of this experiment, see :mod:`.run_commands`."""
+    """Perform the action of ``options`` on the run of this experiment, see :mod:`.run_commands`.
+
+    If only a sweep was started in its directory, ``query`` shows the sweep.
+    """
     state = runs.find_of_experiment(experiment)
     if state is not None:
         return run_commands.ACTIONS[options.action](state, options)
     text = f"no run was started in {experiment.exp_dir}"
+    sweep = find_sweep(str(experiment.exp_dir))
+    if sweep is not None:
+        # Whoever means all runs of a sweep names its directory.
+        if options.action == "query":
+            return run_commands.run_on_sweep(sweep, options)
+        text += f" itself; name the directory for the {len(sweep.runs)} runs of the sweep there"
     if options.action == "stop":
         print(f"{text}; nothing to stop")
         return 0
@@ -228,8 +244,8 @@ def run_on_existing(experiment: Experiment, options: Options) -> int:
     )
 
 
-def _config_texts(experiment: Experiment) -> ConfigTexts:
-    """Return the resolved configuration and the overrides as YAML, without secrets."""
+def make_config_texts(experiment: Experiment, rerun_of: str = "") -> ConfigTexts:
+    """Return the files that are stored with a run."""
     import yaml
 
     config = redact(restore_references(experiment.resolved))
@@ -237,4 +253,12 @@ def _config_texts(experiment: Experiment) -> ConfigTexts:
     return ConfigTexts(
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
+        make_launch_record(experiment, rerun_of).format(),
+        yaml.safe_dump(_composed_config(experiment), sort_keys=False, allow_unicode=True),
     )
+
+
+def _composed_config(experiment: Experiment) -> dict[Any, Any]:
+    """Return the configuration from which the run can be started again, without secrets."""
+    options = documented_fields(Options)
+    return redact({key: value for key, value in experiment.composed.items() if key not in options})

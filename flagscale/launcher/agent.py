@@ -35,7 +35,13 @@ from flagscale.hosts.kernel import (
     handle_hangup,
     signal_on_parent_death,
 )
-from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
+from flagscale.launcher.layout import (
+    AGENT_FILE,
+    EXIT_FILE,
+    LIVENESS_FILE,
+    OUTPUT_TIMES_FILE,
+    HostFiles,
+)
 from flagscale.launcher.liveness import identity, secret
 from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
@@ -46,6 +52,7 @@ from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import JobPhase
 from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
+from flagscale.launcher.liveness.output_times import OutputTimes
 from flagscale.launcher.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
@@ -99,6 +106,7 @@ class Agent:
         self._host = HostFiles(
             options.name, options.first_rank, options.nproc, options.run_dir, output
         )
+        self._output_times = OutputTimes(options.run_dir / OUTPUT_TIMES_FILE)
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
@@ -218,6 +226,7 @@ class Agent:
         self._send_messages(now)
         self._step_coordinator(now)
         self._notifier.kill_overdue(now)
+        self._output_times.record(now)
         self._last_run_at = now
 
     def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> ReadyEvents:
@@ -404,6 +413,7 @@ class Agent:
 
     def _record_end(self, code: int, started: float, oom_kills: int | None) -> int:
         """Record the end of the job; no peer is connected any more that could change it."""
+        self._output_times.record(time.monotonic(), final=True)
         member = self.member
         failure = member.stop_cause or member.failure
         if self._coordinator is not None and member.stop_signal is None:

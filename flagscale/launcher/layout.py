@@ -8,6 +8,11 @@
         state.json                                the run that was started last
         run.lock                                  held while a run is being started
         start.id                                  id of the run that may be started
+        runs/<run id>/                            what each run of the directory was started from:
+          config.yaml overrides.yaml plan.json    as in scripts, but never overwritten
+          composed.yaml                           the same with references between keys, for rerun
+          launch.json                             time, code, working directory, YAML
+          state.json                              its last state, after a later run has started
         host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
@@ -20,12 +25,14 @@
           status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, after a later run has begun
+          output.times                            times at which the output had grown to a size
 
 ``<rank>`` of a host is its node rank, from 0 in the order of the plan.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +46,18 @@ EARLIER_STATUS_PREFIX = "status-before-"
 """Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
+OUTPUT_TIMES_FILE = "output.times"
 START_LOCK_FILE = "start.lock"
 # ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100
+
+
+def registry_directory() -> Path:
+    """Return the directory with one file for each of the user's runs."""
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    # A user without a home has no registry: never write to "/~".
+    home = os.path.expanduser("~/.local/state")  # noqa: PTH111
+    return Path("/", state_home if state_home.startswith("/") else home, "flagscale", "runs")
 
 
 def status_directory(attempt: int) -> str:
@@ -84,13 +100,27 @@ class HostFiles(HasRanks):
 
 
 class _SubPath:
-    """Descriptor of a path below the experiment's directory."""
+    """Descriptor of a path below the directory of a :class:`Layout` or :class:`RunFiles`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def __get__(self, layout: Layout, _owner: type[Layout]) -> Path:
-        return layout.exp_dir / self._path
+    def __get__(self, layout: Layout | RunFiles, _owner: type) -> Path:
+        return layout.directory / self._path
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Paths of the files on the launching machine that belong to one run of an experiment."""
+
+    directory: Path
+
+    config = _SubPath("config.yaml")
+    overrides = _SubPath("overrides.yaml")
+    plan = _SubPath("plan.json")
+    composed = _SubPath("composed.yaml")
+    launch = _SubPath("launch.json")
+    state = _SubPath("state.json")
 
 
 @dataclass(frozen=True)
@@ -103,6 +133,10 @@ class Layout:
     default.
     """
 
+    @property
+    def directory(self) -> Path:
+        return self.exp_dir
+
     logs = _SubPath("logs")
     state = _SubPath("logs/state.json")
     lock = _SubPath("logs/run.lock")
@@ -111,6 +145,7 @@ class Layout:
     plan = _SubPath("logs/scripts/plan.json")
     config = _SubPath("logs/scripts/config.yaml")
     overrides = _SubPath("logs/scripts/overrides.yaml")
+    runs = _SubPath("logs/runs")
     checkpoints = _SubPath("checkpoints")
     tensorboard = _SubPath("tensorboard")
     wandb = _SubPath("wandb")
@@ -123,6 +158,10 @@ class Layout:
 
     def output(self, rank: int, host: str) -> Path:
         return self.logs / f"{host_label(rank, host)}.output"
+
+    def run_files(self, run_id: str) -> RunFiles:
+        """Return the paths of the files that a run was started from."""
+        return RunFiles(self.runs / run_id)
 
     def run_dir(self, rank: int, host: str, run_id: str) -> Path:
         details = self.log_dir or self.logs / "details"

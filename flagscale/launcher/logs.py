@@ -5,148 +5,77 @@ Used by ``action=logs`` and by foreground runs.
 
 from __future__ import annotations
 
-import codecs
-import os
-import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
-from pathlib import Path
-from typing import BinaryIO
 
-from flagscale.errors import ConfigError
 from flagscale.hosts.processes import POLL_SECONDS
+from flagscale.launcher.layout import OUTPUT_TIMES_FILE
 from flagscale.launcher.liveness.diagnosis import rank_logs
-from flagscale.launcher.state import RunState
+from flagscale.launcher.log_lines import Output, create_filter, host_label_function, offset_since
+from flagscale.launcher.log_query import LogQuery, select_hosts
+from flagscale.launcher.state import HostState, RunState
 
-_READ_BYTES = 1 << 16
 
-
-class Output:
-    """Output file of a host's script or of a rank, read in whole lines.
-
-    ``label`` adds the origin in front of a line, or returns None to leave the line out.
+def host_outputs(state: RunState, query: LogQuery | None = None) -> list[Output]:
+    """Return the outputs of the hosts' scripts, which include their ranks', with the lines of a
+    query.
     """
-
-    def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
-        self.path = path
-        self._add_label = label
-        self._offset = 0
-        self._unfinished = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def read(self, *, final: bool = False) -> Iterator[str]:
-        """Yield the lines since the last call; with ``final``, also an unfinished one."""
-        return self._labelled(self._read_forwards(final))
-
-    def last_lines(self, count: int, *, final: bool = False) -> list[str]:
-        """Return the last ``count`` lines so far; with ``final``, an unfinished one counts."""
-        lines = list(islice(self._labelled(self._read_backwards()), count))[::-1]
-        lines += self.read(final=final)
-        return lines[max(0, len(lines) - count) :]
-
-    def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
-        return (labelled for line in lines if (labelled := self._add_label(line)) is not None)
-
-    def _read_forwards(self, final: bool) -> Iterator[str]:
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(self._offset)
-            while data := file.read(_READ_BYTES):
-                self._offset += len(data)
-                *lines, self._unfinished = (self._unfinished + self._decoder.decode(data)).split(
-                    "\n"
-                )
-                yield from lines
-        if final and self._unfinished:
-            yield self._unfinished
-            self._unfinished = ""
-
-    def _read_backwards(self) -> Iterator[str]:
-        """Yield the whole lines so far, last one first.
-
-        Call it before :meth:`read`, which then continues behind them.
-        """
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            lines = _split_backwards(file, end)
-            self._offset = end - len(next(lines))
-            for line in lines:
-                yield line.decode("utf-8", "replace")
+    query = query or LogQuery(select_hosts(state))
+    outputs = []
+    for index in query.hosts:
+        host = state.hosts[index]
+        line_filter = create_filter(host.name, query.pattern, query.level)
+        output = Output(host.output, host_label_function(host.name, query.rank), line_filter)
+        if query.since is not None:
+            output.offset = _find_offset(host, query.since)
+        outputs.append(output)
+    return outputs
 
 
-def _split_backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """Yield the pieces between line ends before ``end``, last one first.
-
-    Reading backwards avoids reading gigabytes to show three lines.
-    """
-    later_parts: list[bytes] = []
-    while end:
-        begin = max(0, end - _READ_BYTES)
-        file.seek(begin)
-        first, *lines = file.read(end - begin).split(b"\n")
-        for line in reversed(lines):
-            yield b"".join((line, *reversed(later_parts)))
-            later_parts = []
-        later_parts.append(first)
-        end = begin
-    yield b"".join(reversed(later_parts))
+def _find_offset(host: HostState, since: float) -> int:
+    offset = offset_since(host.output, host.run_dir / OUTPUT_TIMES_FILE, since)
+    if offset is None:
+        note_missing_times(host.name)
+    return offset or 0
 
 
-def host_outputs(state: RunState, rank: int | None = None) -> list[Output]:
-    """Return the outputs of the hosts' scripts, which include their ranks', or of one rank.
-
-    Raises:
-        ConfigError: there is no such rank.
-    """
-    if rank is not None and not 0 <= rank < state.world_size:
-        ranks = f"ranks 0 to {state.world_size - 1}"
-        raise ConfigError(f"rank={rank}: run {state.run_id} has {ranks}")
-    hosts = (host for host in state.hosts if rank is None or rank in host.ranks)
-    return [Output(host.output, _host_label_function(host.name, rank)) for host in hosts]
+def note_missing_times(host: str) -> None:
+    """Print a note that lines of a host cannot be selected by time."""
+    text = f"note: the output of {host} has no record of times; its lines since the start follow"
+    print(text, file=sys.stderr)
 
 
-def _host_label_function(name: str, rank: int | None) -> Callable[[str], str | None]:
-    """Return the function that labels a host's lines.
-
-    torchrun already puts ``host:rank: `` in front of the lines of ranks. Lines of the script, the
-    agent and torchrun get ``host: ``.
-    """
-    ranks = r"\d+" if rank is None else str(rank)
-    of_rank = re.compile(rf"{re.escape(name)}:{ranks}: ")
-
-    def label(line: str) -> str | None:
-        if of_rank.match(line):
-            return line
-        return f"{name}: {line}" if rank is None else None
-
-    return label
-
-
-def _rank_outputs(state: RunState, rank: int | None) -> Iterator[Output]:
+def _rank_outputs(state: RunState, query: LogQuery) -> Iterator[Output]:
     """Yield the files that torchrun writes for each rank."""
-    for host in state.hosts:
-        for number in host.ranks if rank is None else {rank}.intersection(host.ranks):
+    for host in (state.hosts[index] for index in query.hosts):
+        for number in host.ranks if query.rank is None else {query.rank}:
             label = f"{host.name}:{number}: {{}}".format
             for name in ("stdout.log", "stderr.log"):
-                yield from (Output(path, label) for path in rank_logs(host, number, name))
+                line_filter = create_filter(host.name, query.pattern, query.level)
+                yield from (
+                    Output(path, label, line_filter)
+                    for path in rank_logs(host, number, name)
+                    if query.since is None or path.stat().st_mtime >= query.since
+                )
 
 
-def read_lines(state: RunState, rank: int | None = None, count: int | None = None) -> Iterator[str]:
-    """Yield all lines of a run so far, host by host, or the last ``count`` of each.
+def read_lines(state: RunState, query: LogQuery | None = None) -> Iterator[str]:
+    """Yield the lines of a query so far, host by host.
 
     A run without an output file, whose script was started by hand in a terminal, has torchrun's
     files of each rank.
     """
-    has_output = False
-    for outputs in (host_outputs(state, rank), _rank_outputs(state, rank)):
-        for output in () if has_output else outputs:
-            lines = (
-                output.read(final=True) if count is None else output.last_lines(count, final=True)
-            )
-            for line in lines:
-                has_output = True
-                yield line
+    query = query or LogQuery(select_hosts(state))
+    outputs = host_outputs(state, query)
+    if not any(output.path.exists() and output.path.stat().st_size for output in outputs):
+        outputs = list(_rank_outputs(state, query))
+    for output in outputs:
+        yield from (
+            output.read(final=True)
+            if query.count is None
+            else output.last_lines(query.count, final=True)
+        )
 
 
 def follow_lines(outputs: Sequence[Output], ended: Callable[[], bool]) -> Iterator[str]:

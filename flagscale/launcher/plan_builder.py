@@ -12,7 +12,13 @@ from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.sources import find_location
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
+from flagscale.hosts.hostfile import (
+    Host,
+    choose_hosts,
+    is_loopback,
+    parse_host_list,
+    read_hostfile,
+)
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
@@ -35,13 +41,15 @@ def select_hosts(experiment: Experiment) -> tuple[Host, ...]:
             hostfile does not have.
     """
     runner = experiment.runner
-    hostfile_hosts = None
+    listed_hosts = None
     if runner.hostfile is not None:
-        hostfile_hosts = read_hostfile(runner.hostfile)
-        problems = find_unknown_names(experiment, hostfile_hosts)
-        if problems:
-            raise ConfigError(problems)
-    selected = choose_hosts(hostfile_hosts, runner.hostfile, runner.nnodes, runner.type)
+        listed_hosts = read_hostfile(runner.hostfile)
+    elif runner.hosts:
+        location = find_location(experiment.sources, "experiment.runner.hosts")
+        listed_hosts = parse_host_list(runner.hosts, location)
+    if listed_hosts is not None and (problems := find_unknown_names(experiment, listed_hosts)):
+        raise ConfigError(problems)
+    selected = choose_hosts(listed_hosts, runner.hostfile, runner.nnodes, runner.type)
     return order_by_mesh(experiment, selected)
 
 
@@ -117,10 +125,10 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
     notes += note_unexpanded_variables(experiment.envs)
     if runner.nnodes is not None and runner.nnodes > len(hosts):
         notes.append(
-            f"{len(hosts)} host(s) take part: experiment.runner.nnodes is {runner.nnodes}, the "
-            f"hostfile has {len(hosts)}"
+            f"{len(hosts)} host(s) take part: experiment.runner.nnodes is {runner.nnodes}, "
+            f"{_name_host_list(experiment)} has {len(hosts)}"
         )
-    if runner.hostfile is None:
+    if not runner.names_hosts:
         names = [host.name for host in hosts]
         types = {host.device_type for host in hosts if host.device_type}
         unused = [key for key, _, _ in _find_unused_settings(experiment, types, names)]
@@ -156,6 +164,11 @@ def _note_unused_settings(
         )
 
 
+def _name_host_list(experiment: Experiment) -> str:
+    """Return the name of the list of hosts, for messages."""
+    return "experiment.runner.hosts" if experiment.runner.hosts else "the hostfile"
+
+
 def find_unknown_names(experiment: Experiment, hostfile_hosts: Sequence[Host]) -> list[Problem]:
     """Return the problems of settings for hosts or device types that the hostfile does not have.
 
@@ -163,7 +176,7 @@ def find_unknown_names(experiment: Experiment, hostfile_hosts: Sequence[Host]) -
     the rest.
     """
     hostfile = experiment.runner.hostfile
-    source = short_path(hostfile) if hostfile else "the hostfile"
+    source = short_path(hostfile) if hostfile else _name_host_list(experiment)
     types = list(dict.fromkeys(host.device_type for host in hostfile_hosts if host.device_type))
     names = [host.name for host in hostfile_hosts]
     problems = []

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 from flagscale.config.schema import Options
-from flagscale.errors import RunStateError, UnreachableError
-from flagscale.launcher import logs, runs, snapshot
-from flagscale.launcher.runners.base import Runner, runner_for_run
+from flagscale.errors import ConfigError, FlagscaleError, RunStateError, UnreachableError
+from flagscale.launcher import logs, runs, snapshot, sweep_runs
+from flagscale.launcher.log_query import FOLLOWED_LINES, LogQuery, parse_query
+from flagscale.launcher.remote_logs import read_filtered_lines
+from flagscale.launcher.runners.base import Runner, filtering_runner, runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.launcher.stop_result import (
@@ -20,23 +22,78 @@ from flagscale.launcher.stop_result import (
     require_recorded,
     require_stopped,
 )
+from flagscale.launcher.sweep_runs import StoredSweep
 from flagscale.output_streams import format_for_terminal
 
 _FOLLOW_SECONDS = 1.0
-_FOLLOW_LINES = 100
 
 
 def run_named_action(text: str, options: Options) -> int:
-    """Perform the action of ``options`` on the run that a text names (:func:`.runs.find_run`)."""
-    return ACTIONS[options.action](runs.require_run(text), options)
+    """Perform the action of ``options`` on the run or sweep that a text names.
+
+    See :func:`.runs.find_run` and :func:`.sweep_runs.find_sweep`.
+    """
+    sweep = sweep_runs.find_sweep(text)
+    if sweep is None:
+        return ACTIONS[options.action](runs.require_run(text), options)
+    return run_on_sweep(sweep, options)
+
+
+def run_on_sweep(sweep: StoredSweep, options: Options) -> int:
+    """Perform the action of ``options`` on all runs of a sweep.
+
+    Raises:
+        ConfigError: The action is for one run.
+    """
+    if options.action == "query" and not options.follow:
+        return _print_sweep(sweep, options)
+    if options.action == "stop":
+        return _stop_sweep(sweep, options)
+    action = f"{options.action} --follow" if options.follow else options.action
+    raise ConfigError(
+        f"{sweep.directory}: {action} is of one run, and this is a sweep of {len(sweep.runs)}",
+        hint=f"name one of its runs, such as {sweep.runs[0].exp_dir}",
+    )
+
+
+def _print_sweep(sweep: StoredSweep, options: Options) -> int:
+    """Print the state of each run of a sweep; return 3 if some host does not answer."""
+    sweep.query()
+    sweep_runs.print_sweep(sweep.runs, options)
+    return 3 if any(run.phase == Phase.UNREACHABLE.value for run in sweep.runs) else 0
+
+
+def _stop_sweep(sweep: StoredSweep, options: Options) -> int:
+    """End the live runs of a sweep; return the worst exit code of those that could not be ended."""
+    exit_code = 0
+    for run in sweep.runs:
+        run.query()
+        if run.state is None or (run.snapshot is not None and run.snapshot.phase.ended):
+            continue
+        try:
+            stop_run(run.state)
+            run.query()
+        except FlagscaleError as error:
+            run.failure_reason = error.message
+            exit_code = max(exit_code, error.exit_code)
+    sweep_runs.print_sweep(sweep.runs, options)
+    return exit_code
 
 
 def print_state(state: RunState, options: Options) -> int:
     """Print the state of a run; with ``follow``, until it ends.
 
     Return 1 if it failed while being followed, 3 if a host does not answer.
+
+    Raises:
+        ConfigError: A CSV file was requested, which is of a sweep.
     """
     from flagscale.launcher.show.view import show_snapshots
+
+    if options.csv is not None:
+        raise ConfigError(
+            f"csv: run {state.run_id} is one run; the table is of a sweep's directory"
+        )
 
     def take_snapshot() -> Snapshot:
         now = reload_state(state)  # The state records a stop.
@@ -57,31 +114,43 @@ def print_state(state: RunState, options: Options) -> int:
 def print_logs(state: RunState, options: Options) -> int:
     """Print the output of a run, with host and rank in front of every line."""
     with closing(runner_for_run(state)) as runner:
-        runner.bring_output(state)
-        # With a scheduler, hosts have names after they are allocated.
-        state = reload_state(state)
-        if options.follow:
-            _follow_logs(runner, state, options)
-            return 0
+        filtering = None if state.shared_fs else filtering_runner(runner)
+        if filtering is not None and (query := parse_query(state, options)).selects_lines:
+            lines = read_filtered_lines(filtering, state, query, follow=options.follow)
+        else:
+            runner.bring_output(state)
+            # With a scheduler, hosts have names after they are allocated.
+            state = reload_state(state)
+            query = parse_query(state, options)
+            if options.follow:
+                lines = _follow_logs(runner, state, query)
+            else:
+                lines = logs.read_lines(state, query)
         has_no_output = True
-        for line in logs.read_lines(state, options.rank, options.lines):
+        for line in lines:
             has_no_output = False
-            print(format_for_terminal(line))
-    if has_no_output and options.lines != 0:
-        subject = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
-        files = ", ".join(str(output.path) for output in logs.host_outputs(state, options.rank))
-        print(f"note: {subject} has written nothing so far; its log is {files}", file=sys.stderr)
+            print(format_for_terminal(line), flush=options.follow)
+    if has_no_output and options.lines != 0 and not options.follow:
+        _note_missing_lines(state, query)
     return 0
 
 
-def _follow_logs(runner: Runner, state: RunState, options: Options) -> None:
-    outputs = logs.host_outputs(state, options.rank)
+def _follow_logs(runner: Runner, state: RunState, query: LogQuery) -> Iterator[str]:
+    outputs = logs.host_outputs(state, query)
+    count = query.count
+    if count is None and query.since is None:
+        count = FOLLOWED_LINES
     for output in outputs:
-        for line in output.last_lines(_FOLLOW_LINES if options.lines is None else options.lines):
-            print(format_for_terminal(line))
-    sys.stdout.flush()
-    for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
-        print(format_for_terminal(line), flush=True)
+        yield from output.read() if count is None else output.last_lines(count)
+    yield from logs.follow_lines(outputs, lambda: runner.ended(state))
+
+
+def _note_missing_lines(state: RunState, query: LogQuery) -> None:
+    subject = f"run {state.run_id}" if query.rank is None else f"rank {query.rank}"
+    files = ", ".join(str(state.hosts[index].output) for index in query.hosts)
+    filters = (query.pattern, query.level, query.since)
+    what = "nothing" if all(value is None for value in filters) else "no such lines"
+    print(f"note: {subject} has written {what} so far; its log is {files}", file=sys.stderr)
 
 
 def stop(state: RunState, _options: Options) -> int:

@@ -20,7 +20,7 @@ from flagscale.errors import ConfigError, FlagscaleError, RunStateError
 from flagscale.files import make_private_directory, read_json, to_plain, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.names import list_first
-from flagscale.launcher.layout import Layout
+from flagscale.launcher.layout import Layout, registry_directory
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.runners.base import runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
@@ -29,6 +29,7 @@ from flagscale.launcher.state import (
     RunState,
     UnreadableStateError,
     load_state,
+    load_states,
     make_state,
     read_state,
     reload_state,
@@ -84,21 +85,14 @@ class RunEntry:
         write_json(path, to_plain(self), durable=False)
 
 
-def _registry_directory() -> Path:
-    state_home = os.environ.get("XDG_STATE_HOME", "")
-    # A user without a home has no registry: never write to "/~".
-    home = os.path.expanduser("~/.local/state")  # noqa: PTH111
-    return Path("/", state_home if state_home.startswith("/") else home, "flagscale", "runs")
-
-
 def _entry_path(run_id: str) -> Path:
-    return _registry_directory() / f"{run_id}.json"
+    return registry_directory() / f"{run_id}.json"
 
 
 def _entry_paths() -> list[Path]:
     """Return the files of all runs, oldest first."""
     with suppress(OSError):
-        return sorted(_registry_directory().glob("*.json"))
+        return sorted(registry_directory().glob("*.json"))
     return []
 
 
@@ -235,6 +229,27 @@ def _find_registered(exp_dir: Path) -> RunState | None:
     return states[-1] if states else None
 
 
+def find_history(exp_dir: Path) -> list[RunState]:
+    """Return all runs that were started in a directory and whose files still exist, oldest first.
+
+    Raises:
+        RunStateError: the state of the last run is unreadable, and no run is registered.
+    """
+    last_run = find_in_directory(exp_dir)
+    if last_run is None:
+        return []
+    states = {last_run.run_id: last_run}
+    real_path = exp_dir.resolve()
+    # Runs of an older version are only registered.
+    for entry in read_entries():
+        state = entry.state
+        if state.exp_dir.resolve() == real_path and any(h.run_dir.exists() for h in state.hosts):
+            states[state.run_id] = state
+    with suppress(UnreadableStateError):
+        states |= {state.run_id: state for state in load_states(Layout(exp_dir))}
+    return sorted(states.values(), key=lambda state: (state.started, state.run_id))
+
+
 def find_elsewhere(experiment: Experiment) -> list[RunState]:
     """Return runs of the same YAML that may live in other directories.
 
@@ -307,7 +322,7 @@ def find_run(text: str) -> RunState | None:
     Raises:
         ConfigError: several ids begin with the text.
     """
-    if "/" in text or Path(text).is_dir():
+    if is_directory(text):
         return find_in_directory(Path(text).absolute())
     matches = [
         entry.state for entry in find_all_runs() if text and entry.state.run_id.startswith(text)
@@ -319,6 +334,11 @@ def find_run(text: str) -> RunState | None:
             f"{text}: {len(matches)} runs begin so: {ids}", hint="give more characters of the id"
         )
     return reload_state(matches[0]) if matches else None
+
+
+def is_directory(text: str) -> bool:
+    """Return True if a text names a run by its directory, which may be gone, and not by its id."""
+    return "/" in text or Path(text).is_dir()
 
 
 def _find_live_processes() -> list[RunState]:

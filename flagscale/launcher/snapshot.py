@@ -92,10 +92,14 @@ class Snapshot:
     since: float
     world_size: int
     joined: int
+    job: str = ""
+    """Id of the scheduler's job, if there is one."""
     exit_code: int | None = None
     step: int | None = None
     train_steps: int | None = None
     loss: float | None = None
+    validation_loss: float | None = None
+    """Last validation loss; the mean over the validation sets, if there are several."""
     tokens_per_second: float | None = None
     memory_gib: float | None = None
     eta_seconds: float | None = None
@@ -220,6 +224,7 @@ def take_snapshot(
         since=_phase_start(state, phase, events, exits),
         world_size=state.world_size,
         joined=len(joined),
+        job=state.job,
         exit_code=failures.compute_job_code(state, exits, failure),
         failure=failure,
         hosts=tuple(rows),
@@ -300,12 +305,13 @@ def _phase_start(
 def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
     """Return the latest training metrics, and the remaining time at the recent speed."""
     rows = [row for rows in events.values() for row in rows if row.event == "progress"]
+    metrics: dict[str, Any] = {"validation_loss": _validation_loss(events)}
     if not rows:
-        return {}
+        return metrics
     rows.sort(key=lambda row: row.time)
     latest = rows[-1]
     step, train_steps = latest.get_number("step"), latest.get_number("train_steps")
-    metrics = {"step": step, "train_steps": train_steps}
+    metrics |= {"step": step, "train_steps": train_steps}
     metrics |= {
         name: latest.get_number(name) for name in ("loss", "tokens_per_second", "memory_gib")
     }
@@ -315,6 +321,18 @@ def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str,
         seconds_per_step = (latest.time - recent[0].time) / steps
         metrics["eta_seconds"] = round(seconds_per_step * max(0, train_steps - step), 1)
     return metrics
+
+
+def _validation_loss(events: dict[int, list[Event]]) -> float | None:
+    """Return the last validation loss: the mean over the sets of the last evaluation."""
+    rows = [row for rows in events.values() for row in rows if row.event == "evaluation"]
+    last_step = max((step for row in rows if (step := row.get_number("step"))), default=None)
+    losses = [
+        loss
+        for row in rows
+        if row.get_number("step") == last_step and (loss := row.get_number("loss")) is not None
+    ]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _collect_warnings(events: dict[int, list[Event]]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, cast
 from flagscale.config.command_hints import action_command
 from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import (
+    format_json,
     make_private_directory,
     read_json,
     require_fixed_names,
@@ -114,6 +115,11 @@ class RunState:
     stop_requested: float | None = None
     shared_fs: bool = True
 
+    @property
+    def job(self) -> str:
+        """Id of the scheduler's job; empty if the runner has none, or has not submitted it yet."""
+        return str(self.runner.handle.get("job", ""))
+
     def save(self, path: Path) -> None:
         write_json(path, to_plain(self))
 
@@ -132,8 +138,28 @@ def load_state(path: Path) -> RunState | None:
         UnreadableStateError: the file exists but is not a state of this version.
         RunStateError: another user could have written it.
     """
+    return _load_state(path, path.parent.parent)
+
+
+def load_states(layout: Layout) -> list[RunState]:
+    """Return the runs that were started in a directory and can be read, oldest first.
+
+    Raises:
+        UnreadableStateError: the state of the last run is damaged, see :func:`load_state`.
+        RunStateError: another user could have written a state.
+    """
+    paths = sorted(layout.runs.glob("*/state.json"))
+    states = {}
+    for path in (*paths, layout.state):
+        with suppress(*((UnreadableStateError,) if path != layout.state else ())):
+            if (state := _load_state(path, layout.exp_dir)) is not None:
+                states[state.run_id] = state
+    return sorted(states.values(), key=lambda state: (state.started, state.run_id))
+
+
+def _load_state(path: Path, exp_dir: Path) -> RunState | None:
     if os.path.lexists(path):
-        _check_trust(require_trusted_file, path, path.parent.parent)
+        _check_trust(require_trusted_file, path, exp_dir)
     record = read_json(path)
     if record is None:
         if path.exists():
@@ -141,7 +167,7 @@ def load_state(path: Path) -> RunState | None:
                 f"{path} is damaged", hint="remove it once the run has ended"
             )
         return None
-    return read_state(_with_moved_paths(record, path), path)
+    return read_state(_with_moved_paths(record, path, exp_dir), path)
 
 
 def _check_trust(
@@ -160,11 +186,13 @@ def _check_trust(
         ) from None
 
 
-def _with_moved_paths(record: dict[str, Any], path: Path) -> dict[str, Any]:
+def _with_moved_paths(record: dict[str, Any], path: Path, exp_dir: Path) -> dict[str, Any]:
     """Return the record with the paths of a renamed directory."""
     old_directory = str(record.get("exp_dir"))
-    new_directory = str(path.absolute().parent.parent)
-    if Path(old_directory).exists() or Layout(Path(new_directory)).state != path.absolute():
+    layout = Layout(exp_dir.absolute())
+    new_directory = str(layout.exp_dir)
+    is_state_of_layout = path.absolute() == layout.state or layout.runs in path.absolute().parents
+    if Path(old_directory).exists() or not is_state_of_layout:
         return record
     text = json.dumps(record)
     for terminator in ("/", '"'):
@@ -176,11 +204,15 @@ def _with_moved_paths(record: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def reload_state(state: RunState) -> RunState:
-    """Return the run's current state from its own directory, if that still exists."""
-    with suppress(RunStateError, OSError):
-        current_state = load_state(Layout(state.exp_dir).state)
-        if current_state is not None and current_state.run_id == state.run_id:
-            return current_state
+    """Return the run's current state from its own directory, if that still exists; if another run
+    was started there since, its last state.
+    """
+    layout = Layout(state.exp_dir)
+    for path in (layout.state, layout.run_files(state.run_id).state):
+        with suppress(RunStateError, OSError):
+            current_state = _load_state(path, layout.exp_dir)
+            if current_state is not None and current_state.run_id == state.run_id:
+                return current_state
     return state
 
 
@@ -282,12 +314,43 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
     )
 
 
-def save_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
-    """Write plan, configuration and overrides next to the scripts on the launching machine."""
+def save_plan(
+    plan: LaunchPlan, config: str, overrides: str, launch: str = "", composed: str = ""
+) -> None:
+    """Write plan, configuration and overrides on the launching machine.
+
+    They are written next to the scripts, where those of the run before are replaced, and to the
+    run's own directory (``logs/runs/<run id>``). The state of the run before is copied to the
+    directory of that run, because this run replaces it.
+
+    Args:
+        plan: The plan.
+        config: Text of the resolved configuration.
+        overrides: Text of the overrides.
+        launch: Text of the record of the start (:mod:`.launch_record`).
+        composed: Text of the configuration from which the run can be started again.
+    """
     layout = plan.layout
-    for directory in (layout.scripts, layout.logs / "pids"):
+    run_files = layout.run_files(plan.run_id)
+    for directory in (layout.scripts, layout.logs / "pids", layout.runs, run_files.directory):
         make_private_directory(directory)
         _check_trust(require_private, directory)
-    write_json(layout.plan, plan.to_json(), durable=False)
-    write_atomic(layout.config, config_text, durable=False)
-    write_atomic(layout.overrides, overrides_text, durable=False)
+    _set_state_aside(layout)
+    plan_text = format_json(plan.to_json())
+    for files in (layout, run_files):
+        write_atomic(files.plan, plan_text, durable=False)
+        write_atomic(files.config, config, durable=False)
+        write_atomic(files.overrides, overrides, durable=False)
+    for path, text in ((run_files.launch, launch), (run_files.composed, composed)):
+        if text:
+            write_atomic(path, text, durable=False)
+
+
+def _set_state_aside(layout: Layout) -> None:
+    """Copy the state of the last run, which the next one replaces, to its own directory."""
+    with suppress(UnreadableStateError):
+        previous = _load_state(layout.state, layout.exp_dir)
+        if previous is not None:
+            path = layout.run_files(previous.run_id).state
+            make_private_directory(path.parent)
+            write_json(path, to_plain(previous), durable=False)

@@ -3,30 +3,93 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import os
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.errors import ConfigError
 from flagscale.launcher.state import RunState
-from flagscale.report.pages import write_page
+from flagscale.launcher.sweep_runs import StoredSweep
+from flagscale.report.pages import write_reports
+from flagscale.report.story import collect_story
+from flagscale.report.sweep_page import write_sweep_page
+
+_MAX_NAMED_SUBJECTS = 3
+_MAX_NAME_CHARACTERS = 200
 
 
-def write_report(states: Sequence[RunState], output: Path | None, *, show: bool = False) -> int:
-    """Write the page of these runs and print its path.
+@dataclass(frozen=True)
+class Subject:
+    """Subject of a report: one run, or the runs of one directory, oldest first."""
 
-    The default is the current directory and the name of the first run. ``show`` opens it in the
-    user's browser.
+    states: Sequence[RunState]
+    is_directory: bool = False
+
+    @property
+    def file_name(self) -> str:
+        """Name that differs from those of all other subjects, and stays when a directory gets more
+        runs.
+        """
+        first = self.states[0]
+        return f"{first.exp_dir.name}_{first.run_id}" if self.is_directory else first.run_id
+
+    def __str__(self) -> str:
+        count = len(self.states)
+        return f"run {self.states[0].run_id}" if count == 1 else f"{count} runs of one directory"
+
+
+def default_path(names: Sequence[str]) -> Path:
+    """Return the default path of a report about subjects with these names."""
+    text = "_".join(names)
+    if len(names) > _MAX_NAMED_SUBJECTS or len(text) > _MAX_NAME_CHARACTERS:
+        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
+        text = f"{names[0][:_MAX_NAME_CHARACTERS]}_and_{len(names) - 1}_more_{digest}"
+    return Path(f"report_{text}.html")
+
+
+def write_report(subjects: Sequence[Subject], output: Path | None, *, show: bool = False) -> int:
+    """Write the page of these subjects and print its path.
+
+    The default is a file in the current directory whose name has the ids of all subjects.
+    ``show`` opens it in the user's browser.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    path = output or Path(f"report_{states[0].run_id}.html")
+    path = output or default_path([subject.file_name for subject in subjects])
+    title = str(subjects[0])
+    if len(subjects) > 1:
+        has_stories = any(len(subject.states) > 1 for subject in subjects)
+        title = f"{len(subjects)} {'experiments' if has_stories else 'runs'}"
+
+    def write() -> None:
+        write_reports([collect_story(subject.states) for subject in subjects], path)
+
+    return _write_page(write, path, title, show=show)
+
+
+def write_sweep_report(sweep: StoredSweep, output: Path | None, *, show: bool = False) -> int:
+    """Write the page of a sweep and print its path; the other arguments are as for
+    :func:`write_report`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    digest = hashlib.sha256(os.fsencode(sweep.directory)).hexdigest()[:8]
+    path = output or default_path([f"sweep_{sweep.name}_{digest}"])
+    title = f"a sweep of {len(sweep.runs)} runs"
+    return _write_page(lambda: write_sweep_page(sweep, path), path, title, show=show)
+
+
+def _write_page(write: Callable[[], object], path: Path, title: str, *, show: bool) -> int:
     # The events of a long run live until the page is written, so nothing is garbage.
     gc.disable()
     try:
-        write_page(states, path)
+        write()
     except OSError as error:
         raise ConfigError(
             f"{path}: the report cannot be written: {error.strerror}",
@@ -34,8 +97,7 @@ def write_report(states: Sequence[RunState], output: Path | None, *, show: bool 
         ) from error
     finally:
         gc.enable()
-    count = f"{len(states)} runs" if len(states) > 1 else f"run {states[0].run_id}"
-    print(f"report of {count}: {path} ({path.stat().st_size / 1e6:.1f} MB)", flush=True)
+    print(f"report of {title}: {path} ({path.stat().st_size / 1e6:.1f} MB)", flush=True)
     if show and not webbrowser.open(path.absolute().as_uri()):
         print("note: no browser was found to show it in", file=sys.stderr)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flagscale.report.history import Attempt, step_of
@@ -104,7 +104,7 @@ def _make_plot(
         metric.title,
         metric.unit,
         lines,
-        marks=_event_marks(run_reports) if has_marks else (),
+        marks=_event_marks(run_reports) if has_marks and len(run_reports) <= COLOURS else (),
         x_range=(min(step_bounds), max(step_bounds)) if step_bounds else None,
         max_points=max(200, min(2000, _MAX_PAGE_POINTS // (len(METRICS) * len(lines)))),
         group="steps",
@@ -139,7 +139,7 @@ def _attempt_lines(
         if repeated_index:
             yield Line(label, attempt.steps[:repeated_index], values[:repeated_index], colour)
         if repeated_index < len(attempt.steps):
-            repeated_label = f"{label} in attempt {attempt.number}"
+            repeated_label = f"{label} in {attempt.label}"
             yield Line(
                 repeated_label,
                 attempt.steps[repeated_index:],
@@ -167,21 +167,36 @@ def _attempts_with_repeated_step(run: RunReport) -> Iterator[tuple[Attempt, int 
 def _validation_lines(
     run: RunReport, label: str, colour: int, several_runs: bool
 ) -> Iterator[Line]:
-    """Yield one line per validation set."""
+    """Yield one line per validation set, and a faint one for the losses of repeated steps."""
     losses_by_set: dict[str, dict[int, float]] = {}
-    for event in (
-        evaluation
-        for attempt in run.attempts
-        for evaluation in attempt.events_of_kind("evaluation")
-    ):
-        step, loss = step_of(event), event.get("loss")
-        if step is not None and type(loss) in (int, float):
-            losses_by_set.setdefault(str(event.get("data", "")), {})[step] = float(loss)
-    for number, (name, losses) in enumerate(losses_by_set.items(), start=1):
-        steps = sorted(losses)
-        line_colour = colour if several_runs else run_colour(colour + number)
-        values = [losses[step] for step in steps]
-        yield Line(f"{label} {name}".strip(), steps, values, line_colour, dashed=True)
+    replaced_losses: dict[tuple[str, str], dict[int, float]] = {}
+    for attempt, first_repeated_step in _attempts_with_repeated_step(run):
+        for event in attempt.events_of_kind("evaluation"):
+            step, loss = step_of(event), event.get("loss")
+            if step is None or type(loss) not in (int, float):
+                continue
+            name = str(event.get("data", ""))
+            losses = losses_by_set.setdefault(name, {})
+            if first_repeated_step is not None and step >= first_repeated_step:
+                losses = replaced_losses.setdefault((name, attempt.label), {})
+            losses[step] = float(loss)
+    colours = {
+        name: colour if several_runs else run_colour(colour + number)
+        for number, name in enumerate(losses_by_set, start=1)
+    }
+    for name, losses in losses_by_set.items():
+        if losses:
+            yield _validation_line(f"{label} {name}".strip(), losses, colours[name])
+    for (name, attempt_label), losses in replaced_losses.items():
+        replaced_label = f"{label} {name}".strip() + f" in {attempt_label}"
+        yield _validation_line(replaced_label, losses, colours[name], faint=True)
+
+
+def _validation_line(
+    label: str, losses: Mapping[int, float], colour: int, *, faint: bool = False
+) -> Line:
+    steps = sorted(losses)
+    return Line(label, steps, [losses[step] for step in steps], colour, dashed=True, faint=faint)
 
 
 def _event_marks(run_reports: Sequence[RunReport]) -> list[Mark]:

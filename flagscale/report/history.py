@@ -49,6 +49,15 @@ class Attempt:
     """True if it belongs to the latest start of the scripts, which the run's other files describe.
     """
     train_steps: int | None = None
+    run_number: int | None = None
+    """Number of its run among those of the directory, from 1, in the story of a directory."""
+
+    @property
+    def label(self) -> str:
+        """Name of the attempt among those of the run, or of the directory."""
+        if self.run_number is None:
+            return f"attempt {self.number}"
+        return f"run {self.run_number}" + (f", attempt {self.number}" if self.number > 1 else "")
 
     def events_of_kind(self, *kinds: str) -> Iterator[Event]:
         """Return the events of these kinds."""

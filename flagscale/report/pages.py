@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from errno import EISDIR
 from os import strerror
 from pathlib import Path
@@ -30,6 +29,14 @@ from flagscale.report.html import (
 )
 from flagscale.report.plot import MARKS, SIGNS, render_plot
 from flagscale.report.run import RunReport, collect_run, find_backend, list_devices, make_labels
+from flagscale.report.run_table import (
+    describe_code,
+    format_duration,
+    format_end,
+    format_time,
+    list_earlier_configurations,
+    render_run_table,
+)
 from flagscale.report.spikes import GRAD_NORM_RULE, LOSS_RULE
 from flagscale.report.timeline import TimelineEvent
 
@@ -49,9 +56,26 @@ def write_page(states: Sequence[RunState], output: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
+    return write_reports([collect_run(state) for state in states], output)
+
+
+def write_reports(run_reports: Sequence[RunReport], output: Path) -> Path:
+    """Write the page of these reports to a private file, and return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return write_text(render_runs(run_reports), output)
+
+
+def write_text(text: str, output: Path) -> Path:
+    """Write a page to a private file, or to a pipe or device, and return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     if output.is_dir():
         raise IsADirectoryError(EISDIR, strerror(EISDIR), str(output))
-    text = render_runs([collect_run(state) for state in states])
     if output.exists() and not output.is_file():
         output.write_text(text, encoding="utf-8")  # a pipe, or a device
     else:
@@ -59,24 +83,45 @@ def write_page(states: Sequence[RunState], output: Path) -> Path:
     return output
 
 
-def render_runs(run_reports: Sequence[RunReport]) -> str:
-    """Return the page of one or more runs. Text from outside is escaped."""
+def render_runs(
+    run_reports: Sequence[RunReport],
+    *,
+    title: str = "",
+    overview: Html | None = None,
+    shown_configuration: RunReport | None = None,
+) -> str:
+    """Return the page of one or more runs. Text from outside is escaped.
+
+    Args:
+        run_reports: Runs, or directories of runs.
+        title: Title; by default the names of the runs.
+        overview: Replaces the description of each run, its hosts and its files, as for a sweep.
+        shown_configuration: The only run whose configuration is shown; by default each run's.
+    """
     names = make_labels(run_reports)
-    collection_time = _format_time(max(run.collected_at for run in run_reports))
+    collection_time = format_time(max(run.collected_at for run in run_reports))
     live_names = [
         n for n, run in zip(names, run_reports, strict=True) if not run.snapshot.phase.ended
     ]
     live_runs_note = f": {', '.join(live_names)} may have gone on since" if live_names else ""
     cards = (_run_card(run, names[index], index) for index, run in enumerate(run_reports))
-    return render_page(
-        " and ".join(names),
-        element("div", join_parts(cards), class_="cards"),
+    configured_runs = run_reports if shown_configuration is None else [shown_configuration]
+    configured_names = [names[run_reports.index(run)] for run in configured_runs]
+    parts = [
+        element("div", join_parts(cards), class_="cards") if overview is None else overview,
+        _section_per_run(run_reports, names, "Runs of the directory", render_run_table),
         _section_per_run(run_reports, names, "What failed", _failures_part),
         _curves_section(run_reports),
         section("What happened", _events_part(run_reports, names)),
-        _section_per_run(run_reports, names, "Hosts and layout", _hosts_part),
-        _configuration_section(run_reports, names),
-        _section_per_run(run_reports, names, "Files", _files),
+        _section_per_run(run_reports, names, "Hosts and layout", _hosts_part)
+        if overview is None
+        else "",
+        _configuration_section(configured_runs, configured_names),
+        _section_per_run(run_reports, names, "Files", _files) if overview is None else "",
+    ]
+    return render_page(
+        title or " and ".join(names),
+        *parts,
         note=f"As of {collection_time}{live_runs_note}.",
     )
 
@@ -109,7 +154,7 @@ def _run_card(run: RunReport, name: str, index: int) -> Html:
     state, snapshot = run.state, run.snapshot
     kind = _PHASE_CLASSES.get(snapshot.phase, "warn")
     pill = element("span", snapshot.phase.value, class_=f"state {kind}")
-    attempts = max(len(run.attempts), snapshot.attempt)
+    attempts = 1 if run.runs else max(len(run.attempts), snapshot.attempt)
     hosts = compress_names(host.name for host in state.hosts)
     size_text = f"{state.world_size} {_rank_word(state.world_size)} on {len(state.hosts)} "
     return element(
@@ -117,7 +162,7 @@ def _run_card(run: RunReport, name: str, index: int) -> Html:
         element("h2", name, " ", pill),
         definition_list(
             {
-                "run": state.run_id,
+                "run": _describe_run_id(run),
                 "model": run.settings.model,
                 "program": "" if run.settings.model else run.settings.program,
                 "layout": run.settings.layout,
@@ -126,18 +171,26 @@ def _run_card(run: RunReport, name: str, index: int) -> Html:
                 "devices": ", ".join(dict.fromkeys(filter(None, list_devices(run).values()))),
                 "backend": find_backend(run),
                 "step": _format_progress(run),
-                "started": _format_time(state.started) if state.started else "",
-                "ended" if run.end_time else "lasted so far": _format_end(run),
+                "started": format_time(state.started) if state.started else "",
+                "ended" if run.end_time else "lasted so far": format_end(run),
                 "attempts": f"{attempts} of {max(snapshot.attempts, attempts)}" * (attempts > 1),
                 "exit code": "" if snapshot.exit_code is None else str(snapshot.exit_code),
                 "runner": state.runner.type,
                 "YAML": run.config,
+                "rerun of": run.launch.rerun_of if run.launch is not None else "",
+                "code": describe_code(run),
                 "directory": str(state.exp_dir),
                 "not reached": run.query_error,
             }
         ),
         class_=f"card c{curves.run_colour(index)}",
     )
+
+
+def _describe_run_id(run: RunReport) -> str:
+    if not run.runs:
+        return run.state.run_id
+    return f"{run.state.run_id}, the last of {len(run.runs)} in this directory"
 
 
 def _rank_word(count: int) -> str:
@@ -151,37 +204,28 @@ def _format_progress(run: RunReport) -> str:
         return ""
     total_steps = next((a.train_steps for a in reversed(run.attempts) if a.train_steps), None)
     seconds_left = run.snapshot.eta_seconds
-    remaining = f", {_format_duration(seconds_left)} left at this pace" if seconds_left else ""
+    remaining = f", {format_duration(seconds_left)} left at this pace" if seconds_left else ""
     return f"{last_step:,}" + (f" of {total_steps:,}" if total_steps else "") + remaining
-
-
-def _format_end(run: RunReport) -> str:
-    start_time = run.state.started
-    if not start_time:
-        return _format_time(run.end_time) if run.end_time else ""
-    duration = _format_duration((run.end_time or run.collected_at) - start_time)
-    return f"{_format_time(run.end_time)}, after {duration}" if run.end_time else duration
-
-
-def _format_duration(seconds: float) -> str:
-    """Format a duration as ``0:01:11``. It comes from ranks and may be anything."""
-    try:
-        return str(timedelta(seconds=max(0, round(seconds))))
-    except (ValueError, OverflowError):
-        return f"{seconds:g} s"
-
-
-def _format_time(moment: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(moment))
-    except (ValueError, OverflowError, OSError):
-        return f"{moment:g}"
 
 
 # -- failures and events -----------------------------------------------------------------------
 
 
 def _failures_part(run: RunReport) -> Html:
+    """Return the failures of a run; for a directory first those of its last run."""
+    earlier_parts = (
+        (number, _failures_of_run(earlier_run))
+        for number, earlier_run in enumerate(run.runs[:-1], start=1)
+    )
+    return join_parts(
+        (
+            _failures_of_run(run),
+            *(details(f"run {number}", part) for number, part in earlier_parts if part),
+        )
+    )
+
+
+def _failures_of_run(run: RunReport) -> Html:
     snapshot = run.snapshot
     parts = []
     if snapshot.failure is not None:
@@ -230,12 +274,14 @@ def _events_part(run_reports: Sequence[RunReport], names: Sequence[str]) -> Html
         for _, listed_event in (*rare, *frequent[-max(0, _MAX_EVENTS - len(rare)) or 1 :])
     }
     displayed = [pair for pair in events if id(pair[1]) in displayed_ids]
-    headings = ["time", "run", "attempt", "step", "", "what"]
-    hidden_columns = {"run"} if len(run_reports) == 1 else set()
-    hidden_columns |= (
-        set() if any(any_event.attempt > 1 for _, any_event in events) else {"attempt"}
-    )
-    columns = [i for i, heading in enumerate(headings) if heading not in hidden_columns]
+    has_stories = any(run.runs for run in run_reports)
+    name_heading = "experiment" if has_stories else "run"
+    headings = ["time", name_heading, "run", "attempt", "step", "", "what"]
+    is_shown = [
+        *(True, len(run_reports) > 1, has_stories),
+        *(any(any_event.attempt > 1 for _, any_event in events), True, True, True),
+    ]
+    columns = [i for i, shown in enumerate(is_shown) if shown]
     rows = [
         [row[i] for i in columns]
         for row in (_event_row(name, row_event) for name, row_event in displayed)
@@ -257,8 +303,9 @@ def _event_row(name: str, event: TimelineEvent) -> list[object]:
         "span", SIGNS.get(event.kind, ""), class_=f"sign {event.kind}", aria_hidden="true"
     )
     step = "" if event.step is None else f"{event.step:,}"
-    moment = _format_time(event.time).rpartition(" ")[0] if event.time else ""
-    return [Cell(moment, "time"), name, str(event.attempt), step, sign, event.text]
+    moment = format_time(event.time).rpartition(" ")[0] if event.time else ""
+    run_number = str(event.run_number or "")
+    return [Cell(moment, "time"), name, run_number, str(event.attempt), step, sign, event.text]
 
 
 # -- curves ------------------------------------------------------------------------------------
@@ -308,9 +355,9 @@ def _reading_help(run_reports: Sequence[RunReport]) -> Iterator[str]:
         "marked."
     )
     yield (
-        "Steps that a later attempt repeated are faint. An axis is logarithmic where its largest "
-        "value is more than ten times the median. Arrow keys, Home, End and Page keys move along "
-        "a plot."
+        "Steps that a later attempt or run repeated are faint. An axis is logarithmic where its "
+        "largest value is more than ten times the median. Arrow keys, Home, End and Page keys "
+        "move along a plot."
     )
 
 
@@ -345,9 +392,9 @@ def _configuration_section(run_reports: Sequence[RunReport], names: Sequence[str
     parts: list[object] = [_differences(run_reports, names)] if len(run_reports) > 1 else []
     for run, name in zip(run_reports, names, strict=True):
         settings = run.settings
-        title = (
-            f"the configuration of {name}" if len(run_reports) > 1 else "the resolved configuration"
-        )
+        title = "the resolved configuration"
+        if len(run_reports) > 1 or run.runs or run.label:
+            title = f"the configuration of {f'run {len(run.runs)} of ' if run.runs else ''}{name}"
         if settings.missing_reason:
             parts.append(element("p", f"{name}: {settings.missing_reason}."))
         if settings.overrides:
@@ -355,6 +402,10 @@ def _configuration_section(run_reports: Sequence[RunReport], names: Sequence[str
             parts.append(element("p", "overrides: ", join_parts(override_elements, " ")))
         if settings.text:
             parts.append(details(title, element("pre", settings.text)))
+        parts += [
+            details(f"the configuration of run {number} of {name}", element("pre", text))
+            for number, text in list_earlier_configurations(run)
+        ]
     return section("Configuration, without secrets", *parts)
 
 
@@ -379,6 +430,7 @@ def _files(run: RunReport) -> Html:
     # What a later run of the same directory has written anew is not this one's.
     is_current = not run.settings.missing_reason
     rows += [("configuration", layout.config), ("plan", layout.plan)] if is_current else []
+    rows += [("files of each run", layout.runs)] if run.runs else []
     rows = [(description, path) for description, path in rows if path.exists()]
     for host in hosts[:_MAX_HOSTS]:
         host_suffix = f" of {host.name}" if len(hosts) > 1 else ""

@@ -33,14 +33,27 @@ COLOURS = 8
 """Size of the page's palette."""
 _MAX_DOTTED_POINTS = 30
 """Curves with at most this many points show each point as a dot."""
-SIGNS = {"checkpoint": "●", "restart": "▲", "spike": "◆", "failure": "✕"}
+SIGNS = {
+    "checkpoint": "●",
+    "restart": "▲",
+    "stop": "■",
+    "resume": "▶",
+    "change": "▷",
+    "spike": "◆",
+    "failure": "✕",
+}
 MARKS = {
     "checkpoint": "a checkpoint was saved",
     "restart": "the job was started again",
+    "stop": "the run was stopped",
+    "resume": "the next run of the directory",
+    "change": "the next run, with another configuration",
     "spike": "a spike, or a value that is no number",
     "failure": "the first failure",
 }
 """Kinds of marks and their meanings."""
+_LINE_MARKS = ("restart", "resume", "change", "failure")
+"""Kinds of marks that are vertical lines in the plot."""
 
 
 Level = tuple[str, float]
@@ -175,7 +188,7 @@ def _draw_svg(plot: Plot, x_scale: Scale, y_scale: Scale) -> Html:
     )
     parts = [element("path", class_="grid", d="".join(grid))]
     parts += [element("path", class_="level", d=levels)] if levels else []
-    for mark in (mark for mark in plot.marks if mark.kind in ("restart", "failure")):
+    for mark in (mark for mark in plot.marks if mark.kind in _LINE_MARKS):
         x = _to_svg_x(x_scale.position(mark.x))
         parts.append(element("path", class_=f"when {mark.kind}", d=f"M{x} 0v{_HEIGHT}"))
     curves = _group_by_label(plot)

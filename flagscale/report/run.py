@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagscale.errors import FlagscaleError
+from flagscale.files import read_json
 from flagscale.launcher import runs, snapshot
+from flagscale.launcher.launch_record import LaunchRecord, read_launch_record
+from flagscale.launcher.layout import Layout
 from flagscale.launcher.snapshot import HostObservation, Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.report import history, setting
@@ -35,6 +38,12 @@ class RunReport:
     config: str = ""
     query_error: str = ""
     registered_failures: Sequence[tuple[int, str]] = ()
+    launch: LaunchRecord | None = None
+    """Record of the start; None for a run of an older version."""
+    runs: Sequence[RunReport] = ()
+    """All runs of the directory, oldest first, if this is their story (:mod:`.story`)."""
+    label: str = ""
+    """Name on a page with others; by default the name of the experiment."""
 
     @property
     def end_time(self) -> float | None:
@@ -43,13 +52,20 @@ class RunReport:
 
 
 def collect_run(state: RunState) -> RunReport:
-    """Collect the data of a run. Its hosts are queried unless it is known to have ended."""
+    """Collect the data of a run.
+
+    Its hosts are queried unless it is known to have ended: its end is registered, or another run
+    was started in its directory since.
+    """
     state, now, query_error = reload_state(state), time.time(), ""
+    layout = Layout(state.exp_dir)
     entry = runs.read_entry(state.run_id)
     ended = entry.ended if entry is not None else None
     if ended is not None:
         current = snapshot.take_snapshot(state, {})
         current = replace(current, phase=Phase(ended.phase), since=ended.since)
+    elif (read_json(layout.state) or {}).get("run_id", state.run_id) != state.run_id:
+        current = snapshot.take_snapshot(state, {})
     else:
         try:
             current = runs.query_run(state)
@@ -72,16 +88,22 @@ def collect_run(state: RunState) -> RunReport:
         config=entry.config if entry is not None else "",
         query_error=query_error,
         registered_failures=ended.failures if ended is not None else (),
+        launch=read_launch_record(layout, state.run_id),
     )
 
 
 def make_labels(run_reports: Sequence[RunReport]) -> list[str]:
     """Return a distinct label for each run."""
-    names = Counter(run.state.name for run in run_reports)
+    labels = [run.label or run.state.name for run in run_reports]
+    counts = Counter(labels)
     return [
-        run.state.name if names[run.state.name] == 1 else f"{run.state.name} {run.state.run_id}"
-        for run in run_reports
+        label if counts[label] == 1 else f"{label} {_distinct_name(run)}"
+        for label, run in zip(labels, run_reports, strict=True)
     ]
+
+
+def _distinct_name(run: RunReport) -> str:
+    return str(run.state.exp_dir) if run.runs else run.state.run_id
 
 
 def list_devices(run: RunReport) -> Mapping[int, str]:

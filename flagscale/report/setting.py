@@ -47,11 +47,14 @@ class RunSettings:
 
 
 def read_settings(state: RunState) -> RunSettings:
-    """Read the settings from the files next to a run's scripts.
+    """Read the settings from a run's own files.
 
-    These files belong to the run that was started last in the directory.
+    A run of an older version has none: the files next to the scripts belong to the run that was
+    started last in the directory.
     """
-    files = Layout(state.exp_dir)
+    layout = Layout(state.exp_dir)
+    run_files = layout.run_files(state.run_id)
+    files = run_files if run_files.plan.exists() else layout
     plan = read_json(files.plan)
     if plan is None:
         return RunSettings(

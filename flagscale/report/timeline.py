@@ -17,6 +17,7 @@ from flagscale.status import Event
 
 _SPIKE_WARNING_PATTERN = re.compile(r"loss spike at step (\d{1,15}): ")
 _MAX_CHARACTERS = 2000
+_END_KINDS = {Phase.FAILED: "failure", Phase.LOST: "failure", Phase.STOPPED: "stop"}
 _SPIKE_RULES = (("loss", "loss", LOSS_RULE), ("grad_norm", "gradient norm", GRAD_NORM_RULE))
 
 
@@ -33,6 +34,8 @@ class TimelineEvent:
     step: int | None
     kind: str
     text: str
+    run_number: int | None = None
+    """Number of its run among those of the directory, from 1, in the story of a directory."""
 
 
 def list_events(
@@ -58,7 +61,7 @@ def list_events(
     elif snapshot.phase.ended:
         last_attempt_number = attempts[-1].number if attempts else 1
         last_step = attempts[-1].last_step() if attempts else None
-        kind = "failure" if snapshot.phase in (Phase.FAILED, Phase.LOST) else "end"
+        kind = _END_KINDS.get(snapshot.phase, "end")
         events.append(
             TimelineEvent(
                 time=snapshot.since or None,

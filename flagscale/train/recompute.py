@@ -84,7 +84,7 @@ def _describe_stage(stage: StageForecast, limit_bytes: float) -> str:
         )
     memory_use = f"{stage.memory.total / _GIB:.1f} of {limit_bytes / _GIB:.1f} GiB by calculation"
     if stage.memory.total > limit_bytes:
-        memory_use = f"{memory_use}, which is too much: `action=estimate` shows what would fit"
+        memory_use = f"{memory_use}, which is too much: `flagscale estimate` shows what would fit"
     if not stage.recomputed_layers:
         return f"{stage.name}: nothing is recomputed: {memory_use}"
     chunk = " of a chunk" if len(stage.flops) > 1 else ""

@@ -25,6 +25,7 @@ from typing import Any
 from flagscale.errors import ConfigError
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
+from flagscale.train.wandb_run import WandbRun
 
 _TENSORBOARD_RETRY_SECONDS = 60.0
 """Seconds between attempts to start new TensorBoard files after a write error."""
@@ -73,11 +74,18 @@ class TrainingReporter:
         self._status = status
         self._is_reporting_rank = is_reporting_rank
         self._tensorboard: TensorBoardWriter | None = None
-        self._wandb: Any = None
+        self._wandb: WandbRun | None = None
         if is_reporting_rank and args.tensorboard_dir:
             self._tensorboard = TensorBoardWriter(args, warn=self.warn)
-        if is_reporting_rank and args.wandb_project:
-            self._wandb = _start_wandb(args)
+
+    def start_wandb(self, iteration: int) -> None:
+        """Start or continue the run at Weights & Biases, if a project is configured.
+
+        Args:
+            iteration: number of the step that training continues after; 0 for a new training.
+        """
+        if self._is_reporting_rank and self._args.wandb_project:
+            self._wandb = WandbRun(self._args, iteration, self.log)
 
     def write_progress(self, step: int, activity: str = TRAINING) -> None:
         """Write this rank's progress to its status file, as :meth:`StatusWriter.write_progress`.
@@ -351,16 +359,3 @@ def _open_tensorboard(args: argparse.Namespace) -> Any:
             f"tensorboard_dir: {args.tensorboard_dir} cannot be written: {error.strerror}",
             hint="set tensorboard_dir to a directory that can be written, or to null to do without",
         ) from error
-
-
-def _start_wandb(args: argparse.Namespace) -> Any:
-    import wandb
-
-    scalar_args = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
-    return wandb.init(
-        project=args.wandb_project,
-        name=args.wandb_exp_name,
-        entity=args.wandb_entity,
-        dir=args.wandb_save_dir,
-        config=scalar_args,
-    )

@@ -91,6 +91,7 @@ def prepare_training(
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
     _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    reporter.start_wandb(state.progress.iteration)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
@@ -175,10 +176,10 @@ def _start_without_checkpoint(
 
 
 def _describe_nothing_to_train(args: argparse.Namespace) -> str:
-    advice = "raise train_iters (or train_samples)"
+    advice = "raise train.model.train_iters (or train_samples)"
     if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
         # The learning-rate schedule in the checkpoint is as long as the run that saved it.
-        advice += " and set override_opt_param_scheduler: true"
+        advice += " and set train.model.override_opt_param_scheduler: true"
     return (
         f"{args.train_iters:,} steps are done already: nothing to train. To go on, {advice}; to "
         "start anew, choose another exp_dir"

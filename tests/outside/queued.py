@@ -71,7 +71,7 @@ class QueueRunner:
             if previous is not None and not self.ended(previous):
                 message, hint = alive_message(previous)
                 raise RunStateError(message, hint=hint)
-            save_plan(plan, texts.config, texts.overrides)
+            save_plan(plan, **vars(texts))
             jobs = [f"{plan.run_id}.{host.node_rank}" for host in plan.hosts]
             runner = RunnerHandle("mine", {**plan.runner.handle, "jobs": jobs})
             state = replace(make_state(plan), runner=runner)

@@ -9,6 +9,7 @@ fails instead; likewise for the others.
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import sys
 import sysconfig
@@ -45,6 +46,14 @@ def require_program(need: str, name: str) -> str:
         skip_or_fail(need, f"no {name} on this machine ({INSTALL_COMMAND})")
     # Not through /bin if that is a link to /usr/bin: OpenMPI would derive the prefix `/`.
     return str(Path(path).parent.resolve() / name)
+
+
+def open_terminal() -> tuple[int, int]:
+    """Return the descriptors of a new pseudo-terminal, master first, or skip the running test."""
+    try:
+        return pty.openpty()
+    except OSError as error:  # without /dev/pts: "out of pty devices"
+        skip_or_fail("terminal", f"no pseudo-terminals on this machine (/dev/pts: {error})")
 
 
 def explain_no_compiler() -> str | None:

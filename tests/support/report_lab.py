@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from flagscale.files import write_json
-from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, Layout
+from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, Layout, RunFiles
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
@@ -84,19 +84,50 @@ class StoredRun:
         """
         layout = Layout(self.state.exp_dir)
         layout.scripts.mkdir(parents=True, exist_ok=True)
+        self._write_launcher_files(layout, config, *program_argv, run_id=run_id, **plan)
+
+    def write_own_files(
+        self, config: Mapping[str, Any], commit: str = "", changes: str = "", **record: Any
+    ) -> None:
+        """Write the files that belong to this run alone: its configuration, and the record of its
+        start with the code at a commit.
+        """
+        files = Layout(self.state.exp_dir).run_files(self.state.run_id)
+        files.directory.mkdir(parents=True, exist_ok=True)
+        self._write_launcher_files(files, config)
+        code = [{"checkout": "/src/code", "commit": commit, "changes": changes}] if commit else []
+        launch = {"launched": self.state.started, "version": "1", "directory": "/", "code": code}
+        write_json(files.launch, {**launch, "config_file": "x.yaml", "rerun_of": "", **record})
+
+    def set_aside(self) -> None:
+        """Move the run's state to its own directory, as the start of a later run does."""
+        layout = Layout(self.state.exp_dir)
+        files = layout.run_files(self.state.run_id)
+        files.directory.mkdir(parents=True, exist_ok=True)
+        layout.state.rename(files.state)
+
+    def _write_launcher_files(
+        self,
+        files: Layout | RunFiles,
+        config: Mapping[str, Any],
+        *program_argv: str,
+        run_id: str = "",
+        **plan: Any,
+    ) -> None:
         hosts = [{"name": host.name, "program": list(program_argv)} for host in self.state.hosts]
         stored_plan = {"run_id": run_id or self.state.run_id, "notes": [], **plan, "hosts": hosts}
-        write_json(layout.plan, stored_plan)
-        layout.config.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
-        layout.overrides.write_text(yaml.safe_dump(["train=8b"]), encoding="utf-8")
+        write_json(files.plan, stored_plan)
+        files.config.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        files.overrides.write_text(yaml.safe_dump(["train=8b"]), encoding="utf-8")
 
 
 def store_run(
     root: Path, name: str = "tiny", *, hosts: tuple[str, ...] = ("node",), nproc: int = 1,
-    run_id: str = "20260921-000000-aaaaaa",
+    run_id: str = "20260921-000000-aaaaaa", exp_dir: Path | None = None,
+    started: float = START_TIME,
 ) -> StoredRun:  # fmt: skip
-    """Create a run below ``root`` without any reports."""
-    exp_dir = root / f"exp {run_id}"
+    """Create a run below ``root`` without any reports; in ``exp_dir`` it is the latest one."""
+    exp_dir = exp_dir or root / f"exp {run_id}"
     host_states = []
     for number, host in enumerate(hosts):
         run_dir = exp_dir / "logs" / "details" / f"host_{number}" / run_id
@@ -119,7 +150,7 @@ def store_run(
         run_id,
         name=name,
         exp_dir=exp_dir,
-        started=START_TIME,
+        started=started,
         world_size=world,
         external=False,
         stop_grace=1.0,
@@ -127,7 +158,7 @@ def store_run(
         hosts=tuple(host_states),
     )
     state.save(Layout(exp_dir).state)
-    return StoredRun(state)
+    return StoredRun(state, started)
 
 
 class ParsedPage(HTMLParser):

@@ -75,10 +75,12 @@ LAYERS = {
     "api": {*COMMON, "config", "launcher", "report"},
     "sweep": {*COMMON, "config", "launcher", "api", "output_streams"},
     "cli_suggestions": {"config"},
+    "commands": {*COMMON, "config", "hosts", "launcher", "api"},
     "cli": {
         *COMMON,
         "cli_errors",
         "cli_suggestions",
+        "commands",
         "config",
         "launcher",
         "report",
@@ -99,6 +101,7 @@ PAGE_LAYERS = {
 PLANNING = {"layout", "liveness", "planning"}
 LAUNCHER_LAYERS = {
     "layout": set[str](),
+    "log_lines": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
     "rank_processes": set(),
@@ -112,6 +115,7 @@ LAUNCHER_LAYERS = {
         "state",
         "preflight",
         "plan_builder",
+        "log_lines",
         "snapshot",
         "failures",
         "stop_result",

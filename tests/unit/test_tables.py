@@ -34,6 +34,21 @@ def test_narrow_terminal_shows_blocks() -> None:
     assert text == "in GiB\nstage 0  layers 8\n  weights 1.5\nstage 1  layers 9\n"
 
 
+def test_columns_that_wrap_keep_a_readable_width() -> None:
+    def render_path(width: int) -> str:
+        table = Table()
+        table.add_column("run", no_wrap=True)
+        table.add_column("directory", overflow="fold")
+        table.add_row("2026", "/a/long/directory/of/a/run")
+        console = Console(width=width, highlight=False)
+        with console.capture() as capture:
+            console.print(FittingTable(table, min_text_width=16))
+        return capture.get()
+
+    assert "/a/long/director" in render_path(40)
+    assert render_path(25) == "run 2026\n  directory \n/a/long/directory/of/a/ru\nn\n"
+
+
 @given(rows=st.lists(st.tuples(CELLS, CELLS, CELLS), max_size=4), width=st.integers(20, 90))
 def test_every_cell_is_whole(rows: list[tuple[str, ...]], width: int) -> None:
     text = render(rows, width)

@@ -1,4 +1,5 @@
-"""Write docs/configuration.md and docs/reference/configuration/ from the schema.
+"""Write docs/configuration.md, docs/reference/configuration/ and the JSON schemas for editors from
+the schema.
 
 python tools/config/reference.py [--output DIRECTORY] [--check]
 """
@@ -12,7 +13,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from flagscale.config.reference import DIRECTORY, render  # noqa: E402 - found next to this file
+from flagscale.config import json_schema, schemas  # noqa: E402 - found next to this file
+from flagscale.config.reference import DIRECTORY, render  # noqa: E402
 
 
 def main() -> int:
@@ -23,6 +25,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only report pages that are outdated")
     options = parser.parse_args()
     pages = {options.output / path: text for path, text in render().items()}
+    folder = options.output / schemas.DIRECTORY.relative_to(REPOSITORY)
+    pages |= {folder / name: text for name, text in json_schema.render().items()}
     outdated = [
         path
         for path, text in pages.items()

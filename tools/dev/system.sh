@@ -5,12 +5,12 @@
 set -euo pipefail
 
 # Packages by the program or file that they provide: a compiler and Python's headers for fsccl;
-# the test bed's hosts (sshd, bridges, packet filters, clocks); launchers for the benchmark.
+# the test bed's hosts (sshd, bridges, packet filters, clocks); launchers for the benchmark; shells that complete commands.
 declare -A packages=(
     [git]=git [g++]=g++ [ps]=procps
     [ssh]=openssh-client [sshd]=openssh-server [ip]=iproute2 [nft]=nftables [faketime]=faketime
     [mpirun.openmpi]=openmpi-bin [mpirun.mpich]=mpich [slurmd]=slurm-wlm [munged]=munge
-    [slurmdbd]=slurmdbd [mariadbd]=mariadb-server
+    [slurmdbd]=slurmdbd [mariadbd]=mariadb-server [zsh]=zsh [fish]=fish
 )
 read -r header package < <("${PYTHON:-python3}" -c '
 import sys, sysconfig

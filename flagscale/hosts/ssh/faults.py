@@ -26,7 +26,7 @@ def connect_error(target: SshTarget, error: OSError, timeout_seconds: float) -> 
         return errors.NameResolutionError(
             target.name,
             f"the name {target.address!r} does not resolve ({error.strerror})",
-            hint="correct the hostfile, or give the alias a HostName in ~/.ssh/config",
+            hint="correct its name, or give the alias a HostName in ~/.ssh/config",
         )
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return errors.ConnectTimeoutError(

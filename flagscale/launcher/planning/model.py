@@ -63,7 +63,8 @@ class RunnerHandle:
     """Type of the runner that starts a plan, and the JSON handle with which it finds its hosts
     again.
 
-    Only the runner itself interprets ``handle``.
+    Only the runner itself interprets ``handle``, except for the key ``job``: the id of a
+    scheduler's job, for display.
     """
 
     type: str

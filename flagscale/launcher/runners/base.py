@@ -8,10 +8,10 @@ runner finds its own ``handle`` in the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from flagscale.config.runners import DEFAULT_RUNNER, RUNNERS
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flagscale.config.schema import Experiment
     from flagscale.launcher.planning.model import LaunchPlan
     from flagscale.launcher.preflight.checks import Check
+    from flagscale.launcher.runners.programs.filter_output import FilteredLines, FilterRequest
     from flagscale.launcher.snapshot import Snapshot
     from flagscale.launcher.state import RunState
     from flagscale.launcher.stop_result import StopResult
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConfigTexts:
-    """Configuration files stored next to a run's scripts, without secrets."""
+    """Texts of the files that are stored with a run, without secrets.
+
+    These are the resolved configuration, the overrides, the record of the start, and the
+    configuration with which the run can be started again.
+    """
 
     config: str = ""
     overrides: str = ""
+    launch: str = ""
+    composed: str = ""
 
 
 @dataclass
@@ -108,6 +115,26 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Close connections that the runner holds open; the run continues."""
+
+
+@runtime_checkable
+class OutputFilter(Runner, Protocol):
+    """A runner whose hosts filter their output themselves, so that long logs do not travel.
+
+    Without it, ``logs`` filters what :meth:`Runner.bring_output` has made readable.
+    """
+
+    def filter_output(
+        self, state: RunState, requests: Mapping[int, FilterRequest]
+    ) -> dict[int, FilteredLines]:
+        """Return the lines of each request, by the index of the host. Hosts that do not answer
+        are reported, and left out.
+        """
+
+
+def filtering_runner(runner: Runner) -> OutputFilter | None:
+    """Return the runner if its hosts can filter their output."""
+    return runner if isinstance(runner, OutputFilter) else None
 
 
 def runner_for_experiment(experiment: Experiment) -> Runner:

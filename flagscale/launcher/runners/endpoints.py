@@ -20,9 +20,9 @@ def make_handle(runner: Runner, hosts: Sequence[Host]) -> RunnerHandle:
     """Return the handle of a run on ``hosts``: all that later commands need to connect to them.
 
     If this machine is the only host, no SSH is used, unless the runner's type is ``ssh`` and there
-    is a hostfile.
+    is a hostfile or a list of hosts.
     """
-    ssh_requested = runner.type == "ssh" and runner.hostfile is not None
+    ssh_requested = runner.type == "ssh" and runner.names_hosts
     if is_local_only(hosts) and not ssh_requested:
         return RunnerHandle("local", {"machine": os.uname().nodename})
     host_options = [_endpoint_options(host, runner.ssh_port) for host in hosts]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError, FlagscaleError, RunStateError, UnreachableError
-from flagscale.files import write_atomic
+from flagscale.files import read_json, write_atomic
 from flagscale.hosts import probe, processes
 from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.fan_out import Hosts, format_host_errors, raise_host_errors
@@ -45,6 +45,7 @@ from flagscale.status import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
     from flagscale.launcher.preflight.host_probe import HostReplies
+    from flagscale.launcher.runners.programs.filter_output import FilteredLines, FilterRequest
     from flagscale.launcher.snapshot import EventReader, Snapshot
     from flagscale.launcher.stop_result import StopResult
 
@@ -63,6 +64,8 @@ class HostRunner:
         self._probed_at = float("-inf")
         self._reader: EventReader | None = None
         self._children: dict[int, Popen[bytes]] = {}
+        self._brings_output = True
+        self._silent_hosts: set[int] = set()
         """Scripts that end with this process, by node rank."""
 
     def close(self) -> None:
@@ -174,7 +177,7 @@ class HostRunner:
 
     def _write_files(self, plan: LaunchPlan, texts: ConfigTexts, previous: RunState | None) -> None:
         """Write the plan's files on this machine; on a shared file system the hosts see them."""
-        save_plan(plan, texts.config, texts.overrides)
+        save_plan(plan, **vars(texts))
         if plan.shared_fs:
             return  # each host writes its script
         from flagscale.launcher.planning.script import render
@@ -238,21 +241,47 @@ class HostRunner:
         if state.shared_fs:
             return
         self._probe_hosts(state, ProbeRequest(fetch=True, output=True))
-        names = [host.name for host in state.hosts]
         errors = {
             number: result.error
             for number, result in self._results.items()
             if result.error is not None
         }
-        if errors:
-            print(f"warning: no answer from\n{format_host_errors(errors, names)}", file=sys.stderr)
+        self._silent_hosts = set()
+        self._warn_of_silent_hosts(state, errors)
+
+    def filter_output(
+        self, state: RunState, requests: Mapping[int, FilterRequest]
+    ) -> dict[int, FilteredLines]:
+        from flagscale.launcher.runners.programs.filter_output import filter_output
+
+        # The lines are enough; the end of the run shows in its other files.
+        self._brings_output = False
+        plan = read_json(Layout(state.exp_dir).plan) or {}
+        pythons = {host["name"]: host.get("python", "") for host in plan.get("hosts", ())}
+
+        def filter_host(number: int, connection: HostConnection) -> FilteredLines:
+            python = pythons.get(state.hosts[number].name, "")
+            return filter_output(connection, requests[number], python)
+
+        results, errors = self._open_hosts(state).run_on_hosts(filter_host, list(requests))
+        self._warn_of_silent_hosts(state, errors)
+        return results
+
+    def _warn_of_silent_hosts(self, state: RunState, errors: Mapping[int, FlagscaleError]) -> None:
+        """Print a warning about hosts that did not answer, once for each."""
+        new_errors = {n: error for n, error in errors.items() if n not in self._silent_hosts}
+        self._silent_hosts |= set(new_errors)
+        if new_errors:
+            text = format_host_errors(new_errors, [host.name for host in state.hosts])
+            print(f"warning: no answer from\n{text}", file=sys.stderr)
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         if len(self._children) == len(state.hosts):
             ended = [child.poll() is not None for child in self._children.values()]
         else:
             fetch = not state.shared_fs
-            self._probe_if_stale(state, ProbeRequest(fetch=fetch, output=fetch))
+            output = fetch and self._brings_output
+            self._probe_if_stale(state, ProbeRequest(fetch=fetch, output=output))
             ended = [self._script_ended(state, number) for number in range(len(state.hosts))]
         return any(ended) if any_host else all(ended)
 

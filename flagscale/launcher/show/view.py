@@ -73,7 +73,8 @@ def _format_title(snapshot: Snapshot) -> Text:
     duration = format_duration(time.time() - snapshot.since)
     phase = snapshot.phase
     since = f"ended {duration} ago" if phase.ended else f"{phase.value} for {duration}"
-    title = Text(f"{snapshot.name} · run {snapshot.run_id} · {since}")
+    job = f" · job {snapshot.job}" if snapshot.job else ""
+    title = Text(f"{snapshot.name} · run {snapshot.run_id}{job} · {since}")
     if snapshot.attempts > 1:
         title.append(f" · attempt {snapshot.attempt} of {snapshot.attempts}")
     return title

@@ -246,7 +246,7 @@ def run_flagscale(lab: Lab, argv: list[str]) -> subprocess.CompletedProcess[str]
             id="override",
         ),
         pytest.param(["stop", "conf/lab.yaml"], 0, "nothing to stop", id="stop"),
-        pytest.param(["run"], 2, "required: CONFIG\n", id="no-words"),
+        pytest.param(["run"], 2, "`flagscale run` needs a YAML or a program", id="no-words"),
         pytest.param(
             ["query", "none.yaml"],
             2,

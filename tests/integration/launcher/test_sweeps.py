@@ -11,6 +11,7 @@ import pytest
 from support.launch_lab import Lab, wait_for
 
 from flagscale.launcher.state import load_state
+from flagscale.launcher.sweep_runs import find_sweep
 
 pytestmark = pytest.mark.integration
 
@@ -67,16 +68,25 @@ def test_a_sweep_from_its_plan_to_its_table(sweep_lab: Lab) -> None:
     assert (code, [run["state"] for run in query_output]) == (0, ["failed", "not started"])
     assert query_output[0]["run_id"] == run_output[2]["run_id"]
     result = sweep_lab.run_action("query", "-m", seeds)
+    assert "* the best of the completed runs by training loss (0.2500): seed=1" in result.stdout
     (line,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["2"])
     expected = ["2", "completed", "3", "0.5000", "2,000", run_output[1]["run_id"]]
     assert line.split()[:6] == expected, result.stdout
+    # The sweep's directory names the same runs.
+    sweep = find_sweep(str(sweep_lab.exp_dir))
+    assert sweep is not None
+    sweep.query()
+    assert [run.to_json() | {"best": run is sweep.runs[0]} for run in sweep.runs] == run_output
 
 
 def test_no_run_starts_when_one_of_the_sweep_is_wrong(sweep_lab: Lab) -> None:
     for overrides, message in (
         (("experiment.runner.nproc_per_node=1,0",), "from 1 to 65536, found 0 (with nproc"),
         (("action=logs", "+train.model.seed=1,2"), "with -m there are run, dryrun, query, stop"),
-        (("follow=true", "+train.model.seed=1,2"), "follow: is of one run; with -m there is json"),
+        (
+            ("follow=true", "+train.model.seed=1,2"),
+            "follow: is of one run; with -m there are json and csv",
+        ),
     ):
         result = sweep_lab.run_action("run", "-m", *overrides)
         assert result.returncode == 2

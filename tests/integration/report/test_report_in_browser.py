@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from support.browser import Browser, open_browser
 from support.launch_lab import PROJECT, Lab
-from support.report_lab import progress_events, store_run
+from support.report_lab import START_TIME, progress_events, store_run
 
 from flagscale.bench.collectives.curves import Curve, Point
 from flagscale.bench.collectives.records import ResultRow
 from flagscale.bench.collectives.report import render
-from flagscale.report.pages import write_page
+from flagscale.launcher.runs import find_history
+from flagscale.report.pages import write_page, write_reports
+from flagscale.report.story import collect_story
 
 pytestmark = pytest.mark.integration
 
@@ -220,4 +222,36 @@ def test_benchmark_uses_the_same_page_frame(tmp_path: Path, browser: Browser) ->
     assert browser.evaluate("document.querySelector('.tip').innerText") == (
         "bytes 1,024\nall_reduce <gloo> 9"
     )
+    assert browser.console_errors == []
+
+
+def test_runs_of_a_directory_are_drawn_as_one_curve(tmp_path: Path, browser: Browser) -> None:
+    exp_dir = tmp_path / "exp"
+    for number, (first, last) in enumerate(((1, 50), (41, 100))):
+        run_id = f"2026092{number}-000000-aaaaaa"
+        stored_run = store_run(
+            tmp_path, run_id=run_id, exp_dir=exp_dir, started=START_TIME + 1000 * number
+        )
+        stored_run.append_events(*progress_events(last - first + 1, first=first))
+        stored_run.write_own_files({"train": {"lr": number}})
+        if number == 0:
+            stored_run.write_exit_records(143, signal=15)
+            stored_run.set_aside()
+    stored_run.write_exit_records()
+    page = write_reports([collect_story(find_history(exp_dir))], tmp_path / "page.html")
+    for width in (1200, 390):
+        browser.open(page, width=width)
+        assert _fits(browser)
+        # Steps 41 to 50 of the first run are pale.
+        bounds = "[...document.querySelectorAll('figure.plot')[0].querySelectorAll('path.line')]"
+        widths = browser.evaluate(f"{bounds}.map((path) => path.getBBox().width / 2000)")
+        assert widths == pytest.approx([39 / 99, 9 / 99, 59 / 99], abs=0.01)
+        faint = browser.evaluate(f"{bounds}.map((path) => getComputedStyle(path).opacity < 1)")
+        assert faint == [False, True, False]
+        text = browser.evaluate("document.body.innerText")
+        assert "41 to 100\ttrain.lr 0 → 1" in text
+    marks = (
+        "[...document.querySelector('figure.plot').querySelectorAll('.mark')].map((m) => m.title)"
+    )
+    assert [title.partition(":")[0] for title in browser.evaluate(marks)] == ["step 50", "step 41"]
     assert browser.console_errors == []

@@ -55,6 +55,42 @@ def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
     assert 'role="img"' in write_page(lab), "a run that was stopped has its curves"
 
 
+def test_hosts_filter_their_output(lab: SshLab) -> None:
+    """A long log does not travel: only the lines that were asked for do."""
+    program = (
+        "import os, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "label = f'h0{rank}:{rank}:'\n"
+        "for n in range(20000):\n    print(label, 'line', n, 'x' * 60)\n"
+        "print(label, 'WARNING: hot', flush=True)\n"
+        f"while not os.path.exists({str(lab.root / 'go')!r}):\n    time.sleep(0.1)\n"
+        "if rank == '1':\n    raise ValueError('bad luck')\n"
+        "time.sleep(60)\n"
+    )
+    lab.configure(program, runner={"no_shared_fs": True, "wait_for": "none"})
+    lab.copy_program()
+    assert lab.run_action("run").returncode == 0
+    state = lab.state()
+
+    def filtered(*words: str) -> list[str]:
+        return lab.run_action("logs", *words).stdout.splitlines()
+
+    wait_for(lambda: len(filtered("level=warning")) == 2)
+    assert filtered("grep=line (7|19999) ", "host=h01") == [
+        f"h01:1: line {number} {'x' * 60}" for number in (7, 19999)
+    ]
+    assert filtered("rank=0", "lines=1") == ["h00:0: WARNING: hot"]
+    assert len(filtered("since=1h", "grep=line 5 ")) == 2
+    local_sizes = [host.output.stat().st_size for host in state.hosts if host.output.exists()]
+    assert sum(local_sizes) < 100_000
+    following = lab.start("logs", "follow=true", "level=error", "grep=bad luck")
+    for host in lab.bed.hosts:
+        host.run(["touch", str(lab.root / "go")])
+    output, _ = following.communicate(timeout=60)
+    assert output.count("ValueError: bad luck") == 1
+    assert all(line.startswith("h01: ") for line in output.splitlines()[:3])
+
+
 def write_page(lab: SshLab) -> str:
     """Return the report page of the lab's run, as the command writes it."""
     argv = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]

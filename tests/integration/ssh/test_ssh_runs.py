@@ -9,7 +9,6 @@ all ranks have joined, and ``test`` once the run has ended.
 from __future__ import annotations
 
 import os
-import pty
 import select
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 
 import pytest
 from support.launch_lab import PROJECT, remove_directory
+from support.needs import open_terminal
 from support.ssh_lab import SshLab, find_bystanders, start_bystanders
 
 pytestmark = pytest.mark.integration
@@ -26,7 +26,7 @@ class Screen:
     """A command in its own terminal, and everything that it has displayed."""
 
     def __init__(self, lab: SshLab, action: str, *words: str) -> None:
-        self._master, slave = pty.openpty()
+        self._master, slave = open_terminal()
         self._process = subprocess.Popen(
             lab.command(f"action={action}", *words),
             cwd=lab.root,
@@ -198,3 +198,27 @@ def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
     assert result.returncode == 5, result.stdout
     assert "first failure: h01: rank 1 ended with exit code 5" in result.stderr
     assert lab.remaining_processes() == {}
+
+
+def test_program_without_yaml_on_two_hosts(lab: SshLab) -> None:
+    def flagscale(*words: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "flagscale.cli", *words],
+            cwd=lab.root,
+            env=lab.bed.environment(COLUMNS="200", PYTHONPATH=str(PROJECT)),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return result.stdout + result.stderr
+
+    (lab.root / "show.py").write_text(
+        "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])\n"
+    )
+    ssh = f"experiment.runner.ssh_config={lab.bed.ssh_config}"
+    output = flagscale("test", "--hosts", "h00,h01", "--nproc", "2", ssh, "show.py", "-m", "${x}")
+    assert "note: scripts and logs are in ./outputs_show" in output
+    for host, rank in (("h00", 0), ("h00", 1), ("h01", 2), ("h01", 3)):
+        assert f"{host}:{rank}: {rank} 4 -m ${{x}}" in output
+    assert "completed" in flagscale("query", "outputs_show")
+    assert "h01:3: 3 4 -m ${x}" in flagscale("logs", "./outputs_show", "--rank", "3")

@@ -191,8 +191,9 @@ def test_completed_run_explains_how_to_continue(tmp_path: Path) -> None:
     repeated_run = TrainingProcess(tmp_path, f"{arguments} 1")
     assert repeated_run.wait() == 0, repeated_run.errors
     assert "1 steps are done already: nothing to train" in repeated_run.output
-    assert "raise train_iters (or train_samples) and set override_opt_param_scheduler: true" in (
-        repeated_run.output
+    assert (
+        "raise train.model.train_iters (or train_samples) and set train.model.override_opt_param"
+        in (repeated_run.output)
     )
     continued_run = TrainingProcess(tmp_path, f"{arguments} 2 --override-opt-param-scheduler")
     assert continued_run.wait() == 0, continued_run.errors

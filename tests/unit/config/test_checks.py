@@ -346,6 +346,27 @@ def test_model_of_external_program_is_not_checked() -> None:
 
 
 @pytest.mark.parametrize(
+    ("external", "words", "multiple", "tp", "dtype", "expected"),
+    [
+        (True, 128_257, 1, 1, {"bf16": True}, True),
+        (True, 128_264, 1, 2, {"fp16": True}, True),
+        (True, 128_257, 128, 1, {"bf16": True}, False),
+        (True, 128_256, 1, 2, {"bf16": True}, False),
+        (True, 128_257, 1, 1, {}, False),
+        (False, 128_257, 1, 1, {"bf16": True}, False),
+    ],
+    ids=["odd", "odd-per-rank", "padded", "even", "fp32", "own-program-splits-them"],
+)
+def test_unaligned_vocabulary_is_noted(
+    external: bool, words: int, multiple: int, tp: int, dtype: dict[str, Any], expected: bool
+) -> None:
+    values = {"vocab_size": words, "make_vocab_size_divisible_by": multiple}
+    values |= {"tensor_model_parallel_size": tp, **dtype}
+    notes = experiment_notes(build_experiment(values, external=external), tp)
+    assert any("not a multiple of 8" in note for note in notes) == expected
+
+
+@pytest.mark.parametrize(
     ("values", "world", "note"),
     [
         (

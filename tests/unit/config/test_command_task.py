@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +79,38 @@ def test_training_yaml_can_run_a_command(workspace: Workspace) -> None:
     ]
     plan = runner_for_experiment(experiment).plan(experiment)
     assert "--num-layers" not in (*plan.hosts[0].starter, *plan.hosts[0].program)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("echo $HOME && ls | head", "`$HOME`, `&&`, `|`"),
+        ("make > log 2>&1", "`>`, `2>&1`"),
+        ("cd x; ls", "`x;`"),
+        ("echo ${RANK} $(id)", "`${RANK}`, `$(id)`"),
+    ],
+)
+def test_shell_syntax_without_a_shell_is_noted(
+    workspace: Workspace, command: str, shown: str
+) -> None:
+    text = command.replace("${", r"\${")
+    set_command_task(workspace, f"    command: {json.dumps(text)}\n")
+    workspace.replace("conf/train.yaml", "  - train: tiny\n", "")
+    (note,) = experiment_notes(workspace.load(), 1)
+    assert note == (
+        f"experiment.task.command: {shown}: passed as typed, because no shell runs the command; "
+        f"for a shell write [bash, -c, '{command}']"
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bash -c 'echo $HOME && ls'", "env A=1 sh -c 'ls | head'", "grep a|b x", "echo 5$ a;b"],
+)
+def test_command_of_a_shell_has_no_note(workspace: Workspace, command: str) -> None:
+    set_command_task(workspace, f"    command: {json.dumps(command)}\n")
+    workspace.replace("conf/train.yaml", "  - train: tiny\n", "")
+    assert experiment_notes(workspace.load(), 1) == []
 
 
 def test_override_of_command_keeps_commas(workspace: Workspace) -> None:

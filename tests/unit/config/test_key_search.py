@@ -31,6 +31,17 @@ FOUND: dict[str, tuple[str, ...]] = {
     "weights and biases": ("train.system.wandb_project",),
     "train length": ("train.model.train_iters",),
     "mixed precision": ("train.system.bf16", "train.system.fp16"),
+    "save every": ("train.system.save_interval",),
+    "saving checkpoints every 100 steps": ("train.system.save_interval",),
+    "checkpoint interval": ("train.system.save_interval",),
+    "stop early": ("train.system.exit_interval",),
+    "gpu memory": ("train.system.recompute_granularity", "train.model.use_distributed_optimizer"),
+    "wandb": ("train.system.wandb_project",),
+    "sequence length": ("train.model.seq_length",),
+    "data": ("train.data.data_path",),
+    "validation split": ("train.data.split", "train.data.valid_data_path"),
+    "clipping": ("train.model.clip_grad",),
+    "train longer": ("train.model.train_iters",),
 }
 
 
@@ -39,6 +50,14 @@ def test_words_find_the_keys_that_are_meant(query: str, keys: tuple[str, ...]) -
     lines = explain(query).splitlines()
     assert lines[0] == f"no key is called {query!r}; keys that match:"
     assert tuple(line.split()[0] for line in lines[1 : 1 + len(keys)]) == keys
+
+
+def test_section_is_described_after_the_keys_that_are_meant() -> None:
+    assert "\n\ntrain.data\n  a section; " in explain("data")
+
+
+def test_resuming_is_answered_with_what_happens() -> None:
+    assert "a run resumes from its newest checkpoint by default" in explain("resume")
 
 
 @pytest.mark.parametrize(

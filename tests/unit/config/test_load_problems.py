@@ -95,7 +95,7 @@ EXPERIMENT_PROBLEMS = {
     "nnodes-without-hosts": (
         "nnodes: 1",
         "nnodes: 4",
-        "4 hosts, but no `hostfile` that lists them",
+        "4 hosts, but no `hostfile` or `hosts` that lists them",
     ),
     "job-of-its-own": (
         "nnodes: 1",
@@ -103,6 +103,11 @@ EXPERIMENT_PROBLEMS = {
         "per_node_task: true: the hosts of a run execute one job together",
     ),
     "nproc": ("nproc_per_node: 2", "nproc_per_node: gpu", "expected a whole number"),
+    "hosts and hostfile": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    hosts: [h0]",
+        "hosts: names the hosts, as `hostfile` does; remove one",
+    ),
     "hostfile": ("nnodes: 1", "hostfile: no/hosts", "no file no/hosts"),
     "port": ("nnodes: 1", "master_port: 70000", "from 1 to 65535, found 70000"),
     "empty-exp-dir": ("exp_dir: ./outputs demo", "exp_dir: ''", "expected a path, found an empty"),

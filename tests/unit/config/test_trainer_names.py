@@ -211,25 +211,6 @@ def test_override_is_answered(workspace: Workspace, override: str, part: str) ->
     assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("lr=3e-4", "train.model.optimizer.lr_scheduler.lr"),
-        ("model.num_layers=3", "train.model.num_layers"),
-        ("train.num_layers=3", "train.model.num_layers"),
-        ("min_lr=0", "train.model.min_lr"),
-        ("exp_dir=x", "experiment.exp_dir"),
-        ("nnodes=2", "experiment.runner.nnodes"),
-        ("runner.hostfile=h", "experiment.runner.hostfile"),
-    ],
-)
-def test_short_override_suggests_the_whole_key(
-    workspace: Workspace, override: str, key: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"no such key; did you mean '{key}'\?"):
-        workspace.load(override)
-
-
 def test_accumulation_is_computed_from_the_yaml(workspace: Workspace) -> None:
     workspace.replace(
         "conf/train/tiny.yaml", "  train_iters: 10\n", "  gradient_accumulation_steps: 4\n"

@@ -13,6 +13,7 @@ from flagscale.hosts.hostfile import (
     Host,
     choose_hosts,
     is_this_machine,
+    parse_host_list,
     parse_hostfile,
     read_hostfile,
     smallest_limit,
@@ -270,3 +271,21 @@ def test_compress_round_trips(names: list[str]) -> None:
 def test_bad_ranges_are_rejected(pattern: str) -> None:
     with pytest.raises(ConfigError, match="f:1"):
         parse_hostfile(f"{pattern} slots=1", "f")
+
+
+def test_host_list_needs_no_slots() -> None:
+    hosts = parse_host_list(["a", "node[1-2] slots=4 user=me"])
+    assert [(host.name, host.slots, host.user) for host in hosts] == [
+        ("a", None, None),
+        ("node1", 4, "me"),
+        ("node2", 4, "me"),
+    ]
+
+
+def test_host_list_reports_every_problem_with_its_key() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_host_list(["a", "a", "me@b"], "x.yaml:3")
+    assert [(p.key, p.where) for p in error.value.problems] == [
+        ("experiment.runner.hosts", "x.yaml:3")
+    ] * 2
+    assert "write b user=me" in str(error.value)

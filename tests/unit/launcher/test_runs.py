@@ -392,9 +392,37 @@ def test_ended_runs_are_not_queried(state: RunState, capsys: pytest.CaptureFixtu
     register(replace(state, runner=unreachable_runner, hosts=nodes), *ids, ended=True)
     assert list_runs(None, include_old=True, as_json=True) == 0
     listed_runs = json.loads(capsys.readouterr().out)
-    assert [row["run_id"] for row in listed_runs][: len(ids)] == ids
+    assert [row["run_id"] for row in listed_runs][: len(ids)] == ids[::-1], "newest first"
     assert {(row["state"], row["step"], row["there"]) for row in listed_runs[: len(ids)]} == {
         ("failed", "7/9", False)
     }
     assert list_runs(None, include_old=False, as_json=True) == 0
     assert not set(ids) & {row["run_id"] for row in json.loads(capsys.readouterr().out)}
+
+
+def test_a_list_has_the_newest_runs_and_jobs_of_a_scheduler(
+    state: RunState,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flagscale.launcher.listing import list_runs
+    from flagscale.launcher.run_filter import RunFilter
+
+    monkeypatch.setenv("COLUMNS", "200")
+    ids = [f"19710101-{number:06}-aaaaaa" for number in range(5)]
+    # Other runs may be alive on this machine.
+    name = "of this test"
+    scheduled = replace(state, name=name, runner=RunnerHandle("slurm", {"job": "4711"}))
+    register(scheduled, *ids, ended=True)
+    assert list_runs(None) == 0
+    assert "4711" not in capsys.readouterr().out, "they ended long ago"
+    newest = RunFilter(name=name, limit=2)
+    assert list_runs(None, run_filter=newest, csv_file=tmp_path / "r.csv") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line[:2] for line in lines[2:]] == [[ids[4], "4711"], [ids[3], "4711"]]
+    assert [line.split(",")[5] for line in (tmp_path / "r.csv").read_text().splitlines()] == [
+        *("job", "4711", "4711"),
+    ]
+    assert list_runs(None, run_filter=RunFilter(("running",), name=name)) == 0
+    assert capsys.readouterr().out == "no such run\n"

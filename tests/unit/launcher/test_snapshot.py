@@ -297,3 +297,20 @@ def test_values_that_are_not_numbers(state: RunState, capsys: pytest.CaptureFixt
     assert (record["step"], record["loss"], record["tokens_per_second"]) == (3, None, None)
     view.show_snapshots(lambda: query(state), follow=False, as_json=False, interval_seconds=1)
     assert " nan" in capsys.readouterr().out
+
+
+def test_last_validation_loss_is_the_mean_over_the_sets(state: RunState) -> None:
+    assert query(state).validation_loss is None
+    for step, data, loss in ((5, "a", 9.0), (10, "a", 4.0), (10, "b", 6.0), (10, "c", "x")):
+        write_status(state, 0, "evaluation", step=step, data=data, loss=loss)
+    assert query(state).validation_loss == 5.0
+    assert query(state).to_json()["validation_loss"] == 5.0
+
+
+def test_job_of_a_scheduler_is_shown(state: RunState) -> None:
+    snapshot = snapshots.take_snapshot(replace(state, runner=RunnerHandle("x", {"job": 4711})), {})
+    assert snapshot.to_json()["job"] == "4711"
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(view.run_table(snapshot))
+    assert "n · run r-none · job 4711 · " in capture.get()

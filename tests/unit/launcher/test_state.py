@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from flagscale.files import make_private_directory, read_json, write_atomic, wri
 from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import Layout, host_label
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.state import load_state, make_state, new_run_id
+from flagscale.launcher.state import (
+    load_state,
+    load_states,
+    make_state,
+    new_run_id,
+    reload_state,
+    save_plan,
+)
 
 MakePlan = Callable[..., LaunchPlan]
 
@@ -42,6 +50,27 @@ def test_state_follows_a_renamed_directory(make_plan: MakePlan, tmp_path: Path) 
     # Another file in its place is not read as the state.
     old.mkdir()
     assert load_state(Layout(new).state) == state
+
+
+def test_each_run_of_a_directory_keeps_its_files(make_plan: MakePlan, tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "exp")
+    states = []
+    for run_id in ("first", "second"):
+        plan = replace(make_plan(exp_dir=layout.exp_dir), run_id=run_id)
+        save_plan(plan, f"config of {run_id}", f"overrides of {run_id}", f"launch of {run_id}")
+        states.append(make_state(plan))
+        states[-1].save(layout.state)
+    for run_id in ("first", "second"):
+        files = layout.run_files(run_id)
+        texts = [path.read_text() for path in (files.config, files.overrides, files.launch)]
+        assert texts == [f"{name} of {run_id}" for name in ("config", "overrides", "launch")]
+        assert (read_json(files.plan) or {})["run_id"] == run_id
+    assert layout.config.read_text() == "config of second"
+    assert load_states(layout) == states
+    # A stop that was recorded before the next start is part of the state.
+    assert reload_state(replace(states[0], stop_requested=1.0)) == states[0]
+    for path in (layout.runs, layout.run_files("first").directory):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def _test_submission(plan: LaunchPlan) -> Check:
     if not accepted:
         hint = f"change {_SECTION}"
         if "Invalid node name" in text:
-            hint = "change the hostfile to names that `sinfo -N` lists"
+            hint = "give names that `sinfo -N` lists, in the hostfile or in `exclude`"
         return Check("job", False, f"Slurm rejects it: {text}", hint)
     start = _START_TIME.search(text)
     if start is not None and scheduler.is_unpredictable(start[1]):

@@ -58,7 +58,7 @@ def plan_with_job(experiment: Experiment) -> LaunchPlan:
     """
     runner = experiment.runner
     hosts = _select_hosts(experiment)
-    has_host_names = runner.hostfile is not None
+    has_host_names = runner.names_hosts
     handle = RunnerHandle(RUNNER_TYPE, {"requeue": runner.slurm.requeue, "named": has_host_names})
     in_container = container.use_image_python(experiment)
     plan = build_unprobed_plan(in_container, hosts, handle, is_local=False, is_deferred=True)
@@ -80,7 +80,7 @@ def _select_hosts(experiment: Experiment) -> tuple[Host, ...]:
     """Return the hostfile's hosts, or the requested number of hosts with placeholder names."""
     runner = experiment.runner
     slurm = runner.slurm
-    if runner.hostfile is not None:
+    if runner.names_hosts:
         hosts = select_hosts(experiment)
         _require_types(slurm, hosts)
     else:
@@ -172,7 +172,7 @@ def _sbatch_options(
     yield "nodes", str(count)
     yield "ntasks", str(count)
     yield "ntasks-per-node", "1"
-    if runner.hostfile is not None:
+    if runner.names_hosts:
         yield "nodelist", compress_names(host.name for host in hosts)
     if slurm.exclusive:
         yield "exclusive", None

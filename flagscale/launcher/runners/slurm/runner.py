@@ -133,7 +133,7 @@ class SlurmRunner:
         """Write the scripts and the job's files."""
         from flagscale.launcher.planning.script import render
 
-        save_plan(plan, texts.config, texts.overrides)
+        save_plan(plan, **vars(texts))
         files.write_job_files(plan, directory, has_host_names=bool(plan.runner.handle.get("named")))
         for host in plan.hosts:
             write_atomic(host.script, render(plan, host), mode=0o700, durable=False)

@@ -50,6 +50,11 @@ from flagscale.train.checkpoint.formats.base import (
     raise_if_any,
     trim_vocabulary,
 )
+from flagscale.train.checkpoint.formats.convert_options import (
+    LAYER_OPTIONS,
+    LAYOUT_OPTIONS,
+    build_parser,
+)
 from flagscale.train.checkpoint.formats.lazy_tensors import CastTensor
 from flagscale.train.checkpoint.formats.megatron_layout import MegatronLayout
 from flagscale.train.checkpoint.formats.resumable_directory import (
@@ -66,113 +71,11 @@ _DTYPES_BY_PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": t
 _TORCH_DIST = "torch_dist"
 _PEFT = "peft"
 _HUGGING_FACE = "huggingface"
-_LAYOUT_OPTIONS = {
-    "--tensor-model-parallel-size": ("tensor_parallel", "tensor-parallel size (default: 1)"),
-    "--pipeline-model-parallel-size": ("pipeline_parallel", "pipeline-parallel size (default: 1)"),
-    "--expert-model-parallel-size": ("expert_parallel", "expert-parallel size (default: 1)"),
-    "--num-virtual-stages-per-pipeline-rank": (
-        "chunks_per_stage",
-        "model chunks per stage (default: 1)",
-    ),
-    "--decoder-first-pipeline-num-layers": (
-        "first_stage_layers",
-        "layers of the first stage, if different",
-    ),
-    "--decoder-last-pipeline-num-layers": (
-        "last_stage_layers",
-        "layers of the last stage, if different",
-    ),
-    "--make-vocab-size-divisible-by": (
-        "vocabulary_multiple",
-        "pad the vocabulary to a multiple of this per tensor-parallel rank (default: 1)",
-    ),
-}
-"""Options of a parallel layout: the field of :class:`MegatronLayout`, and the help text."""
-_LAYER_OPTIONS = ("--transformer-impl", "--moe-grouped-gemm")
-"""Options of a layout that select the implementation of layers."""
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flagscale convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "source", metavar="IN", type=Path, help="directory of a model or of checkpoints"
-    )
-    parser.add_argument(
-        "target", metavar="OUT", type=Path, help="directory to write; must not exist, or be empty"
-    )
-    parser.add_argument(
-        "--to",
-        metavar="FORMAT",
-        help="output format: huggingface or torch_dist (default: the one that IN is not); "
-        "megatron_dist or torch: Megatron-LM's torch_dist or torch; peft: LoRA adapters alone",
-    )
-    parser.add_argument(
-        "--base",
-        metavar="DIR",
-        type=Path,
-        help="base model of the adapters in IN (default: the model that they were trained on)",
-    )
-    parser.add_argument(
-        "--like",
-        metavar="DIR",
-        type=Path,
-        help="take config.json and tokenizer from this Hugging Face model",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=tuple(_DTYPES_BY_PRECISION),
-        help="precision of the output (default: that of IN)",
-    )
-    parser.add_argument(
-        "--check",
-        nargs="?",
-        const="",
-        metavar="TEXT",
-        help="compare logits with those of transformers, on a text or on token ids (1,2,3)",
-    )
-    parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare the output with the input"
-    )
-    parser.add_argument(
-        "--restart", action="store_true", help="discard the files of an interrupted conversion"
-    )
-    _add_layout_options(parser)
-    return parser
-
-
-def _add_layout_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "parallel layout of --to torch",
-        "options by Megatron-LM's names; training must use the same layout",
-    )
-    for name, (field, text) in _LAYOUT_OPTIONS.items():
-        group.add_argument(name, dest=field, metavar="N", type=_parse_count, help=text)
-    group.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        help="implementation of layers (default: transformer_engine)",
-    )
-    group.add_argument(
-        "--moe-grouped-gemm",
-        action="store_true",
-        default=None,
-        help="run the experts as one grouped GEMM of Transformer Engine",
-    )
-
-
-def _parse_count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``flagscale convert``; return the exit code."""
-    options = _build_parser().parse_args(argv)
+    options = build_parser(__doc__).parse_args(argv)
     # megatron.core warns about optional packages that conversion does not need.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
@@ -263,7 +166,7 @@ def _create_writer(output_format: str, options: argparse.Namespace) -> Checkpoin
     writer: CheckpointFormat = FORMATS.create(output_format, CheckpointFormat)
     layout_fields = {
         field: value
-        for field, _ in _LAYOUT_OPTIONS.values()
+        for field, _ in LAYOUT_OPTIONS.values()
         if (value := getattr(options, field)) is not None
     }
     if options.transformer_impl is not None:
@@ -311,8 +214,8 @@ def _build_resume_options(
 def _check_peft_options(options: argparse.Namespace) -> None:
     """Refuse options that would change adapters: they are exported as they are."""
     values = {"--check": options.check, "--like": options.like, "--dtype": options.dtype}
-    values |= {option: getattr(options, field) for option, (field, _) in _LAYOUT_OPTIONS.items()}
-    values |= {name: getattr(options, name[2:].replace("-", "_")) for name in _LAYER_OPTIONS}
+    values |= {option: getattr(options, field) for option, (field, _) in LAYOUT_OPTIONS.items()}
+    values |= {name: getattr(options, name[2:].replace("-", "_")) for name in LAYER_OPTIONS}
     if unsupported := [option for option, value in values.items() if value is not None]:
         raise CheckpointError(
             f"{', '.join(unsupported)}: --to peft writes the adapters as they are",

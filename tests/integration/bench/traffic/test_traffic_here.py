@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pty
 import re
 import socket
 import struct
@@ -22,6 +21,7 @@ import pytest
 from bed.namespaces import fresh_network
 from bed.plugin import require_bed
 from bed.users import User
+from support.needs import open_terminal
 
 from flagscale.bench.traffic.messages import WorkerSettings
 from flagscale.bench.traffic.session import play
@@ -173,7 +173,7 @@ def wait_until(condition: Any) -> None:
 def test_live_table_on_a_terminal() -> None:
     """Test that it shows rates and probe percentiles, followed by the final table."""
     words = "bench traffic --hosts 127.0.0.1 127.0.0.2 --rate 100mbit --seconds 2.5"
-    master, terminal = pty.openpty()
+    master, terminal = open_terminal()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
         [sys.executable, "-m", "flagscale.cli", *words.split(), "--probe-samples", "100"],

@@ -31,7 +31,8 @@ from flagscale.hosts.program import (
 )
 from flagscale.launcher.planning.model import LaunchPlan, Machine
 from flagscale.launcher.planning.script import render
-from flagscale.launcher.runners.programs import code, probe_run, start, stop
+from flagscale.launcher.runners.programs import code, filter_output, probe_run, start, stop
+from flagscale.launcher.runners.programs.filter_output import FilterRequest
 from flagscale.launcher.runners.programs.probe_run import ProbeRequest
 from flagscale.launcher.state import RunState, make_state
 
@@ -68,13 +69,16 @@ def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
         ),
         "look": probe_run.render_probe(state, state.hosts[1], everything),
         "stop": stop.render_stop(state, state.hosts[1]),
+        "filter": filter_output.render_filter(
+            FilterRequest(HOSTILE, HOSTILE, HOSTILE, pattern=HOSTILE), HOSTILE
+        ),
         "unprobed": render(
             make_plan(hosts=TWO, machine=UNASKED), make_plan(hosts=TWO, machine=UNASKED).hosts[1]
         ),
     }
 
 
-@pytest.mark.parametrize("name", ["facts", "start", "look", "stop", "unprobed"])
+@pytest.mark.parametrize("name", ["facts", "start", "look", "stop", "filter", "unprobed"])
 def test_shellcheck_finds_nothing(
     name: str, make_plan: MakePlan, state: RunState, tmp_path: Path
 ) -> None:

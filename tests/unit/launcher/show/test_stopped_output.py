@@ -1,4 +1,4 @@
-"""torchrun's report of a stop, which looks like a crash, is left out of a run's last lines."""
+"""Reports of the ranks' exit, which look like a crash, are left out of a stopped run's end."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ Traceback (most recent call last):
   File "/a/torch/distributed/run.py", line 1, in <module>
 torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15
 """
+COMMAND = """\
+flagscale: 2 rank(s) of this host failed
+Failures:
+[0]:
+  time      : 2026-11-26T23:42:26
+  host      : node1
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 31543)
+[1]:
+  rank      : 1 (local_rank: 1)
+
+"""
 LOG = "W1126 17:45:23.73 72 /a/torch/distributed/elastic/agent/api.py:1] Received 15 death signal\n"
 OTHER = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: x\n'
 
@@ -46,6 +58,8 @@ def label(text: str, prefix: str = "node1: ") -> list[str]:
         pytest.param(LOG + TABLE, "", id="table"),
         pytest.param(LOG + SIGNAL, "", id="signal"),
         pytest.param(f"{LOG}{TABLE}flagscale: ended\n", "flagscale: ended\n", id="end-of-the-run"),
+        pytest.param(f"{COMMAND}flagscale: ended\n", "flagscale: ended\n", id="command"),
+        pytest.param(f"Failures:\n{COMMAND}[0]: a\n", "Failures:\n[0]: a\n", id="own-lines"),
         pytest.param(OTHER, OTHER, id="other-traceback"),
         pytest.param(f"{OTHER}{SIGNAL}after\n", f"{OTHER}after\n", id="both"),
         pytest.param(

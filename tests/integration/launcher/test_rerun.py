@@ -1,0 +1,84 @@
+"""Test of the runs of a directory that continue each other, and of one that is started again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flagscale.cli import main
+from flagscale.launcher import runs
+from flagscale.launcher.launch_record import read_launch_record
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.state import load_state
+from flagscale.report.story import collect_story
+
+pytestmark = pytest.mark.integration
+
+# Continues after the last step that an earlier run has left in its directory.
+PROGRAM = """\
+import sys
+from pathlib import Path
+from flagscale.status import StatusWriter
+done, steps = Path(sys.argv[1], "done"), int(sys.argv[2])
+status = StatusWriter.from_environment(0)
+for event in ("started", "joined", "ready"):
+    status.write(event)
+for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
+    status.write("progress", step=step, train_steps=steps, loss=9.0 - step)
+done.write_text(str(steps))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Restore the handlers that a run in the foreground replaces."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_continued_run_is_one_story_and_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    experiment = {
+        "exp_name": "steps",
+        "exp_dir": "out",
+        "task": {"type": "command", "command": "steps.py ${experiment.exp_dir} ${steps}"},
+        "runner": {"nproc_per_node": 1, "preflight": False, "foreground": True},
+    }
+    (tmp_path / "conf").mkdir()
+    yaml_file = tmp_path / "conf" / "lab.yaml"
+    yaml_file.write_text(yaml.safe_dump({"experiment": experiment, "steps": 3}))
+    monkeypatch.chdir(tmp_path)
+    for words in (["test", "conf/lab.yaml"], ["test", "conf/lab.yaml", "steps=5"]):
+        assert _flagscale(*words) == 0
+    story = collect_story(runs.find_history(tmp_path / "out"))
+    assert [list(attempt.steps) for attempt in story.attempts] == [[1, 2, 3], [4, 5]]
+    (change,) = (event for event in story.timeline if event.kind == "change")
+    assert change.text.partition("; ")[2].startswith(
+        "changed: experiment.task.command steps.py out 3 → steps.py out 5, steps 3 → 5"
+    )
+    yaml_file.write_text("changed since")
+    first_id = story.runs[0].state.run_id
+    assert _flagscale("rerun", first_id, "steps=2") == 0
+    layout = Layout(tmp_path / "out_rerun_1")
+    again = load_state(layout.state)
+    assert again is not None
+    assert (layout.exp_dir / "done").read_text() == "2", "the first run had three steps"
+    record = read_launch_record(layout, again.run_id)
+    assert record is not None
+    assert (record.rerun_of, record.directory) == (first_id, str(tmp_path))
+
+
+def _flagscale(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    return end.value.code if isinstance(end.value.code, int) else 0
