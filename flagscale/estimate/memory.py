@@ -44,7 +44,8 @@ class MemoryEstimate:
     """Memory of a rank in bytes by purpose.
 
     ``weights`` includes their FP8 copies. ``transient`` is memory that exists only within one
-    forward or backward pass, including the logits.
+    forward or backward pass, including the logits. ``host`` is memory of the host, in addition to
+    the device's: the optimizer's offloaded state.
     """
 
     weights: float
@@ -52,10 +53,12 @@ class MemoryEstimate:
     optimizer: float
     activations: float
     transient: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return float(sum(astuple(self)))
+        """Memory of the device."""
+        return float(sum(astuple(self)) - self.host)
 
 
 def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> MemoryEstimate:
@@ -77,6 +80,7 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
         _optimizer_bytes(args, trainable),
         _activation_bytes(args, part),
         _transient_bytes(args, vocabulary_size, part),
+        offloaded_weights(args, trainable) * _OFFLOADED_BYTES,
     )
 
 
@@ -126,11 +130,20 @@ def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
 def _optimizer_bytes(args: Any, trainable: WeightCount) -> float:
     """Return the bytes of the moments, and of fp32 weights if the model has 16-bit weights."""
     moments = 2 if args.optimizer == "adam" else int(bool(args.sgd_momentum))
-    return float(
-        FP32_BYTES
-        * (moments + (element_bytes(args) < FP32_BYTES))
-        * count_optimizer_weights(args, trainable)
-    )
+    kept_weights = count_optimizer_weights(args, trainable) - offloaded_weights(args, trainable)
+    has_masters = element_bytes(args) < FP32_BYTES or args.optimizer_cpu_offload
+    return float(FP32_BYTES * (moments + has_masters) * kept_weights)
+
+
+_OFFLOADED_BYTES = 12
+"""Bytes of a weight whose optimizer state is in host memory: an fp32 weight and two moments."""
+
+
+def offloaded_weights(args: Any, trainable: WeightCount) -> float:
+    """Return the number of weights of a rank whose optimizer state is in host memory."""
+    if not args.optimizer_cpu_offload:
+        return 0.0
+    return float(args.optimizer_offload_fraction * count_optimizer_weights(args, trainable))
 
 
 def count_optimizer_weights(args: Any, trainable: WeightCount) -> float:

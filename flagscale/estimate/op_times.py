@@ -76,6 +76,8 @@ _ACCUMULATE_BYTES = 10
 """Traffic per weight whose gradient a separate kernel adds to the fp32 sum."""
 _OPTIMIZER_BYTES = 40
 """Traffic per weight of clipping and the optimizer."""
+_HOST_WEIGHTS_PER_SECOND = 2.9e9
+"""Weights that 16 cores of a host update per second, with copies of gradients and weights."""
 _ZERO_BYTES = 4
 """Traffic per weight of setting its gradient to zero."""
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
@@ -102,7 +104,8 @@ class Workload:
     ``gemm_flops`` (16-bit), ``fp8_gemm_flops`` and ``attention_flops`` are FLOP, divided by the
     reachable fraction of the device's 16-bit peak. ``traffic_bytes`` is memory traffic, ``kernels``
     the number of kernels, ``launches`` the number of those that the host launches one by one, and
-    ``exchanged_bytes`` are received from other ranks without overlap with computation.
+    ``exchanged_bytes`` are received from other ranks without overlap with computation, and
+    ``host_weights`` are updated by the host's cores.
     """
 
     gemm_flops: float = 0.0
@@ -112,6 +115,7 @@ class Workload:
     kernels: float = 0.0
     launches: float = 0.0
     exchanged_bytes: float = 0.0
+    host_weights: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -130,9 +134,10 @@ class Workload:
         fixed_seconds = (
             self.kernels * _KERNEL_SECONDS + self.exchanged_bytes / _LINK_BYTES_PER_SECOND
         )
-        return max(
+        device_seconds = max(
             compute_seconds + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS
         )
+        return device_seconds + self.host_weights / _HOST_WEIGHTS_PER_SECOND
 
 
 @dataclass(frozen=True)
@@ -239,11 +244,14 @@ def mtp_load(args: Any, vocabulary_size: int) -> PassLoads:
 def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload:
     """Return the load after the passes, once per step: the optimizer on this rank's shard."""
     trainable = memory.count_trainable_weights(args, vocabulary_size, part)
-    traffic_bytes = (
-        _OPTIMIZER_BYTES * memory.count_optimizer_weights(args, trainable)
-        + _ZERO_BYTES * trainable.all
+    host_weights = memory.offloaded_weights(args, trainable)
+    device_weights = memory.count_optimizer_weights(args, trainable) - host_weights
+    return Workload(
+        traffic_bytes=_OPTIMIZER_BYTES * device_weights + _ZERO_BYTES * trainable.all,
+        kernels=_STEP_KERNELS,
+        launches=_STEP_KERNELS,
+        host_weights=host_weights,
     )
-    return Workload(traffic_bytes=traffic_bytes, kernels=_STEP_KERNELS, launches=_STEP_KERNELS)
 
 
 def _overhead_load(args: Any, traffic_bytes: float, kernels: float) -> Workload:

@@ -297,6 +297,9 @@ def _possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     heads = args.num_query_groups or args.num_attention_heads
     sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
     microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
+    offload_changes: list[dict[str, Any]] = [{}]
+    if args.optimizer == "adam" and not args.optimizer_cpu_offload:
+        offload_changes.append({"use_distributed_optimizer": True, "optimizer_cpu_offload": True})
     recompute_changes: list[dict[str, Any]] = [
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -311,5 +314,6 @@ def _possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
         microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
         recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
         [{}, *(tensor_parallel_changes if is_homogeneous else ())],
+        offload_changes,
     ):
         yield {name: value for changes in combination for name, value in changes.items()}

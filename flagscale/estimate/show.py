@@ -92,6 +92,11 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
         f"a step: {args.global_batch_size} x {args.seq_length} tokens in {forecast.micro_batches} "
         f"micro-batches, {forecast.flops_per_step / 1e15:,.3g} PFLOP"
     )
+    if host_bytes := max(stage.memory.host for stage in forecast.stages):
+        yield (
+            f"in addition {host_bytes / GIB:.1f} GiB of the host's memory a rank, for the "
+            "optimizer's state"
+        )
     if estimate.step_time is not None:
         yield _format_speed(
             estimate.step_time, tokens, sum(stage.ranks for stage in forecast.stages)

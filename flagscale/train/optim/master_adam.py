@@ -73,6 +73,17 @@ class MasterWeightAdam(FusedAdam):
         }
         _copy_in_pieces(master, parameter)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the states in host memory, allocated or not."""
+        weights = sum(
+            parameter.numel()
+            for group in self.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._offloaded_parameters
+        )
+        return int(weights * 3 * torch.float32.itemsize)
+
     def reset_master_weights(self) -> None:
         """Copy the model's weights, which have been loaded, to the master weights."""
         for parameter, state in self.state.items():

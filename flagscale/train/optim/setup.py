@@ -28,6 +28,7 @@ from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
 from flagscale.train.optim.global_norm import use_global_grad_norm
+from flagscale.train.optim.host_memory import check_host_memory
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 from flagscale.train.optim.master_adam import MasterWeightAdam
 
@@ -66,10 +67,17 @@ def build_optimizer(
             chained.init_state_fn = _init_sgd_momentum
         if isinstance(chained.optimizer, MasterWeightAdam):
             _keep_master_weights(chained)
+    if args.optimizer_cpu_offload:
+        check_host_memory(_count_host_bytes(optimizer))
     mark_decoupled_groups(optimizer)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer
+
+
+def _count_host_bytes(optimizer: MegatronOptimizer) -> int:
+    members = (member.optimizer for member in getattr(optimizer, "chained_optimizers", [optimizer]))
+    return sum(adam.host_bytes for adam in members if isinstance(adam, MasterWeightAdam))
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def test_notes_explain_excess_memory_and_its_remedy(load_example: Load) -> None:
         (["train.model.micro_batch_size=2"], "tensor_model_parallel_size: 2"),
         (["train.system.use_distributed_optimizer=false",
           "train.system.overlap_param_gather=false"], "use_distributed_optimizer: true"),
-        (["train.model.num_layers=320"], "that takes more ranks, or a smaller model"),
+        (["train.model.num_layers=3200"], "that takes more ranks, or a smaller model"),
     ],
     ids=["smaller", "sharded", "hopeless"],
 )  # fmt: skip
