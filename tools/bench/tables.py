@@ -165,6 +165,26 @@ def _long_sequence_table() -> str:
     return _format_table(("Sequence", "tokens/s/GPU", "MFU", "GiB"), table_rows)
 
 
+def _offload_table() -> str:
+    rows = _read_rows("gpu-1xh100-offload")
+    titles = {
+        "kept-256k": "8 layers, state in the GPU's memory",
+        "offload-256k": "8 layers, state in the host's memory",
+        "8b-offload": "32 layers, state in the host's memory, 19 layers recomputed",
+    }
+    table_rows = [
+        (
+            title,
+            f"{rows[name]['step_seconds']:.2f}",
+            f"{rows[name]['tokens_per_second_per_gpu']:,}",
+            f"{100 * rows[name]['mfu']:.1f} %",
+            f"{rows[name]['memory_gib']:.1f}",
+        )
+        for name, title in titles.items()
+    ]
+    return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
+
+
 def _context_parallel_table() -> str:
     table_rows = [
         (
@@ -270,6 +290,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "estimates": _estimate_table,
     "long": _long_sequence_table,
     "context": _context_parallel_table,
+    "offload": _offload_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,

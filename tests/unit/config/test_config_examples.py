@@ -30,6 +30,7 @@ WORLDS = {
     "tiny_hetero": [4],
     "8b_hetero": [32],
     "8b_128k": [8, 16],
+    "8b_one_gpu": [1, 2, 8],
 }
 
 
