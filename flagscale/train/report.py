@@ -25,6 +25,7 @@ from typing import Any
 from flagscale.errors import ConfigError
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
+from flagscale.train.validation_loss import ValidationHistory
 from flagscale.train.wandb_run import WandbRun
 
 _TENSORBOARD_RETRY_SECONDS = 60.0
@@ -190,11 +191,35 @@ class TrainingReporter:
         """Print the model's answer to an evaluation prompt."""
         self.log(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
-    def log_checkpoint(self, step: int, path: Any, seconds: float) -> None:
-        """Report that a checkpoint is complete on disk."""
+    def log_validation_history(self, step: int, history: ValidationHistory) -> None:
+        """Report the lowest validation loss after the evaluation of ``step``."""
+        parts = []
+        if history.best_loss is not None:
+            is_new = history.best_step == step
+            place = "so far" if is_new else f"{history.best_loss:.4f} at step {history.best_step}"
+            parts.append(f"lowest validation loss {place}")
+        patience = self._args.early_stopping_patience
+        count = history.evaluations_without_improvement
+        if patience is not None and count:
+            parts.append(f"{count} of {patience} evaluations without improvement")
+        self.log(" | ".join((f"step {step}", *parts)))
+
+    def log_checkpoint(
+        self, step: int, path: Any, seconds: float, *, best_loss: float | None = None
+    ) -> None:
+        """Report that a checkpoint is complete on disk.
+
+        ``best_loss`` is its validation loss if it is marked as the best checkpoint.
+        """
         if self._is_reporting_rank:
-            self._status.write("checkpoint", step=step, path=str(path), seconds=round(seconds, 2))
-            _print(f"step {step} | checkpoint saved in {seconds:.1f} s: {path}")
+            best: dict[str, Any] = (
+                {} if best_loss is None else {"best": True, "valid_loss": round(best_loss, 6)}
+            )
+            self._status.write(
+                "checkpoint", step=step, path=str(path), seconds=round(seconds, 2), **best
+            )
+            mark = "best checkpoint" if best else "checkpoint"
+            _print(f"step {step} | {mark} saved in {seconds:.1f} s: {path}")
 
     def close(self) -> None:
         """Flush and close TensorBoard and W&B."""

@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.layout import describe_ranks
@@ -32,6 +33,13 @@ from flagscale.train.distributed import RankIdentity
 from flagscale.train.report import require_packages
 from flagscale.train.restart import enable_supervision
 
+_NEEDS_SAVE: Mapping[str, str] = {
+    "export_huggingface": "because the last checkpoint is exported",
+    "export_peft": "because the last checkpoint is exported",
+    "save_best": "the directory in which the best checkpoint is saved",
+}
+"""Arguments that need ``save``, with the reason."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train according to ``argv`` (default: the process's arguments) and return the exit code."""
@@ -39,17 +47,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = RankIdentity.from_environment()
     status = StatusWriter.from_environment(rank.rank)
     try:
-        reason, last_step = train(parse_arguments(argv), rank, status)
+        end = train(parse_arguments(argv), rank, status)
     except FlagscaleError as error:
         return failures.report_failure(error, rank, status)
     except Exception as error:  # noqa: BLE001 - every failure is reported to the launcher
         return failures.report_failure(error, rank, status)
-    status.write("finished", step=last_step, reason=reason)
+    status.write("finished", step=end.step, reason=end.reason, detail=end.detail or None)
     return 0
 
 
-def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) -> tuple[str, int]:
-    """Train and return the reason for the end and the number of the last step."""
+class TrainingEnd(NamedTuple):
+    """End of training: its reason, an explanation that may be empty, and the last step."""
+
+    reason: str
+    detail: str
+    step: int
+
+
+def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) -> TrainingEnd:
+    """Train and return the end of training."""
     _suppress_library_warnings()
     if args.tensor_model_parallel_size > 1:
         # With one hardware queue, a collective is not overtaken by the GEMM queued after it. CUDA
@@ -68,10 +84,9 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     args = derive_arguments(args, rank.world_size)
     layout_position = describe_ranks(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
     args = rank_arguments(args, rank.rank)
-    for name in ("export_huggingface", "export_peft"):
+    for name, reason in _NEEDS_SAVE.items():
         if getattr(args, name) and not args.save:
-            message = "needs save, because the last checkpoint is exported"
-            raise ConfigError(Problem(name, message))
+            raise ConfigError(Problem(name, f"needs save, {reason}"))
     require_packages(args)
     default_group = distributed.init_default_group(
         rank,
@@ -100,7 +115,7 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     distributed.destroy_groups()
     if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):
         _export(args, state.progress.iteration, status)
-    return reason, state.progress.iteration
+    return TrainingEnd(reason, trainer.end_detail, state.progress.iteration)
 
 
 def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> None:

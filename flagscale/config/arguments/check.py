@@ -28,6 +28,7 @@ from flagscale.config.arguments.rules.data import (
     check_external_data,
     check_split_text,
     check_tokenizer,
+    check_validation,
 )
 from flagscale.config.arguments.rules.layers import (
     check_attention,
@@ -94,6 +95,7 @@ def check_values(values: Values) -> list[Violation]:
         check_documents,
         check_conversations,
         check_external_data,
+        check_validation,
         check_adapters,
         check_precision,
         check_compiled_only,

@@ -113,6 +113,12 @@ def _notes_below(snapshot: Snapshot) -> list[Text]:
         _foreign_text(f"attempt {number} failed: {failure.headline()}", "yellow")
         for number, failure in snapshot.earlier
     ]
+    if snapshot.end_detail is not None:
+        texts.append(_foreign_text(f"training ended early: {snapshot.end_detail}"))
+    if snapshot.best_checkpoint is not None:
+        loss = "" if snapshot.best_loss is None else f", validation loss {snapshot.best_loss:.4f}"
+        text = f"best checkpoint: step {snapshot.best_step}{loss}: {snapshot.best_checkpoint}"
+        texts.append(_foreign_text(text))
     if snapshot.failure is not None:
         texts.append(_foreign_text(f"first failure: {snapshot.failure.describe()}", "red"))
     return texts

@@ -28,7 +28,7 @@ from flagscale.train.checkpoint.collective_errors import (
     true_on_all_ranks,
 )
 from flagscale.train.checkpoint.loading import LoadReport
-from flagscale.train.checkpoint.store import CheckpointStore
+from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
 from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.optim.hyperparameters import save_schedule
 from flagscale.train.state import TrainState
@@ -44,11 +44,30 @@ class SavedCheckpoint:
         iteration: iteration of the training state.
         path: directory of the checkpoint.
         save_seconds: time from the start of saving until the checkpoint was complete.
+        best_loss: its validation loss, if it is the lowest so far (``save_best``).
     """
 
     iteration: int
     path: Path
     save_seconds: float
+    best_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Mark of a checkpoint whose validation loss is the lowest so far.
+
+    Attributes:
+        valid_loss: the validation loss.
+        is_extra: the checkpoint is saved for this reason only, and deleted once there is a better
+            one.
+    """
+
+    valid_loss: float
+    is_extra: bool
+
+    def manifest_entries(self) -> dict[str, Any]:
+        return {VALID_LOSS_KEY: self.valid_loss, EXTRA_BEST_KEY: self.is_extra}
 
 
 @dataclass
@@ -60,12 +79,14 @@ class _PendingSave:
         manifest_entries: entries of the manifest about the run.
         write: the tensors being written.
         start_time: time of the start, of ``time.monotonic``.
+        best: set if the validation loss is the lowest so far.
     """
 
     iteration: int
     manifest_entries: dict[str, Any]
     write: CheckpointWrite
     start_time: float
+    best: BestCheckpoint | None = None
 
 
 class Checkpointer:
@@ -148,7 +169,9 @@ class Checkpointer:
                 store.abandon(0)
         return is_new
 
-    def save(self, state: TrainState, *, required: bool = False) -> None:
+    def save(
+        self, state: TrainState, *, required: bool = False, best: BestCheckpoint | None = None
+    ) -> None:
         """Save ``state``, after waiting for an earlier save that is still in progress.
 
         With ``args.async_save``, writing continues in the background and :meth:`poll` returns the
@@ -157,6 +180,7 @@ class Checkpointer:
         Args:
             state: the training state.
             required: wait for the end and raise on failure.
+            best: marks the checkpoint as the best of the run, once it is complete.
 
         Raises:
             CheckpointError: on all ranks, if saving fails and ``required`` is set.
@@ -171,7 +195,9 @@ class Checkpointer:
             manifest_entries = sharded_state.describe_run(self._args, state)
             if self._chat_template is not None:
                 manifest_entries[MANIFEST_KEY] = self._chat_template
-            self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time)
+            if best is not None:
+                manifest_entries.update(best.manifest_entries())
+            self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time, best)
             if required or not self._args.async_save:
                 self._finish_pending_save()
         if required and self._save_error is not None:
@@ -243,6 +269,7 @@ class Checkpointer:
         state_dict["progress"] = state.progress.state_dict()
         if state.measured_shares is not None:
             state_dict["measured_shares"] = state.measured_shares.state_dict()
+        state_dict["validation"] = state.validation.state_dict()
         state_dict[sharded_state.METADATA_KEY] = metadata
         return state_dict
 
@@ -259,15 +286,24 @@ class Checkpointer:
             return
         self._save_error, self._has_earlier_checkpoint = None, True
         seconds = time.monotonic() - pending.start_time
-        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds))
+        best_loss = None if pending.best is None else pending.best.valid_loss
+        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds, best_loss))
 
     def _publish(self, pending: _PendingSave) -> Path:
         """Publish a checkpoint, then delete superseded ones in the background (rank 0)."""
         store = self._require_store()
         path = store.publish(pending.iteration, pending.manifest_entries)
+        superseded: list[Path] = []
+        if pending.best is not None:
+            try:
+                superseded += store.mark_best(pending.iteration)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                self._warn(f"{path.name} is the best checkpoint, but cannot be marked: {reason}")
         retain_interval = self._args.save_retain_interval
         if keep_count := self._args.keep_last or (1 if retain_interval else None):
-            superseded = store.list_superseded(pending.iteration, keep_count, retain_interval)
+            superseded += store.list_superseded(pending.iteration, keep_count, retain_interval)
+        if superseded:
             self._removals = [item for item in self._removals if not item.done()]
             self._removals.append(self._removal_pool.submit(store.remove, superseded))
         return path

@@ -221,6 +221,38 @@ def test_batch_size_rampup_and_skipped_step(tmp_path: Path) -> None:
     assert len(evaluation_run.events("progress")) == len(steps)
 
 
+def test_early_stopping_survives_resume_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    """The loss improves by less than the required amount after the first evaluation."""
+    arguments = (
+        "--train-iters 30 --eval-iters 1 --eval-interval 2 --early-stopping-patience 3 "
+        "--early-stopping-min-delta 100 --save-best --save checkpoints --load checkpoints "
+        "--keep-last 1"
+    )
+    interrupted = TrainingProcess(tmp_path, f"{arguments} --exit-interval 5")
+    assert interrupted.wait() == 0, interrupted.errors
+    resumed = TrainingProcess(tmp_path, arguments, ranks=2)
+    assert resumed.wait() == 0, resumed.errors
+    detail = "validation loss has not improved by more than 100 since step 2"
+    ends = [(e.get("step"), e.get("reason"), e.get("detail")) for e in resumed.events("finished")]
+    assert ends == [(5, "exit-interval", None), (8, "completed", detail), (8, "completed", detail)]
+    assert f"step 8 | training ends: {detail} (early_stopping_patience: 3)" in resumed.output
+    assert "2 of 3 evaluations without improvement" in resumed.output
+    losses = {e.get("step"): e.get("loss") for e in resumed.events("evaluation", 0)}
+    assert sorted(losses) == [2, 4, 6, 8]
+    best = min(losses, key=losses.__getitem__)
+    marked = [e for e in resumed.events("checkpoint", 0) if e.get("best")][-1]
+    assert (marked.get("step"), marked.get("valid_loss")) == (best, losses[best])
+    checkpoints = tmp_path / "checkpoints"
+    assert (checkpoints / "best").resolve() == checkpoints / f"iter_{best:07d}"
+    names = sorted(path.name for path in checkpoints.glob("iter_*"))
+    assert names == sorted({f"iter_{best:07d}", "iter_0000008"})
+    repeated = TrainingProcess(tmp_path, arguments.replace("--load checkpoints", f"--load {best}"))
+    (tmp_path / str(best)).symlink_to(checkpoints / "best")
+    assert repeated.wait() == 0, repeated.errors
+    assert f"loaded iteration {best} from {checkpoints / f'iter_{best:07d}'}" in repeated.output
+    assert repeated.events("finished", 0)[-1].get("detail") == detail
+
+
 def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> None:
     training = TrainingProcess(
         tmp_path, "--train-iters 2 --save checkpoints --eval-iters 2 --eval-interval 2"

@@ -44,7 +44,9 @@ COMMON: dict[str, tuple[Any, str]] = {
     "save_strategy": ("epoch", "write `train.system.save_interval`; in steps"),
     "save_steps": (500, "write `train.system.save_interval: 500`"),
     "save_total_limit": (2, "write `train.system.keep_last: 2`"),
-    "load_best_model_at_end": (True, "keeping the best checkpoint is not implemented"),
+    "load_best_model_at_end": (True, "write `train.system.save_best: true`; the link `best`"),
+    "metric_for_best_model": ("loss", "the best checkpoint is that of the lowest validation"),
+    "early_stopping_threshold": (0.01, "write `train.model.early_stopping_min_delta: 0.01`"),
     "resume_from_checkpoint": ("out/x", "write `train.system.load: out/x`"),
     "dataloader_num_workers": (4, "write `train.data.num_workers: 4`"),
     "report_to": (["wandb"], "write `train.system.wandb_project: NAME`"),
@@ -58,6 +60,7 @@ COMMON: dict[str, tuple[Any, str]] = {
     "tf32": (True, "set NVIDIA_TF32_OVERRIDE"),
 }
 OWN_NAMES = ("weight_decay", "adam_beta1", "adam_beta2", "bf16", "fp16", "seed")
+OWN_NAMES += ("early_stopping_patience",)
 VALUES = {
     "unlimited-steps": ("max_steps", -1, "write `train.model.train_iters`; the number of steps"),
     "ratio-of-warmup": ("warmup_steps", 0.1, "write `train.model.lr_warmup_fraction: 0.1`"),
@@ -72,6 +75,7 @@ VALUES = {
     "torchrun": ("nproc_per_node", 8, "a name of torchrun; write `experiment.runner.nproc_per_"),
     "dashes": ("--nproc-per-node", 8, "write `experiment.runner.nproc_per_node: 8`"),
     "cpu": ("use_cpu", True, "write `train.system.device: cpu`"),
+    "best": ("save_strategy", "best", "write `train.system.save_best: true`; a checkpoint after"),
     "dtype": ("torch_dtype", "bfloat16", "write `train.system.bf16: true`"),
 }
 
@@ -134,6 +138,7 @@ def test_any_value_has_an_answer(name: str, value: Any, size: Any, ranks: Any) -
         "train.system.fp16",
         "train.model.eval_iters",
         "train.system.save",
+        "train.system.save_best",
     }
     assert replacement_of(name, value, context)
 

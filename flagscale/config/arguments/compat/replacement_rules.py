@@ -208,8 +208,10 @@ def interval_of_strategy(interval_key: str, off: Replacement) -> Entry:
         "no": off,
         False: off,
         "epoch": Replacement((Setting(interval_key),), f"in steps; {NO_EPOCHS}"),
-        "best": "keeping the best checkpoint is not implemented; `train.system.keep_last` keeps "
-        "the newest",
+        "best": Replacement(
+            (Setting("train.system.save_best", True),),
+            "a checkpoint after each evaluation with the lowest validation loss so far",
+        ),
     }
     return by_value(interval_key, values, f"it sets the number of steps; {NO_EPOCHS}")
 

@@ -95,10 +95,17 @@ _HUB = (
     "nothing is uploaded; `train.system.export_huggingface` writes the trained model for "
     "transformers"
 )
-_BEST = (
-    "keeping the best checkpoint is not implemented; `train.system.keep_last` and "
-    "`train.model.eval_interval` are"
+_BEST = by_value(
+    "train.system.save_best",
+    {
+        True: Replacement(
+            (Setting("train.system.save_best", True),),
+            "the link `best` in the directory of checkpoints names it",
+        ),
+        False: "leave it out: this is the default",
+    },
 )
+_BEST_METRIC = "leave it out: the best checkpoint is that of the lowest validation loss"
 _LOG_LEVEL = "leave it out: the launcher's messages have no levels"
 _METRICS = "leave it out: an evaluation computes loss and perplexity only"
 _KERNELS = (
@@ -229,9 +236,10 @@ _HUGGING_FACE: Mapping[str, Entry] = {
     "resume_from_checkpoint": computed(load_of_resume, "train.system.load"),
     "ignore_data_skip": advice("leave it out: a resumed run continues after its last sample"),
     "restore_callback_states_from_checkpoint": advice("leave it out: there are no callbacks"),
-    "load_best_model_at_end": advice(_BEST),
-    "metric_for_best_model": advice(_BEST),
-    "greater_is_better": advice(_BEST),
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": advice(f"{_BEST_METRIC} (`train.system.save_best: true`)"),
+    "greater_is_better": advice(f"{_BEST_METRIC} (`train.system.save_best: true`)"),
+    "early_stopping_threshold": same_value("train.model.early_stopping_min_delta"),
     "push_to_hub": advice(_HUB),
     "hub_model_id": advice(_HUB),
     "hub_token": advice(_HUB),

@@ -266,6 +266,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("lora",),
     ),
     Requirement("eval_prompts", "eval_prompt_tokens"),
+    Requirement("early_stopping_patience", "early_stopping_min_delta"),
     Requirement("dataloader_type", "external_data", ("external",)),
     Requirement("sft", "sft_format chat_template sft_packing sft_too_long"),
     Requirement(

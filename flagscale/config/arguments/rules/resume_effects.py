@@ -119,6 +119,7 @@ _NAMES: Mapping[Effect, str] = {
     context_parallel_size cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion
     cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path
     deallocate_pipeline_outputs deterministic_mode device disable_symmetric_registration
+    early_stopping_min_delta early_stopping_patience
     distribute_saved_activations distributed_backend distributed_timeout_minutes enable_hetero
     eval_interval eval_iters eval_prompt_tokens eval_prompts exit_duration_in_mins exit_interval
     exit_on_missing_checkpoint exit_signal_handler expert_model_parallel_size
@@ -143,7 +144,8 @@ _NAMES: Mapping[Effect, str] = {
     recompute_granularity recompute_granularity_per_stage_micro_batch recompute_memory_gib
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation save
-    save_interval save_retain_interval sequence_parallel skip_train standalone_embedding_stage
+    save_best save_interval save_retain_interval sequence_parallel skip_train
+    standalone_embedding_stage
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_fused_weighted_squared_relu use_pytorch_profiler

@@ -181,6 +181,12 @@ class Checkpointing:
         "keep the keep_last newest (default: the newest)",
         minimum=1,
     )
+    save_best: bool = arg(
+        False,
+        "Save a checkpoint after each evaluation with the lowest validation loss so far, and keep "
+        "it until there is a better one, independent of keep_last. The link `best` in save names "
+        "it: load: <save>/best",
+    )
     async_save: bool = arg(False, "Write checkpoints in a forked process while training continues")
     ckpt_format: str = arg(
         "torch_dist",
