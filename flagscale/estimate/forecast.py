@@ -178,10 +178,9 @@ def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
 
 
 def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
-    kinds, counts, index = position.layer_kinds, position.layer_counts, position.stage_index
-    chunks = [
-        _chunk_layer_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))
-    ]
+    counts, index = position.layer_counts, position.stage_index
+    numbers = [_chunk_layers(counts, index, chunk) for chunk in range(len(counts[index]))]
+    chunks = [[position.layer_kinds[number] for number in chunk] for chunk in numbers]
     is_first, is_last = index == 0, index == len(counts) - 1
     max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
     in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
@@ -190,6 +189,7 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
         is_first,
         is_last,
         in_flight / len(chunks),
+        tuple(number for chunk in numbers for number in chunk),
     )
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
@@ -253,12 +253,10 @@ def _unify_recomputation(rank_args: Namespace, stage_index: int, stages: int) ->
     return new_args
 
 
-def _chunk_layer_kinds(
-    kinds: Sequence[LayerKind], counts: Sequence[tuple[int, ...]], index: int, chunk: int
-) -> Sequence[LayerKind]:
-    """Return the layers of one chunk of a stage. A chunk of all stages precedes the next chunk of
-    any.
+def _chunk_layers(counts: Sequence[tuple[int, ...]], index: int, chunk: int) -> range:
+    """Return the numbers of the layers of one chunk of a stage. A chunk of all stages precedes the
+    next chunk of any.
     """
     offset = sum(sum(stage[:chunk]) for stage in counts)
     offset += sum(stage[chunk] for stage in counts[:index])
-    return kinds[offset : offset + counts[index][chunk]]
+    return range(offset, offset + counts[index][chunk])

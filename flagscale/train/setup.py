@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
 from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.config.arguments.rules.freezing import freezing_argument
 from flagscale.config.arguments.rules.resuming import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
@@ -27,6 +28,7 @@ from flagscale.train.meshes.auto_layout import resolve_auto_layout
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.models.base import get_model_spec
 from flagscale.train.models.config import build_transformer_config
+from flagscale.train.models.freezing import count_trained_weights
 from flagscale.train.models.optimized import list_build_notes
 from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
@@ -88,6 +90,12 @@ def prepare_training(
     if not same_device_kind:
         devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
     reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
+    if argument := freezing_argument(vars(args)):
+        counts = count_trained_weights(state.modules(), config)
+        reporter.log(
+            f"{argument}: {counts.trained / 1e6:,.2f} M of {counts.total / 1e6:,.2f} M weights are "
+            "trained"
+        )
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
     _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)

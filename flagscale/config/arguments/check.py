@@ -30,6 +30,7 @@ from flagscale.config.arguments.rules.data import (
     check_tokenizer,
     check_validation,
 )
+from flagscale.config.arguments.rules.freezing import check_freezing
 from flagscale.config.arguments.rules.layers import (
     check_attention,
     check_documents,
@@ -101,6 +102,7 @@ def check_values(values: Values) -> list[Violation]:
         check_compiled_only,
         check_fp8,
         check_layout,
+        check_freezing,
         _check_export,
         _check_length,
         check_batch_size_rampup,

@@ -15,9 +15,10 @@ from flagscale.config.key_search import SYNONYMS, SearchEntry, search_keys
 from flagscale.errors import ConfigError
 
 FOUND: dict[str, tuple[str, ...]] = {
-    "freeze": ("train.model.peft_type",),
-    "freezing": ("train.model.peft_type",),
-    "how to freeze layers": ("train.model.peft_type",),
+    "freeze": ("train.model.freeze_parameters", "train.model.trainable_parameters"),
+    "freezing": ("train.model.freeze_parameters",),
+    "how to freeze layers": ("train.model.freeze_parameters",),
+    "early stopping": ("train.model.early_stopping_patience",),
     "learning rate": ("train.model.lr", "train.model.min_lr", "train.model.lr_decay_style"),
     "the learning rates": ("train.model.lr",),
     "batch size": ("train.model.micro_batch_size", "train.model.global_batch_size"),

@@ -269,6 +269,25 @@ def load_of_resume(value: Any, _: SettingContext) -> Replacement:
     )
 
 
+def patterns(key: str) -> Entry:
+    """Replace a list of modules or parameters by patterns of names."""
+    remark = "patterns of megatron.core's names, such as `embedding.*` and `decoder.layers.[0-3].*`"
+    return lambda name, origin: TrainerName(
+        name, origin, (key,), lambda *_: Replacement((Setting(key),), remark)
+    )
+
+
+def layers_to_train(value: Any, context: SettingContext) -> Replacement:
+    """Return the patterns of the last layers, or of the first ones if the number is negative."""
+    key, count = "train.model.trainable_parameters", _integer(value)
+    layers = _integer(context.values.get("num_layers"))
+    if not count or layers is None or abs(count) > layers:
+        return Replacement((Setting(key),), "patterns of names, such as `decoder.layers.[30-31]`")
+    first = layers - count if count > 0 else 0
+    numbers = f"[{first}-{first + abs(count) - 1}]"
+    return Replacement((Setting(key, f"decoder.layers.{numbers}"),))
+
+
 def minutes_of_timeout(value: Any, _: SettingContext) -> Replacement:
     seconds = _number(value)
     minutes = None if seconds is None else f"{seconds / 60:g}"

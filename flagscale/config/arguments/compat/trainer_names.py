@@ -28,9 +28,11 @@ from flagscale.config.arguments.compat.replacement_rules import (
     global_batch_of_accumulation,
     interval,
     interval_of_strategy,
+    layers_to_train,
     load_of_resume,
     loggers_of_report_to,
     minutes_of_timeout,
+    patterns,
     recomputation_of_switch,
     same_value,
     samples_of_epochs,
@@ -328,6 +330,29 @@ _TRL: Mapping[str, Entry] = {
     "load_in_4bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
     "load_in_8bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
 }
+_FREEZE_KEY, _TRAIN_KEY = "train.model.freeze_parameters", "train.model.trainable_parameters"
+_FREEZE = patterns(_FREEZE_KEY)
+_FREEZE_MODULES: Mapping[str, Entry] = dict.fromkeys(
+    ("freeze_modules", "frozen_modules", "modules_to_freeze", "freeze_params", "frozen_parameters"),
+    _FREEZE,
+)
+_AXOLOTL: Mapping[str, Entry] = {
+    "unfrozen_parameters": patterns(_TRAIN_KEY),
+}
+_LLAMA_FACTORY: Mapping[str, Entry] = {
+    "freeze_trainable_layers": computed(layers_to_train, _TRAIN_KEY),
+    "freeze_trainable_modules": patterns(_TRAIN_KEY),
+    "freeze_extra_modules": patterns(_TRAIN_KEY),
+    "finetuning_type": by_value(
+        "train.model.peft_type",
+        {
+            "lora": "lora",
+            "full": "leave it out: this is the default",
+            "freeze": Replacement((Setting(_TRAIN_KEY),), "patterns of the names to train"),
+        },
+        "lora trains adapters",
+    ),
+}
 _LIGHTNING: Mapping[str, Entry] = {
     "max_epochs": computed(samples_of_epochs, SAMPLES),
     "num_epochs": computed(samples_of_epochs, SAMPLES),
@@ -379,6 +404,9 @@ _TORCHRUN: Mapping[str, Entry] = {
 TRAINER_NAMES: Mapping[str, TrainerName] = {
     name: entry(name, origin)
     for origin, names in (
+        ("Axolotl", _AXOLOTL),
+        ("LLaMA-Factory", _LLAMA_FACTORY),
+        ("other trainers", _FREEZE_MODULES),
         ("DeepSpeed", _DEEPSPEED),
         ("PyTorch Lightning", _LIGHTNING),
         ("TRL", _TRL),

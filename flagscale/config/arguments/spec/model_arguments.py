@@ -231,6 +231,20 @@ ARCHITECTURE_OPTIONS = tuple(field.name for field in fields(Architecture))
 
 
 @dataclass(frozen=True)
+class Freezing:
+    """Parameters that keep their values (docs/guides/fine-tune.md)."""
+
+    freeze_parameters: tuple[str, ...] | None = arg(
+        None,
+        "Patterns of names of parameters to freeze, such as embedding.*, decoder.layers.[0-3].* or "
+        "decoder.layers.*.mlp; layers are numbered from 0 over the whole model",
+    )
+    trainable_parameters: tuple[str, ...] | None = arg(
+        None, "Patterns of names of parameters to train; all others are frozen"
+    )
+
+
+@dataclass(frozen=True)
 class Adapters:
     """Low-rank adapters next to frozen weights (docs/guides/fine-tune.md)."""
 
