@@ -34,7 +34,8 @@ class StageForecast:
     ``name`` is for messages. ``flops`` are the model's FLOP per micro-batch in both passes, by
     model chunk. ``passes`` is the load on the rank's device by model chunk, including
     recomputation. ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the
-    number of recomputed layers per chunk, if it was chosen here.
+    number of recomputed layers per chunk, if it was chosen here. ``weights`` is the number of
+    weights of a rank, without adapters.
     """
 
     name: str
@@ -45,6 +46,7 @@ class StageForecast:
     passes: tuple[PassLoads, ...]
     optimizer_load: Workload
     recomputed_layers: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,14 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
     optimizer_load = op_times.optimizer_load(rank_args, position.vocabulary, part)
     layers = len(part.layers)
     return StageForecast(
-        position.name, layers, ranks, memory_estimate, tuple(flops), tuple(passes), optimizer_load
+        position.name,
+        layers,
+        ranks,
+        memory_estimate,
+        tuple(flops),
+        tuple(passes),
+        optimizer_load,
+        weights=memory.count_weights(rank_args, position.vocabulary, part).all,
     )
 
 

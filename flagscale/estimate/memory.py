@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -99,6 +100,35 @@ def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) ->
         return count_weights(args, vocabulary_size, part)
     is_frozen = frozen_predicate(vars(args))
     return count_weights(args, vocabulary_size, part, lambda name: not is_frozen(name))
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Number of weights of a whole model, with adapters: all, those that one token passes, and
+    those that are trained.
+    """
+
+    total: int
+    active: int
+    trained: int
+
+
+def count_model_weights(args: Any, vocabulary_size: int) -> ModelSize:
+    """Count the weights of a whole model, whatever its layout. The embedding has all rows of the
+    padded vocabulary; a token passes ``moe_router_topk`` of the experts of a layer.
+    """
+    whole = copy(args)
+    whole.tensor_model_parallel_size = whole.expert_model_parallel_size = 1
+    whole.expert_tensor_parallel_size = None
+    part = ModelPart(list_layer_kinds(whole), has_embedding=True, has_head=True)
+    count = count_weights(whole, vocabulary_size, part)
+    trained = count_trainable_weights(whole, vocabulary_size, part).all
+    adapters = trained if args.peft_type else 0
+    experts = args.num_moe_experts or 1
+    active_experts = (
+        count.experts * (args.moe_router_topk if args.num_moe_experts else 1) // experts
+    )
+    return ModelSize(count.all + adapters, count.shared + active_experts + adapters, trained)
 
 
 def element_bytes(args: Any) -> int:

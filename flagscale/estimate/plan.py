@@ -27,7 +27,7 @@ from flagscale.errors import ConfigError
 from flagscale.estimate import cost_cache, split
 from flagscale.estimate.arithmetic import get_transformer
 from flagscale.estimate.forecast import Forecast, forecast_step
-from flagscale.estimate.memory import MemoryEstimate
+from flagscale.estimate.memory import MemoryEstimate, ModelSize, count_model_weights
 from flagscale.estimate.op_times import DevicePeaks
 from flagscale.estimate.step_time import StepTime, select_peaks
 
@@ -91,6 +91,11 @@ class Estimate:
             max(stage.memory.total - limit_bytes, 0.0)
             for stage, limit_bytes in zip(self.forecast.stages, self._memory_limits, strict=True)
         )
+
+    @cached_property
+    def model_size(self) -> ModelSize:
+        """Number of weights of the whole model."""
+        return count_model_weights(self.args, self.vocabulary_size)
 
     @property
     def seconds(self) -> tuple[float, str] | None:
