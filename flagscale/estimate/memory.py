@@ -124,11 +124,10 @@ def count_model_weights(args: Any, vocabulary_size: int) -> ModelSize:
     count = count_weights(whole, vocabulary_size, part)
     trained = count_trainable_weights(whole, vocabulary_size, part).all
     adapters = trained if args.peft_type else 0
-    experts = args.num_moe_experts or 1
-    active_experts = (
-        count.experts * (args.moe_router_topk if args.num_moe_experts else 1) // experts
-    )
-    return ModelSize(count.all + adapters, count.shared + active_experts + adapters, trained)
+    active = count.shared
+    if args.num_moe_experts:
+        active += count.experts * args.moe_router_topk // args.num_moe_experts
+    return ModelSize(count.all + adapters, active + adapters, trained)
 
 
 def element_bytes(args: Any) -> int:

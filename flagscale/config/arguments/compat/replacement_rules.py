@@ -288,6 +288,14 @@ def layers_to_train(value: Any, context: SettingContext) -> Replacement:
     return Replacement((Setting(key, f"decoder.layers.{numbers}"),))
 
 
+def split_of_validation(value: Any, _: SettingContext) -> Replacement:
+    """Return the split with a fraction, or a number of samples, for validation."""
+    key, fraction = "train.data.split", _number(value)
+    if fraction is None or not 0 < fraction < 1:
+        return Replacement((Setting(key),), "fractions, such as 95,5 for 5 % of validation")
+    return Replacement((Setting(key, f"{100 - 100 * fraction:g},{100 * fraction:g}"),))
+
+
 def minutes_of_timeout(value: Any, _: SettingContext) -> Replacement:
     seconds = _number(value)
     minutes = None if seconds is None else f"{seconds / 60:g}"
