@@ -13,7 +13,8 @@ joined      backend, seconds: every rank has joined the process group; place: in
             heterogeneous job, a description of this rank's part for users
 ready       seconds: since the join; model, data and checkpoint are loaded, training begins
 progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_seconds,
-            tokens_per_second, tflops_per_gpu, mfu, memory_gib; written by one rank per job
+            tokens_per_second, tokens_per_second_per_gpu, tflops_per_gpu, mfu, memory_gib;
+            written by one rank per job
 evaluation  step, loss; written by the same rank
 checkpoint  step, path, seconds: a checkpoint is complete on disk; best, valid_loss: its
             validation loss is the lowest so far

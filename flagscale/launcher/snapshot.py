@@ -101,6 +101,7 @@ class Snapshot:
     validation_loss: float | None = None
     """Last validation loss; the mean over the validation sets, if there are several."""
     tokens_per_second: float | None = None
+    tokens_per_second_per_gpu: float | None = None
     memory_gib: float | None = None
     eta_seconds: float | None = None
     best_step: int | None = None
@@ -321,7 +322,8 @@ def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str,
     step, train_steps = latest.get_number("step"), latest.get_number("train_steps")
     metrics |= {"step": step, "train_steps": train_steps}
     metrics |= {
-        name: latest.get_number(name) for name in ("loss", "tokens_per_second", "memory_gib")
+        name: latest.get_number(name)
+        for name in ("loss", "tokens_per_second", "tokens_per_second_per_gpu", "memory_gib")
     }
     recent = rows[-_SPEED_EVENTS:]
     steps = (step or 0) - (recent[0].get_number("step") or 0)

@@ -1,8 +1,9 @@
 """Names of other trainers' settings, with the keys of this project that replace them.
 
 The names are those of Hugging Face's ``TrainingArguments``, of PEFT, TRL, Axolotl, LLaMA-Factory,
-PyTorch Lightning and DeepSpeed, and options of torchrun. None of them is accepted: a message states the key to write, and
-the value that it has. A name that this project has itself, such as ``weight_decay``, is not listed.
+PyTorch Lightning and DeepSpeed, and options of torchrun. None of them is accepted: a message states
+the key to write, and the value that it has. A name that this project has itself, such as
+``weight_decay``, is not listed.
 
 Texts that begin with "leave it out" describe settings that this project needs no key for.
 """

@@ -101,7 +101,8 @@ class Logging:
     log_interval: int = arg(100, "Steps between progress lines", minimum=1)
     log_throughput: bool = arg(
         False,
-        "Write tokens/s, TFLOP/s and MFU to TensorBoard and W&B, too, not only to the console",
+        "Write tokens/s (of the job and per GPU), TFLOP/s and MFU to TensorBoard and W&B, too, not "
+        "only to the console",
     )
     log_params_norm: bool = arg(False, "Log the L2 norm of all parameters")
     log_learning_rate_to_tensorboard: bool = arg(True, "Write the learning rate to TensorBoard")
