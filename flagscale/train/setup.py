@@ -24,6 +24,7 @@ from flagscale.train.data.tokenizers import build_tokenizer, describe_unused_voc
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
+from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.meshes.auto_layout import resolve_auto_layout
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.models.base import get_model_spec
@@ -47,6 +48,7 @@ def prepare_training(
     status: StatusWriter,
     *,
     same_device_kind: bool = True,
+    memory_history: MemoryHistory | None = None,
 ) -> tuple[Trainer, TrainState]:
     """Return a trainer that is ready to run, and its training state.
 
@@ -58,6 +60,7 @@ def prepare_training(
         device: device of this rank.
         status: writer of status events.
         same_device_kind: whether all ranks have the same kind of device.
+        memory_history: recorder of this rank's allocations.
 
     Raises:
         ConfigError: megatron.core does not support the model's configuration.
@@ -119,6 +122,11 @@ def prepare_training(
     trainer = Trainer(
         args, state, stepper, load_data, checkpointer, reporter, throughput_meter, balancer
     )
+    trainer.memory_history = memory_history
+    if memory_history is not None and memory_history.lacks_support:
+        reporter.log(
+            "record_memory_history has no effect: allocations are recorded on CUDA devices only"
+        )
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state

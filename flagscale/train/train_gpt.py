@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.layout import describe_ranks
@@ -30,8 +30,13 @@ from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import choose_device
 from flagscale.train.distributed import RankIdentity
+from flagscale.train.memory_history import MemoryHistory
+from flagscale.train.out_of_memory import explain_out_of_memory
 from flagscale.train.report import require_packages
 from flagscale.train.restart import enable_supervision
+
+if TYPE_CHECKING:
+    from flagscale.train.state import TrainState
 
 _NEEDS_SAVE: Mapping[str, str] = {
     "export_huggingface": "because the last checkpoint is exported",
@@ -104,13 +109,34 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     )
     join_time = time.monotonic()
     # megatron.core reads the selected device at import time.
+    import torch
+
     from flagscale.train.setup import prepare_training
 
-    trainer, state = prepare_training(
-        args, rank, device, status, same_device_kind=default_group.same_device_kind
-    )
-    status.write("ready", seconds=round(time.monotonic() - join_time, 3))
-    reason = trainer.run()
+    state: TrainState | None = None
+    memory_history = MemoryHistory(args, rank.rank, device)
+    try:
+        trainer, state = prepare_training(
+            args,
+            rank,
+            device,
+            status,
+            same_device_kind=default_group.same_device_kind,
+            memory_history=memory_history,
+        )
+        status.write("ready", seconds=round(time.monotonic() - join_time, 3))
+        reason = trainer.run()
+    except torch.OutOfMemoryError as error:
+        memory_history.dump("out_of_memory")
+        text = explain_out_of_memory(
+            str(error),
+            args,
+            device=device.accelerator.display_name,
+            rank=rank.rank,
+            step=None if state is None else state.progress.iteration + 1,
+            stage_index=distributed.find_pipeline_stage(),
+        )
+        raise torch.OutOfMemoryError(text) from error
     status.write_progress(state.progress.iteration, "ending")
     distributed.destroy_groups()
     if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):

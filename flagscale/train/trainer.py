@@ -20,6 +20,7 @@ from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
 from flagscale.train.generation import Generator
 from flagscale.train.layers.layer_compilation import get_compile_seconds
 from flagscale.train.loss_monitor import LossMonitor
+from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.parameter_norm import compute_parameters_norm
 from flagscale.train.report import TrainingReporter
@@ -63,6 +64,8 @@ class Trainer:
         self._balancer = balancer
         self.generator: Generator | None = None
         """Generates answers to the prompts of ``eval_prompts`` at each evaluation; None without."""
+        self.memory_history: MemoryHistory | None = None
+        """Writes a memory snapshot after a step; None without."""
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._throughput_meter = throughput_meter
@@ -137,6 +140,8 @@ class Trainer:
             self._data.train, stop_flags=self._stop_request.poll()
         )
         self._throughput_meter.count_step(progress.consumed_train_samples - samples_before)
+        if self.memory_history is not None:
+            self.memory_history.after_step(progress.iteration)
         self._deferred_metrics.add(host_metrics, device_metrics)
         if self._balancer is not None and self._balancer.rebalance_microbatches():
             self._data = self._load_data()

@@ -25,7 +25,7 @@ PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
 PATCHED_MEGATRON = ROOT / "third_party" / "Megatron-LM"
 TINY = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
---seq-length 16 --micro-batch-size 1 --global-batch-size 4 --vocab-size 100 --mock-data
+--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --vocab-size 100
 --make-vocab-size-divisible-by 16 --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --eval-iters 0 --num-workers 0 --log-interval 1 --device cpu
 """
@@ -47,6 +47,7 @@ class TrainingProcess:
         *,
         ranks: int = 1,
         schedule: str = SCHEDULE,
+        data: str = "--mock-data",
         python_path: tuple[Path, ...] = (),
         output: IO[bytes] | int = subprocess.PIPE,
         **variables: str,
@@ -58,6 +59,7 @@ class TrainingProcess:
             arguments: arguments in addition to those of a tiny model.
             ranks: number of ranks.
             schedule: arguments of the learning rate.
+            data: arguments of the data.
             python_path: PYTHONPATH; by default the project and the patched megatron.core.
             output: destination of standard output and error.
             variables: additional environment variables.
@@ -82,7 +84,7 @@ class TrainingProcess:
             **{STATUS_DIR_VARIABLE: str(self.status), **variables},
         )
         self.process = subprocess.Popen(
-            [*command, *f"{TINY} {schedule} {arguments}".split()],
+            [*command, *f"{TINY} {data} {schedule} {arguments}".split()],
             env=environment,
             cwd=directory,
             stdout=output,
@@ -280,6 +282,37 @@ def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> No
     # Without the data position of a loaded checkpoint, validation starts at the first sample.
     (trained,) = training.events("evaluation")
     assert losses["pretrained"] == trained.get("loss")
+
+
+OUT_OF_MEMORY = """
+import torch
+
+def batches(args, tokenizer, split, samples):
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    yield {"tokens": tokens, "labels": tokens}
+    raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 GiB. Including more")
+"""
+
+
+def test_rank_out_of_memory_reports_what_would_save_memory(tmp_path: Path) -> None:
+    (tmp_path / "own_data.py").write_text(OUT_OF_MEMORY)
+    training = TrainingProcess(
+        tmp_path,
+        "--train-iters 3 --micro-batch-size 4 --record-memory-history --memory-snapshot-step 1",
+        data="--tokenizer-type NullTokenizer --dataloader-type external --external-data "
+        "own_data.py:batches",
+    )
+    assert training.wait() == 1
+    (failed,) = training.events("failed")
+    assert failed.get("kind") == "OutOfMemoryError"
+    message = failed.get("message")
+    expected = "CPU out of memory on rank 0 in step 2: tried to allocate 20.00 GiB; "
+    assert message.startswith(expected)
+    assert "micro_batch_size: 1 saves about" in message
+    assert "\n" not in message
+    assert "own_data.py" in failed.get("traceback")
+    assert f"OutOfMemoryError: {message}" in training.errors
+    assert "record_memory_history has no effect: allocations of a CPU" in training.output
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ _NAMES: Mapping[Effect, str] = {
     log_interval log_learning_rate_to_tensorboard log_memory_to_tensorboard log_num_zeros_in_grad
     log_params_norm log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
     loss_spike_factor manual_gc manual_gc_interval micro_batch_size
+    memory_snapshot_path memory_snapshot_step
     microbatch_group_size_per_vp_stage mmap_bin_files moe_deepep_num_sms moe_enable_deepep
     moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_layer_recompute
     moe_shared_expert_overlap moe_token_dispatcher_type nccl_ub no_load_optim no_load_rng
@@ -141,6 +142,7 @@ _NAMES: Mapping[Effect, str] = {
     overlap_p2p_comm_warmup_flush overlap_param_gather overlap_param_gather_with_optimizer_step
     override_opt_param_scheduler pad_buckets_for_high_nccl_busbw peak_tflops
     pipeline_model_parallel_layout pipeline_model_parallel_size pretrained_checkpoint profile
+    record_memory_history
     profile_dir profile_ranks profile_step_end profile_step_start rampup_save_interval
     recompute_granularity recompute_granularity_per_stage_micro_batch recompute_memory_gib
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers

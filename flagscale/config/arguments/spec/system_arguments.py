@@ -145,6 +145,23 @@ class Profiling:
         "nsys profile --capture-range=cudaProfilerApi",
     )
 
+    record_memory_history: bool = arg(
+        False,
+        "On CUDA, record allocations with their stacks. A rank that runs out of memory writes a "
+        "snapshot of them for https://pytorch.org/memory_viz",
+    )
+    memory_snapshot_path: str | None = arg(
+        None,
+        "File of memory snapshots, to whose name rank and step are added (default: memory.pickle "
+        "in profile_dir, tensorboard_dir, or the working directory)",
+    )
+    memory_snapshot_step: int | None = arg(
+        None,
+        "Step after which profile_ranks (default: rank 0) write a memory snapshot, in addition to "
+        "that of a rank that runs out of memory",
+        minimum=1,
+    )
+
 
 @dataclass(frozen=True)
 class Checkpointing:
