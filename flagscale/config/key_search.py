@@ -58,7 +58,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "epoch": ("train_samples", "train_iters", "dataloader_type"),
     "evaluate": ("eval_interval", "eval_iters", "valid_data_path", "skip_train"),
     "evaluate every": ("eval_interval", "eval_iters"),
-    "export": ("export_huggingface", "export_peft"),
+    "export": ("export_huggingface", "export_peft", "export_each_checkpoint"),
     "fine tuning": ("pretrained_checkpoint", "finetune", "sft", "peft_type"),
     "finetuning": ("pretrained_checkpoint", "finetune", "sft", "peft_type"),
     "freeze": ("freeze_parameters", "trainable_parameters", "peft_type"),

@@ -123,7 +123,7 @@ class Trainer:
         self._save_final_checkpoint()
         # Wait for checkpoints that are written in the background.
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
-        self._checkpointer.close()
+        self._checkpointer.close(finish_exports=reason == "completed")
         self._report_saved_checkpoints()
         self._reporter.close()
         return reason
@@ -318,6 +318,8 @@ class Trainer:
                 checkpoint.save_seconds,
                 best_loss=checkpoint.best_loss,
             )
+        for message in self._checkpointer.pop_export_messages():
+            self._reporter.log(message)
 
 
 def _is_due(step: int, interval: int | None) -> bool:

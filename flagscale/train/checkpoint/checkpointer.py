@@ -27,6 +27,7 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
     true_on_all_ranks,
 )
+from flagscale.train.checkpoint.exporter import CheckpointExporter
 from flagscale.train.checkpoint.loading import LoadReport
 from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
 from flagscale.train.checkpoint.writing import CheckpointWrite
@@ -127,6 +128,10 @@ class Checkpointer:
         self._sharding_validated = False
         self._removal_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
         self._removals: list[Future[None]] = []
+        self._exporter: CheckpointExporter | None = None
+        self._kept_for_export: list[Path] = []
+        if args.save and args.export_each_checkpoint and dist.get_rank() == 0:
+            self._exporter = CheckpointExporter(args)
 
     def load(self, state: TrainState) -> LoadReport | None:
         """Load the newest complete checkpoint below ``args.load`` into ``state``, in place.
@@ -211,8 +216,12 @@ class Checkpointer:
         completed, self._completed = self._completed, []
         return completed
 
-    def close(self) -> None:
-        """Wait for background saves and deletions.
+    def pop_export_messages(self) -> list[str]:
+        """Return what has happened to exports since the last call; empty except on rank 0."""
+        return [] if self._exporter is None else self._exporter.pop_messages()
+
+    def close(self, *, finish_exports: bool = True) -> None:
+        """Wait for background saves and deletions, and for exports unless they are to be ended.
 
         Raises:
             CheckpointError: on all ranks, if the last save failed.
@@ -221,6 +230,9 @@ class Checkpointer:
         for removal in self._removals:
             removal.result()
         self._removal_pool.shutdown()
+        if self._exporter is not None:
+            self._exporter.close(finish=finish_exports)
+            self._remove(self._kept_for_export)
         if self._save_error is not None:
             save_error, self._save_error = self._save_error, None
             raise save_error
@@ -303,10 +315,22 @@ class Checkpointer:
         retain_interval = self._args.save_retain_interval
         if keep_count := self._args.keep_last or (1 if retain_interval else None):
             superseded += store.list_superseded(pending.iteration, keep_count, retain_interval)
+        if self._exporter is not None:
+            # One that is still being exported is deleted later.
+            source = self._exporter.source
+            self._kept_for_export = [item for item in superseded if item == source]
+            superseded = [item for item in superseded if item != source]
+            self._exporter.start(pending.iteration)
         if superseded:
             self._removals = [item for item in self._removals if not item.done()]
-            self._removals.append(self._removal_pool.submit(store.remove, superseded))
+            self._removals.append(self._removal_pool.submit(self._remove, superseded))
         return path
+
+    def _remove(self, paths: list[Path]) -> None:
+        """Delete checkpoints and their exports."""
+        self._require_store().remove(paths)
+        if self._exporter is not None:
+            self._exporter.remove(paths)
 
     def _record_failure(self, iteration: int, error: CheckpointError) -> None:
         """Delete the incomplete checkpoint, keep the error for later, and warn the user."""

@@ -51,7 +51,7 @@ class CheckpointStore(CheckpointDirectory):
         """
         self.root.mkdir(parents=True, exist_ok=True)
         directory = self.partial_directory(iteration)
-        self._remove_leftovers(kept_directory=directory if resume else None)
+        self.remove_leftovers(kept_directory=directory if resume else None)
         directory.mkdir(exist_ok=resume)
         return directory
 
@@ -150,9 +150,9 @@ class CheckpointStore(CheckpointDirectory):
                 continue  # another process removed the checkpoint
             shutil.rmtree(hidden, ignore_errors=True)
 
-    def _remove_leftovers(self, kept_directory: Path | None = None) -> None:
+    def remove_leftovers(self, kept_directory: Path | None = None) -> None:
         """Delete half-written or half-deleted directories of a killed run, except one."""
-        for item in list(self.root.iterdir()):
+        for item in list(self.root.iterdir()) if self.root.is_dir() else ():
             match = _LEFTOVER.fullmatch(item.name)
             if match is None or item == kept_directory:
                 continue

@@ -255,6 +255,30 @@ def test_early_stopping_survives_resume_and_the_best_checkpoint_is_kept(tmp_path
     assert repeated.events("finished", 0)[-1].get("detail") == detail
 
 
+def test_each_checkpoint_is_exported_and_deleted_with_its_export(tmp_path: Path) -> None:
+    """Training is much faster than an export, so that the export of the second checkpoint is left
+    out, and the first checkpoint is still being read when it is superseded.
+    """
+    training = TrainingProcess(
+        tmp_path,
+        "--train-iters 4 --save-interval 1 --keep-last 1 --save checkpoints "
+        "--export-huggingface hf --export-each-checkpoint --eval-iters 1 --save-best "
+        "--untie-embeddings-and-output-weights "
+        "--eval-interval 1 --early-stopping-patience 9",
+    )
+    assert training.wait() == 0, training.errors
+    assert "exported to hf/iter_0000001" in training.output
+    assert "is not exported, because the export of iteration 1 is still under way" in (
+        training.output
+    )
+    names = {path.name for path in (tmp_path / "checkpoints").glob("iter_*")}
+    assert names <= {"iter_0000004", (tmp_path / "checkpoints" / "best").readlink().name}
+    exports = {path.name for path in (tmp_path / "hf").iterdir() if not path.is_symlink()}
+    assert "iter_0000004" in exports <= names
+    assert (tmp_path / "hf" / "iter_0000004" / "model.safetensors").is_file()
+    assert training.output.count("exported to hf/iter_0000004") == 1
+
+
 def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> None:
     training = TrainingProcess(
         tmp_path, "--train-iters 2 --save checkpoints --eval-iters 2 --eval-interval 2"

@@ -307,6 +307,9 @@ def note_unused(values: Values, given: Collection[str]) -> Iterator[tuple[list[s
     if not values["num_moe_experts"]:
         names = [name for name in requested if name.startswith(_EXPERT_PREFIX)]
         groups.append((names, "requires num_moe_experts"))
+    if not (values["export_huggingface"] or values["export_peft"]):
+        names = [name for name in requested if name == "export_each_checkpoint"]
+        groups.append((names, "requires export_huggingface or export_peft"))
     if values["device"] == "cpu":
         names = [name for name in requested if name == "record_memory_history"]
         groups.append((names, "allocations of a CPU are not recorded, only those of CUDA devices"))

@@ -125,6 +125,7 @@ _NAMES: Mapping[Effect, str] = {
     eval_interval eval_iters eval_prompt_tokens eval_prompts exit_duration_in_mins exit_interval
     exit_on_missing_checkpoint exit_signal_handler expert_model_parallel_size
     expert_tensor_parallel_size expert_tensor_parallel_size_per_process_mesh export_huggingface
+    export_each_checkpoint
     export_peft finetune fused_single_qkv_rope gradient_accumulation_fusion hetero_device_types
     hetero_eager_1f1b hetero_micro_batch_sizes hetero_mode hetero_num_microbatches
     hetero_pipeline_layer_split hetero_process_meshes hetero_use_cpu_communication keep_last load

@@ -182,6 +182,11 @@ class Checkpointing:
         "Directory in which a completed run writes its last checkpoint for transformers, as "
         "iter_<steps>: safetensors, config.json and the tokenizer; requires save",
     )
+    export_each_checkpoint: bool = arg(
+        False,
+        "Write export_huggingface and export_peft for each checkpoint when it is complete, in the "
+        "background, not only for the last one; an export is deleted together with its checkpoint",
+    )
     save_interval: int | None = arg(
         None, "Steps between checkpoints (default: only the end of training is saved)", minimum=1
     )
