@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Layout, str]] = {
         LOWER_HALF,
     ),
     "compiled": (Layout(1, "--transformer-impl compiled"), LOWER_HALF),
+    "compiled-mlps": (Layout(1, "--transformer-impl compiled"), MLPS),
+    "fp8": (Layout(1, "--fp8 hybrid", "bf16"), MLPS),
     "experts-ep2-do": (Layout(2, f"--expert-model-parallel-size 2 {DIST_OPT}", "moe"), EXPERTS),
     "all-but-experts": (
         Layout(2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DIST_OPT}", "moe"),
