@@ -165,8 +165,10 @@ def _dense_mlp_parameters(values: Values) -> Iterator[LayerParameter]:
 def _moe_parameters(values: Values) -> Iterator[LayerParameter]:
     hidden = values["hidden_size"]
     width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"] or 4 * hidden
-    router = LayerParameter("mlp.router.weight", hidden * values["num_moe_experts"], is_split=False)
-    yield router
+    experts = values["num_moe_experts"]
+    yield LayerParameter("mlp.router.weight", hidden * experts, is_split=False)
+    if values["add_bias_linear"]:
+        yield LayerParameter("mlp.router.bias", experts, is_split=False)
     for parameter in _mlp_parameters(values, width, "", has_bias=values["add_bias_linear"]):
         yield parameter._replace(is_expert=True)
     if shared_width := values["moe_shared_expert_intermediate_size"]:
