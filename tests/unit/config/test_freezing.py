@@ -79,6 +79,11 @@ MOE = {**LLAMA, "num_moe_experts": 4, "moe_router_topk": 2}
 PROBLEMS: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "similar": (LLAMA, ["decoder.layer.3"], "did you mean 'decoder.layers.*'"),
     "no-such-layer": (LLAMA, ["decoder.layers.[8-9]"], "layers have the numbers 0 to 7"),
+    "more-layers-than-there-are": (
+        LLAMA,
+        ["decoder.layers.[6-9].mlp"],
+        "'decoder.layers.[6-9].mlp': there is no decoder.layers.9; layers have the numbers 0 to 7",
+    ),
     "of-hugging-face": (
         LLAMA,
         ["model.layers.[0-3].self_attn.o_proj"],

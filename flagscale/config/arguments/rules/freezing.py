@@ -17,6 +17,7 @@ from flagscale.config.arguments.spec.values import nearest_names
 FREEZE, TRAIN = "freeze_parameters", "trainable_parameters"
 _TOKEN = re.compile(r"(?P<numbers>\[[^\]]*\])|(?P<any>\*)|(?P<one>\?)|(?P<text>[A-Za-z0-9_.]+)")
 _NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_NUMBER_LIST = re.compile(r"\[[^\]]*\]")
 _MAX_NUMBER = 100_000
 _HUGGING_FACE_NAMES: tuple[tuple[str, str], ...] = (
     (r"\bmodel\.embed_tokens\b|\btransformer\.wte\b|\bembed_tokens\b", "embedding.word_embeddings"),
@@ -135,8 +136,24 @@ def check_patterns(values: Values, names: Sequence[str] | None) -> Iterator[Viol
     unmatched = [t for t, p in patterns.items() if not any(map(p.fullmatch, names))]
     for text in unmatched:
         yield argument, f"{text!r} matches no parameter{_suggest(text, names, values)}"
-    if not unmatched:
+    matched = [text for text in patterns if text not in unmatched]
+    missing = {text: start for text in matched if (start := _find_missing_number(text, names))}
+    for text, start in missing.items():
+        yield argument, f"{text!r}: there is no {start}{_explain_number(start, names)}"
+    if not unmatched and not missing:
         yield from _check_selection(argument, values, names)
+
+
+def _find_missing_number(text: str, names: Sequence[str]) -> str | None:
+    """Return the beginning of a pattern with a number that no layer or expert has; None if each
+    list ends with a number that exists.
+    """
+    for numbers in _NUMBER_LIST.finditer(text):
+        largest = max(map(int, re.findall(r"\d+", numbers[0])))
+        start = f"{text[: numbers.start()]}{largest}"
+        if not any(map(compile_pattern(start).fullmatch, names)):
+            return start
+    return None
 
 
 def _check_selection(argument: str, values: Values, names: Sequence[str]) -> Iterator[Violation]:
