@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import pytest
 
+from flagscale.launcher.liveness.diagnosis import HostFiles, TorchrunExit, diagnose_host
 from flagscale.status import STATUS_DIR_VARIABLE, Event, list_status_files, read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
@@ -336,6 +337,13 @@ def test_rank_out_of_memory_reports_what_would_save_memory(tmp_path: Path) -> No
     assert "\n" not in message
     assert "own_data.py" in failed.get("traceback")
     assert f"OutOfMemoryError: {message}" in training.errors
+    # The launcher reports it as the first failure.
+    path = tmp_path / "run"
+    host = HostFiles(name="node", first_rank=0, nproc=1, run_dir=path, output=path)
+    report = diagnose_host(host, {0: [failed]}, TorchrunExit(1, time.time()))
+    assert report is not None
+    assert report.failure.headline() == f"node: rank 0 failed: OutOfMemoryError: {message}"
+    assert "own_data.py" in report.failure.traceback
     assert "record_memory_history has no effect: allocations of a CPU" in training.output
 
 
