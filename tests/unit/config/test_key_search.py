@@ -35,7 +35,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "save every": ("train.system.save_interval",),
     "saving checkpoints every 100 steps": ("train.system.save_interval",),
     "checkpoint interval": ("train.system.save_interval",),
-    "stop early": ("train.system.exit_interval",),
+    "stop early": ("train.model.early_stopping_patience",),
     "gpu memory": ("train.system.recompute_granularity", "train.model.use_distributed_optimizer"),
     "wandb": ("train.system.wandb_project",),
     "sequence length": ("train.model.seq_length",),
