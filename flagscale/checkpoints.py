@@ -29,7 +29,10 @@ the manifest itself).
 """
 DIRECTORY_PATTERN = r"iter_([0-9]{7,})"
 """Name of a checkpoint's directory, as a regular expression that Python and bash both accept."""
-REQUIRED_FILES = ("metadata.json", ".metadata", "common.pt")
+BEST_LINK = "best"
+"""Symbolic link to the checkpoint with the lowest validation loss (``save_best``)."""
+_INDEX_FILE = ".metadata"
+REQUIRED_FILES = ("metadata.json", _INDEX_FILE, "common.pt")
 """Small files that every checkpoint has in addition to its tensors. Every rank reads them
 completely.
 """
@@ -73,7 +76,9 @@ class CheckpointDirectory:
     def find_latest(self, *, verify_without_manifest: bool = True) -> LatestCheckpoint | None:
         """Return the newest complete checkpoint up to the iteration in the tracker file.
 
-        Writing an older iteration into the tracker file makes a run go back to it.
+        Writing an older iteration into the tracker file makes a run go back to it. A directory that
+        is a checkpoint itself, such as ``checkpoints/best`` or ``checkpoints/iter_0000100``, names
+        this checkpoint.
 
         Args:
             verify_without_manifest: see :func:`check_complete`.
@@ -84,6 +89,8 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: there are checkpoints, but none is complete.
         """
+        if (self.root / _INDEX_FILE).is_file():
+            return _read_named(self.root, verify_without_manifest=verify_without_manifest)
         tracked_iteration, remark = self._read_tracker()
         skipped = [remark] if remark else []
         for iteration in self.iterations():
@@ -114,6 +121,16 @@ class CheckpointDirectory:
             hint="remove the damaged directories to start from step 0, or load from elsewhere",
         )
 
+    def best_iteration(self) -> int | None:
+        """Return the iteration that the link :data:`BEST_LINK` names; None without a link to an
+        existing checkpoint.
+        """
+        try:
+            match = re.fullmatch(DIRECTORY_PATTERN, (self.root / BEST_LINK).readlink().name)
+        except OSError:
+            return None
+        return int(match[1]) if match and self.path(int(match[1])).is_dir() else None
+
     def _read_tracker(self) -> tuple[int | None, str | None]:
         """Return the iteration in the tracker file, and a remark if it holds something else."""
         try:
@@ -123,6 +140,20 @@ class CheckpointDirectory:
         if text.isdecimal():
             return int(text), None
         return None, f"{TRACKER_FILE}: holds {text[:40]!r}, expected an iteration; not followed"
+
+
+def _read_named(root: Path, *, verify_without_manifest: bool) -> LatestCheckpoint:
+    """Return the checkpoint that a directory is."""
+    path = root.resolve()
+    content = check_complete(path, verify_without_manifest=verify_without_manifest)
+    match = re.fullmatch(DIRECTORY_PATTERN, path.name)
+    iteration = content.get("iteration", match and int(match[1]))
+    if iteration is None:
+        raise CheckpointError(
+            f"{root}: neither its name nor a {MANIFEST_FILE} states its iteration",
+            hint="rename the directory to iter_<7 digits>",
+        )
+    return LatestCheckpoint(path, int(iteration), content)
 
 
 def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[str, Any]:

@@ -13,12 +13,15 @@ joined      backend, seconds: every rank has joined the process group; place: in
             heterogeneous job, a description of this rank's part for users
 ready       seconds: since the join; model, data and checkpoint are loaded, training begins
 progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_seconds,
-            tokens_per_second, tflops_per_gpu, mfu, memory_gib; written by one rank per job
+            tokens_per_second, tokens_per_second_per_gpu, tflops_per_gpu, mfu, memory_gib;
+            written by one rank per job
 evaluation  step, loss; written by the same rank
-checkpoint  step, path, seconds: a checkpoint is complete on disk
+checkpoint  step, path, seconds: a checkpoint is complete on disk; best, valid_loss: its
+            validation loss is the lowest so far
 warning     message
 failed      kind, message, traceback: this rank ends because of an exception
-finished    step, reason: ``completed``, ``signal`` or ``exit-interval``
+finished    step, reason: ``completed``, ``signal`` or ``exit-interval``; detail: why training
+            completed before its last step
 ==========  ===============================================================================
 
 Unknown values are omitted, never written as null.

@@ -14,6 +14,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.errors import ConfigError
@@ -195,6 +196,16 @@ class Accelerator:
         """
         free, _ = self.module.mem_get_info(device)
         return int(free) + int(self.module.memory_reserved(device))
+
+    def record_memory_history(self) -> bool:
+        """Start to record allocations with their stacks; return False if that is not supported."""
+        return False
+
+    def dump_memory_history(self, path: Path) -> None:
+        """Write a snapshot of the memory and the recorded allocations; see
+        :meth:`record_memory_history`.
+        """
+        raise NotImplementedError
 
     def empty_cache(self) -> None:
         """Return cached memory that no tensor uses to the device."""

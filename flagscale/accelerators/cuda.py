@@ -15,6 +15,8 @@ from flagscale.accelerators.base import Accelerator
 if TYPE_CHECKING:
     import torch
 
+_MEMORY_HISTORY_ENTRIES = 200_000
+"""Number of the last allocations that are recorded; one takes about 1 KiB of host memory."""
 _DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 _COUNT_SCRIPT = """\
 devices=(/proc/driver/nvidia/gpus/*)
@@ -221,6 +223,19 @@ class Cuda(Accelerator):
         with self.module.stream(stream):
             yield
         current.wait_stream(stream)
+
+    def record_memory_history(self) -> bool:
+        """Record the last allocations for ``https://pytorch.org/memory_viz``."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=_MEMORY_HISTORY_ENTRIES)
+        return True
+
+    def dump_memory_history(self, path: Path) -> None:
+        """Write a snapshot as a pickle."""
+        import torch
+
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
     def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the range functions of ``nsys profile --capture-range=cudaProfilerApi``."""

@@ -55,7 +55,7 @@ PAGES: Mapping[str, tuple[str, str]] = {
     ),
     "fine-tuning": (
         "Fine-tuning",
-        "Low-rank adapters, training on conversations, answers to prompts.",
+        "Low-rank adapters, frozen parameters, training on conversations, answers to prompts.",
     ),
     "other-names": (
         "Other names",
@@ -68,6 +68,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic("checkpoints", "Saving and loading", groups=("Checkpointing",)),
     Topic("checkpoints", "Saving and loading", r"\w*dist_ckpt\w*|\w*checkpoint\w*sav\w*"),
     Topic("fine-tuning", "Low-rank adapters (LoRA)", groups=("Adapters",)),
+    Topic("fine-tuning", "Frozen parameters", groups=("Freezing",)),
     Topic("fine-tuning", "Conversations", groups=("Conversations",)),
     Topic("fine-tuning", "Answers to prompts", groups=("Prompts",)),
     Topic("parallelism", "Heterogeneous devices", groups=("Heterogeneous",)),

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from flagscale.config.arguments import parameters
+from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
 from flagscale.config.arguments.rules.model_family import Transformer, get_model_family
 from flagscale.errors import ConfigError
 from flagscale.estimate.attention import projection_weights, query_and_value_width
@@ -52,7 +54,8 @@ def flops_per_token(args: Any, vocabulary_size: int) -> float:
     Masks between documents are ignored.
 
     For frozen matrices (``peft_type``) the backward pass computes no gradient of weights; the
-    adapters themselves are not counted. Multi-token prediction layers count with one head each.
+    adapters themselves are not counted. Frozen parameters (``freeze_parameters``)
+    are treated alike. Multi-token prediction layers count with one head each.
 
     ``vocabulary_size`` is the padded vocabulary size.
     """
@@ -61,7 +64,34 @@ def flops_per_token(args: Any, vocabulary_size: int) -> float:
         + head_flops(args, vocabulary_size)
         + mtp_flops(args, vocabulary_size)
     )
-    return training_factor(args) * forward
+    return training_factor(args) * forward - _spared_flops(args, vocabulary_size)
+
+
+def _spared_flops(args: Any, vocabulary_size: int) -> float:
+    """Return the FLOP of one token that frozen parameters spare: those of the gradients of frozen
+    matrices, and the backward pass of all layers before the first trained parameter.
+    """
+    if freezing_argument(vars(args)) is None:
+        return 0.0
+    is_frozen, block = frozen_predicate(vars(args)), get_transformer(args).block
+    spared, is_leading = 0.0, is_frozen(parameters.EMBEDDING)
+    for number, kind in enumerate(list_layer_kinds(args)):
+        frozen_sizes, is_whole = 0.0, True
+        for parameter in parameters.list_layer_parameters(vars(args), is_moe=kind.is_moe):
+            path = f"{parameters.EXPERT_PATH}0." if parameter.is_expert else ""
+            if not is_frozen(f"{block}.layers.{number}.{path}{parameter.name}"):
+                is_whole = False
+            elif parameter.name.endswith("weight") and "norm" not in parameter.name:
+                frozen_sizes += parameter.size * (
+                    args.moe_router_topk if parameter.is_expert else 1
+                )
+        is_leading = is_leading and is_whole
+        backward_flops = _INPUT_GRADIENT_COST + _WEIGHT_GRADIENT_COST
+        spared += backward_flops * layer_flops(args, kind) if is_leading else 2 * frozen_sizes
+    is_untied = args.untie_embeddings_and_output_weights
+    if is_frozen(parameters.OUTPUT_LAYER if is_untied else parameters.EMBEDDING):
+        spared += 2.0 * args.hidden_size * vocabulary_size
+    return spared
 
 
 def training_factor(args: Any) -> float:
@@ -216,14 +246,5 @@ def _active_moe_weights(args: Any) -> float:
 
 
 def moe_layer_flags(args: Any) -> tuple[bool, ...]:
-    """Return for each layer whether it is a mixture of experts.
-
-    ``moe_layer_freq`` n selects every n-th layer; a list has a 1 for these layers.
-    """
-    layers: int = args.num_layers
-    if not args.num_moe_experts:
-        return (False,) * layers
-    frequency: int | Iterable[Any] = args.moe_layer_freq
-    if isinstance(frequency, int):
-        return tuple(layer % frequency == 0 for layer in range(layers))
-    return tuple(bool(int(layer)) for layer in frequency)
+    """Return for each layer whether it is a mixture of experts."""
+    return parameters.moe_layer_flags(vars(args))

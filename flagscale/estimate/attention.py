@@ -31,15 +31,6 @@ def projection_weights(args: Any) -> int:
     return int(query_weights + kv_down_weights + kv_up_weights + heads * args.v_head_dim * hidden)
 
 
-def qk_norm_size(args: Any) -> int:
-    """Return the total size of a layer's query and key norms, replicated on every rank."""
-    if not args.qk_layernorm:
-        return 0
-    if not args.multi_latent_attention:
-        return 2 * head_dim(args)
-    return int((args.q_lora_rank or 0) + args.kv_lora_rank)
-
-
 def query_and_value_width(args: Any) -> int:
     """Return the elements of a token's queries and values over all heads.
 

@@ -34,7 +34,8 @@ class StageForecast:
     ``name`` is for messages. ``flops`` are the model's FLOP per micro-batch in both passes, by
     model chunk. ``passes`` is the load on the rank's device by model chunk, including
     recomputation. ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the
-    number of recomputed layers per chunk, if it was chosen here.
+    number of recomputed layers per chunk, if it was chosen here. ``weights`` is the number of
+    weights of a rank, without adapters.
     """
 
     name: str
@@ -45,6 +46,7 @@ class StageForecast:
     passes: tuple[PassLoads, ...]
     optimizer_load: Workload
     recomputed_layers: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,9 @@ def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
 
 
 def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
-    kinds, counts, index = position.layer_kinds, position.layer_counts, position.stage_index
-    chunks = [
-        _chunk_layer_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))
-    ]
+    counts, index = position.layer_counts, position.stage_index
+    numbers = [_chunk_layers(counts, index, chunk) for chunk in range(len(counts[index]))]
+    chunks = [[position.layer_kinds[number] for number in chunk] for chunk in numbers]
     is_first, is_last = index == 0, index == len(counts) - 1
     max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
     in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
@@ -190,6 +191,7 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
         is_first,
         is_last,
         in_flight / len(chunks),
+        tuple(number for chunk in numbers for number in chunk),
     )
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
@@ -209,7 +211,14 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
     optimizer_load = op_times.optimizer_load(rank_args, position.vocabulary, part)
     layers = len(part.layers)
     return StageForecast(
-        position.name, layers, ranks, memory_estimate, tuple(flops), tuple(passes), optimizer_load
+        position.name,
+        layers,
+        ranks,
+        memory_estimate,
+        tuple(flops),
+        tuple(passes),
+        optimizer_load,
+        weights=memory.count_weights(rank_args, position.vocabulary, part).all,
     )
 
 
@@ -253,12 +262,10 @@ def _unify_recomputation(rank_args: Namespace, stage_index: int, stages: int) ->
     return new_args
 
 
-def _chunk_layer_kinds(
-    kinds: Sequence[LayerKind], counts: Sequence[tuple[int, ...]], index: int, chunk: int
-) -> Sequence[LayerKind]:
-    """Return the layers of one chunk of a stage. A chunk of all stages precedes the next chunk of
-    any.
+def _chunk_layers(counts: Sequence[tuple[int, ...]], index: int, chunk: int) -> range:
+    """Return the numbers of the layers of one chunk of a stage. A chunk of all stages precedes the
+    next chunk of any.
     """
     offset = sum(sum(stage[:chunk]) for stage in counts)
     offset += sum(stage[chunk] for stage in counts[:index])
-    return kinds[offset : offset + counts[index][chunk]]
+    return range(offset, offset + counts[index][chunk])

@@ -13,12 +13,16 @@ real runs (``tests/unit/estimate/test_measured.py``).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
 from flagscale.config.arguments.rules.adapters import adapter_targets
+from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
 from flagscale.estimate import attention, weights
-from flagscale.estimate.arithmetic import LayerKind, list_layer_kinds, mtp_depth
+from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
 from flagscale.estimate.weights import WeightCount
 
 FP32_BYTES = 4
@@ -28,7 +32,8 @@ FP32_BYTES = 4
 class ModelPart:
     """Part of the model that a rank holds.
 
-    ``layers`` are its layers, chunk by chunk. ``has_embedding`` and ``has_head`` are True if it has
+    ``layers`` are its layers, chunk by chunk, and ``layer_numbers`` their numbers in the model
+    (empty: counted from 0). ``has_embedding`` and ``has_head`` are True if it has
     the embedding and the head. ``microbatches_in_flight`` is the maximum number of micro-batches
     between their forward and backward pass.
     """
@@ -37,6 +42,7 @@ class ModelPart:
     has_embedding: bool
     has_head: bool
     microbatches_in_flight: float = 1.0
+    layer_numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,43 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
 
 
 def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
-    """Return the weights that a rank trains: adapters if there are any, otherwise all."""
+    """Return the weights that a rank trains: adapters if there are any, otherwise all that are not
+    frozen.
+    """
     if targets := adapter_targets(vars(args)):
         return weights.adapter_weights(args, targets) * len(part.layers)
-    return count_weights(args, vocabulary_size, part)
+    if freezing_argument(vars(args)) is None:
+        return count_weights(args, vocabulary_size, part)
+    is_frozen = frozen_predicate(vars(args))
+    return count_weights(args, vocabulary_size, part, lambda name: not is_frozen(name))
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Number of weights of a whole model, with adapters: all, those that one token passes, and
+    those that are trained.
+    """
+
+    total: int
+    active: int
+    trained: int
+
+
+def count_model_weights(args: Any, vocabulary_size: int) -> ModelSize:
+    """Count the weights of a whole model, whatever its layout. The embedding has all rows of the
+    padded vocabulary; a token passes ``moe_router_topk`` of the experts of a layer.
+    """
+    whole = copy(args)
+    whole.tensor_model_parallel_size = whole.expert_model_parallel_size = 1
+    whole.expert_tensor_parallel_size = None
+    part = ModelPart(list_layer_kinds(whole), has_embedding=True, has_head=True)
+    count = count_weights(whole, vocabulary_size, part)
+    trained = count_trainable_weights(whole, vocabulary_size, part).all
+    adapters = trained if args.peft_type else 0
+    active = count.shared
+    if args.num_moe_experts:
+        active += count.experts * args.moe_router_topk // args.num_moe_experts
+    return ModelSize(count.all + adapters, active + adapters, trained)
 
 
 def element_bytes(args: Any) -> int:
@@ -96,25 +135,54 @@ def element_bytes(args: Any) -> int:
     return 2 if args.bf16 or args.fp16 else FP32_BYTES
 
 
-def count_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
-    """Return the weights that a rank holds."""
+def count_weights(
+    args: Any,
+    vocabulary_size: int,
+    part: ModelPart,
+    is_counted: Callable[[str], bool] | None = None,
+) -> WeightCount:
+    """Return the weights that a rank holds.
+
+    ``is_counted`` selects parameters by their global names; None selects all.
+    """
+    block = get_transformer(args).block
     total = WeightCount()
-    for layer in part.layers:
-        total += weights.layer_weights(args, is_moe=layer.is_moe)
-    if part.has_embedding:
-        total += weights.embedding_weights(args, vocabulary_size) + weights.position_weights(args)
-    if part.has_head:
-        total += WeightCount(weights.norm_weights(args)) + weights.head_weights(
-            args, vocabulary_size
+    numbers = part.layer_numbers or range(len(part.layers))
+    for number, layer in zip(numbers, part.layers, strict=True):
+        total += weights.layer_weights(
+            args,
+            is_moe=layer.is_moe,
+            is_counted=weights.below(f"{block}.layers.{number}.", is_counted),
         )
-        is_untied = bool(args.untie_embeddings_and_output_weights)
-        if is_untied or not part.has_embedding:
-            total += weights.embedding_weights(args, vocabulary_size)
-        total += weights.mtp_weights(args)
-        if mtp_depth(args) and is_untied and not part.has_embedding:
-            # a second copy of the embedding
-            total += weights.embedding_weights(args, vocabulary_size)
+    for name, count in _outer_weights(args, vocabulary_size, part):
+        if is_counted is None or is_counted(name):
+            total += count
+    if part.has_head:
+        total += weights.mtp_weights(args, is_counted)
     return total
+
+
+def _outer_weights(
+    args: Any, vocabulary_size: int, part: ModelPart
+) -> Iterator[tuple[str, WeightCount]]:
+    """Yield the weights outside layers; of a module with several parameters, the first one's name
+    stands for all.
+    """
+    embedding = weights.embedding_weights(args, vocabulary_size)
+    is_untied = bool(args.untie_embeddings_and_output_weights)
+    if part.has_embedding:
+        yield EMBEDDING, embedding
+        yield POSITIONS, weights.position_weights(args)
+    if not part.has_head:
+        return
+    block = get_transformer(args).block
+    yield f"{block}.final_layernorm.weight", WeightCount(weights.norm_weights(args))
+    yield "lm_head.dense.weight", weights.head_weights(args, vocabulary_size)
+    if is_untied:
+        yield OUTPUT_LAYER, embedding
+    if not part.has_embedding and (mtp_depth(args) or not is_untied):
+        # a second copy of the embedding
+        yield EMBEDDING, embedding
 
 
 def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
@@ -267,7 +335,8 @@ def _head_transient_bytes(args: Any, vocabulary_size: int) -> float:
     bytes_per_logit = (
         element_bytes(args) if uses_compiled_layers(args) else FP32_BYTES + element_bytes(args)
     )
-    is_trained = not args.peft_type
+    name = OUTPUT_LAYER if args.untie_embeddings_and_output_weights else EMBEDDING
+    is_trained = not args.peft_type and not frozen_predicate(vars(args))(name)
     weight_gradient_bytes = (
         weights.embedding_weights(args, vocabulary_size).all * element_bytes(args) * is_trained
     )

@@ -9,25 +9,30 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from flagscale.accelerators.registry import list_device_accelerators
 from flagscale.config.arguments.derive import derive_arguments
 from flagscale.config.arguments.hetero.meshes import Meshes, are_automatic, is_split_automatic
 from flagscale.config.arguments.layout import pad_vocabulary
-from flagscale.config.arguments.spec.system_arguments import MESHES, RECOMPUTE_AUTO
+from flagscale.config.arguments.spec.system_arguments import MESHES
 from flagscale.config.model_files import read_vocabulary as vocabulary_of
 from flagscale.config.placement import PlacedHost, device_types_of_replicas
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.estimate import cost_cache, split
 from flagscale.estimate.arithmetic import get_transformer
+from flagscale.estimate.changes import (
+    change_arguments,
+    explicit_arguments,
+    format_change,
+    possible_changes,
+)
 from flagscale.estimate.forecast import Forecast, forecast_step
-from flagscale.estimate.memory import MemoryEstimate
+from flagscale.estimate.memory import MemoryEstimate, ModelSize, count_model_weights
 from flagscale.estimate.op_times import DevicePeaks
 from flagscale.estimate.step_time import StepTime, select_peaks
 
@@ -36,9 +41,6 @@ _USABLE_MEMORY_FRACTION = 0.95
 """Fraction of a device's memory that tensors may use. Contexts and fragmentation take the rest."""
 _MAX_SUGGESTIONS = 3
 _MASK_TOKENS = {"[MASK]", "<mask>"}
-_IMPLIED_ARGUMENTS = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
-"""Arguments that follow from other arguments and are not listed, see the configuration reference.
-"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ class Estimate:
             max(stage.memory.total - limit_bytes, 0.0)
             for stage, limit_bytes in zip(self.forecast.stages, self._memory_limits, strict=True)
         )
+
+    @cached_property
+    def model_size(self) -> ModelSize:
+        """Number of weights of the whole model."""
+        return count_model_weights(self.args, self.vocabulary_size)
 
     @property
     def seconds(self) -> tuple[float, str] | None:
@@ -186,8 +193,7 @@ def estimate_experiment(
     if args is None or (args.meshes is not None and args.meshes.open):
         raise ConfigError(f"{MESHES}: sizes are chosen by measuring when training starts")
     get_transformer(args)
-    size = max(args.vocab_size or 0, _tokenizer_vocabulary(args, max_tokenizer_bytes))
-    vocabulary_size = pad_vocabulary(size, vars(args)) if size else 0
+    vocabulary_size = find_padded_vocabulary(args, max_tokenizer_bytes)
     kinds = {host.device_type for host in hosts}
     common_type = kinds.pop() if len(kinds) == 1 else None
     meshes: Meshes | None = args.meshes
@@ -216,6 +222,14 @@ def get_device_spec(kind: str | None) -> DeviceSpec | None:
 
 def _first_not_none(values: Iterable[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
+
+
+def find_padded_vocabulary(args: Namespace, max_tokenizer_bytes: int | None = None) -> int:
+    """Return the padded vocabulary size from the arguments and the tokenizer's files; 0 if it is
+    unknown. Larger files than ``max_tokenizer_bytes`` are not read.
+    """
+    size = max(args.vocab_size or 0, _tokenizer_vocabulary(args, max_tokenizer_bytes))
+    return pad_vocabulary(size, vars(args)) if size else 0
 
 
 def _tokenizer_vocabulary(args: Any, max_tokenizer_bytes: int | None) -> int:
@@ -270,50 +284,13 @@ def _suggest_changes(estimate: Estimate) -> Iterator[str]:
     """Yield minimal changes of arguments with which every stage fits, fewest arguments first."""
     working_changes: list[dict[str, Any]] = []
     for changes in sorted(
-        _possible_changes(estimate.args),
-        key=lambda changes: len(changes.keys() - _IMPLIED_ARGUMENTS),
+        possible_changes(estimate.args), key=lambda changes: len(explicit_arguments(changes))
     ):
         # A superset of a working change is not listed, and neither is a higher tensor parallel
         # size.
         if not changes or any(smaller.keys() <= changes.keys() for smaller in working_changes):
             continue
-        args = copy(estimate.args)
-        vars(args).update(changes)
-        args.data_parallel_size //= args.tensor_model_parallel_size
-        args.data_parallel_size *= estimate.args.tensor_model_parallel_size
+        args = change_arguments(estimate.args, changes)
         if not any(Estimate(args, estimate.vocabulary_size, estimate.devices).excess_bytes):
             working_changes.append(changes)
-            explicit = {n: v for n, v in changes.items() if n not in _IMPLIED_ARGUMENTS}
-            yield " and ".join(f"{name}: {_format_yaml(value)}" for name, value in explicit.items())
-
-
-def _format_yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield possible changes of arguments; sizes of heterogeneous meshes are not changed."""
-    tp, is_homogeneous = args.tensor_model_parallel_size, args.meshes is None
-    heads = args.num_query_groups or args.num_attention_heads
-    sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
-    microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
-    offload_changes: list[dict[str, Any]] = [{}]
-    if args.optimizer == "adam" and not args.optimizer_cpu_offload:
-        offload_changes.append({"use_distributed_optimizer": True, "optimizer_cpu_offload": True})
-    recompute_changes: list[dict[str, Any]] = [
-        {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ]
-    tensor_parallel_changes = [
-        {"tensor_model_parallel_size": tp * factor, "sequence_parallel": True}
-        for factor in (2, 4, 8)
-        if args.data_parallel_size % factor == 0 and heads % (tp * factor) == 0
-    ]
-    for combination in product(
-        sharding_changes if not args.use_distributed_optimizer else [{}],
-        microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
-        recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
-        [{}, *(tensor_parallel_changes if is_homogeneous else ())],
-        offload_changes,
-    ):
-        yield {name: value for changes in combination for name, value in changes.items()}
+            yield format_change(changes)

@@ -88,6 +88,7 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
         "grads, optimizer: in fp32; activations: of micro-batches under way; transient: within one "
         "pass, the logits among it; work: arithmetic, relative to the busiest stage's"
     )
+    yield _format_model_size(estimate)
     yield (
         f"a step: {args.global_batch_size} x {args.seq_length} tokens in {forecast.micro_batches} "
         f"micro-batches, {forecast.flops_per_step / 1e15:,.3g} PFLOP"
@@ -111,6 +112,26 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
     yield from describe_excess(estimate)
 
 
+def _format_model_size(estimate: Estimate) -> str:
+    size = estimate.model_size
+    remarks = []
+    if size.active < size.total:
+        remarks.append(f"{_format_count(size.active)} active for a token")
+    if size.trained < size.total:
+        remarks.append(f"{_format_count(size.trained)} trained")
+    text = f" ({', '.join(remarks)})" if remarks else ""
+    counts = [stage.weights for stage in estimate.forecast.stages]
+    a_rank = _format_count(max(counts))
+    if min(counts) < max(counts):
+        a_rank = f"{_format_count(min(counts))} to {a_rank}"
+    return f"parameters: {_format_count(size.total)}{text}; {a_rank} a rank"
+
+
+def _format_count(count: int) -> str:
+    """Format a number of weights, such as ``8.03 B`` or ``7.1 M``."""
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+
+
 def _format_speed(step_time: StepTime, tokens: int, ranks: int) -> str:
     seconds = step_time.seconds
     text = (
@@ -131,6 +152,7 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
             "name": stage.name,
             "layers": stage.layers,
             "ranks": stage.ranks,
+            "parameters": stage.weights,
             "memory": {
                 **asdict(stage.memory),
                 "moment": stage.memory.transient,  # former name of "transient"
@@ -158,6 +180,7 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
     return {
         "stages": stages,
         "replicas": list(replicas.replica_records(estimate)),
+        "parameters": asdict(estimate.model_size),
         "vocabulary": estimate.vocabulary_size,
         "micro_batches": estimate.forecast.micro_batches,
         "flops_per_step": estimate.forecast.flops_per_step,

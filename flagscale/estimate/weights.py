@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from flagscale.config.arguments.parameters import (
+    EXPERT_PATH,
+    list_layer_parameters,
+)
 from flagscale.config.arguments.rules.adapters import (
     FC1,
     FC2,
@@ -28,7 +32,7 @@ from flagscale.estimate.arithmetic import (
     moe_layer_flags,
     mtp_projection_weights,
 )
-from flagscale.estimate.attention import head_dim, projection_weights, qk_norm_size
+from flagscale.estimate.attention import head_dim, projection_weights
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,28 @@ class WeightCount:
         return self.shared + self.experts
 
 
-def layer_weights(args: Any, *, is_moe: bool) -> WeightCount:
-    """Return the weights of a transformer layer."""
-    norms = 4 if args.sandwich_norm else 2
-    shared = _attention_weights(args) + norms * norm_weights(args)
-    if not is_moe:
-        biases = _mlp_biases(args, args.ffn_hidden_size or 4 * args.hidden_size)
-        tp = args.tensor_model_parallel_size
-        return WeightCount(shared + dense_mlp_weights(args) // tp + biases)
-    hidden, experts = args.hidden_size, args.num_moe_experts
-    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden
-    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    local_experts = experts // args.expert_model_parallel_size
-    weights_per_expert = mlp_matrix_count(args) * hidden * ffn_size // expert_tp
-    if args.add_bias_linear:
-        weights_per_expert += (mlp_matrix_count(args) - 1) * ffn_size // expert_tp + hidden
-    shared_expert_size = args.moe_shared_expert_intermediate_size or 0
-    shared += hidden * experts
-    shared += (
-        mlp_matrix_count(args) * hidden * shared_expert_size // args.tensor_model_parallel_size
-    )
-    return WeightCount(shared, local_experts * weights_per_expert)
+def layer_weights(
+    args: Any, *, is_moe: bool, is_counted: Callable[[str], bool] | None = None
+) -> WeightCount:
+    """Return the weights of a transformer layer.
+
+    ``is_counted`` selects parameters by their names in the layer; those of experts have the number
+    0 for all. None selects all.
+    """
+    shared = experts = 0
+    for parameter in list_layer_parameters(vars(args), is_moe=is_moe):
+        name = f"{EXPERT_PATH}0.{parameter.name}" if parameter.is_expert else parameter.name
+        if is_counted is not None and not is_counted(name):
+            continue
+        if parameter.is_expert:
+            local_experts = args.num_moe_experts // args.expert_model_parallel_size
+            expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+            divisor = expert_tp if parameter.is_split else 1
+            experts += local_experts * (parameter.size // divisor)
+        else:
+            divisor = args.tensor_model_parallel_size if parameter.is_split else 1
+            shared += parameter.size // divisor
+    return WeightCount(shared, experts)
 
 
 def linear_weights(args: Any, *, is_moe: bool) -> float:
@@ -137,25 +142,6 @@ def _latent_dimensions(args: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _attention_weights(args: Any) -> int:
-    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
-    width = head_dim(args) * args.num_attention_heads
-    qkv_width = width + 2 * head_dim(args) * (args.num_query_groups or args.num_attention_heads)
-    count = projection_weights(args) // tp
-    if args.add_bias_linear:
-        count += qkv_width // tp + hidden
-    elif args.add_qkv_bias:
-        count += qkv_width // tp
-    return int(count + qk_norm_size(args) * _norm_vectors(args))
-
-
-def _mlp_biases(args: Any, ffn_size: int) -> int:
-    if not args.add_bias_linear:
-        return 0
-    fc1_width = (mlp_matrix_count(args) - 1) * ffn_size // args.tensor_model_parallel_size
-    return int(fc1_width + args.hidden_size)
-
-
 def norm_weights(args: Any) -> int:
     """Return the weights of a norm over the hidden size."""
     return int(args.hidden_size) * _norm_vectors(args)
@@ -179,14 +165,31 @@ def head_weights(args: Any, vocabulary_size: int) -> WeightCount:
     )
 
 
-def mtp_weights(args: Any) -> WeightCount:
-    """Return the weights of the multi-token prediction layers, without embedding and head."""
+def mtp_weights(args: Any, is_counted: Callable[[str], bool] | None = None) -> WeightCount:
+    """Return the weights of the multi-token prediction layers, without embedding and head.
+
+    ``is_counted`` selects parameters by their global names; the name of the projection stands for
+    it and the norms next to it. None selects all.
+    """
     projections = WeightCount(
         mtp_projection_weights(args) // args.tensor_model_parallel_size + 3 * norm_weights(args)
     )
-    return (
-        layer_weights(args, is_moe=moe_layer_flags(args)[-1]) + projections
-    ) * arithmetic.mtp_depth(args)
+    total = WeightCount()
+    for number in range(arithmetic.mtp_depth(args)):
+        path = f"mtp.layers.{number}."
+        total += layer_weights(
+            args,
+            is_moe=moe_layer_flags(args)[-1],
+            is_counted=below(f"{path}transformer_layer.", is_counted),
+        )
+        if is_counted is None or is_counted(f"{path}eh_proj.weight"):
+            total += projections
+    return total
+
+
+def below(prefix: str, is_counted: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """Return the selection of parameters by their names after a prefix."""
+    return None if is_counted is None else lambda name: is_counted(prefix + name)
 
 
 def position_weights(args: Any) -> WeightCount:

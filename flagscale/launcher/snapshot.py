@@ -101,8 +101,16 @@ class Snapshot:
     validation_loss: float | None = None
     """Last validation loss; the mean over the validation sets, if there are several."""
     tokens_per_second: float | None = None
+    tokens_per_second_per_gpu: float | None = None
     memory_gib: float | None = None
     eta_seconds: float | None = None
+    best_step: int | None = None
+    """Step of the best checkpoint (``save_best``), ``best_loss`` its validation loss, and
+    ``best_checkpoint`` its directory."""
+    best_loss: float | None = None
+    best_checkpoint: str | None = None
+    end_detail: str | None = None
+    """Reason why training completed before its last step."""
     failure: Failure | None = None
     """First failure. Until the agents have agreed on it, reports of ranks are among the warnings.
     """
@@ -234,6 +242,8 @@ def take_snapshot(
         earlier=failures.list_earlier_failures(state.hosts),
         events=events,
         **_training_metrics(events, phase),
+        **_best_checkpoint(events),
+        end_detail=_end_detail(events),
     )
 
 
@@ -304,16 +314,16 @@ def _phase_start(
 
 def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
     """Return the latest training metrics, and the remaining time at the recent speed."""
-    rows = [row for rows in events.values() for row in rows if row.event == "progress"]
+    rows = _sorted_events(events, "progress")
     metrics: dict[str, Any] = {"validation_loss": _validation_loss(events)}
     if not rows:
         return metrics
-    rows.sort(key=lambda row: row.time)
     latest = rows[-1]
     step, train_steps = latest.get_number("step"), latest.get_number("train_steps")
     metrics |= {"step": step, "train_steps": train_steps}
     metrics |= {
-        name: latest.get_number(name) for name in ("loss", "tokens_per_second", "memory_gib")
+        name: latest.get_number(name)
+        for name in ("loss", "tokens_per_second", "tokens_per_second_per_gpu", "memory_gib")
     }
     recent = rows[-_SPEED_EVENTS:]
     steps = (step or 0) - (recent[0].get_number("step") or 0)
@@ -335,8 +345,31 @@ def _validation_loss(events: dict[int, list[Event]]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
+def _best_checkpoint(events: dict[int, list[Event]]) -> dict[str, Any]:
+    """Return the fields of the last checkpoint that was reported as the best one."""
+    checkpoints = [row for row in _sorted_events(events, "checkpoint") if row.get("best")]
+    if not checkpoints:
+        return {}
+    best = checkpoints[-1]
+    return {
+        "best_step": best.get_number("step"),
+        "best_loss": best.get_number("valid_loss"),
+        "best_checkpoint": None if best.get("path") is None else str(best.get("path")),
+    }
+
+
+def _end_detail(events: dict[int, list[Event]]) -> str | None:
+    details = [row.get("detail") for row in _sorted_events(events, "finished")]
+    return next((str(detail) for detail in details if detail), None)
+
+
+def _sorted_events(events: dict[int, list[Event]], event: str) -> list[Event]:
+    """Return the events of a type from all ranks, oldest first."""
+    rows = [row for rows in events.values() for row in rows if row.event == event]
+    return sorted(rows, key=lambda row: row.time)
+
+
 def _collect_warnings(events: dict[int, list[Event]]) -> list[str]:
     """Return the warnings of the ranks, each once."""
-    rows = [row for rows in events.values() for row in rows if row.event == "warning"]
-    rows.sort(key=lambda row: row.time)
+    rows = _sorted_events(events, "warning")
     return list(dict.fromkeys(str(row.get("message", "")) for row in rows))

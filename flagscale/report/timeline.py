@@ -109,13 +109,15 @@ def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
 
 def _describe_event(event: Event) -> str:
     if event.event == "checkpoint":
-        return f"checkpoint saved in {event.get('seconds', '?')} s: {event.get('path', '?')}"
+        mark = "best checkpoint" if event.get("best") else "checkpoint"
+        return f"{mark} saved in {event.get('seconds', '?')} s: {event.get('path', '?')}"
     if event.event == "evaluation":
         return f"{event.get('data', '')} validation loss {event.get('loss', '?')}".strip()
     if event.event == "ready":
         return "model, data and checkpoint are there, training begins"
     if event.event == "finished":
-        return f"training ended: {event.get('reason', '?')}"
+        detail = f", {event.get('detail')}" if event.get("detail") else ""
+        return f"training ended: {event.get('reason', '?')}{detail}"
     return hide_passwords(str(event.get("message", "")))
 
 

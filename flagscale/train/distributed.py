@@ -216,6 +216,15 @@ def _init_homogeneous(args: argparse.Namespace) -> None:
     )
 
 
+def find_pipeline_stage() -> int | None:
+    """Return the pipeline stage of this rank; None before the layout is initialized."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        return None
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
 def destroy_groups() -> None:
     """Destroy all process groups, including the default group, if any exist."""
     from megatron.core import parallel_state

@@ -25,6 +25,7 @@ from typing import Any
 from flagscale.errors import ConfigError
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
+from flagscale.train.validation_loss import ValidationHistory
 from flagscale.train.wandb_run import WandbRun
 
 _TENSORBOARD_RETRY_SECONDS = 60.0
@@ -45,6 +46,12 @@ class Throughput:
     """Model FLOPs utilization, 0 to 1; None if the peak of the device is not known."""
     memory_gib: float | None
     """Peak memory of this rank; None on devices that do not record it."""
+    ranks: int = 1
+    """Number of ranks, each of which has a device."""
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.ranks
 
 
 def require_packages(args: argparse.Namespace) -> None:
@@ -143,6 +150,7 @@ class TrainingReporter:
             learning_rate=host.learning_rate,
             step_seconds=round(throughput.step_seconds, 4),
             tokens_per_second=round(throughput.tokens_per_second, 1),
+            tokens_per_second_per_gpu=round(throughput.tokens_per_second_per_gpu, 1),
             tflops_per_gpu=_round_optional(throughput.tflops_per_gpu, 3),
             mfu=_round_optional(throughput.mfu, 4),
             memory_gib=_round_optional(throughput.memory_gib, 2),
@@ -157,6 +165,7 @@ class TrainingReporter:
             values["speed/step-seconds"] = throughput.step_seconds
         if args.log_throughput:
             values["speed/tokens-per-second"] = throughput.tokens_per_second
+            values["speed/tokens-per-second-per-gpu"] = throughput.tokens_per_second_per_gpu
             values["speed/tflops-per-gpu"] = throughput.tflops_per_gpu
             values["speed/mfu"] = throughput.mfu
         if args.log_memory_to_tensorboard:
@@ -190,11 +199,35 @@ class TrainingReporter:
         """Print the model's answer to an evaluation prompt."""
         self.log(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
-    def log_checkpoint(self, step: int, path: Any, seconds: float) -> None:
-        """Report that a checkpoint is complete on disk."""
+    def log_validation_history(self, step: int, history: ValidationHistory) -> None:
+        """Report the lowest validation loss after the evaluation of ``step``."""
+        parts = []
+        if history.best_loss is not None:
+            is_new = history.best_step == step
+            place = "so far" if is_new else f"{history.best_loss:.4f} at step {history.best_step}"
+            parts.append(f"lowest validation loss {place}")
+        patience = self._args.early_stopping_patience
+        count = history.evaluations_without_improvement
+        if patience is not None and count:
+            parts.append(f"{count} of {patience} evaluations without improvement")
+        self.log(" | ".join((f"step {step}", *parts)))
+
+    def log_checkpoint(
+        self, step: int, path: Any, seconds: float, *, best_loss: float | None = None
+    ) -> None:
+        """Report that a checkpoint is complete on disk.
+
+        ``best_loss`` is its validation loss if it is marked as the best checkpoint.
+        """
         if self._is_reporting_rank:
-            self._status.write("checkpoint", step=step, path=str(path), seconds=round(seconds, 2))
-            _print(f"step {step} | checkpoint saved in {seconds:.1f} s: {path}")
+            best: dict[str, Any] = (
+                {} if best_loss is None else {"best": True, "valid_loss": round(best_loss, 6)}
+            )
+            self._status.write(
+                "checkpoint", step=step, path=str(path), seconds=round(seconds, 2), **best
+            )
+            mark = "best checkpoint" if best else "checkpoint"
+            _print(f"step {step} | {mark} saved in {seconds:.1f} s: {path}")
 
     def close(self) -> None:
         """Flush and close TensorBoard and W&B."""
@@ -321,8 +354,8 @@ def format_progress(
 ) -> str:
     """Return the console line of the training progress at a step.
 
-    ``train_steps`` is the number of steps of the whole run. TFLOP/s are omitted on a CPU, which
-    records no peak memory.
+    ``train_steps`` is the number of steps of the whole run. Figures per GPU are omitted on a CPU,
+    which records no peak memory.
     """
     host, tflops, memory_gib = metrics.host, throughput.tflops_per_gpu, throughput.memory_gib
     parts = [
@@ -331,7 +364,7 @@ def format_progress(
         "skipped" if host.skip_reason else f"grad norm {metrics.grad_norm:.3f}",
         f"lr {host.learning_rate:.2e}",
         f"{throughput.step_seconds:.3f} s/step",
-        f"{throughput.tokens_per_second:,.0f} tok/s",
+        _format_speed(throughput),
         f"{tflops:.1f} TFLOP/s/GPU" if tflops is not None and memory_gib is not None else "",
         f"MFU {100 * throughput.mfu:.1f} %" if throughput.mfu is not None else "",
         f"{memory_gib:.1f} GiB" if memory_gib is not None else "",
@@ -339,6 +372,13 @@ def format_progress(
         f"{timedelta(seconds=round((train_steps - host.step) * throughput.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)
+
+
+def _format_speed(throughput: Throughput) -> str:
+    text = f"{throughput.tokens_per_second:,.0f} tok/s"
+    if throughput.ranks > 1 and throughput.memory_gib is not None:
+        text += f" ({throughput.tokens_per_second_per_gpu:,.0f}/GPU)"
+    return text
 
 
 def _round_optional(value: float | None, digits: int) -> float | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
 from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.config.arguments.rules.freezing import freezing_argument
 from flagscale.config.arguments.rules.resuming import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
@@ -23,10 +24,12 @@ from flagscale.train.data.tokenizers import build_tokenizer, describe_unused_voc
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
+from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.meshes.auto_layout import resolve_auto_layout
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.models.base import get_model_spec
 from flagscale.train.models.config import build_transformer_config
+from flagscale.train.models.freezing import count_trained_weights
 from flagscale.train.models.optimized import list_build_notes
 from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
@@ -45,6 +48,7 @@ def prepare_training(
     status: StatusWriter,
     *,
     same_device_kind: bool = True,
+    memory_history: MemoryHistory | None = None,
 ) -> tuple[Trainer, TrainState]:
     """Return a trainer that is ready to run, and its training state.
 
@@ -56,6 +60,7 @@ def prepare_training(
         device: device of this rank.
         status: writer of status events.
         same_device_kind: whether all ranks have the same kind of device.
+        memory_history: recorder of this rank's allocations.
 
     Raises:
         ConfigError: megatron.core does not support the model's configuration.
@@ -88,6 +93,12 @@ def prepare_training(
     if not same_device_kind:
         devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
     reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
+    if argument := freezing_argument(vars(args)):
+        counts = count_trained_weights(state.modules(), config)
+        reporter.log(
+            f"{argument}: {counts.trained / 1e6:,.2f} M of {counts.total / 1e6:,.2f} M weights are "
+            "trained"
+        )
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
     _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
@@ -111,6 +122,11 @@ def prepare_training(
     trainer = Trainer(
         args, state, stepper, load_data, checkpointer, reporter, throughput_meter, balancer
     )
+    trainer.memory_history = memory_history
+    if memory_history is not None and memory_history.lacks_support:
+        reporter.log(
+            "record_memory_history has no effect: allocations are recorded on CUDA devices only"
+        )
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state

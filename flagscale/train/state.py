@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
+from flagscale.train.validation_loss import ValidationHistory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -42,6 +43,7 @@ class TrainState:
         scheduler: schedule of learning rate and weight decay.
         progress: steps taken and samples consumed.
         measured_shares: micro-batch counts of heterogeneous replicas, if they were measured.
+        validation: evaluations so far, for early stopping and the best checkpoint.
     """
 
     chunks: list[DistributedDataParallel]
@@ -49,6 +51,7 @@ class TrainState:
     scheduler: OptimizerParamScheduler
     progress: Progress
     measured_shares: MeasuredSplit | None = None
+    validation: ValidationHistory = field(default_factory=ValidationHistory)
 
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""

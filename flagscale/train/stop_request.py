@@ -9,8 +9,9 @@ from typing import Literal
 
 StopReason = Literal["completed", "signal", "exit-interval"]
 """Reason for the end of training, as the trainer writes it in the ``finished`` status event: all
-steps are done, SIGTERM was received, or the time limit is exceeded. ``exit-interval`` is the reason
-of the time limit, and also of the step limit ``exit_interval``.
+steps are done or the validation loss no longer improves, SIGTERM was received, or the time limit is
+exceeded. ``exit-interval`` is the reason of the time limit, and also of the step limit
+``exit_interval``.
 """
 
 

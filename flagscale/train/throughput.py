@@ -59,6 +59,7 @@ class ThroughputMeter:
             tflops_per_gpu=tflops,
             mfu=tflops / self._peak_tflops if self._peak_tflops and tflops is not None else None,
             memory_gib=self._device.peak_memory_gib(),
+            ranks=self._world_size,
         )
 
     @contextmanager

@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.layout import describe_ranks
@@ -29,8 +30,20 @@ from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import choose_device
 from flagscale.train.distributed import RankIdentity
+from flagscale.train.memory_history import MemoryHistory
+from flagscale.train.out_of_memory import explain_out_of_memory
 from flagscale.train.report import require_packages
 from flagscale.train.restart import enable_supervision
+
+if TYPE_CHECKING:
+    from flagscale.train.state import TrainState
+
+_NEEDS_SAVE: Mapping[str, str] = {
+    "export_huggingface": "because the last checkpoint is exported",
+    "export_peft": "because the last checkpoint is exported",
+    "save_best": "the directory in which the best checkpoint is saved",
+}
+"""Arguments that need ``save``, with the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,17 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = RankIdentity.from_environment()
     status = StatusWriter.from_environment(rank.rank)
     try:
-        reason, last_step = train(parse_arguments(argv), rank, status)
+        end = train(parse_arguments(argv), rank, status)
     except FlagscaleError as error:
         return failures.report_failure(error, rank, status)
     except Exception as error:  # noqa: BLE001 - every failure is reported to the launcher
         return failures.report_failure(error, rank, status)
-    status.write("finished", step=last_step, reason=reason)
+    status.write("finished", step=end.step, reason=end.reason, detail=end.detail or None)
     return 0
 
 
-def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) -> tuple[str, int]:
-    """Train and return the reason for the end and the number of the last step."""
+class TrainingEnd(NamedTuple):
+    """End of training: its reason, an explanation that may be empty, and the last step."""
+
+    reason: str
+    detail: str
+    step: int
+
+
+def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) -> TrainingEnd:
+    """Train and return the end of training."""
     _suppress_library_warnings()
     if args.tensor_model_parallel_size > 1:
         # With one hardware queue, a collective is not overtaken by the GEMM queued after it. CUDA
@@ -68,10 +89,9 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     args = derive_arguments(args, rank.world_size)
     layout_position = describe_ranks(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
     args = rank_arguments(args, rank.rank)
-    for name in ("export_huggingface", "export_peft"):
+    for name, reason in _NEEDS_SAVE.items():
         if getattr(args, name) and not args.save:
-            message = "needs save, because the last checkpoint is exported"
-            raise ConfigError(Problem(name, message))
+            raise ConfigError(Problem(name, f"needs save, {reason}"))
     require_packages(args)
     default_group = distributed.init_default_group(
         rank,
@@ -89,18 +109,39 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     )
     join_time = time.monotonic()
     # megatron.core reads the selected device at import time.
+    import torch
+
     from flagscale.train.setup import prepare_training
 
-    trainer, state = prepare_training(
-        args, rank, device, status, same_device_kind=default_group.same_device_kind
-    )
-    status.write("ready", seconds=round(time.monotonic() - join_time, 3))
-    reason = trainer.run()
+    state: TrainState | None = None
+    memory_history = MemoryHistory(args, rank.rank, device)
+    try:
+        trainer, state = prepare_training(
+            args,
+            rank,
+            device,
+            status,
+            same_device_kind=default_group.same_device_kind,
+            memory_history=memory_history,
+        )
+        status.write("ready", seconds=round(time.monotonic() - join_time, 3))
+        reason = trainer.run()
+    except torch.OutOfMemoryError as error:
+        memory_history.dump("out_of_memory")
+        text = explain_out_of_memory(
+            str(error),
+            args,
+            device=device.accelerator.display_name,
+            rank=rank.rank,
+            step=None if state is None else state.progress.iteration + 1,
+            stage_index=distributed.find_pipeline_stage(),
+        )
+        raise torch.OutOfMemoryError(text) from error
     status.write_progress(state.progress.iteration, "ending")
     distributed.destroy_groups()
     if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):
         _export(args, state.progress.iteration, status)
-    return reason, state.progress.iteration
+    return TrainingEnd(reason, trainer.end_detail, state.progress.iteration)
 
 
 def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> None:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Literal
 
 from flagscale.config.arguments.rules.optimizer import save_interval_at
+from flagscale.errors import ConfigError, Problem
 from flagscale.train.bounded_all_reduce import BoundedReduceStatistics, explain_unbounded_reduce
-from flagscale.train.checkpoint import Checkpointer
+from flagscale.train.checkpoint import BestCheckpoint, Checkpointer
 from flagscale.train.data.datasets import DataIterators
 from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
 from flagscale.train.generation import Generator
 from flagscale.train.layers.layer_compilation import get_compile_seconds
 from flagscale.train.loss_monitor import LossMonitor
+from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.parameter_norm import compute_parameters_norm
 from flagscale.train.report import TrainingReporter
@@ -62,6 +64,8 @@ class Trainer:
         self._balancer = balancer
         self.generator: Generator | None = None
         """Generates answers to the prompts of ``eval_prompts`` at each evaluation; None without."""
+        self.memory_history: MemoryHistory | None = None
+        """Writes a memory snapshot after a step; None without."""
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._throughput_meter = throughput_meter
@@ -80,6 +84,13 @@ class Trainer:
         self._saved_step = state.progress.iteration
         self._logged_step = state.progress.iteration
         self._evaluated_step = -1
+        self._tracks_validation = not args.skip_train and (
+            args.save_best or args.early_stopping_patience is not None
+        )
+        if self._tracks_validation:
+            self._require_validation_data()
+        self.end_detail = ""
+        """Explanation of the end, if training has completed before its last step."""
 
     def run(self) -> StopReason:
         """Train and return the reason for the end. The last checkpoint is complete on return.
@@ -97,6 +108,9 @@ class Trainer:
         self._throughput_meter.start_lap()
         reason: StopReason = "completed"
         while self._state.progress.iteration < self._last_step:
+            # Also before the first step: a resumed run may have stopped early already.
+            if self._stops_early():
+                break
             self._run_step()
             if stop_reason := self._pending_stop_reason():
                 reason = stop_reason
@@ -109,7 +123,7 @@ class Trainer:
         self._save_final_checkpoint()
         # Wait for checkpoints that are written in the background.
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
-        self._checkpointer.close()
+        self._checkpointer.close(finish_exports=reason == "completed")
         self._report_saved_checkpoints()
         self._reporter.close()
         return reason
@@ -126,6 +140,8 @@ class Trainer:
             self._data.train, stop_flags=self._stop_request.poll()
         )
         self._throughput_meter.count_step(progress.consumed_train_samples - samples_before)
+        if self.memory_history is not None:
+            self.memory_history.after_step(progress.iteration)
         self._deferred_metrics.add(host_metrics, device_metrics)
         if self._balancer is not None and self._balancer.rebalance_microbatches():
             self._data = self._load_data()
@@ -134,6 +150,9 @@ class Trainer:
         evaluation_due = _is_due(step, args.eval_interval) and step < self._last_step
         checkpoint_interval = save_interval_at(vars(args), progress.consumed_train_samples)
         save_due = bool(args.save) and _is_due(step, checkpoint_interval)
+        if self._tracks_validation and step == self._last_step:
+            # Saved after the final evaluation, whose result belongs to the checkpoint.
+            save_due = False
         self._process_metrics(keep_newest=0 if log_due or evaluation_due or save_due else 1)
         if log_due:
             self._log_progress()
@@ -144,8 +163,8 @@ class Trainer:
             )
         if evaluation_due:
             self._evaluate("valid")
-        if save_due:
-            self._save_checkpoint()
+        if save_due or (args.save_best and self._is_best_step()):
+            self._save_checkpoint(is_extra=not save_due)
         self._report_saved_checkpoints()
         if args.manual_gc and step % args.manual_gc_interval == 0:
             gc.collect()
@@ -215,7 +234,50 @@ class Trainer:
             for name, loss in losses.items():
                 self._reporter.log_evaluation(split, progress.iteration, loss, name)
             if split == "valid":
+                self._track_validation(sum(losses.values()) / len(losses))
                 self._report_answers()
+
+    def _require_validation_data(self) -> None:
+        """Refuse early stopping and the best checkpoint without a validation loss."""
+        if self._data.valid is None and not self._data.validation_sets:
+            name = "save_best" if self._args.save_best else "early_stopping_patience"
+            raise ConfigError(
+                Problem(name, "requires a validation loss, but there is no validation data"),
+                hint="set valid_data_path, or give validation a share in split",
+            )
+
+    def _track_validation(self, loss: float) -> None:
+        """Record a validation loss, the mean over the sets if there are several."""
+        # A run that is over already has recorded its last evaluation.
+        if not self._tracks_validation or self._state.progress.iteration < self._first_step:
+            return
+        args, history = self._args, self._state.validation
+        step = self._state.progress.iteration
+        history.add_evaluation(step, loss, args.early_stopping_min_delta)
+        self._reporter.log_validation_history(step, history)
+
+    def _is_best_step(self) -> bool:
+        """Return whether the last evaluation is the best one and of the current step."""
+        return (
+            self._tracks_validation
+            and self._state.validation.best_step == self._state.progress.iteration
+            and self._evaluated_step == self._state.progress.iteration
+        )
+
+    def _stops_early(self) -> bool:
+        """Return whether the validation loss has stopped improving. Equal on all ranks."""
+        args = self._args
+        if not self._tracks_validation:
+            return False
+        self.end_detail = self._state.validation.explain_stop(
+            args.early_stopping_patience, args.early_stopping_min_delta
+        )
+        if self.end_detail:
+            self._reporter.log(
+                f"step {self._state.progress.iteration} | training ends: {self.end_detail} "
+                f"(early_stopping_patience: {args.early_stopping_patience})"
+            )
+        return bool(self.end_detail)
 
     def _report_answers(self) -> None:
         """Generate and report the answers to the evaluation prompts."""
@@ -232,10 +294,16 @@ class Trainer:
             self._evaluate("valid")
         self._evaluate("test")
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, *, is_extra: bool = False) -> None:
+        """Save a checkpoint; ``is_extra``: only because it is the best one."""
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
+        best = None
+        if self._args.save_best and self._is_best_step():
+            loss = self._state.validation.best_loss
+            assert loss is not None
+            best = BestCheckpoint(loss, is_extra)
         with self._throughput_meter.pause(), gathered_parameters(self._args, self._state.chunks):
-            self._checkpointer.save(self._state)
+            self._checkpointer.save(self._state, best=best)
             self._saved_step = self._state.progress.iteration
 
     def _save_final_checkpoint(self) -> None:
@@ -245,8 +313,13 @@ class Trainer:
     def _report_saved_checkpoints(self) -> None:
         for checkpoint in self._checkpointer.poll():
             self._reporter.log_checkpoint(
-                checkpoint.iteration, checkpoint.path, checkpoint.save_seconds
+                checkpoint.iteration,
+                checkpoint.path,
+                checkpoint.save_seconds,
+                best_loss=checkpoint.best_loss,
             )
+        for message in self._checkpointer.pop_export_messages():
+            self._reporter.log(message)
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -28,7 +28,9 @@ from flagscale.config.arguments.rules.data import (
     check_external_data,
     check_split_text,
     check_tokenizer,
+    check_validation,
 )
+from flagscale.config.arguments.rules.freezing import check_freezing
 from flagscale.config.arguments.rules.layers import (
     check_attention,
     check_documents,
@@ -94,11 +96,13 @@ def check_values(values: Values) -> list[Violation]:
         check_documents,
         check_conversations,
         check_external_data,
+        check_validation,
         check_adapters,
         check_precision,
         check_compiled_only,
         check_fp8,
         check_layout,
+        check_freezing,
         _check_export,
         _check_length,
         check_batch_size_rampup,

@@ -139,6 +139,11 @@ if [[ -n ${preflight-} ]]; then
         entry=${entry%/}
         [[ ${entry##*/} =~ ^$checkpoint_name$ ]] && checkpoints+=("${entry##*/}")
     done
+    # The directory may be a checkpoint itself, or the link to the best one.
+    if [[ -n $load_dir && -f $load_dir/.metadata ]]; then
+        entry=$(realpath -- "$load_dir")
+        checkpoints=("${entry##*/}")
+    fi
     report checkpoints "${checkpoints[*]}"
     if ((${#checkpoints[@]})) || [[ -n $load_dir && -e $load_dir/$tracker ]]; then
         module_queries+=("${checkpoint_queries[@]}")

@@ -33,7 +33,7 @@ STYLES = {
 _LAST_LINE_CHARACTERS = 120
 # Host names get this many characters before figures get room.
 _HOST_WIDTH = 24
-_METRICS = ("step", "loss", "tokens/s", "memory", "left")
+_METRICS = ("step", "loss", "tokens/s", "a GPU", "memory", "left")
 # Width if the output is not a terminal and COLUMNS is not set.
 _UNKNOWN_WIDTH = 120
 
@@ -113,6 +113,12 @@ def _notes_below(snapshot: Snapshot) -> list[Text]:
         _foreign_text(f"attempt {number} failed: {failure.headline()}", "yellow")
         for number, failure in snapshot.earlier
     ]
+    if snapshot.end_detail is not None:
+        texts.append(_foreign_text(f"training ended early: {snapshot.end_detail}"))
+    if snapshot.best_checkpoint is not None:
+        loss = "" if snapshot.best_loss is None else f", validation loss {snapshot.best_loss:.4f}"
+        text = f"best checkpoint: step {snapshot.best_step}{loss}: {snapshot.best_checkpoint}"
+        texts.append(_foreign_text(text))
     if snapshot.failure is not None:
         texts.append(_foreign_text(f"first failure: {snapshot.failure.describe()}", "red"))
     return texts
@@ -151,20 +157,23 @@ def _format_ranks(phase: Phase, joined: int, ranks: int) -> str:
 
 def _format_metrics(
     snapshot: Snapshot, row: HostRow | None = None
-) -> tuple[str, str, str, str, str]:
-    """Return step, loss, speed, memory and time left.
+) -> tuple[str, str, str, str, str, str]:
+    """Return step, loss, speed, speed per GPU, memory and time left.
 
-    They belong to the job; only the step may be a host's own.
+    They belong to the job; only the step may be a host's own. The speed per GPU is omitted if there
+    is one rank, or on a CPU, which reports no memory.
     """
     step_number = snapshot.step if row is None or row.step is None else row.step
     step = "" if step_number is None else f"{step_number}"
     if snapshot.train_steps is not None and step:
         step += f"/{snapshot.train_steps}"
-    speed = snapshot.tokens_per_second
+    speed, speed_of_gpu = snapshot.tokens_per_second, snapshot.tokens_per_second_per_gpu
+    has_gpus = snapshot.world_size > 1 and snapshot.memory_gib is not None
     return (
         step,
         "" if snapshot.loss is None else f"{snapshot.loss:.4f}",
         "" if speed is None else f"{speed:,.0f}",
+        f"{speed_of_gpu:,.0f}" if speed_of_gpu is not None and has_gpus else "",
         "" if snapshot.memory_gib is None else f"{snapshot.memory_gib:.1f} GiB",
         "" if snapshot.eta_seconds is None else format_duration(snapshot.eta_seconds),
     )
@@ -172,7 +181,7 @@ def _format_metrics(
 
 def format_one_line(snapshot: Snapshot) -> str:
     """Format a run in one line, for output that is not a terminal."""
-    step, loss, speed, _, time_left = _format_metrics(snapshot)
+    step, loss, speed, _, _, time_left = _format_metrics(snapshot)
     ranks = _format_ranks(snapshot.phase, snapshot.joined, snapshot.world_size)
     parts = [snapshot.phase.value, f"ranks {ranks}"]
     metrics = (("step", step), ("loss", loss), ("tokens/s", speed), ("left", time_left))

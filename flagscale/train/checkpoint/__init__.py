@@ -11,12 +11,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flagscale.train.checkpoint.checkpointer import Checkpointer, SavedCheckpoint
+    from flagscale.train.checkpoint.checkpointer import (
+        BestCheckpoint,
+        Checkpointer,
+        SavedCheckpoint,
+    )
     from flagscale.train.checkpoint.loading import LoadReport
 
-__all__ = ["Checkpointer", "LoadReport", "SavedCheckpoint"]
+__all__ = ["BestCheckpoint", "Checkpointer", "LoadReport", "SavedCheckpoint"]
 
 _LAZY_ATTRIBUTES = {
+    "BestCheckpoint": "checkpointer",
     "Checkpointer": "checkpointer",
     "LoadReport": "loading",
     "SavedCheckpoint": "checkpointer",

@@ -27,8 +27,9 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
     true_on_all_ranks,
 )
+from flagscale.train.checkpoint.exporter import CheckpointExporter
 from flagscale.train.checkpoint.loading import LoadReport
-from flagscale.train.checkpoint.store import CheckpointStore
+from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
 from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.optim.hyperparameters import save_schedule
 from flagscale.train.state import TrainState
@@ -44,11 +45,30 @@ class SavedCheckpoint:
         iteration: iteration of the training state.
         path: directory of the checkpoint.
         save_seconds: time from the start of saving until the checkpoint was complete.
+        best_loss: its validation loss, if it is the lowest so far (``save_best``).
     """
 
     iteration: int
     path: Path
     save_seconds: float
+    best_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Mark of a checkpoint whose validation loss is the lowest so far.
+
+    Attributes:
+        valid_loss: the validation loss.
+        is_extra: the checkpoint is saved for this reason only, and deleted once there is a better
+            one.
+    """
+
+    valid_loss: float
+    is_extra: bool
+
+    def manifest_entries(self) -> dict[str, Any]:
+        return {VALID_LOSS_KEY: self.valid_loss, EXTRA_BEST_KEY: self.is_extra}
 
 
 @dataclass
@@ -60,12 +80,14 @@ class _PendingSave:
         manifest_entries: entries of the manifest about the run.
         write: the tensors being written.
         start_time: time of the start, of ``time.monotonic``.
+        best: set if the validation loss is the lowest so far.
     """
 
     iteration: int
     manifest_entries: dict[str, Any]
     write: CheckpointWrite
     start_time: float
+    best: BestCheckpoint | None = None
 
 
 class Checkpointer:
@@ -106,6 +128,10 @@ class Checkpointer:
         self._sharding_validated = False
         self._removal_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
         self._removals: list[Future[None]] = []
+        self._exporter: CheckpointExporter | None = None
+        self._kept_for_export: list[Path] = []
+        if args.save and args.export_each_checkpoint and dist.get_rank() == 0:
+            self._exporter = CheckpointExporter(args)
 
     def load(self, state: TrainState) -> LoadReport | None:
         """Load the newest complete checkpoint below ``args.load`` into ``state``, in place.
@@ -148,7 +174,9 @@ class Checkpointer:
                 store.abandon(0)
         return is_new
 
-    def save(self, state: TrainState, *, required: bool = False) -> None:
+    def save(
+        self, state: TrainState, *, required: bool = False, best: BestCheckpoint | None = None
+    ) -> None:
         """Save ``state``, after waiting for an earlier save that is still in progress.
 
         With ``args.async_save``, writing continues in the background and :meth:`poll` returns the
@@ -157,6 +185,7 @@ class Checkpointer:
         Args:
             state: the training state.
             required: wait for the end and raise on failure.
+            best: marks the checkpoint as the best of the run, once it is complete.
 
         Raises:
             CheckpointError: on all ranks, if saving fails and ``required`` is set.
@@ -171,7 +200,9 @@ class Checkpointer:
             manifest_entries = sharded_state.describe_run(self._args, state)
             if self._chat_template is not None:
                 manifest_entries[MANIFEST_KEY] = self._chat_template
-            self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time)
+            if best is not None:
+                manifest_entries.update(best.manifest_entries())
+            self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time, best)
             if required or not self._args.async_save:
                 self._finish_pending_save()
         if required and self._save_error is not None:
@@ -185,8 +216,12 @@ class Checkpointer:
         completed, self._completed = self._completed, []
         return completed
 
-    def close(self) -> None:
-        """Wait for background saves and deletions.
+    def pop_export_messages(self) -> list[str]:
+        """Return what has happened to exports since the last call; empty except on rank 0."""
+        return [] if self._exporter is None else self._exporter.pop_messages()
+
+    def close(self, *, finish_exports: bool = True) -> None:
+        """Wait for background saves and deletions, and for exports unless they are to be ended.
 
         Raises:
             CheckpointError: on all ranks, if the last save failed.
@@ -195,6 +230,9 @@ class Checkpointer:
         for removal in self._removals:
             removal.result()
         self._removal_pool.shutdown()
+        if self._exporter is not None:
+            self._exporter.close(finish=finish_exports)
+            self._remove(self._kept_for_export)
         if self._save_error is not None:
             save_error, self._save_error = self._save_error, None
             raise save_error
@@ -243,6 +281,7 @@ class Checkpointer:
         state_dict["progress"] = state.progress.state_dict()
         if state.measured_shares is not None:
             state_dict["measured_shares"] = state.measured_shares.state_dict()
+        state_dict["validation"] = state.validation.state_dict()
         state_dict[sharded_state.METADATA_KEY] = metadata
         return state_dict
 
@@ -259,18 +298,39 @@ class Checkpointer:
             return
         self._save_error, self._has_earlier_checkpoint = None, True
         seconds = time.monotonic() - pending.start_time
-        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds))
+        best_loss = None if pending.best is None else pending.best.valid_loss
+        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds, best_loss))
 
     def _publish(self, pending: _PendingSave) -> Path:
         """Publish a checkpoint, then delete superseded ones in the background (rank 0)."""
         store = self._require_store()
         path = store.publish(pending.iteration, pending.manifest_entries)
+        superseded: list[Path] = []
+        if pending.best is not None:
+            try:
+                superseded += store.mark_best(pending.iteration)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                self._warn(f"{path.name} is the best checkpoint, but cannot be marked: {reason}")
         retain_interval = self._args.save_retain_interval
         if keep_count := self._args.keep_last or (1 if retain_interval else None):
-            superseded = store.list_superseded(pending.iteration, keep_count, retain_interval)
+            superseded += store.list_superseded(pending.iteration, keep_count, retain_interval)
+        if self._exporter is not None:
+            # One that is still being exported is deleted later.
+            source = self._exporter.source
+            self._kept_for_export = [item for item in superseded if item == source]
+            superseded = [item for item in superseded if item != source]
+            self._exporter.start(pending.iteration)
+        if superseded:
             self._removals = [item for item in self._removals if not item.done()]
-            self._removals.append(self._removal_pool.submit(store.remove, superseded))
+            self._removals.append(self._removal_pool.submit(self._remove, superseded))
         return path
+
+    def _remove(self, paths: list[Path]) -> None:
+        """Delete checkpoints and their exports."""
+        self._require_store().remove(paths)
+        if self._exporter is not None:
+            self._exporter.remove(paths)
 
     def _record_failure(self, iteration: int, error: CheckpointError) -> None:
         """Delete the incomplete checkpoint, keep the error for later, and warn the user."""

@@ -229,6 +229,8 @@ def _apply_state(
         state.progress.load_state_dict(loaded_state["progress"])
         if "measured_shares" in loaded_state:
             state.measured_shares = MeasuredSplit.from_state(loaded_state["measured_shares"])
+        if "validation" in loaded_state:
+            state.validation.load_state_dict(loaded_state["validation"])
     if selected_parts.rng:
         sharded_state.restore_rng(loaded_state)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.checkpoints import (
+    BEST_LINK,
     MANIFEST_FILE,
     REQUIRED_FILES,
     TRACKER_FILE,
@@ -28,6 +29,10 @@ from flagscale.files import fsync_path
 
 _LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
 _MANIFEST_VERSION = 1
+VALID_LOSS_KEY = "valid_loss"
+"""Key of the manifest: the validation loss of a checkpoint that was the best when it was saved."""
+EXTRA_BEST_KEY = "extra_best"
+"""Key of the manifest: the checkpoint was saved only because it was the best."""
 
 
 class CheckpointStore(CheckpointDirectory):
@@ -46,7 +51,7 @@ class CheckpointStore(CheckpointDirectory):
         """
         self.root.mkdir(parents=True, exist_ok=True)
         directory = self.partial_directory(iteration)
-        self._remove_leftovers(kept_directory=directory if resume else None)
+        self.remove_leftovers(kept_directory=directory if resume else None)
         directory.mkdir(exist_ok=resume)
         return directory
 
@@ -88,7 +93,8 @@ class CheckpointStore(CheckpointDirectory):
     ) -> list[Path]:
         """List the checkpoints that may be deleted once ``newest`` is complete.
 
-        Checkpoints newer than ``newest`` (after training went back) are never listed.
+        Checkpoints newer than ``newest`` (after training went back) are never listed, nor is the
+        best one.
 
         Args:
             newest: iteration of the checkpoint that was just published.
@@ -97,8 +103,11 @@ class CheckpointStore(CheckpointDirectory):
         """
         kept_count = 1
         superseded = []
+        best = self.best_iteration()
         for iteration in self.iterations():
             if iteration >= newest or (retain_interval and iteration % retain_interval == 0):
+                continue
+            if iteration == best and kept_count >= keep_count:
                 continue
             path = self.path(iteration)
             if kept_count < keep_count and _is_complete(path):
@@ -106,6 +115,30 @@ class CheckpointStore(CheckpointDirectory):
             elif kept_count >= keep_count:
                 superseded.append(path)
         return superseded
+
+    def mark_best(self, iteration: int) -> list[Path]:
+        """Mark a complete checkpoint as the best one, by the symbolic link ``best``.
+
+        Returns:
+            The checkpoint that was the best before, if it was saved for this reason only.
+
+        Raises:
+            OSError: the link cannot be written.
+        """
+        previous = self.best_iteration()
+        link = self.root / f".{BEST_LINK}.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.path(iteration).name)
+        link.replace(self.root / BEST_LINK)
+        fsync_path(self.root)
+        if previous is None or previous >= iteration:
+            return []
+        path = self.path(previous)
+        try:
+            is_extra = check_complete(path, verify_without_manifest=False).get(EXTRA_BEST_KEY)
+        except CheckpointError:
+            return []
+        return [path] if is_extra else []
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Delete checkpoints. Each is renamed first, so that no half-deleted one is visible."""
@@ -117,9 +150,9 @@ class CheckpointStore(CheckpointDirectory):
                 continue  # another process removed the checkpoint
             shutil.rmtree(hidden, ignore_errors=True)
 
-    def _remove_leftovers(self, kept_directory: Path | None = None) -> None:
+    def remove_leftovers(self, kept_directory: Path | None = None) -> None:
         """Delete half-written or half-deleted directories of a killed run, except one."""
-        for item in list(self.root.iterdir()):
+        for item in list(self.root.iterdir()) if self.root.is_dir() else ():
             match = _LEFTOVER.fullmatch(item.name)
             if match is None or item == kept_directory:
                 continue

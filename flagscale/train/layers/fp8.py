@@ -201,7 +201,9 @@ class Fp8Linear(torch.autograd.Function):
             )
             return input_gradient.view(*gradient.shape[:-1], -1)
 
-        def compute_weight_gradient(gathered_input: torch.Tensor) -> torch.Tensor:
+        def compute_weight_gradient(gathered_input: torch.Tensor) -> torch.Tensor | None:
+            if not ctx.needs_input_grad[1]:  # frozen weight
+                return None
             return _compute_weight_gradient(
                 ctx, gradient, values, scale, gathered_input, weight, accumulator
             )

@@ -58,6 +58,8 @@ class _GroupedLinear(torch.autograd.Function):
         input_, weight, accumulator, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
         input_gradient = _grouped_matmul(gradient, weight, ends)
+        if not ctx.needs_input_grad[1]:  # frozen weight
+            return input_gradient, None, None, None
         weight_gradient = _grouped_matmul(gradient.t(), input_, ends)
         return input_gradient, accumulate_gradient(accumulator, weight, weight_gradient), None, None
 

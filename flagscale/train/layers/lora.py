@@ -271,7 +271,7 @@ def attach_adapters(
         module.__class__ = _LORA_CLASSES[type(module)]
         module.add_adapter(adapter, _mask_rows_without_adapter(module, name, targets[name]))
     if model.pre_process:
-        model.embedding.register_forward_hook(_require_output_grad)
+        model.embedding.register_forward_hook(require_output_grad)
 
 
 def _mask_rows_without_adapter(
@@ -312,7 +312,7 @@ def _find_target_layers(
             yield leaf, module
 
 
-def _require_output_grad(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+def require_output_grad(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
     """Make the output of frozen embeddings require a gradient.
 
     Recomputed layers and pipeline stages have a backward pass only if their input requires one.

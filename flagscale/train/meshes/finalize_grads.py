@@ -103,7 +103,7 @@ class MeshGradientFinalizer:
 
 
 def _find_tied_weights(chunks: Sequence[Any]) -> Iterator[tuple[Any, torch.nn.Parameter]]:
-    """Yield the tied weights of this rank with their chunks.
+    """Yield the trained tied weights of this rank with their chunks.
 
     These are embeddings that are also the output layer or are also read at the end of the pipeline.
     """
@@ -112,7 +112,9 @@ def _find_tied_weights(chunks: Sequence[Any]) -> Iterator[tuple[Any, torch.nn.Pa
         if not (model.share_embeddings_and_output_weights or model.config.mtp_num_layers):
             return
         if model.pre_process or model.post_process:
-            yield chunk, model.shared_embedding_or_output_weight()
+            weight = model.shared_embedding_or_output_weight()
+            if weight.requires_grad:  # frozen on both stages or on none
+                yield chunk, weight
 
 
 def _owned_slice(chunk: Any, weight: torch.nn.Parameter, gradient: torch.Tensor) -> tuple[int, int]:

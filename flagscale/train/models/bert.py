@@ -36,7 +36,9 @@ class Bert(ModelSpec):
     title = "BERT"
     arguments = ("mask_prob",)
     layouts = tuple(FAMILY_LAYOUTS)
-    transformer = Transformer(causal=False, head_layers=1, output_bias=True, masks=True)
+    transformer = Transformer(
+        causal=False, head_layers=1, output_bias=True, masks=True, block="encoder"
+    )
 
     def broken(self, values: Values) -> Iterator[Violation]:
         for name, reason in (

@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.parameters import EMBEDDING
 from flagscale.train.layers import lora
 
 _LAYER_NAME = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
@@ -29,7 +30,8 @@ _EXPERT_NAME = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
 _GROUPED_EXPERTS_NAME = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
 _RESIDUAL_NAME = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
 _GATED_NAME = re.compile(r"linear_fc1\.(weight|bias)$")
-_EMBEDDING_NAME = "embedding.word_embeddings.weight"
+_GROUPED_DIMENSIONS = 3
+"""Dimensions of a parameter that holds one matrix for each expert."""
 
 
 @torch.no_grad()
@@ -88,7 +90,20 @@ def iter_global_parameters(
     """Yield parameters with names that are the same in every layout.
 
     Layers and experts are numbered over the whole model. The weight of a tied output layer has the
-    name of the embedding.
+    name of the embedding. Each expert's matrix of a grouped parameter is yielded by itself.
+    """
+    for names, parameter in iter_parameter_names(model, config):
+        if parameter.dim() == _GROUPED_DIMENSIONS:
+            yield from zip(names, _split_grouped_parameter(parameter), strict=True)
+        else:
+            yield names[0], parameter
+
+
+def iter_parameter_names(
+    model: Any, config: TransformerConfig
+) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
+    """Yield each parameter with its global name, or with the names of the experts' matrices that it
+    groups; see :func:`iter_global_parameters`.
     """
     experts = config.num_moe_experts or 0
     first_expert = (
@@ -105,12 +120,12 @@ def iter_global_parameters(
         if match := _EXPERT_NAME.fullmatch(name):
             name = f"{match[1]}{int(match[2]) + first_expert}.{match[3]}"
         if match := _GROUPED_EXPERTS_NAME.fullmatch(name):
-            for index, matrix in enumerate(_split_grouped_parameter(parameter)):
-                yield f"{match[1]}local_experts.{index + first_expert}.{match[2]}", matrix
+            numbers = range(first_expert, first_expert + len(parameter))
+            yield [f"{match[1]}local_experts.{i}.{match[2]}" for i in numbers], parameter
             continue
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            name = _EMBEDDING_NAME
-        yield name, parameter
+            name = EMBEDDING
+        yield [name], parameter
 
 
 def _split_grouped_parameter(parameter: torch.nn.Parameter) -> Iterator[Any]:
@@ -157,6 +172,11 @@ def _draw_shard(
         # Gate and up projections are stacked; each rank holds a shard of both.
         return torch.cat([half.chunk(shard_count)[shard_index] for half in full.chunk(2)])
     return full.chunk(shard_count, dimension)[shard_index]
+
+
+def count_whole_elements(parameter: torch.nn.Parameter) -> int:
+    """Return the number of elements of a parameter over the ranks that share it."""
+    return parameter.numel() * _tensor_parallel_split(parameter)[2]
 
 
 def _tensor_parallel_split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from flagscale.train.layers.token_dispatcher import use_local_dispatcher
 from flagscale.train.models.attention import select_sdp_kernels
 from flagscale.train.models.base import ChunkSpec, get_model_spec
 from flagscale.train.models.config import build_ddp_config, resolve_transformer_impl
+from flagscale.train.models.freezing import freeze_parameters
 from flagscale.train.models.initialize import initialize_weights
 from flagscale.train.models.optimized import apply_optimizations
 from flagscale.train.recompute import apply_recompute_choices
@@ -80,6 +81,7 @@ def build_chunks(
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
         else:
             initialize_weights(model, config, args.seed, on_host=on_host, selected=is_adapter)
+    freeze_parameters(models, args, config)
     apply_recompute_choices(args, config, models)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]

@@ -232,6 +232,56 @@ class RouterMargins:
         self._router_class.routing = self._routing
 
 
+def train_frozen(run: Run) -> dict[str, Any]:
+    """Train ``steps`` with frozen parameters.
+
+    The reference trains all parameters, but sets the gradients of those that match the patterns
+    ``masked`` to zero.
+    """
+    import torch
+
+    from flagscale.config.arguments.rules.freezing import select_frozen
+    from flagscale.train.models.initialize import iter_parameter_names
+    from flagscale.train.step import gathered_parameters
+
+    parameters = {
+        names[0]: parameter
+        for module in run.state.modules()
+        for names, parameter in iter_parameter_names(module, run.config)
+    }
+    patterns = run.case.get("masked") or run.args.freeze_parameters
+    frozen = select_frozen({"freeze_parameters": patterns}, parameters)
+    before = {name: parameters[name].detach().clone() for name in frozen}
+    run.train(0)
+    finalize = run.config.finalize_model_grads_func
+
+    def finalize_and_mask(*args: Any, **options: Any) -> None:
+        finalize(*args, **options)
+        for name in frozen:
+            parameters[name].main_grad.zero_()
+
+    if run.case.get("masked"):
+        run.config.finalize_model_grads_func = finalize_and_mask
+    metrics = run.train(run.case["steps"])
+    with gathered_parameters(run.args, run.state.chunks):
+        barrier()
+    members = getattr(run.state.optimizer, "chained_optimizers", [run.state.optimizer])
+    states = [s for m in members if m.optimizer is not None for s in m.optimizer.state.values()]
+    buffers = [b for c in run.state.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    return run.build_result(
+        **metrics,
+        frozen=len(frozen),
+        changed=[n for n in frozen if not torch.equal(before[n], parameters[n])],
+        trained_size=sum(p.numel() for n, p in parameters.items() if n not in frozen),
+        state_size=sum(state["exp_avg"].numel() for state in states),
+        gradient_size=sum(buffer.grad_data.numel() for buffer in buffers),
+        weights={
+            name: [float(p.double().sum()), float(p.double().abs().sum())]
+            for name, p in parameters.items()
+        },
+    )
+
+
 def switch_and_go_on(run: Run) -> dict[str, Any]:
     """Train ``steps``, give optimizer and schedule the hyperparameters of ``switched_argv``, and
     train ``steps_after``. No checkpoint is involved."""

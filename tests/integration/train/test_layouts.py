@@ -42,6 +42,7 @@ from support.layout_models import (
 from support.needs import explain_no_compiler
 
 from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.parameters import list_parameter_names
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.estimate.forecast import forecast_step
 from flagscale.estimate.memory import element_bytes
@@ -200,6 +201,11 @@ def test_number_of_weights_equals_the_estimate(case: LayoutCase, results: dict[s
         if args.fp8:
             estimated_bytes, width = stage.memory.gradients, 4
         assert estimated_bytes == case_results["weight_count"] * width
+    if case.world_size == 1 and not args.peft_type:
+        # The names that patterns of frozen parameters are checked against before a start.
+        assert sorted(case_results["initial_statistics"]) == sorted(
+            list_parameter_names(vars(args)) or ()
+        )
 
 
 @parametrize_cases(GRAPH_CASES)

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import pytest
 
+from flagscale.launcher.liveness.diagnosis import HostFiles, TorchrunExit, diagnose_host
 from flagscale.status import STATUS_DIR_VARIABLE, Event, list_status_files, read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
@@ -25,7 +26,7 @@ PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
 PATCHED_MEGATRON = ROOT / "third_party" / "Megatron-LM"
 TINY = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64
---seq-length 16 --micro-batch-size 1 --global-batch-size 4 --vocab-size 100 --mock-data
+--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --vocab-size 100
 --make-vocab-size-divisible-by 16 --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --eval-iters 0 --num-workers 0 --log-interval 1 --device cpu
 """
@@ -47,6 +48,7 @@ class TrainingProcess:
         *,
         ranks: int = 1,
         schedule: str = SCHEDULE,
+        data: str = "--mock-data",
         python_path: tuple[Path, ...] = (),
         output: IO[bytes] | int = subprocess.PIPE,
         **variables: str,
@@ -58,6 +60,7 @@ class TrainingProcess:
             arguments: arguments in addition to those of a tiny model.
             ranks: number of ranks.
             schedule: arguments of the learning rate.
+            data: arguments of the data.
             python_path: PYTHONPATH; by default the project and the patched megatron.core.
             output: destination of standard output and error.
             variables: additional environment variables.
@@ -82,7 +85,7 @@ class TrainingProcess:
             **{STATUS_DIR_VARIABLE: str(self.status), **variables},
         )
         self.process = subprocess.Popen(
-            [*command, *f"{TINY} {schedule} {arguments}".split()],
+            [*command, *f"{TINY} {data} {schedule} {arguments}".split()],
             env=environment,
             cwd=directory,
             stdout=output,
@@ -221,6 +224,62 @@ def test_batch_size_rampup_and_skipped_step(tmp_path: Path) -> None:
     assert len(evaluation_run.events("progress")) == len(steps)
 
 
+def test_early_stopping_survives_resume_and_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    """The loss improves by less than the required amount after the first evaluation."""
+    arguments = (
+        "--train-iters 30 --eval-iters 1 --eval-interval 2 --early-stopping-patience 3 "
+        "--early-stopping-min-delta 100 --save-best --save checkpoints --load checkpoints "
+        "--keep-last 1"
+    )
+    interrupted = TrainingProcess(tmp_path, f"{arguments} --exit-interval 5")
+    assert interrupted.wait() == 0, interrupted.errors
+    resumed = TrainingProcess(tmp_path, arguments, ranks=2)
+    assert resumed.wait() == 0, resumed.errors
+    detail = "validation loss has not improved by more than 100 since step 2"
+    ends = [(e.get("step"), e.get("reason"), e.get("detail")) for e in resumed.events("finished")]
+    assert ends == [(5, "exit-interval", None), (8, "completed", detail), (8, "completed", detail)]
+    assert f"step 8 | training ends: {detail} (early_stopping_patience: 3)" in resumed.output
+    assert "2 of 3 evaluations without improvement" in resumed.output
+    losses = {e.get("step"): e.get("loss") for e in resumed.events("evaluation", 0)}
+    assert sorted(losses) == [2, 4, 6, 8]
+    best = min(losses, key=losses.__getitem__)
+    marked = [e for e in resumed.events("checkpoint", 0) if e.get("best")][-1]
+    assert (marked.get("step"), marked.get("valid_loss")) == (best, losses[best])
+    checkpoints = tmp_path / "checkpoints"
+    assert (checkpoints / "best").resolve() == checkpoints / f"iter_{best:07d}"
+    names = sorted(path.name for path in checkpoints.glob("iter_*"))
+    assert names == sorted({f"iter_{best:07d}", "iter_0000008"})
+    repeated = TrainingProcess(tmp_path, arguments.replace("--load checkpoints", f"--load {best}"))
+    (tmp_path / str(best)).symlink_to(checkpoints / "best")
+    assert repeated.wait() == 0, repeated.errors
+    assert f"loaded iteration {best} from {checkpoints / f'iter_{best:07d}'}" in repeated.output
+    assert repeated.events("finished", 0)[-1].get("detail") == detail
+
+
+def test_each_checkpoint_is_exported_and_deleted_with_its_export(tmp_path: Path) -> None:
+    """Training is much faster than an export, so that the export of the second checkpoint is left
+    out, and the first checkpoint is still being read when it is superseded.
+    """
+    training = TrainingProcess(
+        tmp_path,
+        "--train-iters 4 --save-interval 1 --keep-last 1 --save checkpoints "
+        "--export-huggingface hf --export-each-checkpoint --eval-iters 1 --save-best "
+        "--untie-embeddings-and-output-weights "
+        "--eval-interval 1 --early-stopping-patience 9",
+    )
+    assert training.wait() == 0, training.errors
+    assert "exported to hf/iter_0000001" in training.output
+    assert "is not exported, because the export of iteration 1 is still under way" in (
+        training.output
+    )
+    names = {path.name for path in (tmp_path / "checkpoints").glob("iter_*")}
+    assert names <= {"iter_0000004", (tmp_path / "checkpoints" / "best").readlink().name}
+    exports = {path.name for path in (tmp_path / "hf").iterdir() if not path.is_symlink()}
+    assert "iter_0000004" in exports <= names
+    assert (tmp_path / "hf" / "iter_0000004" / "model.safetensors").is_file()
+    assert training.output.count("exported to hf/iter_0000004") == 1
+
+
 def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> None:
     training = TrainingProcess(
         tmp_path, "--train-iters 2 --save checkpoints --eval-iters 2 --eval-interval 2"
@@ -248,6 +307,44 @@ def test_evaluation_needs_neither_learning_rate_nor_length(tmp_path: Path) -> No
     # Without the data position of a loaded checkpoint, validation starts at the first sample.
     (trained,) = training.events("evaluation")
     assert losses["pretrained"] == trained.get("loss")
+
+
+OUT_OF_MEMORY = """
+import torch
+
+def batches(args, tokenizer, split, samples):
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    yield {"tokens": tokens, "labels": tokens}
+    raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 GiB. Including more")
+"""
+
+
+def test_rank_out_of_memory_reports_what_would_save_memory(tmp_path: Path) -> None:
+    (tmp_path / "own_data.py").write_text(OUT_OF_MEMORY)
+    training = TrainingProcess(
+        tmp_path,
+        "--train-iters 3 --micro-batch-size 4 --record-memory-history --memory-snapshot-step 1",
+        data="--tokenizer-type NullTokenizer --dataloader-type external --external-data "
+        "own_data.py:batches",
+    )
+    assert training.wait() == 1
+    (failed,) = training.events("failed")
+    assert failed.get("kind") == "OutOfMemoryError"
+    message = failed.get("message")
+    expected = "CPU out of memory on rank 0 in step 2: tried to allocate 20.00 GiB; "
+    assert message.startswith(expected)
+    assert "micro_batch_size: 1 saves about" in message
+    assert "\n" not in message
+    assert "own_data.py" in failed.get("traceback")
+    assert f"OutOfMemoryError: {message}" in training.errors
+    # The launcher reports it as the first failure.
+    path = tmp_path / "run"
+    host = HostFiles(name="node", first_rank=0, nproc=1, run_dir=path, output=path)
+    report = diagnose_host(host, {0: [failed]}, TorchrunExit(1, time.time()))
+    assert report is not None
+    assert report.failure.headline() == f"node: rank 0 failed: OutOfMemoryError: {message}"
+    assert "own_data.py" in report.failure.traceback
+    assert "record_memory_history has no effect: allocations of a CPU" in training.output
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from flagscale.checkpoints import (
     describe_latest,
 )
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.store import CheckpointStore
+from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, CheckpointStore
 
 
 @pytest.fixture
@@ -29,7 +30,9 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "it's a $directory")
 
 
-def save(store: CheckpointStore, *iterations: int) -> None:
+def save(
+    store: CheckpointStore, *iterations: int, entries: Mapping[str, object] | None = None
+) -> None:
     for iteration in iterations:
         directory = store.begin(iteration)
         for name in REQUIRED_FILES:
@@ -37,7 +40,7 @@ def save(store: CheckpointStore, *iterations: int) -> None:
         (directory / "a.distcp").write_bytes(b"x" * 100)
         (directory / "sub").mkdir()
         (directory / "sub" / "b").write_bytes(b"y")
-        store.publish(iteration, {"layout": {"world": 2}})
+        store.publish(iteration, {"layout": {"world": 2}, **(entries or {})})
 
 
 def flip_bit(path: Path, position: int = 3) -> None:
@@ -248,3 +251,41 @@ def test_latest_checkpoint_is_described_in_json_without_torch(store: CheckpointS
         f"{store.root}: holds no whole checkpoint:\n  iter_0000002:"
     )
     assert "remove the damaged directories" in description["hint"]
+
+
+@pytest.mark.parametrize(
+    ("bests", "keep_last", "remaining"),
+    [
+        pytest.param({2: False}, 1, [2, 5], id="best-is-kept"),
+        pytest.param({4: False}, 2, [4, 5], id="best-counts-among-the-newest"),
+        pytest.param({2: False, 4: False}, 1, [4, 5], id="former-best-is-an-ordinary-one"),
+        pytest.param({2: True, 4: False}, None, [1, 3, 4, 5], id="extra-best-is-replaced"),
+        pytest.param({2: False, 4: False}, None, [1, 2, 3, 4, 5], id="nothing-else-is-deleted"),
+    ],
+)
+def test_retention_keeps_the_best_checkpoint(
+    store: CheckpointStore, bests: dict[int, bool], keep_last: int | None, remaining: list[int]
+) -> None:
+    for iteration in range(1, 6):
+        save(store, iteration, entries={EXTRA_BEST_KEY: bests.get(iteration, False)})
+        superseded = store.mark_best(iteration) if iteration in bests else []
+        if keep_last:
+            superseded += store.list_superseded(iteration, keep_last)
+        store.remove(superseded)
+    assert sorted(store.iterations()) == remaining
+    assert store.best_iteration() == max(bests)
+
+
+def test_a_checkpoint_is_loaded_by_name(store: CheckpointStore) -> None:
+    save(store, 1, 2, 3)
+    assert store.best_iteration() is None
+    store.mark_best(2)
+    for name in ("best", "iter_0000002"):
+        description = describe_latest(str(store.root / name))
+        assert description["path"] == str(store.root.resolve() / "iter_0000002")
+        assert description["iteration"] == 2
+    (store.root / "iter_0000002" / "a.distcp").write_bytes(b"")
+    assert "a.distcp has 0 bytes" in describe_latest(str(store.root / "best"))["refused"]
+    store.remove([store.path(2)])
+    assert store.best_iteration() is None
+    assert describe_latest(str(store.root / "best")) == {}

@@ -33,6 +33,16 @@ PROBLEMS: Problems = {
         "valid_data_path",
         "multiple_validation_sets, because each set is evaluated",
     ),
+    "early-stopping-without-evaluations": (
+        {"early_stopping_patience": 3, "eval_iters": 0},
+        "early_stopping_patience",
+        "requires evaluations, which eval_iters: 0 disables",
+    ),
+    "best-checkpoint-without-evaluations": (
+        {"save_best": True, "eval_iters": 0},
+        "save_best",
+        "requires evaluations, which eval_iters: 0 disables",
+    ),
     "conversations-as-text": (
         {"data_path": "a.jsonl", "mock_data": False},
         "data_path",

@@ -15,9 +15,10 @@ from flagscale.config.key_search import SYNONYMS, SearchEntry, search_keys
 from flagscale.errors import ConfigError
 
 FOUND: dict[str, tuple[str, ...]] = {
-    "freeze": ("train.model.peft_type",),
-    "freezing": ("train.model.peft_type",),
-    "how to freeze layers": ("train.model.peft_type",),
+    "freeze": ("train.model.freeze_parameters", "train.model.trainable_parameters"),
+    "freezing": ("train.model.freeze_parameters",),
+    "how to freeze layers": ("train.model.freeze_parameters",),
+    "early stopping": ("train.model.early_stopping_patience",),
     "learning rate": ("train.model.lr", "train.model.min_lr", "train.model.lr_decay_style"),
     "the learning rates": ("train.model.lr",),
     "batch size": ("train.model.micro_batch_size", "train.model.global_batch_size"),
@@ -34,7 +35,7 @@ FOUND: dict[str, tuple[str, ...]] = {
     "save every": ("train.system.save_interval",),
     "saving checkpoints every 100 steps": ("train.system.save_interval",),
     "checkpoint interval": ("train.system.save_interval",),
-    "stop early": ("train.system.exit_interval",),
+    "stop early": ("train.model.early_stopping_patience",),
     "gpu memory": ("train.system.recompute_granularity", "train.model.use_distributed_optimizer"),
     "wandb": ("train.system.wandb_project",),
     "sequence length": ("train.model.seq_length",),

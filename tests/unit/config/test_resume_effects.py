@@ -119,6 +119,8 @@ VALUES: dict[str, list[Any]] = {
     "seq_length": [16],
     "attn_logit_softcapping": [50.0],
     "chat_template": ["llama3"],
+    "freeze_parameters": [["embedding"]],
+    "trainable_parameters": [["decoder"]],
     "lora_dropout": [0.5],
     "lora_dim": [8],
     "multiple_validation_sets": [True],

@@ -44,7 +44,9 @@ COMMON: dict[str, tuple[Any, str]] = {
     "save_strategy": ("epoch", "write `train.system.save_interval`; in steps"),
     "save_steps": (500, "write `train.system.save_interval: 500`"),
     "save_total_limit": (2, "write `train.system.keep_last: 2`"),
-    "load_best_model_at_end": (True, "keeping the best checkpoint is not implemented"),
+    "load_best_model_at_end": (True, "write `train.system.save_best: true`; the link `best`"),
+    "metric_for_best_model": ("loss", "the best checkpoint is that of the lowest validation"),
+    "early_stopping_threshold": (0.01, "write `train.model.early_stopping_min_delta: 0.01`"),
     "resume_from_checkpoint": ("out/x", "write `train.system.load: out/x`"),
     "dataloader_num_workers": (4, "write `train.data.num_workers: 4`"),
     "report_to": (["wandb"], "write `train.system.wandb_project: NAME`"),
@@ -56,8 +58,30 @@ COMMON: dict[str, tuple[Any, str]] = {
     "push_to_hub": (True, "`train.system.export_huggingface` writes the trained model"),
     "do_eval": (False, "write `train.model.eval_iters: 0`"),
     "tf32": (True, "set NVIDIA_TF32_OVERRIDE"),
+    "fsdp": ("full_shard", "`train.model.use_distributed_optimizer: true`"),
+    "data_seed": (42, "write `train.system.seed: 42`"),
+    "greater_is_better": (False, "the best checkpoint is that of the lowest validation loss"),
+    "torch_compile": (True, "`train.system.transformer_impl: auto` selects compiled layers"),
+    # SFTConfig and ModelConfig
+    "packing": (True, "write `train.data.sft_packing: true`"),
+    "max_seq_length": (2048, "write `train.model.seq_length: 2048`"),
+    "max_length": (2048, "write `train.model.seq_length: 2048`"),
+    "assistant_only_loss": (True, "write `train.data.sft: true`"),
+    "completion_only_loss": (False, "the loss of conversations covers answers only; for a loss of"),
+    "chat_template_path": ("a.jinja", "write `train.data.chat_template: a.jinja`; a .jinja file"),
+    "model_name_or_path": ("m", "write `train.system.pretrained_checkpoint: m`; a directory"),
+    "attn_implementation": ("sdpa", "leave it out: `train.model.attention_backend: auto` selects"),
+    "use_peft": (True, "write `train.model.peft_type: lora`"),
+    # LoraConfig
+    "r": (8, "write `train.model.lora_dim: 8`"),
+    "target_modules": (["q_proj"], "write `train.model.lora_target_modules: "),
+    "bias": ("none", "leave it out: biases are frozen"),
+    "task_type": ("CAUSAL_LM", "leave it out: `train.model.family` selects the model"),
+    "modules_to_save": (["lm_head"], "modules trained next to adapters are not implemented"),
+    "use_rslora": (True, "write `train.model.lora_alpha`; lora_alpha x sqrt(lora_dim)"),
 }
 OWN_NAMES = ("weight_decay", "adam_beta1", "adam_beta2", "bf16", "fp16", "seed")
+OWN_NAMES += ("early_stopping_patience", "lora_alpha", "lora_dropout")
 VALUES = {
     "unlimited-steps": ("max_steps", -1, "write `train.model.train_iters`; the number of steps"),
     "ratio-of-warmup": ("warmup_steps", 0.1, "write `train.model.lr_warmup_fraction: 0.1`"),
@@ -72,6 +96,10 @@ VALUES = {
     "torchrun": ("nproc_per_node", 8, "a name of torchrun; write `experiment.runner.nproc_per_"),
     "dashes": ("--nproc-per-node", 8, "write `experiment.runner.nproc_per_node: 8`"),
     "cpu": ("use_cpu", True, "write `train.system.device: cpu`"),
+    "best": ("save_strategy", "best", "write `train.system.save_best: true`; a checkpoint after"),
+    "fraction-of-validation": ("val_set_size", 0.05, "write `train.data.split: 95,5`"),
+    "number-of-validation": ("val_size", 100, "write `train.data.split`; fractions, such as"),
+    "quantized": ("adapter", "qlora", "quantized base models (qlora) are not implemented"),
     "dtype": ("torch_dtype", "bfloat16", "write `train.system.bf16: true`"),
 }
 
@@ -134,6 +162,7 @@ def test_any_value_has_an_answer(name: str, value: Any, size: Any, ranks: Any) -
         "train.system.fp16",
         "train.model.eval_iters",
         "train.system.save",
+        "train.system.save_best",
     }
     assert replacement_of(name, value, context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import astuple
 
 import pytest
 
@@ -12,6 +13,7 @@ from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.estimate import op_times
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.forecast import Forecast, forecast_step
+from flagscale.estimate.memory import count_model_weights
 from flagscale.estimate.op_times import DevicePeaks
 
 LLAMA = """
@@ -205,3 +207,45 @@ def test_stages_that_recompute_by_rows() -> None:
     assert [stage.memory for stage in recomputing_stages[1:]] == [
         stage.memory for stage in without_recompute[1:]
     ]
+
+
+MIXTRAL = """--num-layers 32 --vocab-size 32000 --num-experts 8 --moe-router-topk 2
+--global-batch-size 16"""
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "vocabulary", "expected"),
+    [
+        pytest.param(WHOLE, 1, VOCABULARY, (8_030_261_248,) * 3, id="llama-3-8b"),
+        pytest.param(f"{WHOLE} {TP2_PP2}", 4, VOCABULARY, (8_030_261_248,) * 3, id="in-any-layout"),
+        pytest.param(
+            f"{MIXTRAL} --expert-model-parallel-size 4",
+            4,
+            32000,
+            (46_702_792_704, 12_879_925_248, 46_702_792_704),
+            id="mixtral-8x7b",
+        ),
+        pytest.param(
+            f"{WHOLE} --peft-type lora --lora-dim 8 --lora-target-modules linear_proj",
+            1,
+            VOCABULARY,
+            (8_030_261_248 + 2 * 2**20, 8_030_261_248 + 2 * 2**20, 2 * 2**20),
+            id="adapters",
+        ),
+        pytest.param(
+            f"{WHOLE} --trainable-parameters output_layer",
+            1,
+            VOCABULARY,
+            (8_030_261_248, 8_030_261_248, VOCABULARY * 4096),
+            id="frozen",
+        ),
+    ],
+)
+def test_parameters_of_the_whole_model(
+    options: str, world: int, vocabulary: int, expected: tuple[int, int, int]
+) -> None:
+    args = llama_arguments(options, world)
+    assert astuple(count_model_weights(args, vocabulary)) == expected
+    stages = forecast_step(args, vocabulary).stages
+    if world == 1:
+        assert [stage.weights for stage in stages] == [8_030_261_248]

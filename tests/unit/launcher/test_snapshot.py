@@ -171,6 +171,23 @@ def test_progress_and_remaining_time(state: RunState) -> None:
     ]
 
 
+def test_best_checkpoint_and_early_end_are_shown(
+    state: RunState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, loss in ((100, 5.5), (300, 5.25)):
+        path = f"/c/iter_{step:07d}"
+        write_status(state, 0, "checkpoint", step=step, path=path, best=True, valid_loss=loss)
+    write_status(state, 0, "checkpoint", step=400, path="/c/iter_0000400")
+    write_status(state, 1, "finished", step=400, reason="completed", detail="no improvement")
+    view.print_run(query(state))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "training ended early: no improvement",
+        "best checkpoint: step 300, validation loss 5.2500: /c/iter_0000300",
+    ]
+    record = json.loads(json.dumps(query(state).to_json()))
+    assert (record["best_step"], record["best_loss"]) == (300, 5.25)
+
+
 def test_warnings_are_reported_once(state: RunState) -> None:
     write_status(state, 0, "warning", message="loss spike")
     write_status(state, 1, "warning", message="loss spike")

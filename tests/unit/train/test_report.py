@@ -24,7 +24,7 @@ METRICS = StepMetrics(
     is_rank_loss_finite=True,
 )
 CPU_THROUGHPUT = Throughput(0.25, 4096.0, 0.012, mfu=None, memory_gib=None)
-GPU_THROUGHPUT = Throughput(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2)
+GPU_THROUGHPUT = Throughput(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2, ranks=8)
 
 
 def create_arguments(**changes: Any) -> Namespace:
@@ -44,8 +44,8 @@ def create_arguments(**changes: Any) -> Namespace:
             GPU_THROUGHPUT,
             {"params_norm": 12.0},
             "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
-            "40,960 tok/s | 496.1 TFLOP/s/GPU | MFU 50.1 % | 65.2 GiB | params norm 12.000 | "
-            "0:00:20 left",
+            "40,960 tok/s (5,120/GPU) | 496.1 TFLOP/s/GPU | MFU 50.1 % | 65.2 GiB | "
+            "params norm 12.000 | 0:00:20 left",
         ),
     ],
     ids=["cpu", "gpu"],
@@ -94,6 +94,7 @@ def test_reporting_rank_writes_status_events(tmp_path: Path) -> None:
         "learning_rate": 3e-4,
         "step_seconds": 0.25,
         "tokens_per_second": 40960.0,
+        "tokens_per_second_per_gpu": 5120.0,
         "tflops_per_gpu": 496.1,
         "mfu": 0.501,
         "memory_gib": 65.2,

@@ -208,8 +208,10 @@ def interval_of_strategy(interval_key: str, off: Replacement) -> Entry:
         "no": off,
         False: off,
         "epoch": Replacement((Setting(interval_key),), f"in steps; {NO_EPOCHS}"),
-        "best": "keeping the best checkpoint is not implemented; `train.system.keep_last` keeps "
-        "the newest",
+        "best": Replacement(
+            (Setting("train.system.save_best", True),),
+            "a checkpoint after each evaluation with the lowest validation loss so far",
+        ),
     }
     return by_value(interval_key, values, f"it sets the number of steps; {NO_EPOCHS}")
 
@@ -265,6 +267,33 @@ def load_of_resume(value: Any, _: SettingContext) -> Replacement:
         (Setting("train.system.load", value),),
         "a directory of checkpoints of this project; its newest one is loaded",
     )
+
+
+def patterns(key: str) -> Entry:
+    """Replace a list of modules or parameters by patterns of names."""
+    remark = "patterns of megatron.core's names, such as `embedding.*` and `decoder.layers.[0-3].*`"
+    return lambda name, origin: TrainerName(
+        name, origin, (key,), lambda *_: Replacement((Setting(key),), remark)
+    )
+
+
+def layers_to_train(value: Any, context: SettingContext) -> Replacement:
+    """Return the patterns of the last layers, or of the first ones if the number is negative."""
+    key, count = "train.model.trainable_parameters", _integer(value)
+    layers = _integer(context.values.get("num_layers"))
+    if not count or layers is None or abs(count) > layers:
+        return Replacement((Setting(key),), "patterns of names, such as `decoder.layers.[30-31]`")
+    first = layers - count if count > 0 else 0
+    numbers = f"[{first}-{first + abs(count) - 1}]"
+    return Replacement((Setting(key, f"decoder.layers.{numbers}"),))
+
+
+def split_of_validation(value: Any, _: SettingContext) -> Replacement:
+    """Return the split with a fraction, or a number of samples, for validation."""
+    key, fraction = "train.data.split", _number(value)
+    if fraction is None or not 0 < fraction < 1:
+        return Replacement((Setting(key),), "fractions, such as 95,5 for 5 % of validation")
+    return Replacement((Setting(key, f"{100 - 100 * fraction:g},{100 * fraction:g}"),))
 
 
 def minutes_of_timeout(value: Any, _: SettingContext) -> Replacement:

@@ -1,8 +1,9 @@
 """Names of other trainers' settings, with the keys of this project that replace them.
 
-The names are those of Hugging Face's ``TrainingArguments``, of TRL, PyTorch Lightning and
-DeepSpeed, and options of torchrun. None of them is accepted: a message states the key to write, and
-the value that it has. A name that this project has itself, such as ``weight_decay``, is not listed.
+The names are those of Hugging Face's ``TrainingArguments``, of PEFT, TRL, Axolotl, LLaMA-Factory,
+PyTorch Lightning and DeepSpeed, and options of torchrun. None of them is accepted: a message states
+the key to write, and the value that it has. A name that this project has itself, such as
+``weight_decay``, is not listed.
 
 Texts that begin with "leave it out" describe settings that this project needs no key for.
 """
@@ -28,12 +29,15 @@ from flagscale.config.arguments.compat.replacement_rules import (
     global_batch_of_accumulation,
     interval,
     interval_of_strategy,
+    layers_to_train,
     load_of_resume,
     loggers_of_report_to,
     minutes_of_timeout,
+    patterns,
     recomputation_of_switch,
     same_value,
     samples_of_epochs,
+    split_of_validation,
     steps_of_limit,
     warmup_of_steps,
 )
@@ -95,10 +99,17 @@ _HUB = (
     "nothing is uploaded; `train.system.export_huggingface` writes the trained model for "
     "transformers"
 )
-_BEST = (
-    "keeping the best checkpoint is not implemented; `train.system.keep_last` and "
-    "`train.model.eval_interval` are"
+_BEST = by_value(
+    "train.system.save_best",
+    {
+        True: Replacement(
+            (Setting("train.system.save_best", True),),
+            "the link `best` in the directory of checkpoints names it",
+        ),
+        False: "leave it out: this is the default",
+    },
 )
+_BEST_METRIC = "leave it out: the best checkpoint is that of the lowest validation loss"
 _LOG_LEVEL = "leave it out: the launcher's messages have no levels"
 _METRICS = "leave it out: an evaluation computes loss and perplexity only"
 _KERNELS = (
@@ -229,9 +240,10 @@ _HUGGING_FACE: Mapping[str, Entry] = {
     "resume_from_checkpoint": computed(load_of_resume, "train.system.load"),
     "ignore_data_skip": advice("leave it out: a resumed run continues after its last sample"),
     "restore_callback_states_from_checkpoint": advice("leave it out: there are no callbacks"),
-    "load_best_model_at_end": advice(_BEST),
-    "metric_for_best_model": advice(_BEST),
-    "greater_is_better": advice(_BEST),
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": advice(f"{_BEST_METRIC} (`train.system.save_best: true`)"),
+    "greater_is_better": advice(f"{_BEST_METRIC} (`train.system.save_best: true`)"),
+    "early_stopping_threshold": same_value("train.model.early_stopping_min_delta"),
     "push_to_hub": advice(_HUB),
     "hub_model_id": advice(_HUB),
     "hub_token": advice(_HUB),
@@ -298,6 +310,11 @@ _HUGGING_FACE: Mapping[str, Entry] = {
     ),
     "do_predict": advice("generation is not an action; `train.data.eval_prompts` is"),
 }
+_WHOLE_TEXT = (
+    "the loss of conversations covers answers only; for a loss of all tokens, tokenize the text "
+    "with tools/data/preprocess.py"
+)
+_TOKENIZER_FILES = "leave it out: special tokens are read from the files of the tokenizer"
 _TRL: Mapping[str, Entry] = {
     "max_seq_length": same_value("train.model.seq_length"),
     "max_length": same_value("train.model.seq_length"),
@@ -312,6 +329,33 @@ _TRL: Mapping[str, Entry] = {
     "attn_implementation": _ATTENTION,
     "torch_dtype": _DTYPE,
     "mixed_precision": _DTYPE,
+    "dataset_text_field": advice(
+        "`train.data.sft_format` names the form of conversations; tools/data/preprocess.py "
+        "--json-keys tokenizes text"
+    ),
+    "completion_only_loss": by_value(
+        "train.data.sft", {True: True, False: _WHOLE_TEXT}, "the loss covers answers only"
+    ),
+    "assistant_only_loss": by_value(
+        "train.data.sft", {True: True, False: _WHOLE_TEXT}, "the loss covers answers only"
+    ),
+    "train_on_inputs": by_value(
+        "train.data.sft", {True: _WHOLE_TEXT, False: True}, "the loss covers answers only"
+    ),
+    "chat_template_path": same_value("train.data.chat_template", "a .jinja file"),
+    "packing_strategy": advice("leave it out: conversations are packed best fit"),
+    "eval_packing": advice("leave it out: `train.data.sft_packing` applies to all data"),
+    "padding_free": advice("leave it out: `train.data.sft_packing` packs without padding"),
+    "pad_to_multiple_of": advice("leave it out: sequences have `train.model.seq_length` tokens"),
+    "dataset_num_proc": advice("leave it out: conversations are tokenized once and cached"),
+    "dataset_kwargs": advice("leave it out"),
+    "eos_token": advice(_TOKENIZER_FILES),
+    "pad_token": advice(_TOKENIZER_FILES),
+    "model_init_kwargs": advice("leave it out: config.json describes the model"),
+    "activation_offloading": advice(
+        "offloading activations is not implemented; `train.system.recompute_granularity: full` "
+        "recomputes them"
+    ),
     "use_peft": by_value(
         "train.model.peft_type",
         {True: "lora", False: "leave it out: this is the default"},
@@ -319,6 +363,83 @@ _TRL: Mapping[str, Entry] = {
     ),
     "load_in_4bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
     "load_in_8bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
+}
+_FREEZE_KEY, _TRAIN_KEY = "train.model.freeze_parameters", "train.model.trainable_parameters"
+_FREEZE = patterns(_FREEZE_KEY)
+_FREEZE_MODULES: Mapping[str, Entry] = dict.fromkeys(
+    ("freeze_modules", "frozen_modules", "modules_to_freeze", "freeze_params", "frozen_parameters"),
+    _FREEZE,
+)
+_AXOLOTL: Mapping[str, Entry] = {
+    "unfrozen_parameters": patterns(_TRAIN_KEY),
+    "sequence_len": same_value("train.model.seq_length"),
+    "sample_packing": same_value("train.data.sft_packing"),
+    "pad_to_sequence_len": advice("leave it out: sequences have `train.model.seq_length` tokens"),
+    "base_model": same_value(
+        "train.system.pretrained_checkpoint", "a directory with config.json and *.safetensors"
+    ),
+    "datasets": same_value("train.data.data_path", "files of this machine"),
+    "val_set_size": computed(split_of_validation, "train.data.split"),
+    "adapter": by_value(
+        "train.model.peft_type",
+        {"lora": "lora"},
+        "quantized base models (qlora) are not implemented; `peft_type: lora` is",
+    ),
+    "flash_attention": _ATTENTION,
+}
+_LLAMA_FACTORY: Mapping[str, Entry] = {
+    "lora_target": same_value("train.model.lora_target_modules"),
+    "template": same_value("train.data.chat_template"),
+    "val_size": computed(split_of_validation, "train.data.split"),
+    "freeze_trainable_layers": computed(layers_to_train, _TRAIN_KEY),
+    "freeze_trainable_modules": patterns(_TRAIN_KEY),
+    "freeze_extra_modules": patterns(_TRAIN_KEY),
+    "finetuning_type": by_value(
+        "train.model.peft_type",
+        {
+            "lora": "lora",
+            "full": "leave it out: this is the default",
+            "freeze": Replacement((Setting(_TRAIN_KEY),), "patterns of the names to train"),
+        },
+        "lora trains adapters",
+    ),
+}
+_PEFT: Mapping[str, Entry] = {
+    "r": same_value("train.model.lora_dim"),
+    "target_modules": same_value("train.model.lora_target_modules"),
+    "base_model_name_or_path": same_value(
+        "train.system.pretrained_checkpoint", "a directory with config.json and *.safetensors"
+    ),
+    "bias": by_value(
+        "train.model.peft_type",
+        {"none": "leave it out: biases are frozen", False: "leave it out: biases are frozen"},
+        "biases are frozen with adapters",
+    ),
+    "task_type": advice("leave it out: `train.model.family` selects the model"),
+    "modules_to_save": advice(
+        "modules trained next to adapters are not implemented; "
+        "`train.model.trainable_parameters` trains parts of the model without adapters"
+    ),
+    "use_rslora": by_value(
+        "train.model.lora_alpha",
+        {
+            True: Replacement((Setting("train.model.lora_alpha"),), "lora_alpha x sqrt(lora_dim)"),
+            False: "leave it out: this is the default",
+        },
+    ),
+    "use_dora": by_value(
+        "train.model.peft_type",
+        {False: "leave it out: this is the default"},
+        "DoRA is not implemented; `peft_type: lora` is",
+    ),
+    "init_lora_weights": advice(
+        "`train.model.lora_in_init_method` initializes the first matrix; the second starts at zero"
+    ),
+    "rank_pattern": advice("all adapters have the rank `train.model.lora_dim`"),
+    "alpha_pattern": advice("all adapters have the scale of `train.model.lora_alpha`"),
+    "layers_to_transform": advice("the adapted modules are those of all layers"),
+    "exclude_modules": advice("`train.model.lora_target_modules` lists the modules to adapt"),
+    "fan_in_fan_out": advice("leave it out: it follows from the model"),
 }
 _LIGHTNING: Mapping[str, Entry] = {
     "max_epochs": computed(samples_of_epochs, SAMPLES),
@@ -371,8 +492,12 @@ _TORCHRUN: Mapping[str, Entry] = {
 TRAINER_NAMES: Mapping[str, TrainerName] = {
     name: entry(name, origin)
     for origin, names in (
+        ("Axolotl", _AXOLOTL),
+        ("LLaMA-Factory", _LLAMA_FACTORY),
+        ("other trainers", _FREEZE_MODULES),
         ("DeepSpeed", _DEEPSPEED),
         ("PyTorch Lightning", _LIGHTNING),
+        ("PEFT", _PEFT),
         ("TRL", _TRL),
         ("torchrun", _TORCHRUN),
         ("Hugging Face", _HUGGING_FACE),

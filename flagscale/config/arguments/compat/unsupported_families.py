@@ -238,7 +238,7 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"num_zeros_in_grad)_to_tensorboard|throughput_window_size|timing_log_(level|option)|"
         r"memory_keys|runtime_time_unit|logging_level|filter_warnings|modules_to_filter|"
         r"set_level_for_all_loggers|save_config_filepath|straggler_(ctrlr_port|minmax_count)|"
-        r"disable_straggler_on_startup|record_(memory_history|shapes)|memory_snapshot_path|"
+        r"disable_straggler_on_startup|record_shapes|"
         r"nvtx_ranges|use_nsys_profiler|dump_param_to_param_group_map|"
         r"moe_routing_trace_\w+|gpu_sniff_test_interval|pytorch_profiler_collect_\w+|"
         r"save_(activations|params|tokens_per_expert)_interval|"

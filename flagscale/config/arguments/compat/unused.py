@@ -266,6 +266,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("lora",),
     ),
     Requirement("eval_prompts", "eval_prompt_tokens"),
+    Requirement("record_memory_history", "memory_snapshot_path memory_snapshot_step"),
+    Requirement("early_stopping_patience", "early_stopping_min_delta"),
     Requirement("dataloader_type", "external_data", ("external",)),
     Requirement("sft", "sft_format chat_template sft_packing sft_too_long"),
     Requirement(
@@ -305,6 +307,12 @@ def note_unused(values: Values, given: Collection[str]) -> Iterator[tuple[list[s
     if not values["num_moe_experts"]:
         names = [name for name in requested if name.startswith(_EXPERT_PREFIX)]
         groups.append((names, "requires num_moe_experts"))
+    if not (values["export_huggingface"] or values["export_peft"]):
+        names = [name for name in requested if name == "export_each_checkpoint"]
+        groups.append((names, "requires export_huggingface or export_peft"))
+    if values["device"] == "cpu":
+        names = [name for name in requested if name == "record_memory_history"]
+        groups.append((names, "allocations of a CPU are not recorded, only those of CUDA devices"))
     if values["sft"]:
         names = [name for name in requested if name in TEXT_ONLY]
         reason = "conversations are always separate and reshuffled in every epoch"

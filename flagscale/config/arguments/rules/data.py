@@ -147,6 +147,17 @@ def _check_prompts(values: Values) -> Iterator[Violation]:
         )
 
 
+def check_validation(values: Values) -> Iterator[Violation]:
+    """Check that there are evaluations if something depends on their loss."""
+    for name in ("early_stopping_patience", "save_best"):
+        if not values[name]:
+            continue
+        if not values["eval_iters"]:
+            yield name, "requires evaluations, which eval_iters: 0 disables"
+        elif values["eval_interval"] is None and name == "early_stopping_patience":
+            yield name, "requires evaluations during training; set eval_interval"
+
+
 def check_conversations(values: Values) -> Iterator[Violation]:
     """Check training on conversations, and prompts."""
     yield from _check_prompts(values)

@@ -55,6 +55,8 @@ class Transformer:
     """True if the output layer has a bias of vocabulary size."""
     masks: bool = False
     """True if the model uses a mask token, which is added to a tokenizer that has none."""
+    block: str = "decoder"
+    """Name of the module with the layers and the last norm."""
 
 
 class ModelFamily:

@@ -81,7 +81,8 @@ FUNCTION = (*MODEL_FUNCTION, "moe_shared_expert_gate", MTP_LAYERS)
 _NAMES: Mapping[Effect, str] = {
     Effect.MODEL: f"family multiple_of hidden_dim_multiplier {' '.join(FUNCTION)}",
     Effect.ADAPTERS: "peft_type lora_dim lora_alpha lora_target_modules",
-    Effect.OPTIMIZER: "optimizer use_distributed_optimizer fp16 bf16",
+    Effect.OPTIMIZER: "optimizer use_distributed_optimizer fp16 bf16 freeze_parameters "
+    "trainable_parameters",
     Effect.SCHEDULE: """
     adam_beta1 adam_beta2 adam_eps decoupled_lr decoupled_min_lr end_weight_decay lr lr_decay_iters
     lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
@@ -119,16 +120,19 @@ _NAMES: Mapping[Effect, str] = {
     context_parallel_size cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion
     cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path
     deallocate_pipeline_outputs deterministic_mode device disable_symmetric_registration
+    early_stopping_min_delta early_stopping_patience
     distribute_saved_activations distributed_backend distributed_timeout_minutes enable_hetero
     eval_interval eval_iters eval_prompt_tokens eval_prompts exit_duration_in_mins exit_interval
     exit_on_missing_checkpoint exit_signal_handler expert_model_parallel_size
     expert_tensor_parallel_size expert_tensor_parallel_size_per_process_mesh export_huggingface
+    export_each_checkpoint
     export_peft finetune fused_single_qkv_rope gradient_accumulation_fusion hetero_device_types
     hetero_eager_1f1b hetero_micro_batch_sizes hetero_mode hetero_num_microbatches
     hetero_pipeline_layer_split hetero_process_meshes hetero_use_cpu_communication keep_last load
     log_interval log_learning_rate_to_tensorboard log_memory_to_tensorboard log_num_zeros_in_grad
     log_params_norm log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
     loss_spike_factor manual_gc manual_gc_interval micro_batch_size
+    memory_snapshot_path memory_snapshot_step
     microbatch_group_size_per_vp_stage mmap_bin_files moe_deepep_num_sms moe_enable_deepep
     moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_layer_recompute
     moe_shared_expert_overlap moe_token_dispatcher_type nccl_ub no_load_optim no_load_rng
@@ -139,11 +143,13 @@ _NAMES: Mapping[Effect, str] = {
     overlap_p2p_comm_warmup_flush overlap_param_gather overlap_param_gather_with_optimizer_step
     override_opt_param_scheduler pad_buckets_for_high_nccl_busbw peak_tflops
     pipeline_model_parallel_layout pipeline_model_parallel_size pretrained_checkpoint profile
+    record_memory_history
     profile_dir profile_ranks profile_step_end profile_step_start rampup_save_interval
     recompute_granularity recompute_granularity_per_stage_micro_batch recompute_memory_gib
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation save
-    save_interval save_retain_interval sequence_parallel skip_train standalone_embedding_stage
+    save_best save_interval save_retain_interval sequence_parallel skip_train
+    standalone_embedding_stage
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_fused_weighted_squared_relu use_pytorch_profiler

@@ -14,6 +14,7 @@ from typing import Any
 
 from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, effective
 from flagscale.config.arguments.rules.adapters import describe_adapters, first_differing_weight
+from flagscale.config.arguments.rules.freezing import describe_freezing, freezing_differences
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.resume_effects import (
     FUNCTION,
@@ -119,6 +120,7 @@ def describe_arguments(values: Values, world_size: int) -> dict[str, Any]:
         "precision": _precision_of(values),
         "distributed_optimizer": bool(values["use_distributed_optimizer"]),
         "experts_apart": True,
+        "freezing": describe_freezing(values),
         "has_optimizer": not values["no_save_optim"],
         "has_rng": not values["no_save_rng"],
     }
@@ -449,6 +451,13 @@ def _check_optimizer(content: Manifest, values: Values, run_description: Mapping
             f"the checkpoint's optimizer is {saved_optimizer}, this run's is {optimizer} "
             "(optimizer), and neither can use the other's state",
             hint=f"set optimizer: {saved_optimizer}; or {_WITHOUT_OPTIMIZER_HINT}",
+        )
+    if differences := freezing_differences(content.get("freezing"), run_description["freezing"]):
+        raise CheckpointError(
+            "the checkpoint's optimizer state is of other parameters, because others were frozen: "
+            f"{differences}",
+            hint=f"set freeze_parameters and trainable_parameters as in the checkpoint; or "
+            f"{_WITHOUT_OPTIMIZER_HINT}",
         )
     precision = run_description["precision"]
     if content.get("precision", precision) != precision:

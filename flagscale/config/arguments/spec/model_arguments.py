@@ -106,6 +106,18 @@ class TrainingLength:
     )
     eval_iters: int = arg(100, "Number of steps per evaluation; 0 disables evaluation", minimum=0)
     eval_interval: int | None = arg(1000, "Training steps between evaluations", minimum=1)
+    early_stopping_patience: int | None = arg(
+        None,
+        "End training after this many evaluations in a row without an improvement of the "
+        "validation loss (default: never). With several validation sets their mean counts",
+        minimum=1,
+    )
+    early_stopping_min_delta: float = arg(
+        0.0,
+        "Decrease of the validation loss in nats that counts as an improvement for "
+        "early_stopping_patience",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,20 @@ class Architecture:
 
 
 ARCHITECTURE_OPTIONS = tuple(field.name for field in fields(Architecture))
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """Parameters that keep their values (docs/guides/fine-tune.md)."""
+
+    freeze_parameters: tuple[str, ...] | None = arg(
+        None,
+        "Patterns of names of parameters to freeze, such as embedding.*, decoder.layers.[0-3].* or "
+        "decoder.layers.*.mlp; layers are numbered from 0 over the whole model",
+    )
+    trainable_parameters: tuple[str, ...] | None = arg(
+        None, "Patterns of names of parameters to train; all others are frozen"
+    )
 
 
 @dataclass(frozen=True)

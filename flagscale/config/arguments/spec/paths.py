@@ -178,6 +178,8 @@ CHAT_TEMPLATE = "chat_template"
 """Argument whose value is the path of a file, or the name of a built-in template."""
 EVAL_PROMPTS = "eval_prompts"
 """Argument whose value is the path of a file."""
+MEMORY_SNAPSHOT = "memory_snapshot_path"
+"""Argument whose value is the path of a file that a run writes."""
 PRETRAINED_CHECKPOINT = "pretrained_checkpoint"
 """Argument whose value is the path of an existing directory."""
 WRITTEN_DIRECTORIES = frozenset(
@@ -323,7 +325,8 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     read = name in (*TOKENIZER_PATHS, PRETRAINED_CHECKPOINT, EVAL_PROMPTS) and (
         not external or Path(value).exists()
     )
-    written = name in WRITTEN_DIRECTORIES and value not in NOT_A_PATH
+    is_written = name in WRITTEN_DIRECTORIES or name == MEMORY_SNAPSHOT
+    written = is_written and value not in NOT_A_PATH
     template = name == CHAT_TEMPLATE and is_template_file(value)
     function = name == EXTERNAL_DATA and _python_file_of(value) is not None
     return _absolute_path(value) if read or written or template or function else value

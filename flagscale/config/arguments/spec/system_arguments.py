@@ -101,7 +101,8 @@ class Logging:
     log_interval: int = arg(100, "Steps between progress lines", minimum=1)
     log_throughput: bool = arg(
         False,
-        "Write tokens/s, TFLOP/s and MFU to TensorBoard and W&B, too, not only to the console",
+        "Write tokens/s (of the job and per GPU), TFLOP/s and MFU to TensorBoard and W&B, too, not "
+        "only to the console",
     )
     log_params_norm: bool = arg(False, "Log the L2 norm of all parameters")
     log_learning_rate_to_tensorboard: bool = arg(True, "Write the learning rate to TensorBoard")
@@ -144,6 +145,23 @@ class Profiling:
         "nsys profile --capture-range=cudaProfilerApi",
     )
 
+    record_memory_history: bool = arg(
+        False,
+        "On CUDA, record allocations with their stacks. A rank that runs out of memory writes a "
+        "snapshot of them for https://pytorch.org/memory_viz",
+    )
+    memory_snapshot_path: str | None = arg(
+        None,
+        "File of memory snapshots, to whose name rank and step are added (default: memory.pickle "
+        "in profile_dir, tensorboard_dir, or the working directory)",
+    )
+    memory_snapshot_step: int | None = arg(
+        None,
+        "Step after which profile_ranks (default: rank 0) write a memory snapshot, in addition to "
+        "that of a rank that runs out of memory",
+        minimum=1,
+    )
+
 
 @dataclass(frozen=True)
 class Checkpointing:
@@ -164,6 +182,11 @@ class Checkpointing:
         "Directory in which a completed run writes its last checkpoint for transformers, as "
         "iter_<steps>: safetensors, config.json and the tokenizer; requires save",
     )
+    export_each_checkpoint: bool = arg(
+        False,
+        "Write export_huggingface and export_peft for each checkpoint when it is complete, in the "
+        "background, not only for the last one; an export is deleted together with its checkpoint",
+    )
     save_interval: int | None = arg(
         None, "Steps between checkpoints (default: only the end of training is saved)", minimum=1
     )
@@ -180,6 +203,12 @@ class Checkpointing:
         "Always keep checkpoints of steps that are multiples of this; of the other checkpoints, "
         "keep the keep_last newest (default: the newest)",
         minimum=1,
+    )
+    save_best: bool = arg(
+        False,
+        "Save a checkpoint after each evaluation with the lowest validation loss so far, and keep "
+        "it until there is a better one, independent of keep_last. The link `best` in save names "
+        "it: load: <save>/best",
     )
     async_save: bool = arg(False, "Write checkpoints in a forked process while training continues")
     ckpt_format: str = arg(

@@ -1,15 +1,23 @@
-"""Export of a trained model to Hugging Face's and peft's formats at the end of training."""
+"""Export of a trained model to Hugging Face's and peft's formats.
+
+    python -m flagscale.train.checkpoint.formats.export JSON
+
+exports a checkpoint; JSON has the :data:`EXPORT_ARGUMENTS` and the ``iteration``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from flagscale.config.arguments.compat.huggingface.models import is_huggingface_model
-from flagscale.errors import CheckpointError
+from flagscale.errors import CheckpointError, FlagscaleError
 from flagscale.train.checkpoint.formats.adapters import (
     merge_adapters,
     open_base_model,
@@ -22,6 +30,29 @@ from flagscale.train.checkpoint.formats.huggingface import HuggingFace
 from flagscale.train.checkpoint.formats.sidecar_files import list_sidecar_files
 from flagscale.train.checkpoint.formats.torch_dist import TorchDist
 from flagscale.train.checkpoint.store import CheckpointStore
+
+EXPORT_ARGUMENTS = (
+    "save",
+    "export_huggingface",
+    "export_peft",
+    "pretrained_checkpoint",
+    "tokenizer_path",
+)
+"""Arguments that :func:`export` reads."""
+_NICENESS = 10
+"""Niceness of a process that exports while training runs on the same host."""
+
+
+def main(argv: list[str]) -> int:
+    """Export a checkpoint, with low priority; print an error on one line."""
+    os.nice(_NICENESS)
+    values = json.loads(argv[0])
+    try:
+        export(argparse.Namespace(**values), values["iteration"])
+    except FlagscaleError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
 
 
 def export(args: argparse.Namespace, iteration: int) -> list[Path]:
@@ -36,7 +67,7 @@ def export(args: argparse.Namespace, iteration: int) -> list[Path]:
         iteration: iteration of a checkpoint in ``args.save``.
 
     Returns:
-        The directories.
+        The directories that were written.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or a directory cannot be written.
@@ -44,10 +75,10 @@ def export(args: argparse.Namespace, iteration: int) -> list[Path]:
     source = CheckpointStore(Path(args.save)).path(iteration)
     writers = {args.export_huggingface: _export_model, args.export_peft: _export_adapters}
     targets = {Path(root) / source.name: write for root, write in writers.items() if root}
-    for target, write in targets.items():
-        if not target.exists():
-            _write_with_hint(partial(write, args, source, target), source, target)
-    return list(targets)
+    missing = {target: write for target, write in targets.items() if not target.exists()}
+    for target, write in missing.items():
+        _write_with_hint(partial(write, args, source, target), source, target)
+    return list(missing)
 
 
 def _export_model(args: argparse.Namespace, source: Path, target: Path) -> None:
@@ -89,3 +120,7 @@ def _add_sidecar_files(args: argparse.Namespace, model: StoredModel) -> StoredMo
 
 def _ignore_progress(_size: int) -> None:
     """Progress callback that does nothing."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -273,6 +273,22 @@ def test_this_machine_finds_the_complete_checkpoint(
     assert "remove the damaged directories" in empty_check.hint
 
 
+def test_this_machine_finds_a_checkpoint_by_its_name(
+    check_here: Callable[..., Check], tmp_path: Path
+) -> None:
+    root, store = tmp_path / "others", CheckpointStore(tmp_path / "others")
+    for iteration in (4, 5):
+        (store.begin(iteration) / ".metadata").touch()
+        store.publish(iteration, {})
+    store.mark_best(4)
+    for name, iteration in (("best", 4), ("iter_0000004", 4), ("", 5)):
+        check = check_here(load=str(root / name))
+        assert (check.ok, check.found) == (True, f"iteration {iteration} in {root / name}")
+    store.remove([store.path(4)])
+    missing = check_here(load=str(root / "best"))
+    assert missing.found.startswith(f"{root / 'best'} contains no checkpoint")
+
+
 def test_tracker_file_without_a_checkpoint_fails(
     check_here: Callable[..., Check], tmp_path: Path
 ) -> None:

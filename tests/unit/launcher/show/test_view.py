@@ -50,6 +50,19 @@ def test_empty_column_is_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory" in _print(replace(_make_snapshot("h"), memory_gib=3.0), capsys)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "memory_gib", "is_shown"),
+    [(8, 70.0, True), (1, 70.0, False), (8, None, False)],
+    ids=["gpus", "one-gpu", "cpu"],
+)
+def test_speed_per_gpu(
+    *, world_size: int, memory_gib: float | None, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = replace(_make_snapshot("h"), world_size=world_size, memory_gib=memory_gib)
+    text = _print(replace(snapshot, tokens_per_second_per_gpu=154321.0), capsys)
+    assert ("a GPU" in text and "154,321" in text) == is_shown
+
+
 def test_paths_stay_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,10 +81,19 @@ def test_no_figure_is_cut(
         HostRow("gpu-node-18", Phase.RUNNING, 8, 8, step=816),
     )
     snapshot = replace(_make_snapshot("h"), hosts=rows, memory_gib=71.5)
+    snapshot = replace(snapshot, tokens_per_second_per_gpu=154321.0)
     console = Console(width=width, highlight=False)
     console.print(view.run_table(snapshot, with_lines=with_lines))
     text = capsys.readouterr().out
     assert "…" not in text
-    for figure in ("815/100000", "816/100000", "2.5000", "1,234,567", "71.5 GiB", "1:01:01"):
+    for figure in (
+        "815/100000",
+        "816/100000",
+        "2.5000",
+        "1,234,567",
+        "154,321",
+        "71.5 GiB",
+        "1:01:01",
+    ):
         assert figure in text
     assert max(map(len, text.splitlines())) <= width

@@ -1,0 +1,120 @@
+"""Changes of arguments that reduce a rank's memory, and how much each saves."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
+from flagscale.estimate.forecast import forecast_step
+
+_GIB = 2**30
+_IMPLIED_ARGUMENTS = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
+"""Arguments that follow from other arguments and are not listed, see the configuration reference.
+"""
+_LEAST_SAVING = 0.02
+"""Smallest saving that is worth a suggestion, as a fraction of a rank's memory."""
+_MAX_SAVINGS = 3
+
+
+def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield possible changes of arguments, cheap ones first; the first one is empty. Sizes of
+    heterogeneous meshes are not changed.
+    """
+    tp, is_homogeneous = args.tensor_model_parallel_size, args.meshes is None
+    heads = args.num_query_groups or args.num_attention_heads
+    sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
+    microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
+    offload_changes: list[dict[str, Any]] = [{}]
+    if args.optimizer == "adam" and not args.optimizer_cpu_offload:
+        offload_changes.append({"use_distributed_optimizer": True, "optimizer_cpu_offload": True})
+    recompute_changes: list[dict[str, Any]] = [
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ]
+    tensor_parallel_changes = [
+        {"tensor_model_parallel_size": tp * factor, "sequence_parallel": True}
+        for factor in (2, 4, 8)
+        if args.data_parallel_size % factor == 0 and heads % (tp * factor) == 0
+    ]
+    for combination in product(
+        sharding_changes if not args.use_distributed_optimizer else [{}],
+        microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
+        recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
+        [{}, *(tensor_parallel_changes if is_homogeneous else ())],
+        offload_changes,
+    ):
+        yield {name: value for changes in combination for name, value in changes.items()}
+
+
+def explicit_arguments(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a change without the arguments that follow from others."""
+    return {name: value for name, value in changes.items() if name not in _IMPLIED_ARGUMENTS}
+
+
+def change_arguments(args: Namespace, changes: Mapping[str, Any]) -> Namespace:
+    """Return resolved arguments with a change, for the same number of ranks."""
+    changed = copy(args)
+    vars(changed).update(changes)
+    changed.data_parallel_size //= changed.tensor_model_parallel_size
+    changed.data_parallel_size *= args.tensor_model_parallel_size
+    return changed
+
+
+def format_change(changes: Mapping[str, Any]) -> str:
+    """Format a change as a YAML has it."""
+    return " and ".join(
+        f"{name}: {_format_yaml(value)}" for name, value in explicit_arguments(changes).items()
+    )
+
+
+def _format_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A change of one argument as a YAML has it, and the bytes that it saves on a rank."""
+
+    change: str
+    bytes_saved: float
+
+    def __str__(self) -> str:
+        is_small = self.bytes_saved < _GIB
+        size = f"{self.bytes_saved / 2**20:,.0f} MiB" if is_small else f"{_gib(self.bytes_saved)}"
+        return f"{self.change} saves about {size}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:,.{0 if size >= 10 * _GIB else 1}f} GiB"
+
+
+def list_savings(args: Namespace, vocabulary_size: int, stage_index: int | None) -> list[Saving]:
+    """Return what changes of single arguments save on a rank of a stage, the largest saving first.
+
+    Args:
+        args: resolved arguments.
+        vocabulary_size: the padded vocabulary size.
+        stage_index: the pipeline stage of the rank; None selects the one with the most memory.
+    """
+
+    def memory_of(changed: Namespace) -> float:
+        totals = [s.memory.total for s in forecast_step(changed, vocabulary_size).stages]
+        return max(totals) if stage_index is None else totals[stage_index]
+
+    current = memory_of(args)
+    savings: dict[str, Saving] = {}
+    for all_changes in possible_changes(args):
+        changes = {n: value for n, value in all_changes.items() if getattr(args, n) != value}
+        (name, *others) = explicit_arguments(changes) or [""]
+        if not name or others or name in savings:
+            continue  # of several tensor-parallel sizes, the smallest one
+        bytes_saved = current - memory_of(change_arguments(args, changes))
+        if bytes_saved >= _LEAST_SAVING * current:
+            savings[name] = Saving(format_change(changes), bytes_saved)
+    ordered = sorted(savings.values(), key=lambda saving: -saving.bytes_saved)
+    return ordered[:_MAX_SAVINGS]
