@@ -19,6 +19,7 @@ from typing import Any
 from flagscale.config import schema
 from flagscale.config.actions import Purpose
 from flagscale.config.arguments.check import check_values, note_substitutions
+from flagscale.config.arguments.compat.flagscale_runner import UNUSED_RUNNER_KEYS, is_gpt_program
 from flagscale.config.arguments.compat.names import UNUSED_EXPERIMENT_KEYS, why_unused
 from flagscale.config.arguments.compat.unused import note_unused, unused_note
 from flagscale.config.arguments.layout import check_world_size, global_batch_size
@@ -45,8 +46,8 @@ from flagscale.config.arguments.spec.paths import (
     why_too_long,
 )
 from flagscale.config.arguments.spec.registry import aliases
-from flagscale.config.arguments.spec.train_arguments import TrainArguments
-from flagscale.config.arguments.spec.values import why_unfit
+from flagscale.config.arguments.spec.train_arguments import GivenArgument, TrainArguments
+from flagscale.config.arguments.spec.values import format_value, why_unfit
 from flagscale.config.host_overrides import note_host_overrides
 from flagscale.config.model_files import check_vocabulary_size, fill_from_pretrained
 from flagscale.config.schema import Environments, Experiment, Slurm
@@ -203,6 +204,8 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
             "the arguments"
         )
         notes += _note_unaligned_vocabulary(args.values)
+    elif is_gpt_program(text := _entrypoint_text(experiment)):
+        notes.append(f"experiment.task.entrypoint: {text} stands for this project's own program")
     notes += [
         f"{key} has no effect: {_why_unused_key(key)}" for key in experiment.unreferenced_keys
     ]
@@ -218,6 +221,7 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
         if experiment.filled_arguments:
             names = ", ".join(sorted(experiment.filled_arguments))
             notes.append(f"{names}: taken from {args['pretrained_checkpoint']}/config.json")
+    notes += _note_repetitions(args)
     notes += _note_steps(args.values, world_size)
     split_fractions = split_shares(args["split"] or "")
     evaluates = args["eval_iters"] and args["data_path"] and not args["valid_data_path"]
@@ -248,7 +252,15 @@ def _note_unaligned_vocabulary(values: Values) -> Iterator[str]:
 def _why_unused_key(key: str) -> str:
     """Return why a key of ``experiment`` that the launcher does not have has no effect."""
     unreferenced = f"no key refers to it as ${{{key}}}"
-    return UNUSED_EXPERIMENT_KEYS.get(key.removeprefix("experiment."), unreferenced)
+    section, _, name = key.rpartition(".")
+    keys = UNUSED_RUNNER_KEYS if section == "experiment.runner" else UNUSED_EXPERIMENT_KEYS
+    return keys.get(name, unreferenced)
+
+
+def _entrypoint_text(experiment: Experiment) -> str:
+    """Return the entrypoint as the configuration gives it; empty for the default."""
+    task = experiment.resolved.get("experiment", {}).get("task") or {}
+    return str(task.get("entrypoint") or "")
 
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish", "ssh"})
@@ -330,6 +342,19 @@ def _note_arguments(args: TrainArguments, world_size: int) -> Iterator[str]:
                 "checkpoints; without this key it resumes from the latest checkpoint of the "
                 "experiment"
             )
+
+
+def _note_repetitions(args: TrainArguments) -> Iterator[str]:
+    """Yield a note on each argument that is given more than once, with different values."""
+    for unused, used in args.repetitions:
+        yield (
+            f"{_with_location(used)}: {format_value(used.value)} is used, not "
+            f"{format_value(unused.value)} of {_with_location(unused)}: the last one counts"
+        )
+
+
+def _with_location(argument: GivenArgument) -> str:
+    return f"{argument.key} ({argument.location})" if argument.location else argument.key
 
 
 def _check_switches(args: TrainArguments) -> Iterator[Problem]:

@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
+from flagscale.config.arguments.compat.flagscale_runner import (
+    UNUSED_RUNNER_KEYS,
+    UNUSED_RUNNER_SECTIONS,
+    is_gpt_program,
+    other_family,
+)
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.values import (
     MAX_NAME,
@@ -34,9 +40,8 @@ from flagscale.config.yaml_file import short_path
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](?:,[0-9]+:[0-3])*")
 _OTHER_SCHEDULERS = ("kubernetes", "cloud")
+_RUNNER = "experiment.runner."
 _RUNNER_SECTIONS = ("notify", "slurm")
-# FlagScale's program for heterogeneous devices; this project has one program for all devices.
-_SAME_PROGRAMS = (Path("flagscale/train/hetero/train_gpt.py"),)
 _ENVIRONMENT_SCOPES = ("device_type_specific", "node_specific")
 
 
@@ -108,9 +113,7 @@ def read_task(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Task:
         fields["entrypoint"] = find_program(reader.scalar_text(key, data["entrypoint"]))
     entrypoint: Path = fields.get("entrypoint", schema.OWN_PROGRAM)
     if not entrypoint.is_file():
-        reader.add_problem(
-            key, f"no file {short_path(entrypoint)}{_external_program_hint(entrypoint)}"
-        )
+        _report_missing_program(reader, key, entrypoint)
     elif entrypoint.suffix != ".py":
         reader.add_problem(key, f"expected a Python program, *.py, found {short_path(entrypoint)}")
     external = entrypoint.resolve() != schema.OWN_PROGRAM
@@ -191,11 +194,26 @@ def _option_values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         option = word.lstrip("-") if word.startswith("-") and not equals else ""
 
 
-def _external_program_hint(program: Path) -> str:
-    """Return a hint if FlagScale has a program of this name and this project does not."""
-    if program.parts[-3:-1] != ("flagscale", "train") or not program.stem.startswith("train_"):
-        return ""
-    return "; train_gpt.py is this project's only program: give the path of another in its checkout"
+def _report_missing_program(reader: SectionReader, key: str, program: Path) -> None:
+    """Report a training program that does not exist. If FlagScale has it, for models that this
+    project does not train, problems of its arguments would only follow from that.
+    """
+    path = short_path(program)
+    if family := other_family(_project_path(program)):
+        reader.add_problem(key, f"no file {path}: {family}")
+        reader.unreadable.append("train")
+    elif program.parent.parts[-2:] == ("flagscale", "train"):
+        hint = "train_gpt.py is this project's only program: give the path of another"
+        reader.add_problem(key, f"no file {path}; {hint} in its checkout")
+    else:
+        reader.add_problem(key, f"no file {path}")
+
+
+def _project_path(program: Path) -> str:
+    """Return the path of a program relative to the checkout that would contain it."""
+    parts = program.parts
+    start = max((i for i, part in enumerate(parts[:-1]) if part == "flagscale"), default=0)
+    return "/".join(parts[start:])
 
 
 def _package_directories(program: Path) -> tuple[Path, ...]:
@@ -217,9 +235,11 @@ def _package_directories(program: Path) -> tuple[Path, ...]:
 def find_program(text: str) -> Path:
     """Return the path of a training program: in the working directory, or else in this project. If
     it is in neither, return the path in the working directory.
+
+    FlagScale's paths of the program that trains the same models stand for this project's own.
     """
     path, project_path = absolute_path(text), schema.PROJECT / text
-    if not path.is_file() and Path(text) in _SAME_PROGRAMS:
+    if not path.is_file() and is_gpt_program(text):
         return schema.OWN_PROGRAM
     return path if path.is_file() or not project_path.is_file() else project_path
 
@@ -253,6 +273,8 @@ def read_runner(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Runner
             reader.add_problem(
                 f"{prefix}{name}", f"cannot be given: {REFUSED_TORCHRUN_OPTIONS[option]}"
             )
+        elif option in UNUSED_RUNNER_KEYS:
+            _note_unused_runner_key(reader, f"{prefix}{option}", value)
         elif option not in TORCHRUN_OPTIONS:
             reader.add_unknown_key(
                 f"{prefix}{name}", option, [*documentation, *_RUNNER_SECTIONS, *TORCHRUN_OPTIONS]
@@ -267,6 +289,31 @@ def read_runner(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Runner
             )
     _check_runner(reader, fields, data, is_builtin=is_builtin)
     return schema.Runner(**fields, extra=extra)
+
+
+def _note_unused_runner_key(reader: SectionReader, key: str, value: Any) -> None:
+    """Record a key of FlagScale's runner that has no effect here. A section that is not enabled is
+    off there, too.
+    """
+    is_section = key.removeprefix(_RUNNER) in UNUSED_RUNNER_SECTIONS
+    if is_section and not isinstance(value, Mapping):
+        reader.add_problem(key, f"expected a section with keys, found {format_value(value)}")
+        return
+    if is_section:
+        _check_unused_section(reader, key, value)
+    if not is_section or value.get("enabled"):
+        reader.unreferenced.append(key)
+
+
+def _check_unused_section(reader: SectionReader, key: str, section: Mapping[Any, Any]) -> None:
+    """Report misspelled names in a section that has no effect."""
+    names = UNUSED_RUNNER_SECTIONS[key.removeprefix(_RUNNER)]
+    for name, value in section.items():
+        inner = f"{key}.{name}"
+        if name not in names:
+            reader.add_unknown_key(inner, name, names)
+        elif inner.removeprefix(_RUNNER) in UNUSED_RUNNER_SECTIONS and isinstance(value, Mapping):
+            _check_unused_section(reader, inner, value)
 
 
 def _read_torchrun_option(

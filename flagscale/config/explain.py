@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
+from flagscale.config.arguments.compat.flagscale_runner import UNUSED_RUNNER_KEYS
 from flagscale.config.arguments.compat.names import (
     UNUSED_EXPERIMENT_KEYS,
     why_unsupported,
@@ -256,7 +257,8 @@ def _describe_other_name(name: str) -> str:
     reason = why_unsupported(name) or REFUSED_TORCHRUN_OPTIONS.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
-    if reason := why_unused(name) or UNUSED_EXPERIMENT_KEYS.get(name):
+    unused_keys = {**UNUSED_EXPERIMENT_KEYS, **UNUSED_RUNNER_KEYS}
+    if reason := why_unused(name) or unused_keys.get(name):
         return f"{name}\n  Accepted, without effect: {reason}."
     return ""
 

@@ -9,11 +9,13 @@ import re
 from collections.abc import Iterable
 
 from flagscale.config import per_host_allowlist, schema
+from flagscale.config.arguments.compat.flagscale_runner import UNUSED_RUNNER_KEYS
 from flagscale.config.arguments.compat.names import UNSUPPORTED, UNSUPPORTED_VALUES
 from flagscale.config.arguments.compat.unsupported_families import UNSUPPORTED_FAMILIES
 from flagscale.config.arguments.compat.unused import (
     REFUSED_ARGUMENTS,
     REQUIREMENTS,
+    SPEED_ONLY_ARGUMENTS,
     UNUSED_ARGUMENTS,
     requirement_text,
 )
@@ -278,6 +280,10 @@ def _refused_part() -> str:
     ]
     noted = [(family.title, family.reason) for family in UNSUPPORTED_FAMILIES if family.unused]
     unused_rows = [(_code_list(names), reason) for names, reason in UNUSED_ARGUMENTS.values()]
+    unused_rows += [(f"`{name}`", reason) for name, reason in SPEED_ONLY_ARGUMENTS.items()]
+    unused_rows += [
+        (f"`experiment.runner.{name}`", reason) for name, reason in UNUSED_RUNNER_KEYS.items()
+    ]
     requirement_rows = [
         (_code_list(need.names.split()), f"needs `{requirement_text(need)}`")
         for need in REQUIREMENTS

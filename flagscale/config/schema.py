@@ -68,8 +68,9 @@ class Task:
             "in the working directory, then in this project. An external Python script (such as "
             "`pretrain_gpt.py` of a Megatron-LM checkout) receives the same arguments and checks "
             "them with its own parser; the packages `flagscale` and `megatron` of its checkout "
-            "take precedence. FlagScale's `flagscale/train/hetero/train_gpt.py` stands for the "
-            "program of this project, which also trains on heterogeneous devices.",
+            "take precedence. FlagScale's paths `flagscale/train/megatron/train_gpt.py` and "
+            "`flagscale/train/hetero/train_gpt.py` stand for the program of this project, unless "
+            "the file exists in the working directory.",
         ),
     )
     type: str = field(

@@ -12,6 +12,7 @@ from flagscale.config.arguments.spec.train_arguments import (
     GivenArgument,
     TrainArguments,
     read_arguments,
+    repetition_problem,
 )
 from flagscale.config.host_overrides import is_external_argument
 from flagscale.config.reader import SectionReader
@@ -88,6 +89,7 @@ def _read_overrides(
             )
             settings["arguments"] = reading.arguments
             problems += reading.structure
+            problems += map(repetition_problem, reading.arguments.repetitions)
             problems += check_host_arguments(
                 reading.arguments, reading.errors, external=task.external
             )

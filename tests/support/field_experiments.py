@@ -44,7 +44,6 @@ _TUNER_SPACE: Values = {
     "space": {"tensor_model_parallel_size": [1, 2, 4, 8]},
     "control": {"max_time": 9},
 }
-_DUPLICATE_ERROR = ("'weight_decay' is given twice",)
 
 _AQUILA_8B: Values = {
     **PLAIN,
@@ -97,12 +96,12 @@ EXPERIMENTS: dict[str, ExperimentCase] = {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
+            "global_batch_size": 32,
             "num_layers": 12,
             "hidden_size": 4096,
             "num_attention_heads": 32,
             "optimizer": {"weight_decay": 0.01},
         },
-        expected_errors=_DUPLICATE_ERROR,
     ),
     "deepseek": ExperimentCase({**LATENT, **MTP}),
     "deepseek-tuner": ExperimentCase({**LATENT, **MTP}, auto_tuner=_TUNER_SPACE),
@@ -156,9 +155,7 @@ EXPERIMENTS: dict[str, ExperimentCase] = {
         },
         ranks=8,
     ),
-    "llama2": ExperimentCase(
-        {**LLAMA, "optimizer": {"weight_decay": 0.01}}, expected_errors=_DUPLICATE_ERROR
-    ),
+    "llama2": ExperimentCase({**LLAMA, "optimizer": {"weight_decay": 0.01}}),
     "llama3": ExperimentCase({**LLAMA, "tensor_model_parallel_size": 4}),
     "llama3-meshes": ExperimentCase(
         {
@@ -216,14 +213,92 @@ EXPERIMENTS: dict[str, ExperimentCase] = {
             "ckpt_convert_save": "converted",
         },
         expected_errors=(
-            "ckpt_convert_format: is not supported: use `flagscale convert` to convert a "
-            "checkpoint, or `export_huggingface` to export one at the end of training",
-            "ckpt_convert_save: is not supported",
+            "ckpt_convert_format: is not supported: it converts the checkpoint of `load` and exits "
+            "without training",
         ),
     ),
     "qwen3": ExperimentCase({**QWEN, "kv_channels": 128, "qk_layernorm": True}),
     "qwen3-tuner": ExperimentCase({**QWEN, "qk_layernorm": True}, auto_tuner=_TUNER_SPACE),
     "qwq": ExperimentCase({**QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
+    "qwen3-flagos": ExperimentCase(
+        {
+            **QWEN,
+            "te_fl_prefer": "flagos",
+            "te_fl_per_op": "rmsnorm_fwd=vendor:acme|flagos",
+            "te_fl_allow_vendors": "one",
+            "te_fl_deny_vendors": "two",
+            "mg_fl_prefer": "cuda",
+            "enable_flag_gems": True,
+            "flag_gems_log_path": "gems.log",
+            "flag_gems_unused": ["mm"],
+            "distributed_backend": "flagcx",
+        },
+        program="flagscale/train/megatron/train_gpt.py",
+    ),
+    "qwen3-observed": ExperimentCase(
+        {
+            **QWEN,
+            "enable_straggler_detection": True,
+            "straggler_profiling_interval": 5,
+            "straggler_threshold": 1.8,
+            "straggler_log_dir": "logs/straggler",
+            "enable_perf_monitor": True,
+            "perf_log_interval": 10,
+            "perf_breakdown": True,
+        },
+        program="./flagscale/train/megatron/train_gpt.py",
+        runner={
+            "enable_gpu_health_check": True,
+            "nsys_bin_path": "/opt/nsys",
+            "perf_log_format": "json",
+            "heartbeat": {
+                "enabled": True,
+                "progress_timeout_s": 300,
+                "hardware_health": {"enabled": True, "interval_s": 60},
+            },
+            "tracing": {"enabled": True, "collective_timeout_s": 60, "inspector": {}},
+        },
+    ),
+    "deepseek-overlap": ExperimentCase(
+        {
+            **LATENT,
+            **MTP,
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": True,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+            "persist_layer_norm": True,
+        },
+        program="flagscale/train/megatron/train_gpt.py",
+    ),
+    "qwen3-muon": ExperimentCase(
+        {**QWEN, "optimizer": "muon", "muon_matched_adamw_rms": 0.2, "muon_ns_steps": 5},
+        program="flagscale/train/megatron/train_gpt.py",
+        expected_errors=("optimizer: 'muon' is not implemented; expected 'adam'",),
+    ),
+    "qwen3-padded": ExperimentCase(
+        {**QWEN, "padded_vocab_size": 151936},
+        program="flagscale/train/megatron/train_gpt.py",
+        expected_errors=(
+            "padded_vocab_size: is not supported: write `vocab_size` with this value and "
+            "`make_vocab_size_divisible_by: 1`",
+        ),
+    ),
+    "engram": ExperimentCase(
+        {**LATENT, "use_engram": True, "engram_layer_ids": [1, 8], "max_ngram_size": 3},
+        program="flagscale/train/megatron/train_engram.py",
+        expected_errors=("FlagScale's program for models with Engram's n-gram memory",),
+    ),
+    "engram-in-gpt": ExperimentCase(
+        {**LATENT, "use_engram": True},
+        program="flagscale/train/megatron/train_gpt.py",
+        expected_errors=("use_engram: is not supported: layers with a memory of n-grams",),
+    ),
+    "deepseek-v4": ExperimentCase(
+        {"o_groups": 8, "num_layers": 43, "hc_mult": 4},
+        program="./flagscale/train/megatron/train_deepseek_v4.py",
+        expected_errors=("FlagScale's program for DeepSeek-V4, which this project does not",),
+    ),
     "llava1.5": ExperimentCase(ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
     "llava-onevision": ExperimentCase(
         {**IMAGES, "image_aspect_ratio": "anyres_max_9", "mm_patch_merge_type": "spatial_unpad"},
@@ -256,6 +331,15 @@ EXPERIMENTS: dict[str, ExperimentCase] = {
         program="flagscale/train/train_robotics.py",
         backend="robotics",
         expected_errors=("'robotics' is not supported: FlagScale's robotics trainer", "no file"),
+    ),
+    "robots-native": ExperimentCase(
+        {"optimizer": {"name": "AdamW"}, "lr_scheduler": {"name": "cosine"}, "batch_size": 2},
+        program="flagscale/train/train_pi.py",
+        backend="native",
+        expected_errors=(
+            "'native' is not supported: FlagScale's native trainer",
+            "FlagScale's program for models of robots (pi0)",
+        ),
     ),
 }
 """Experiments by model and variant."""

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flagscale.config.arguments.compat.huggingface.models import config_of
-from flagscale.config.arguments.compat.unused import check_refused
+from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check_refused
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.layout import check_layout
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
@@ -57,6 +57,7 @@ from flagscale.config.arguments.rules.precision import (
     check_precision,
 )
 from flagscale.config.arguments.spec.argument import Values, Violation
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 
@@ -203,6 +204,7 @@ def substitutions_for(values: Values) -> list[Substitution]:
     """Return the substitutions that apply to arguments, whether they are allowed or not."""
     rules = (
         _substitute_implementation,
+        _substitute_speed_switches,
         _substitute_format,
         _substitute_sequence_parallel,
         _substitute_bias_rate,
@@ -246,6 +248,13 @@ def _substitute_implementation(values: Values) -> Iterator[Substitution]:
             "as Transformer Engine's"
         )
         yield Substitution("transformer_impl", "auto", reason)
+
+
+def _substitute_speed_switches(values: Values) -> Iterator[Substitution]:
+    for name, reason in SPEED_ONLY_ARGUMENTS.items():
+        default = arguments()[name].default
+        if values[name] and values[name] != default:
+            yield Substitution(name, default, reason)
 
 
 def _substitute_format(values: Values) -> Iterator[Substitution]:

@@ -170,6 +170,11 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         "auto' is used instead of 'transformer_engine",
     ),
     "torch": ({"dist_ckpt_format": "torch"}, "torch_dist' is used instead of 'torch':"),
+    "overlap": (
+        {"delay_wgrad_compute": True},
+        "false is used instead of true: this overlap requires Transformer Engine",
+    ),
+    "norm": ({"persist_layer_norm": True}, "false is used instead of true: it requires Apex;"),
     "sp": ({"sequence_parallel": True}, "false is used instead of true: sequence parallelism"),
     "frozen-biases": (
         {"moe_router_bias_update_rate": 0.1, "num_experts": 4, **ADAPTERS}

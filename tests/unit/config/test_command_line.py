@@ -52,9 +52,8 @@ def test_sections_are_flattened(sections: dict[str, Any], argv: list[str] | None
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"a": {"x": 1}, "b": {"x": 2}}, "2 here and 1 as a.x"),
-        ({"a": {"x": 1}, "b": {"x": True}}, "given twice"),
-        ({"a": {"x_y": 1}, "b": {"x-y": 2}}, "given twice"),
+        ({"a": {"x": True}, "b": {"x": False}}, "false here and true as a.x"),
+        ({"a": {"x_y": True}, "b": {"x-y": False}}, "given twice"),
         ({"a": [{"b": 1}]}, "list of scalars"),
         ({"a": [[1]]}, "list of scalars"),
         ({"a": [None]}, "list of scalars"),

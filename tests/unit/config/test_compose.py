@@ -262,6 +262,9 @@ def test_error_of_flat_override_names_nested_key(workspace: Workspace) -> None:
     assert (problem.key, problem.where) == ("train.model.optimizer.lr_scheduler.lr", "override")
 
 
-def test_flat_override_of_duplicated_key_replaces_both(workspace: Workspace) -> None:
+@pytest.mark.parametrize("section", ["system", "model", "data"])
+def test_override_of_duplicated_key_counts(workspace: Workspace, section: str) -> None:
     workspace.replace("conf/train/tiny.yaml", "data:\n", "data:\n  lr: 1.0e-3\n")
-    assert workspace.load("train.system.lr=3e-4", purpose="plan").train["lr"] == 3e-4
+    experiment = workspace.load(f"train.{section}.lr=3e-4", purpose="plan")
+    assert experiment.train["lr"] == 3e-4
+    assert sum(entry.argument == "lr" for entry in experiment.train) == 1

@@ -295,7 +295,7 @@ EXTERNAL_NAMES = {
     "bert_binary_head": ("T5 and retrieval models", "refused"),
     "dino_teacher_temp": ("models of images", "refused"),
     "lora_a2a_experimental": ("fine-tuning with adapters", "refused"),
-    "ckpt_convert_save": ("conversion of checkpoints", "refused"),
+    "ckpt_convert_save": ("conversion of checkpoints", "noted"),
     "freeze_LM": ("models of images", "refused"),
     "dataloader_save": ("models of images", "refused"),
     "action_token_key": ("robotics", "refused"),

@@ -225,8 +225,6 @@ PROBLEMS: Problems = {
         "moe_layer_recompute",
         "supported with recompute_granularity: full; leave it out",
     ),
-    "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "requires Transformer Engine"),
-    "router": ({"moe_router_fusion": True}, "moe_router_fusion", "requires Transformer Engine"),
     **{
         f"captured-{name}": ({**FULL_CUDA_GRAPH, name: value}, name, message)
         for name, value, message in (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.checks import check_files
+from flagscale.config.checks import check_files, experiment_notes
 from flagscale.config.load import load
 from flagscale.config.schema import OWN_PROGRAM, Commands, Environments, Options
 from flagscale.config.secrets import redact
@@ -67,11 +68,49 @@ def test_packages_of_external_program(
     assert task.packages == tuple(root / name for name in packages)
 
 
-def test_heterogeneous_entrypoint_of_flagscale_is_builtin_program(workspace: Workspace) -> None:
-    entrypoint = "entrypoint: ./flagscale/train/hetero/train_gpt.py"
-    workspace.replace("conf/train.yaml", "type: train", entrypoint)
-    task = workspace.load().task
+GPT_PROGRAMS = ("hetero/train_gpt.py", "megatron/train_gpt.py", "train_aquila.py")
+
+
+@pytest.mark.parametrize("prefix", ["", "./"], ids=["path", "dot"])
+@pytest.mark.parametrize("program", GPT_PROGRAMS)
+def test_gpt_program_of_flagscale_is_builtin_program(
+    workspace: Workspace, program: str, prefix: str
+) -> None:
+    entrypoint = f"{prefix}flagscale/train/{program}"
+    workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {entrypoint}")
+    experiment = workspace.load()
+    task = experiment.task
     assert (task.entrypoint, task.external, task.packages) == (OWN_PROGRAM, False, ())
+    note = f"experiment.task.entrypoint: {entrypoint} stands for this project's own program"
+    assert note in experiment_notes(experiment, 1)
+
+
+def test_gpt_program_in_working_directory_is_run_itself(workspace: Workspace) -> None:
+    program = workspace.write("flagscale/train/megatron/train_gpt.py", "")
+    entrypoint = "entrypoint: flagscale/train/megatron/train_gpt.py"
+    workspace.replace("conf/train.yaml", "type: train", entrypoint)
+    assert workspace.load().task.entrypoint == program
+
+
+def test_last_of_repeated_arguments_counts_and_is_noted(workspace: Workspace) -> None:
+    workspace.replace("conf/train/tiny.yaml", "data:\n", "data:\n  seed: 7\n")
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: 4\n  seed: 5")
+    experiment = workspace.load()
+    assert experiment.train["seed"] == 7
+    notes = [note for note in experiment_notes(experiment, 1) if "the last one counts" in note]
+    assert len(notes) == 1
+    assert re.match(
+        r"train.data.seed \(\S+tiny.yaml:\d+\): 7 is used, not 5 of "
+        r"train.model.seed \(\S+tiny.yaml:\d+\)",
+        notes[0],
+    )
+
+
+def test_repeated_argument_of_one_host_is_rejected(workspace: Workspace) -> None:
+    overrides = "node_specific: {h0: {system: {num_workers: 1}, data: {num_workers: 2}}}"
+    workspace.replace("conf/train.yaml", "action: run", f"action: run\n{overrides}")
+    with pytest.raises(ConfigError, match="num_workers' is given twice"):
+        workspace.load()
 
 
 @pytest.mark.parametrize(
@@ -216,11 +255,11 @@ def test_arguments_of_external_program_are_not_checked(workspace: Workspace) -> 
     assert experiment.train["tokenizer_path"] == "meta-llama/Llama-3-8B"
 
 
-def test_duplicate_key_of_external_program_is_rejected(workspace: Workspace) -> None:
+def test_duplicate_key_of_external_program_is_passed_once(workspace: Workspace) -> None:
     program = workspace.write("other.py", "")
     workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {program}")
-    with pytest.raises(ConfigError, match="given twice"):
-        workspace.load("+train.system.num_layers=3")
+    experiment = workspace.load("+train.system.num_layers=3")
+    assert [e.value for e in experiment.train if e.name == "num_layers"] == [3]
 
 
 def test_relative_paths_are_resolved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

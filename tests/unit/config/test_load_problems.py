@@ -43,9 +43,30 @@ EXPERIMENT_PROBLEMS = {
     "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
     "program-of-flagscale": (
         "type: train",
-        "entrypoint: ./flagscale/train/train_llava.py",
+        "entrypoint: ./flagscale/train/train_other.py",
         "train_gpt.py is this project's only program: give the path of another",
     ),
+    "images-of-flagscale": (
+        "type: train",
+        "entrypoint: ./flagscale/train/megatron/train_llava.py",
+        "FlagScale's program for models of images and text (LLaVA), which this project does not",
+    ),
+    "robots-of-flagscale": (
+        "type: train",
+        "entrypoint: flagscale/train/train_pi.py",
+        "FlagScale's program for models of robots (pi0)",
+    ),
+    "conversations-of-flagscale": (
+        "type: train",
+        "entrypoint: flagscale/train/train_aquila_sft.py",
+        "`sft: true` trains on conversations",
+    ),
+    "unknown-heartbeat": (
+        "nnodes: 1",
+        "heartbeat: {enabled: true, proces_timeout_s: 3}",
+        "did you mean 'process_timeout_s'",
+    ),
+    "tracing-no-section": ("nnodes: 1", "tracing: true", "expected a section with keys, found"),
     "task-type": ("type: train", "type: eval", "expected one of train, command, found 'eval'"),
     "serving": (
         "type: train",

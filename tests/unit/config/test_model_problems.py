@@ -165,10 +165,8 @@ PROBLEMS: Problems = {
         name: ({name: True}, name, f"is not supported by this trainer: {reason}")
         for name, reason in {
             "fp4_param": "fp4 requires Transformer Engine",
-            "moe_router_padding_for_fp8": "it pads for Transformer Engine's fp8 experts",
             "inference_fuse_tp_communication": "inference is not supported",
             "reuse_grad_buf_for_mxfp8_param_ag": "weights are kept in 16 bits",
-            "defer_embedding_wgrad_compute": "it requires Apex's fused gradient accumulation",
         }.items()
     },
     "yarn-alone": ({"rope_type": "yarn"}, "rope_type", "yarn requires multi_latent_attention"),

@@ -255,7 +255,7 @@ def test_swiglu_width_is_two_thirds() -> None:
             {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
             "end_weight_decay 0.2; use linear or cosine",
         ),
-        ({"optimizer": "lion"}, "expected 'adam' or 'sgd'"),
+        ({"optimizer": "lion"}, "expected 'adam' (AdamW) or 'sgd'"),
         ({"mtp_num_layers": -1}, "mtp_num_layers: expected a number of layers of"),
         (
             {**MTP, "mtp_loss_scaling_factor": -0.1},

@@ -116,6 +116,7 @@ ALIASES: tuple[Alias, ...] = (
     *_same("iterations_to_skip", "skip_train_iters"),
     *_same("lr_warmup_iters", "warmup"),
     *_same("muon_use_nesterov", "muon_nesterov"),
+    *_opposite("muon_use_nesterov", "no_muon_nesterov"),
     *_same("save_interval", "persistent_save_interval"),
     *_same("verify_checkpoint", "verify_integrity"),
     *_same("ckpt_format", "dist_ckpt_format"),
@@ -143,7 +144,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "autocast_dtype": "it follows from `bf16` and `fp16`",
     "data_parallel_size": "it follows from the number of ranks and the other parallel sizes",
     "local_rank": "the launcher sets it for every rank",
-    "padded_vocab_size": "it follows from `vocab_size` and `make_vocab_size_divisible_by`",
+    "padded_vocab_size": "write `vocab_size` with this value and `make_vocab_size_divisible_by: "
+    "1`, which give the embedding as many rows",
     "blend": "it follows from `data_path`",
     "blend_per_split": "it follows from `train_data_path`, `valid_data_path` and `test_data_path`",
     "data_args_path": "write the contents of the file as `data_path`",
@@ -161,6 +163,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "start_eval_at_iter": "evaluations run every `eval_interval` steps from the start",
     "override_ckpt_iteration": "the step number of a checkpoint cannot be changed; `finetune: "
     "true` starts from its weights at step 0",
+    "load_adapter": "`pretrained_checkpoint` reads the base model, and a run that resumes has its "
+    "adapters",
     "freeze_all_layers": "it would train nothing; use `skip_train: true` to evaluate, or "
     "`peft_type: lora` to train adapters of frozen weights",
     "no_pad_vocab_size": "use `make_vocab_size_divisible_by: 1`",
@@ -189,6 +193,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "`apply_wd_to_qk_layernorm` applies it to the norms of queries and keys",
     "checkpoint_activations": "use `recompute_granularity: full`, `recompute_method: uniform` and "
     "`recompute_num_layers: 1`",
+    "ckpt_convert_format": "it converts the checkpoint of `load` and exits without training; leave "
+    "it out to train, or use `flagscale convert`",
     "most_recent_k": "use `keep_last`",
     "skip_iters_range": "list the steps as `iterations_to_skip`",
     "skip_train_iteration_range": "list the steps as `iterations_to_skip`",
@@ -256,6 +262,11 @@ UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
     "memory and time of parallel sizes without devices, `-m train.system.NAME=1,2,4` runs each "
     "size, and `hetero_process_meshes: auto` chooses meshes of heterogeneous devices",
     ("backend", "pi0"): f"{_ROBOTICS_PREFIX} train_pi0.py, ...]`",
+    **{
+        ("backend", name): "FlagScale's native trainer, whose arguments have another format, is "
+        "not supported; run its program with `type: command`"
+        for name in ("native", "native_train")
+    },
     ("backend", "robotics"): f"{_ROBOTICS_PREFIX} train_robotics.py, ...]`",
     ("type", "inference"): "only training is supported; `export_huggingface` writes a model for "
     "vLLM or transformers",

@@ -55,13 +55,17 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"data_per_class_fraction|no_data_sharding|head_lr_mult|mask_(type|factor)|iter_per_epoch|"
         r"freeze_(LM|ViT)|allow_missing_vision_\w+|disable_vision_class_token|language_model_type|"
         r"image_\w+|mm_\w+|interleaved_dataset|training_dataset_only|dataloader_save|"
-        r"enable_variable_seq_lengths|max_padding_length|extra_vocab_size|prompt_path",
+        r"enable_variable_seq_lengths|max_padding_length|extra_vocab_size|prompt_path|"
+        r"(temporal_)?patch_size|spatial_merge_size|dataset_config|max_samples_per_sequence|"
+        r"shuffle_buffer_size|add_faster_video|(use_)?pos_skipping(_range)?|"
+        r"convert_checkpoint_from_megatron_to_transformers|(no_)?use_system_prompt",
         "models of images are not supported; they need their own `entrypoint`",
     ),
     UnsupportedFamily(
         "robotics",
-        r"action_(horizon|steps|key|token_key)|state_key|stat_path|assets_base_dir|config_name|"
-        r"ckpt_overwrite|tokenizer_max_length",
+        r"action_(horizon|steps|key|token_key|discretization_bins)|state_key|stat_path|"
+        r"assets_base_dir|config_(name|file)|ckpt_overwrite|tokenizer_max_length|dataset_type|"
+        r"video_backend",
         "FlagScale's robotics models are not supported; run their training program with "
         "`experiment.task.type: command`",
     ),
@@ -69,6 +73,16 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         "other sequence mixers",
         r"rwkv_\w+|gdp_\w+|mhc_\w+|enable_mhc_connections|dsa_\w+|mamba_training_\w+",
         "all layers consist of attention and an MLP (or experts), with one residual stream",
+    ),
+    UnsupportedFamily(
+        "Engram's memory",
+        r"use_engram|engram_\w+|max_ngram_size|n_(embed|head)_per_ngram",
+        "layers with a memory of n-grams are not implemented",
+    ),
+    UnsupportedFamily(
+        "attention of DeepSeek-V4",
+        r"csa_compress_ratios|o_groups|o_lora_rank",
+        "compressed attention is not implemented; DeepSeek-V2 and V3 are",
     ),
     UnsupportedFamily(
         "knowledge distillation",
@@ -129,7 +143,7 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"moe_(shared_expert|mlp)_glu_interleave_size|batch_invariant_backend|"
         r"mla_down_proj_fusion|flash_attention_version|overlap_dispatch_backward_with_\w+|"
         r"moe_(flex_dispatcher_num_sms|hybridep_\w+|ncclep_\w+|permute_fusion_into_hybridep)|"
-        r"moe_(combine_bwd|dispatch_fwd)_dtype|high_priority_a2a_comm_stream|optimizer_cuda_graph",
+        r"no_dsa_kernel_fusion|moe_(combine_bwd|dispatch_fwd)_dtype|high_priority_a2a_comm_stream|optimizer_cuda_graph",
         "it selects kernels or buffers that this trainer's own layers do not have",
         unused=True,
     ),
@@ -143,8 +157,8 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     ),
     UnsupportedFamily(
         "other optimizers",
-        r"lion_beta[12]|muon_(scalar_optimizer|coefficient_type|use_syrk)|"
-        r"(no_)?use_layer_wise_param_layout",
+        r"lion_beta[12]|muon_(scalar_optimizer|coefficient_type|use_syrk|matched_adamw_rms|ns_steps)|"
+        r"(no_)?use_layer_wise_param_layout|use_padded_layerwise_optimizer",
         "it is an option of Muon or Lion, but `optimizer` is adam or sgd",
         unused=True,
     ),
@@ -175,8 +189,9 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     UnsupportedFamily(
         "conversion of checkpoints",
         r"ckpt_convert_\w+",
-        "use `flagscale convert` to convert a checkpoint, or `export_huggingface` to export "
-        "one at the end of training",
+        "it belongs to `ckpt_convert_format`, which converts a checkpoint instead of training; "
+        "`flagscale convert` does",
+        unused=True,
     ),
     UnsupportedFamily(
         "additional checkpoints",
@@ -229,6 +244,29 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         "external telemetry",
         r"no_one_logger|one_logger_\w+|otel_\w+|app_tag_run_\w+|run_workload_inspector_server",
         "this program does not report to that service",
+        unused=True,
+    ),
+    UnsupportedFamily(
+        "FlagScale's performance monitor",
+        r"enable_perf_monitor|(no_)?perf_(log_(interval|dir|format)|console_output|"
+        r"memory_tracking|breakdown|max_log_files|model_type)",
+        "progress lines and TensorBoard report throughput and memory every `log_interval` steps",
+        unused=True,
+    ),
+    UnsupportedFamily(
+        "FlagScale's detection of stragglers",
+        r"enable_straggler_detection|(no_)?straggler_(profiling_interval|report_interval|threshold|"
+        r"warmup_steps|enable_(comm_logging|gpu_profile)|log_dir)",
+        "the speed of single ranks is not compared; of a job that hangs, the rank that is behind "
+        "is reported (`experiment.runner.hang_detection_timeout`)",
+        unused=True,
+    ),
+    UnsupportedFamily(
+        "kernels of FlagOS",
+        r"te_fl_(prefer|per_op|allow_vendors|deny_vendors)|mg_fl_prefer|enable_flag_gems|"
+        r"flag_gems_(log_path|unused)",
+        "it selects kernels of FlagOS's libraries; this trainer's layers use torch's, compiled "
+        "(`transformer_impl`)",
         unused=True,
     ),
     UnsupportedFamily(

@@ -24,12 +24,8 @@ _16_BIT_WEIGHTS = "weights are kept in 16 bits and cast to fp8 once per step"
 REFUSED_ARGUMENTS: Mapping[str, str] = {
     "use_megatron_fsdp": "use_distributed_optimizer shards the optimizer state only",
     "use_custom_fsdp": "use_distributed_optimizer shards the optimizer state only",
-    "moe_permute_fusion": "it requires Transformer Engine's fused permutation",
-    "moe_router_fusion": "it requires Transformer Engine's fused router",
     "moe_latent_size": "experts with another width than the hidden state require Transformer "
     "Engine",
-    "moe_router_padding_for_fp8": "it pads for Transformer Engine's fp8 experts",
-    "moe_router_padding_for_quantization": "it pads for Transformer Engine's fp8 experts",
     "fp4": "fp4 requires Transformer Engine",
     "fp4_param": "fp4 requires Transformer Engine",
     "cpu_offloading": "offloading activations requires Transformer Engine",
@@ -41,11 +37,8 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "fp8_dot_product_attention": "attention is computed in 16 bits",
     "fp8_multi_head_attention": "attention is computed in 16 bits",
     "activation_func_fp8_input_store": "it requires Transformer Engine",
-    "persist_layer_norm": "it requires Apex; torch's norms are always fused",
     "memory_efficient_layer_norm": "it requires Apex",
     "fine_grained_activation_offloading": "offloading activations requires Transformer Engine",
-    "enable_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
-    "external_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
     "heterogeneous_block_specs": "all layers are equal",
     "experimental_attention_variant": "only softmax attention is implemented",
     "inference_fuse_tp_communication": "inference is not supported",
@@ -53,15 +46,8 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "fp8_quantizer_factory": "it names a Python function for Transformer Engine's layers",
     "use_kitchen": "it requires NVIDIA's library Kitchen",
     "use_kitchen_attention": "it requires NVIDIA's library Kitchen",
-    "use_te_activation_func": "it requires Transformer Engine",
     "batch_invariant_mode": "it requires Transformer Engine; use deterministic_mode for "
     "reproducible runs",
-    "symmetric_ar_type": "it requires Transformer Engine",
-    "delay_wgrad_compute": "it requires Transformer Engine",
-    "defer_embedding_wgrad_compute": "it requires Apex's fused gradient accumulation",
-    "overlap_moe_expert_parallel_comm": "it requires Transformer Engine",
-    "ep_overlap_early_attn_memory_release": "it requires Transformer Engine",
-    "use_ring_exchange_p2p": "it requires a custom build of torch with ring_exchange",
     "hybrid_context_parallel": "each sequence is split over all ranks of a context-parallel group",
     "max_seqlen_per_dp_cp_rank": "all sequences have `seq_length` tokens",
     "hierarchical_context_parallel_sizes": "keys and values are gathered in one step",
@@ -86,6 +72,27 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
 }
 """Refused arguments with the reason. Unless they are off or default, they would change what is
 trained."""
+_TE_OVERLAP = "this overlap requires Transformer Engine, and results are the same without it"
+SPEED_ONLY_ARGUMENTS: Mapping[str, str] = {
+    "moe_permute_fusion": "the fused permutation is Transformer Engine's",
+    "moe_router_fusion": "the fused router is Transformer Engine's",
+    "moe_router_padding_for_fp8": "only Transformer Engine's fp8 experts need padded inputs",
+    "moe_router_padding_for_quantization": "only Transformer Engine's fp8 experts need padded "
+    "inputs",
+    "persist_layer_norm": "it requires Apex; torch's norms are always fused",
+    "enable_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
+    "external_cuda_graph": f"graphs of single layers require Transformer Engine; {_WHOLE_STEPS}",
+    "use_te_activation_func": "activations of this trainer's layers are compiled",
+    "symmetric_ar_type": "symmetric memory is Transformer Engine's",
+    "delay_wgrad_compute": _TE_OVERLAP,
+    "overlap_moe_expert_parallel_comm": _TE_OVERLAP,
+    "ep_overlap_early_attn_memory_release": _TE_OVERLAP,
+    "defer_embedding_wgrad_compute": "it requires Apex's fused gradient accumulation, and results "
+    "are the same without it",
+    "use_ring_exchange_p2p": "it requires a custom build of torch with ring_exchange",
+}
+"""Arguments that change only the speed and require what this trainer does not have, with the
+reason. Their default is used instead (``check.substitutions_for``)."""
 UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "megatron.core": (
         (
@@ -356,6 +363,7 @@ def describe_support(name: str) -> str:
         values = f"Values other than {format_value(default)} are not" if default else "Not"
         return f"{values} supported: {REFUSED_ARGUMENTS[name]}."
     reasons = [reason for names, reason in UNUSED_ARGUMENTS.values() if name in names]
+    reasons += [SPEED_ONLY_ARGUMENTS[name]] if name in SPEED_ONLY_ARGUMENTS else []
     if reasons:
         return f"Accepted without effect: {reasons[0]}."
     requirements = [

@@ -122,7 +122,10 @@ def check_optimizer(values: Values) -> Iterator[Violation]:
         if str(values.get(name) or "fp32").rpartition(".")[2] not in ("fp32", "float32"):
             yield name, f"{values[name]!r} requires Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
-        yield "optimizer", f"expected 'adam' or 'sgd', found {values['optimizer']!r}"
+        yield (
+            "optimizer",
+            f"{values['optimizer']!r} is not implemented; expected 'adam' (AdamW) or 'sgd'",
+        )
     if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
         yield (
             "optimizer",

@@ -4,19 +4,20 @@
 loaded; the result is passed on unchanged. Rules read the canonical values, messages quote the key
 that gave a value, and :mod:`.command_line` repeats the spelling of the configuration.
 
-Names of sections are dropped, so an argument may stand in any section. Keys that are not valid
-names, an argument given twice with different values, unknown names, wrong types and contradicting
-aliases are reported here.
+Names of sections are dropped, so an argument may stand in any section. Of an argument given twice
+with different values, the last one counts, as in FlagScale, whose launcher writes the sections one
+after the other to a command line; the notes of a plan name both keys. Keys that are not valid
+names, unknown names, wrong types and contradicting aliases are reported here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
 from flagscale.config.arguments.spec.argument import SettingContext
@@ -64,12 +65,20 @@ class GivenArgument:
     """False for a name that this project's training program does not have."""
 
 
+class Repetition(NamedTuple):
+    """A name that is given twice with different values, of which the last one counts."""
+
+    unused: GivenArgument
+    used: GivenArgument
+
+
 @dataclass(frozen=True)
 class TrainArguments:
     """Arguments of the training program for an experiment, or for one of its hosts."""
 
     entries: tuple[GivenArgument, ...] = ()
     """Arguments in the order of the configuration, including explicit nulls."""
+    repetitions: tuple[Repetition, ...] = field(default=(), compare=False)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
@@ -127,12 +136,12 @@ class TrainArguments:
 
     def with_added(self, entries: Iterable[GivenArgument]) -> TrainArguments:
         """Return these arguments followed by others."""
-        return TrainArguments((*self.entries, *entries))
+        return replace(self, entries=(*self.entries, *entries))
 
     def without(self, *names: str) -> TrainArguments:
         """Return these arguments without those of the given canonical names."""
         remaining = (entry for entry in self.entries if entry.argument not in names)
-        return TrainArguments(tuple(remaining))
+        return replace(self, entries=tuple(remaining))
 
     def overlaid(self, layer: TrainArguments) -> TrainArguments:
         """Return these arguments, overridden by those of one device type or host.
@@ -150,9 +159,10 @@ class TrainArguments:
             # The command line keeps the order of the configuration.
             index = len(remaining) if first is None else first
             entries = [*remaining[:index], new, *remaining[index:]]
-        return TrainArguments(tuple(entries))
+        return replace(self, entries=tuple(entries))
 
 
+_OVERRIDE = "override"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
@@ -198,10 +208,9 @@ def read_arguments(
         ranks: number of ranks, if the configuration states it; messages use it.
     """
     parsed = ParsedArguments()
-    repeated: list[Problem] = []
     invalid_texts: list[Problem] = []
     entries = []
-    by_name: dict[str, GivenArgument] = {}
+    by_name: dict[str, list[GivenArgument]] = {}
     by_argument: dict[str, GivenArgument] = {}
     leaves = list(_leaves(sections, prefix, parsed.structure))
     context = SettingContext({name: value for _, name, value in leaves}, ranks)
@@ -215,10 +224,7 @@ def read_arguments(
             continue
         if error:
             parsed.errors[key] = error
-        first = by_name.setdefault(name, entry)
-        if first is not entry and _comparable(first) != _comparable(entry):
-            values = f"{format_value(value)} here and {format_value(first.value)} as {first.key}"
-            repeated.append(Problem(key, f"{name!r} is given twice: {values}; leave one out"))
+        by_name.setdefault(name, []).append(entry)
         if problem := _text_problem(value):
             invalid_texts.append(Problem(key, problem))
         if entry.argument is None:
@@ -228,9 +234,40 @@ def read_arguments(
         if earlier.canonical != entry.canonical and earlier.name != name:
             message = f"contradicts {earlier.key}: both set {entry.argument}"
             parsed.contradictions.append(Problem(key, message))
-    parsed.structure += [*repeated, *invalid_texts]
-    parsed.arguments = TrainArguments(tuple(entries))
+    repetitions = list(_repetitions(by_name.values()))
+    unused = [repetition.unused for repetition in repetitions]
+    contradictory = filter(_turns_off, repetitions)
+    parsed.structure += [*map(repetition_problem, contradictory), *invalid_texts]
+    parsed.arguments = TrainArguments(
+        tuple(entry for entry in entries if entry not in unused), tuple(repetitions)
+    )
     return parsed
+
+
+def _repetitions(groups: Iterable[Sequence[GivenArgument]]) -> Iterator[Repetition]:
+    """Yield each value that does not count, because the same name is given again. Overrides count
+    before keys of files.
+    """
+    for entries in groups:
+        *earlier, used = sorted(entries, key=lambda entry: entry.location == _OVERRIDE)
+        for entry in earlier:
+            if _comparable(entry) != _comparable(used):
+                yield Repetition(entry, used)
+
+
+def _turns_off(repetition: Repetition) -> bool:
+    """Return whether a switch that is on is turned off later. FlagScale's command line cannot do
+    this, because it has no words for switches that are off.
+    """
+    used = repetition.used
+    return used.converted is False and used.location != _OVERRIDE
+
+
+def repetition_problem(repetition: Repetition) -> Problem:
+    """Return the problem of a name that may not be given twice."""
+    unused, used = repetition
+    values = f"{format_value(used.value)} here and {format_value(unused.value)} as {unused.key}"
+    return Problem(used.key, f"{used.name!r} is given twice: {values}; leave one out")
 
 
 def _leaves(
@@ -275,7 +312,7 @@ def _interpret(
         accepted = value is None or why_unused(name) or (why_unsupported(name) and value is False)
         entry = GivenArgument(key, name, value, value, location=location, known=False)
         return entry, None if accepted else unknown_message(
-            name, value, context._replace(is_override=location == "override")
+            name, value, context._replace(is_override=location == _OVERRIDE)
         )
     argument, alias = match
     if value is None:
