@@ -221,7 +221,7 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
         if experiment.filled_arguments:
             names = ", ".join(sorted(experiment.filled_arguments))
             notes.append(f"{names}: taken from {args['pretrained_checkpoint']}/config.json")
-    notes += _note_repetitions(args)
+    notes += _note_overridden(args)
     notes += _note_steps(args.values, world_size)
     split_fractions = split_shares(args["split"] or "")
     evaluates = args["eval_iters"] and args["data_path"] and not args["valid_data_path"]
@@ -344,9 +344,13 @@ def _note_arguments(args: TrainArguments, world_size: int) -> Iterator[str]:
             )
 
 
-def _note_repetitions(args: TrainArguments) -> Iterator[str]:
-    """Yield a note on each argument that is given more than once, with different values."""
-    for unused, used in args.repetitions:
+def _note_overridden(args: TrainArguments) -> Iterator[str]:
+    """Yield a note on each argument that does not count because of another one."""
+    for unused, used in args.overridden:
+        if unused.name != used.name:
+            reason = f"{_with_location(used)} is {format_value(used.value)}"
+            yield f"{_with_location(unused)} has no effect: {reason}"
+            continue
         yield (
             f"{_with_location(used)}: {format_value(used.value)} is used, not "
             f"{format_value(unused.value)} of {_with_location(unused)}: the last one counts"
@@ -360,15 +364,9 @@ def _with_location(argument: GivenArgument) -> str:
 def _check_switches(args: TrainArguments) -> Iterator[Problem]:
     """Yield the problems of Megatron-LM's switches that contradict the arguments they belong to."""
     values_by_name = {name: argument.value for name, argument in args.spelled.items()}
-    uses_query_groups, query_groups = (
-        values_by_name.get("group_query_attention"),
-        args["num_query_groups"],
-    )
-    if uses_query_groups is True and query_groups is None:
+    uses_query_groups = values_by_name.get("group_query_attention")
+    if uses_query_groups is True and args["num_query_groups"] is None:
         yield args.problem("group_query_attention", "needs num_query_groups")
-    elif uses_query_groups is False and query_groups is not None:
-        message = f"false contradicts num_query_groups {query_groups}; remove one"
-        yield args.problem("group_query_attention", message)
     has_learned_positions = args["position_embedding_type"] == "learned_absolute"
     if values_by_name.get("no_position_embedding") is True and has_learned_positions:
         message = "does not select a position embedding: set `position_embedding_type: rope` or "

@@ -89,7 +89,8 @@ def _read_overrides(
             )
             settings["arguments"] = reading.arguments
             problems += reading.structure
-            problems += map(repetition_problem, reading.arguments.repetitions)
+            pairs = reading.arguments.overridden
+            problems += [repetition_problem(p) for p in pairs if p.unused.name == p.used.name]
             problems += check_host_arguments(
                 reading.arguments, reading.errors, external=task.external
             )

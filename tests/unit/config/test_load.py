@@ -106,6 +106,18 @@ def test_last_of_repeated_arguments_counts_and_is_noted(workspace: Workspace) ->
     )
 
 
+def test_query_groups_have_no_effect_if_switched_off(workspace: Workspace) -> None:
+    text = "num_layers: 4\n  group_query_attention: false\n  num_query_groups: 2"
+    workspace.replace("conf/train/tiny.yaml", "num_layers: 4", text)
+    experiment = workspace.load()
+    assert experiment.train["num_query_groups"] is None
+    (note,) = [n for n in experiment_notes(experiment, 1) if "num_query_groups" in n]
+    assert re.match(
+        r"train.model.num_query_groups \(\S+:8\) has no effect: train.model.group_", note
+    )
+    assert workspace.load("train.model.num_query_groups=4").train["num_query_groups"] == 4
+
+
 def test_repeated_argument_of_one_host_is_rejected(workspace: Workspace) -> None:
     overrides = "node_specific: {h0: {system: {num_workers: 1}, data: {num_workers: 2}}}"
     workspace.replace("conf/train.yaml", "action: run", f"action: run\n{overrides}")

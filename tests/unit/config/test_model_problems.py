@@ -308,11 +308,6 @@ PROBLEMS: Problems = {
         "num_layers_at_end_in_bf16 1 leave no fp8 layer of 2",
     ),
     "gqa": ({"group_query_attention": True}, "group_query_attention", "needs num_query_groups"),
-    "gqa-off": (
-        {"group_query_attention": False, "num_query_groups": 4},
-        "group_query_attention",
-        "contradicts num_query_groups 4",
-    ),
     "no-positions": ({"no_position_embedding": True}, "no_position_embedding", "`none`"),
 }
 

@@ -65,8 +65,9 @@ class GivenArgument:
     """False for a name that this project's training program does not have."""
 
 
-class Repetition(NamedTuple):
-    """A name that is given twice with different values, of which the last one counts."""
+class Overridden(NamedTuple):
+    """An argument that does not count because of another one: the same name given later with
+    another value, or the switch that turns it off."""
 
     unused: GivenArgument
     used: GivenArgument
@@ -78,7 +79,7 @@ class TrainArguments:
 
     entries: tuple[GivenArgument, ...] = ()
     """Arguments in the order of the configuration, including explicit nulls."""
-    repetitions: tuple[Repetition, ...] = field(default=(), compare=False)
+    overridden: tuple[Overridden, ...] = field(default=(), compare=False)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
@@ -235,16 +236,26 @@ def read_arguments(
             message = f"contradicts {earlier.key}: both set {entry.argument}"
             parsed.contradictions.append(Problem(key, message))
     repetitions = list(_repetitions(by_name.values()))
-    unused = [repetition.unused for repetition in repetitions]
     contradictory = filter(_turns_off, repetitions)
     parsed.structure += [*map(repetition_problem, contradictory), *invalid_texts]
+    overridden = (*repetitions, *([] if external else _switched_off(by_name)))
+    unused = [pair.unused for pair in overridden]
     parsed.arguments = TrainArguments(
-        tuple(entry for entry in entries if entry not in unused), tuple(repetitions)
+        tuple(entry for entry in entries if entry not in unused), overridden
     )
     return parsed
 
 
-def _repetitions(groups: Iterable[Sequence[GivenArgument]]) -> Iterator[Repetition]:
+def _switched_off(by_name: Mapping[str, Sequence[GivenArgument]]) -> Iterator[Overridden]:
+    """Yield ``num_query_groups`` if Megatron-LM's switch for it is false, as Megatron-LM ignores it
+    then. An override counts in any case."""
+    switch = by_name.get("group_query_attention", ())
+    groups = by_name.get("num_query_groups", ())
+    if switch and groups and switch[-1].converted is False and groups[-1].location != _OVERRIDE:
+        yield Overridden(groups[-1], switch[-1])
+
+
+def _repetitions(groups: Iterable[Sequence[GivenArgument]]) -> Iterator[Overridden]:
     """Yield each value that does not count, because the same name is given again. Overrides count
     before keys of files.
     """
@@ -252,20 +263,20 @@ def _repetitions(groups: Iterable[Sequence[GivenArgument]]) -> Iterator[Repetiti
         *earlier, used = sorted(entries, key=lambda entry: entry.location == _OVERRIDE)
         for entry in earlier:
             if _comparable(entry) != _comparable(used):
-                yield Repetition(entry, used)
+                yield Overridden(entry, used)
 
 
-def _turns_off(repetition: Repetition) -> bool:
+def _turns_off(pair: Overridden) -> bool:
     """Return whether a switch that is on is turned off later. FlagScale's command line cannot do
     this, because it has no words for switches that are off.
     """
-    used = repetition.used
+    used = pair.used
     return used.converted is False and used.location != _OVERRIDE
 
 
-def repetition_problem(repetition: Repetition) -> Problem:
+def repetition_problem(pair: Overridden) -> Problem:
     """Return the problem of a name that may not be given twice."""
-    unused, used = repetition
+    unused, used = pair
     values = f"{format_value(used.value)} here and {format_value(unused.value)} as {unused.key}"
     return Problem(used.key, f"{used.name!r} is given twice: {values}; leave one out")
 
