@@ -23,7 +23,7 @@ from flagscale.config.experiment_reader import find_program
 from flagscale.config.interpolation import (
     find_unreadable_interpolations,
     interpolation_hint,
-    register_host_resolver,
+    register_resolvers,
 )
 from flagscale.config.overrides import (
     Override,
@@ -33,6 +33,7 @@ from flagscale.config.overrides import (
     normalize_overrides,
     parse_override,
 )
+from flagscale.config.runners import UNSTATED_HOSTS
 from flagscale.config.schema import OWN_PROGRAM
 from flagscale.config.sources import OVERRIDE, Sources, key_of_argument
 from flagscale.config.yaml_file import short_path
@@ -146,7 +147,7 @@ def _compose(sources: Sources, overrides: list[str]) -> DictConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    register_host_resolver()
+    register_resolvers()
     file = sources.file
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
@@ -287,7 +288,7 @@ def _stated_ranks(sources: Sources) -> int | None:
     per_host = texts.get(f"{runner}nproc_per_node", "")
     hosts = texts.get(f"{runner}nnodes", "1")
     names_hosts = any(f"{runner}{name}" in sources.locations for name in ("hostfile", "hosts"))
-    is_elsewhere = names_hosts or texts.get(f"{runner}type") == "slurm"
+    is_elsewhere = names_hosts or texts.get(f"{runner}type") in UNSTATED_HOSTS
     if is_elsewhere or not (per_host.isdecimal() and hosts.isdecimal()):
         return None
     return int(per_host) * int(hosts)

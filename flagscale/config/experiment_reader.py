@@ -31,7 +31,7 @@ from flagscale.config.arguments.spec.values import (
 from flagscale.config.interpolation import remove_references
 from flagscale.config.overrides import SUBSECTIONS, subsections_of
 from flagscale.config.reader import SectionReader, absolute_path
-from flagscale.config.runners import RUNNERS
+from flagscale.config.runners import CLOUD_RUNNERS, RUNNERS
 from flagscale.config.secrets import is_secret
 from flagscale.config.slurm_reader import check_slurm, read_slurm
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
@@ -39,7 +39,7 @@ from flagscale.config.yaml_file import short_path
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](?:,[0-9]+:[0-3])*")
-_OTHER_SCHEDULERS = ("kubernetes", "cloud")
+_OTHER_SCHEDULERS = ("kubernetes",)
 _RUNNER = "experiment.runner."
 _RUNNER_SECTIONS = ("notify", "slurm")
 _ENVIRONMENT_SCOPES = ("device_type_specific", "node_specific")
@@ -352,7 +352,8 @@ def _check_type(reader: SectionReader, fields: dict[str, Any]) -> bool:
     if name in _OTHER_SCHEDULERS:
         message = (
             f"{name}: this version launches with {', '.join(RUNNERS.builtin)}, and no installed "
-            "package provides such a runner (entry points `flagscale.runners`)"
+            "package provides such a runner (entry points `flagscale.runners`); in a pod, `cloud` "
+            "starts this host's part of the job"
         )
     reader.add_problem("experiment.runner.type", message)
     del fields["type"]
@@ -387,9 +388,14 @@ def _check_runner(
     if fields.get("type") == "slurm":
         check_slurm(reader, fields)
         fields["nnodes"] = fields.get("nnodes", getattr(fields.get("slurm"), "nodes", None))
+    elif fields.get("type") in CLOUD_RUNNERS:
+        _check_cloud(reader, fields)
     elif is_builtin and not names_hosts and fields.get("nnodes", 1) > 1:
         message = f"{fields['nnodes']} hosts, but no `hostfile` or `hosts` that lists them"
         reader.add_problem(f"{prefix}nnodes", message)
+    if fields.get("node_rank") is not None and fields.get("type") not in CLOUD_RUNNERS:
+        message = "the launcher numbers the hosts in the order of the hostfile; with `type: cloud` "
+        reader.add_problem(f"{prefix}node_rank", f"{message}it is the rank of this host")
     if fields.get("per_node_task") and (names_hosts or fields.get("nnodes", 1) > 1):
         message = "true: the hosts of a run execute one job together; start a run on each of them"
         reader.add_problem(f"{prefix}per_node_task", message)
@@ -404,6 +410,18 @@ def _check_runner(
     if endpoint and not re.fullmatch(r"\S+:\d{1,5}", endpoint):
         message = f"expected host:port, found {format_value(endpoint)}"
         reader.add_problem(f"{prefix}rdzv_endpoint", message)
+
+
+def _check_cloud(reader: SectionReader, fields: dict[str, Any]) -> None:
+    """Check the keys of a runner that starts this host alone, which stays in the foreground."""
+    fields["foreground"] = True
+    for name in ("hostfile", "hosts", "rdzv_endpoint"):
+        if fields.get(name):
+            message = (
+                "has no meaning with `type: cloud`: every host starts its own part, and meets "
+            )
+            message += "the others at `master_addr`"
+            reader.add_problem(f"experiment.runner.{name}", message)
 
 
 def read_environments(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Environments:

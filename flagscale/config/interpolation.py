@@ -29,9 +29,14 @@ _INTERPOLATION_START = re.compile(r"(\\*)\$\{")
 _SYNTAX_ERROR = re.compile(r"no viable alternative at|mismatched input|token recognition error")
 
 
-def register_host_resolver() -> None:
-    """Register the resolver of ``${host:NAME}`` in OmegaConf. May be called again."""
+def register_resolvers() -> None:
+    """Register the resolvers of ``${host:NAME}``, and of ``${env:NAME}``, which FlagScale's YAML
+    files have for ``${oc.env:NAME}``, in OmegaConf. May be called again.
+    """
+    from omegaconf.resolvers import oc
+
     OmegaConf.register_new_resolver("host", _resolve_host_variable, replace=True)
+    OmegaConf.register_new_resolver("env", oc.env, replace=True)
 
 
 def _resolve_host_variable(*words: Any, _node_: Any) -> str:
@@ -222,7 +227,7 @@ def _find_dead_references(key: str, text: str, sources: Sources) -> Iterator[Pro
 def _hint_for_reference(name: str, key: str, sources: Sources) -> str:
     """Return a hint for an interpolation without a target."""
     text = sources.texts.get(key, "")
-    if old_form_hint := _hint_for_old_form(name, key, text):
+    if old_form_hint := _hint_for_old_form(name, text):
         return old_form_hint
     if name.partition(".")[0] in TOP_LEVEL:
         return _hint_for_key(name, sources)
@@ -259,12 +264,8 @@ def _hint_for_key(name: str, sources: Sources) -> str:
     return did_you_mean_key(name)
 
 
-def _hint_for_old_form(name: str, key: str, text: str) -> str:
-    """Return the replacement of forms in FlagScale's YAML files: ``${path:??}`` for a missing
-    value, and ``${env:NAME}``, an old resolver of Hydra."""
+def _hint_for_old_form(name: str, text: str) -> str:
+    """Return the hint for a form in FlagScale's YAML files: ``${path:??}`` for a missing value."""
     if f"${{{name.removesuffix('??')}??}}" in text or f"${{{name}:??}}" in text:
         return "; it is a placeholder: replace it by a value"
-    env_reference = re.search(r"\$\{env:([^{}]*)\}", text)
-    if name == "env" and env_reference and ".cmds." not in f".{key}":
-        return f"; write ${{oc.env:{env_reference[1]}}} for this machine's variable"
     return ""

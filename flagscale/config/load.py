@@ -21,6 +21,7 @@ from flagscale.config.experiment_reader import read_experiment
 from flagscale.config.interpolation import referenced_keys, resolve_interpolations
 from flagscale.config.overrides import TOP_LEVEL
 from flagscale.config.reader import SectionReader
+from flagscale.config.runners import UNSTATED_HOSTS
 from flagscale.config.sources import trace_sources
 from flagscale.errors import ConfigError, Problem
 
@@ -126,7 +127,8 @@ def _read_arguments(
 def _stated_ranks(runner: schema.Runner) -> int | None:
     """Return the number of ranks if the YAML alone states it, without hostfile or scheduler."""
     per_host = runner.nproc_per_node
-    if runner.names_hosts or runner.type == "slurm" or not isinstance(per_host, int):
+    hosts_are_unknown = runner.names_hosts or runner.type in UNSTATED_HOSTS
+    if hosts_are_unknown or not isinstance(per_host, int):
         return None
     return (runner.nnodes or 1) * per_host
 

@@ -62,8 +62,11 @@ class Runner:
             "Runner that starts the run. `local`: this machine only. `ssh`: every host over SSH, "
             "including this machine if it is the only one. Default: `ssh` if the hostfile lists "
             "other machines, otherwise `local`. `slurm`: one Slurm job, configured in "
-            "`experiment.runner.slurm`. Installed packages can add runners (entry points "
-            "`flagscale.runners`), whose settings are in a section of the runner's name."
+            "`experiment.runner.slurm`. `cloud` (or `env`): this host's part of a job whose hosts "
+            "were started by something else, such as Kubernetes, with the same command on each; "
+            "their ranks and the master's address come from environment variables. Installed "
+            "packages can add runners (entry points `flagscale.runners`), whose settings are in a "
+            "section of the runner's name."
         ),
     )
     backend: str = field(
@@ -77,7 +80,8 @@ class Runner:
         default=None,
         metadata=doc(
             "Number of hosts. At most as many hosts as the hostfile has take part, with a note if "
-            "it has fewer. `a:b` means `a`.",
+            "it has fewer. `a:b` means `a`. Default with `type: cloud`: `NNODES`, `PET_NNODES` or "
+            "`WORLD_SIZE`.",
             minimum=1,
             maximum=1_000_000,
         ),
@@ -110,17 +114,29 @@ class Runner:
             "has them, in which `slots` may be missing: `[node01, 'node[02-16] user=me']`."
         ),
     )
+    node_rank: int | None = field(
+        default=None,
+        metadata=doc(
+            "With `type: cloud`, the rank of this host, from 0. Default: `NODE_RANK`, "
+            "`PET_NODE_RANK`, `GROUP_RANK`, `JOB_COMPLETION_INDEX` or `RANK`. With other types the "
+            "launcher numbers the hosts.",
+            minimum=0,
+            maximum=1_000_000,
+        ),
+    )
     master_addr: str | None = field(
         default=None,
         metadata=doc(
-            "Address for the rendezvous of the ranks. Default: `addr` or name of the first host. "
+            "Address for the rendezvous of the ranks. Default: `addr` or name of the first host, "
+            "or with `type: cloud` the variable `MASTER_ADDR` or `PET_MASTER_ADDR`. "
             "A loopback address is refused if other machines take part."
         ),
     )
     master_port: int | None = field(
         default=None,
         metadata=doc(
-            "Port for the rendezvous of the ranks. Default: a free port of the first host.",
+            "Port for the rendezvous of the ranks. Default: a free port of the first host, or with "
+            "`type: cloud` the variable `MASTER_PORT` or `PET_MASTER_PORT`, otherwise 29500.",
             minimum=1,
             maximum=65535,
         ),
@@ -129,7 +145,8 @@ class Runner:
         default=False,
         metadata=doc(
             "Whether `action=run` stays in the foreground, prints the ranks' output and exits "
-            "with the exit code of the job."
+            "with the exit code of the job. Always with `type: cloud`, because a container ends "
+            "with its first process."
         ),
     )
     start_timeout: float = field(

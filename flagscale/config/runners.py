@@ -11,8 +11,14 @@ RUNNERS = Registry(
     {
         "local": "flagscale.launcher.runners.hosts:HostRunner",
         "ssh": "flagscale.launcher.runners.hosts:HostRunner",
+        "cloud": "flagscale.launcher.runners.cloud.runner:CloudRunner",
+        "env": "flagscale.launcher.runners.cloud.runner:CloudRunner",
         "slurm": "flagscale.launcher.runners.slurm.runner:SlurmRunner",
     },
 )
+CLOUD_RUNNERS = ("cloud", "env")
+"""Names of the runner of hosts that something else has started."""
+UNSTATED_HOSTS = ("slurm", *CLOUD_RUNNERS)
+"""Runners whose number of hosts the YAML alone does not state."""
 DEFAULT_RUNNER = "ssh"
 """Runner of an experiment that names none. It uses SSH only if other machines take part."""

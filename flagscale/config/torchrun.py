@@ -32,7 +32,6 @@ TORCHRUN_OPTIONS: Mapping[str, Argument] = {
 """Options that ``experiment.runner`` passes to torchrun unchanged."""
 
 REFUSED_TORCHRUN_OPTIONS = {
-    "node_rank": "the launcher numbers the hosts in the order of the hostfile",
     "standalone": "without a hostfile the launcher starts on this machine alone",
     "module": "`experiment.task.entrypoint` is the path of a script",
     "no_python": "`experiment.task.entrypoint` is the path of a Python script",

@@ -60,6 +60,8 @@ def build_unprobed_plan(
     *,
     is_local: bool,
     is_deferred: bool = False,
+    run_id: str = "",
+    run_secret: str | None = None,
 ) -> LaunchPlan:
     """Return the plan without contacting any host.
 
@@ -69,7 +71,9 @@ def build_unprobed_plan(
         runner: Handle of the runner that starts the plan.
         is_local: True if this machine is the only host.
         is_deferred: True if a scheduler allocates the hosts, and they are probed, only when the
-            run's job starts.
+            run's job starts, or if each host plans for itself.
+        run_id: Id of the run; by default a new one.
+        run_secret: Secret that the agents share; by default a new one.
     """
     shared_fs = not experiment.runner.no_shared_fs
     machines = describe_machines(hosts, {}, is_local=is_local, shared_fs=shared_fs)
@@ -78,12 +82,12 @@ def build_unprobed_plan(
     launch_plan = plan(
         experiment,
         assign_ranks(experiment, hosts, machines, settings),
-        run_id=new_run_id(),
+        run_id=run_id or new_run_id(),
         master_port=port or _DRY_RUN_PORT,
         runner=runner,
         settings=settings,
         shared_fs=is_local or shared_fs,
-        run_secret=secret.generate_secret(),
+        run_secret=run_secret or secret.generate_secret(),
     )
     notes = []
     if is_deferred:

@@ -138,7 +138,7 @@ class Server:
         self._peers: set[Peer] = set()
         self._unauthenticated: dict[Peer, None] = {}  # in order of connection
         self._peer_by_host: dict[int, Peer] = {}
-        self._listener = _listen(port)
+        self._listener = listen(port)
         self._listener.setblocking(False)
         self._is_accepting = False
         self._accept_again_at = 0.0
@@ -308,7 +308,7 @@ class Client:
             self._next_connect_at = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
             # Resolved once: if the link is cut, a name server would block the agent.
-            self._addresses = self._addresses or _resolve(self._address)
+            self._addresses = self._addresses or resolve(self._address)
             self._untried_addresses = self._untried_addresses or list(self._addresses)
             if self._untried_addresses:
                 family, target = self._untried_addresses.pop(0)
@@ -355,7 +355,7 @@ def raise_file_limit(connections: int) -> int | None:
     return new_limit if new_limit < required_files else None
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int) -> socket.socket:
     """Listen on all addresses, with IPv6 if available."""
     any_address = ("", port)
     if socket.has_dualstack_ipv6():
@@ -367,7 +367,7 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(any_address, backlog=_BACKLOG)
 
 
-def _resolve(address: tuple[str, int]) -> list[tuple[int, tuple[object, ...]]]:
+def resolve(address: tuple[str, int]) -> list[tuple[int, tuple[object, ...]]]:
     """Return the addresses to connect to; empty while the name cannot be resolved."""
     try:
         results = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)

@@ -27,7 +27,7 @@ RANK_SECRET_VARIABLE = "FSCCL_SECRET"
 """Variable with the ranks' secret, from which fsccl derives the keys of its groups."""
 SECRET_FILE = "secret"
 """Name of the file with the agents' secret in a run's directory."""
-_MIN_SECRET_CHARACTERS = 32
+MIN_SECRET_CHARACTERS = 32
 
 
 def generate_secret() -> str:
@@ -52,7 +52,7 @@ def take_secret(run_dir: Path) -> bytes | None:
         with suppress(OSError):
             make_private_directory(run_dir)
             write_atomic(path, secret + "\n")
-    return secret.encode() if len(secret) >= _MIN_SECRET_CHARACTERS else None
+    return secret.encode() if len(secret) >= MIN_SECRET_CHARACTERS else None
 
 
 def rank_secret_variables(agent_secret: bytes | None) -> dict[str, str]:

@@ -28,8 +28,10 @@ AGENT_SECRETS = (secret.SECRET_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
 """Host 0 sends notifications, and host 1 does when host 0 is lost."""
-_RUNNER_OPTIONS = {f.name for f in fields(AgentOptions)} & {f.name for f in fields(Runner)}
-"""Names of the agent options that are keys of the runner."""
+_RUNNER_OPTIONS = {f.name for f in fields(AgentOptions)} & {f.name for f in fields(Runner)} - {
+    "node_rank"
+}
+"""Names of the agent options that are keys of the runner. The node rank is the assignment's."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def test_missing_quickstart_data_gets_hint(tmp_path: Path, monkeypatch: pytest.M
         ("runner.tee", "torchrun's `--tee`"),
         ("local_addr", "An option of torchrun"),
         ("params_dtype", "Cannot be given"),
-        ("node_rank", "Cannot be given"),
+        ("standalone", "Cannot be given"),
         ("group_query_attention", "without effect"),
         ("kv_lora_rank", "Has no effect without `multi_latent_attention`"),
         ("sgd_momentum", "Has no effect without `optimizer: sgd`"),

@@ -101,8 +101,9 @@ HINTS = {
         "it is a placeholder: replace it by a value",
     ),
     "older-hydra": (
-        "exp_name: ${env:NAME}",
-        "write ${oc.env:NAME} for this machine's variable",
+        "exp_name: ${env:NO_SUCH_VARIABLE}",
+        "this machine has no variable NO_SUCH_VARIABLE: set it, or write a default, "
+        "${oc.env:NO_SUCH_VARIABLE,…}",
     ),
     "begun": (
         "exp_name: a\n  cmds: {before_start: 'echo ${HOME'}",

@@ -92,6 +92,17 @@ def test_gpt_program_in_working_directory_is_run_itself(workspace: Workspace) ->
     assert workspace.load().task.entrypoint == program
 
 
+@pytest.mark.parametrize("name", ["cloud", "env"])
+def test_position_of_cloud_is_read_from_variables(
+    workspace: Workspace, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    text = f"type: {name}\n    nnodes: ${{env:WORLD_SIZE}}\n    node_rank: ${{env:RANK,3}}"
+    workspace.replace("conf/train.yaml", "nnodes: 1", text)
+    runner = workspace.load().runner
+    assert (runner.nnodes, runner.node_rank, runner.foreground) == (4, 3, True)
+
+
 def test_last_of_repeated_arguments_counts_and_is_noted(workspace: Workspace) -> None:
     workspace.replace("conf/train/tiny.yaml", "data:\n", "data:\n  seed: 7\n")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: 4\n  seed: 5")

@@ -163,7 +163,12 @@ EXPERIMENT_PROBLEMS = {
     "c10d": ("nnodes: 1", "rdzv_backend: c10d", "expected one of static"),
     "endpoint": ("nnodes: 1", "rdzv_endpoint: h", "expected host:port"),
     "torchrun-typo": ("nnodes: 1", "monitor_intervall: 1", "did you mean 'monitor_interval'"),
-    "node-rank": ("nnodes: 1", "node_rank: 1", "cannot be given: the launcher numbers"),
+    "node-rank": ("nnodes: 1", "node_rank: 1", "the launcher numbers the hosts in the order of"),
+    "cloud-hosts": (
+        "nnodes: 1",
+        "type: cloud\n    hostfile: hostfile",
+        "has no meaning with `type: cloud`: every host starts its own part",
+    ),
     "torchrun-map": ("nnodes: 1", "rdzv_conf: {a: 1}", "expected one value"),
     "runner-list": ("    nnodes: 1\n    nproc_per_node: 2\n", "    - 1\n", "expected a section"),
     "env-list": ("CUDA_VISIBLE_DEVICES: 0,1", "X: [0, 1]", "found a list; write 0,1"),

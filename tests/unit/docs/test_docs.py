@@ -73,10 +73,13 @@ def _leaf_paths(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
         yield path
 
 
+MANIFEST = "apiVersion:"
+"""Beginning of a YAML for Kubernetes."""
 YAML_BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{number}")
     for page in GUIDES
     for number, block in enumerate(_code_blocks(page, "yaml"))
+    if not block.startswith(MANIFEST)
 ]
 
 
@@ -101,6 +104,21 @@ def test_yaml_keys_exist(block: str) -> None:
         if "Cannot be given" in text:
             unknown.append(key)
     assert unknown == []
+
+
+def test_kubernetes_manifests_set_variables_that_are_read() -> None:
+    from flagscale.launcher.liveness.secret import SECRET_VARIABLE
+    from flagscale.launcher.runners.cloud import position
+
+    read = {SECRET_VARIABLE, *position.COUNT_VARIABLES, *position.ADDRESS_VARIABLES}
+    page = DOCS / "guides" / "kubernetes.md"
+    manifests = [b for b in _code_blocks(page, "yaml") if b.startswith(MANIFEST)]
+    assert len(manifests) == 2
+    for manifest in manifests:
+        yaml.safe_load(manifest)
+        names = re.findall(r"name: ([A-Z_]{3,})", manifest)
+        assert SECRET_VARIABLE in names and set(names) <= read
+        assert "command: [flagscale, test, " in manifest
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's help differs by version")
