@@ -35,6 +35,8 @@ from flagscale.launcher.preflight.host_probe import (
 )
 from flagscale.launcher.state import RunState, alive_message
 
+MASTER_PORT = "master port"
+"""Name of the check of the ranks' port."""
 _MAX_SKEW_SECONDS = 30.0
 _SKEW_WARNING_SECONDS = 2.0
 
@@ -293,10 +295,10 @@ def _check_ports(experiment: Experiment, plan: LaunchPlan, replies: HostReplies)
     runner, host = experiment.runner, plan.hosts[0].name
     conflict = find_port_conflict(experiment, replies)
     if conflict is not None:
-        yield Check("master port", False, conflict.message, conflict.hint or "", hosts=host)
+        yield Check(MASTER_PORT, False, conflict.message, conflict.hint or "", hosts=host)
         return
     origin = describe_port_origin(runner)
-    yield Check("master port", True, f"{plan.master_port}, free, {origin}", hosts=host)
+    yield Check(MASTER_PORT, True, f"{plan.master_port}, free, {origin}", hosts=host)
     if plan.liveness_port is None:
         return
     origin = "next to the master port"

@@ -56,7 +56,7 @@ class CloudRunner(HostRunner):
         self, experiment: Experiment, *, checking: bool, fresh: bool = False
     ) -> Iterator[PreparedRun]:
         from flagscale.launcher.preflight.host_probe import query_hosts
-        from flagscale.launcher.preflight.hosts import check_hosts
+        from flagscale.launcher.preflight.hosts import MASTER_PORT, check_hosts
 
         position = find_position(experiment.runner, os.environ)
         shared_secret = _shared_secret(position)
@@ -67,7 +67,7 @@ class CloudRunner(HostRunner):
         with endpoints.open_hosts(handle, [own_part.hosts[0].name]) as connected_hosts:
             checks: list[Check] = []
             if checking:
-                local = _as_single_host(experiment)
+                local = _as_single_host(experiment, position)
                 replies = query_hosts(
                     local,
                     (Host(own_part.hosts[0].name),),
@@ -76,9 +76,15 @@ class CloudRunner(HostRunner):
                     for_preflight=True,
                     ignore_cache=fresh,
                 )
-                as_first = replace(own_part, hosts=(replace(own_part.hosts[0], node_rank=0),))
+                # The directories are those of the job, and the only host is the first one.
+                first = replace(own_part.hosts[0], node_rank=0)
+                checked_plan = replace(
+                    own_part, exp_dir=plan.exp_dir, hosts=(first,), liveness_port=None
+                )
                 previous = load_state(own_part.layout.state)
-                checks = check_hosts(local, as_first, replies, previous)
+                checks = check_hosts(local, checked_plan, replies, previous)
+                if position.node_rank:
+                    checks = [check for check in checks if check.name != MASTER_PORT]
             # A check alone starts nothing, so the other hosts need not be there.
             if not fresh:
                 problem = "; ".join(f"{c.name}: {c.found}" for c in checks if not c.ok)
@@ -214,9 +220,10 @@ def _own_part(plan: LaunchPlan, position: Position) -> LaunchPlan:
     )
 
 
-def _as_single_host(experiment: Experiment) -> Experiment:
-    """Return the experiment for the checks of this host, which need no port of another one."""
-    runner = replace(experiment.runner, nnodes=None, master_addr=None, master_port=None)
+def _as_single_host(experiment: Experiment, position: Position) -> Experiment:
+    """Return the experiment for the checks of this host. Only the first one needs free ports."""
+    port = None if position.node_rank else position.master_port
+    runner = replace(experiment.runner, nnodes=None, master_addr=None, master_port=port)
     return replace(experiment, runner=runner)
 
 
