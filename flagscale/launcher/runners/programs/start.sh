@@ -42,8 +42,10 @@ fi
 carrying "$status_dir_prefix" "$old_entry"
 for pid in "${pids[@]}"; do
     started_at "$pid"
-    # This process may carry the id of the run that it starts.
+    # This process may carry the id of the run that it starts, and so may another part of the run
+    # that has been started on this machine.
     [[ -n $ticks && $pid != "$$" ]] || continue
+    carries "$pid" "$new_entry" && continue
     printf '%s\n' "a run of this experiment is alive there (pid $pid)" >&2
     exit 75
 done
