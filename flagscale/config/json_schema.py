@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import per_host_allowlist, schema
+from flagscale.config.arguments.compat.flagscale_runner import UNUSED_RUNNER_KEYS
 from flagscale.config.arguments.compat.names import UNSUPPORTED, UNUSED_EXPERIMENT_KEYS
 from flagscale.config.arguments.compat.unsupported_families import UNSUPPORTED_FAMILIES
 from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.registry import aliases, canonical_name, registry
-from flagscale.config.arguments.spec.system_arguments import COMM
+from flagscale.config.arguments.spec.system_arguments import COMM, STAGE_RECOMPUTE
 from flagscale.config.documented import KeyType, documented_fields, key_types
 from flagscale.config.explain import argument_entry, default_text, experiment_entries
 from flagscale.config.overrides import SUBSECTIONS, subsections_of
@@ -189,6 +190,8 @@ def _argument(argument: Argument) -> dict[str, Any]:
     if argument.many:
         if argument.name in _LISTS_OF_SECTIONS:
             forms.append({"type": "object"})
+        if argument.name in STAGE_RECOMPUTE:
+            forms.append({"type": "array", "items": {"type": "integer"}})
         # A single value is a list of one item; numbers may be written in one text.
         forms = [{"type": "array", "items": {"anyOf": forms}}, *forms]
         if argument.kind != "str":
@@ -272,6 +275,10 @@ def _section(name: str, docs: Mapping[str, str]) -> dict[str, Any]:
                 None,
             )
             for key, option in options
+        }
+        properties |= {
+            key: {"description": f"No effect: {reason}."}
+            for key, reason in UNUSED_RUNNER_KEYS.items()
         }
     properties |= {
         inner: _section(f"{name}.{inner}", docs)

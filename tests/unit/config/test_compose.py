@@ -267,4 +267,4 @@ def test_override_of_duplicated_key_counts(workspace: Workspace, section: str) -
     workspace.replace("conf/train/tiny.yaml", "data:\n", "data:\n  lr: 1.0e-3\n")
     experiment = workspace.load(f"train.{section}.lr=3e-4", purpose="plan")
     assert experiment.train["lr"] == 3e-4
-    assert sum(entry.argument == "lr" for entry in experiment.train) == 1
+    assert {entry.canonical for entry in experiment.train if entry.argument == "lr"} == {3e-4}
