@@ -151,7 +151,7 @@ def test_errors_of_an_installed_runner_are_configuration_errors(lab: Lab, queue:
     assert rejected.returncode == 2
     assert "experiment.runner.mine.queue: is required" in rejected.stderr
     typo = lab.run_action("dryrun", "experiment.runner.type=mien")
-    assert "expected one of local, ssh, slurm, mine, found 'mien'" in typo.stderr
+    assert "expected one of local, ssh, cloud, env, slurm, mine, found 'mien'" in typo.stderr
     unused = lab.run_action(
         "dryrun", "experiment.runner.type=ssh", "+experiment.runner.mine.queue=x"
     )
