@@ -46,6 +46,11 @@ for pid in "${pids[@]}"; do
     # that has been started on this machine.
     [[ -n $ticks && $pid != "$$" ]] || continue
     carries "$pid" "$new_entry" && continue
+    # A process that is starting a program, or ending, shows no environment for a moment.
+    sleep 0.1
+    started_at "$pid"
+    [[ -n $ticks ]] || continue
+    carries "$pid" "$new_entry" && continue
     printf '%s\n' "a run of this experiment is alive there (pid $pid)" >&2
     exit 75
 done
