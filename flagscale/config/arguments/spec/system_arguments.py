@@ -371,8 +371,8 @@ class Recomputation:
     )
     recompute_memory_gib: float | None = arg(
         None,
-        "Memory per rank in GiB that recompute_granularity: auto may use (default: 93 % of the "
-        "free memory when training starts)",
+        "Memory per rank in GiB that recompute_granularity: auto may use (default: 97 % of the "
+        "memory that is free when training starts, less a tenth of it, at most 8 GiB)",
         minimum=0.001,
     )
     recompute_granularity_per_stage_micro_batch: tuple[str, ...] | None = arg(
