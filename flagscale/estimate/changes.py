@@ -31,7 +31,8 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
     offload_changes: list[dict[str, Any]] = [{}]
     if args.optimizer == "adam" and not args.optimizer_cpu_offload:
-        offload_changes.append({"use_distributed_optimizer": True, "optimizer_cpu_offload": True})
+        sharding = {} if args.use_distributed_optimizer else {"use_distributed_optimizer": True}
+        offload_changes.append({**sharding, "optimizer_cpu_offload": True})
     recompute_changes: list[dict[str, Any]] = [
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -32,13 +32,16 @@ from flagscale.estimate.changes import (
     possible_changes,
 )
 from flagscale.estimate.forecast import Forecast, forecast_step
-from flagscale.estimate.memory import MemoryEstimate, ModelSize, count_model_weights
+from flagscale.estimate.memory import (
+    MemoryEstimate,
+    ModelSize,
+    count_model_weights,
+    usable_bytes,
+)
 from flagscale.estimate.op_times import DevicePeaks
 from flagscale.estimate.step_time import StepTime, select_peaks
 
 GIB = 2**30
-_USABLE_MEMORY_FRACTION = 0.95
-"""Fraction of a device's memory that tensors may use. Contexts and fragmentation take the rest."""
 _MAX_SUGGESTIONS = 3
 _MASK_TOKENS = {"[MASK]", "<mask>"}
 
@@ -82,7 +85,7 @@ class Estimate:
         return tuple(
             math.inf
             if device is None or device.memory is None
-            else _USABLE_MEMORY_FRACTION * device.memory * GIB
+            else usable_bytes(device.memory * GIB)
             for device in self.devices
         )
 
@@ -259,6 +262,13 @@ def format_memory(memory: MemoryEstimate) -> str:
     return f"{memory.total / unit:.1f} {name_of_unit} ({details})"
 
 
+def describe_device_memory(device: DeviceSpec) -> str:
+    """Return the memory of a device and its usable part, such as ``a H100 has 79 GiB, 69 …``."""
+    memory_gib = device.memory or 0.0
+    usable_gib = usable_bytes(memory_gib * GIB) / GIB
+    return f"a {device.kind} has {memory_gib:.0f} GiB, {usable_gib:.0f} of them for tensors"
+
+
 def describe_excess(estimate: Estimate) -> Iterator[str]:
     """Describe each stage that does not fit its devices, and changes that make it fit."""
     for stage, device, excess_bytes in zip(
@@ -266,8 +276,8 @@ def describe_excess(estimate: Estimate) -> Iterator[str]:
     ):
         if excess_bytes and device is not None:
             yield (
-                f"{stage.name} does not fit: {format_memory(stage.memory)} a rank, a {device.kind} "
-                f"has {device.memory:.0f} GiB"
+                f"{stage.name} does not fit: {format_memory(stage.memory)} a rank, "
+                f"{describe_device_memory(device)}"
             )
     if not any(estimate.excess_bytes):
         return

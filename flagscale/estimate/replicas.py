@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from flagscale.estimate.plan import DeviceSpec, Estimate, format_memory
+from flagscale.estimate.plan import (
+    DeviceSpec,
+    Estimate,
+    describe_device_memory,
+    format_memory,
+)
 from flagscale.estimate.step_time import explain_unknown_time, format_seconds, select_peaks
 
 
@@ -134,8 +139,8 @@ def describe_excess(estimate: Estimate) -> Iterator[str]:
             continue
         fullest = max(group.estimate.forecast.stages, key=lambda stage: stage.memory.total)
         yield (
-            f"{group.name} does not fit: {format_memory(fullest.memory)} a rank, a "
-            f"{group.device.kind} has {group.device.memory:.0f} GiB; {_suggest_smaller(group)}"
+            f"{group.name} does not fit: {format_memory(fullest.memory)} a rank, "
+            f"{describe_device_memory(group.device)}; {_suggest_smaller(group)}"
         )
 
 

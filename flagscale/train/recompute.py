@@ -20,17 +20,11 @@ from flagscale.config.arguments.rules.recompute import RecomputeChoice, recomput
 from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
 from flagscale.errors import ConfigError
 from flagscale.estimate.forecast import StageForecast, forecast_step, with_recomputed_layers
+from flagscale.estimate.memory import usable_bytes
 from flagscale.train.device import Device
 from flagscale.train.models.initialize import find_transformer_blocks
 
 _GIB = 2**30
-_FORECAST_MARGIN = 0.97
-"""Usable fraction of the free memory: the forecast is up to 3.4 % low."""
-_RESERVED_FRACTION = 0.1
-_MAX_RESERVED_BYTES = 8 * _GIB
-"""Memory that is left to libraries and kernels outside torch's allocator. They took 7.7 GiB of an
-80 GB H100, where a plan for 71.3 GiB ended out of memory.
-"""
 
 
 def resolve_auto_recompute(
@@ -68,7 +62,7 @@ def _memory_limit(args: argparse.Namespace, device: Device) -> float:
     free_bytes = device.accelerator.available_memory(device.torch_device)
     if free_bytes is None:
         return math.inf
-    return _FORECAST_MARGIN * free_bytes - min(_RESERVED_FRACTION * free_bytes, _MAX_RESERVED_BYTES)
+    return usable_bytes(free_bytes)
 
 
 def _stage_memory_limits(rank_limit_bytes: float, stage: int) -> list[float]:

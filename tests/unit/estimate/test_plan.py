@@ -137,16 +137,17 @@ def test_notes_explain_excess_memory_and_its_remedy(load_example: Load) -> None:
     experiment = load_example("train", *KEEPING_ALL, "train.model.micro_batch_size=4")
     problem, remedy = estimate_notes(experiment, make_hosts("H100", 8))
     assert problem.startswith("stage 0 does not fit: 209.6 GiB (weights 15.0, ")
-    assert problem.endswith(" a rank, a H100 has 79 GiB")
+    assert problem.endswith(" a rank, a H100 has 79 GiB, 69 of them for tensors")
     assert remedy == (
-        "what would fit: tensor_model_parallel_size: 4, or recompute_granularity: full"
+        "what would fit: tensor_model_parallel_size: 4, or micro_batch_size: 1 and "
+        "recompute_granularity: full, or recompute_granularity: full and optimizer_cpu_offload: true"
     )
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["train.model.micro_batch_size=2"], "tensor_model_parallel_size: 2"),
+        (["train.model.micro_batch_size=2"], "tensor_model_parallel_size: 4"),
         (["train.system.use_distributed_optimizer=false",
           "train.system.overlap_param_gather=false"], "use_distributed_optimizer: true"),
         (["train.model.num_layers=3200"], "that takes more ranks, or a smaller model"),
@@ -250,7 +251,9 @@ def test_heterogeneous_replicas(load_example: Load) -> None:
         "replica 85% longer than replicas on average"
     )
     assert excess.startswith("replicas 0-15 (A800) does not fit: 86.8 GiB")
-    assert excess.endswith("a A800 has 79 GiB; it takes tensor parallelism, or recomputation")
+    assert excess.endswith(
+        "a A800 has 79 GiB, 69 of them for tensors; it takes tensor parallelism, or recomputation"
+    )
     records = to_json(estimate_experiment(experiment, A800_AND_BI))["replicas"]
     assert [record["micro_batch_size"] for record in records] == [1, 4]
     assert records[1]["seconds"] == pytest.approx(4 * 312 / 100 * records[0]["seconds"], rel=0.05)
