@@ -139,8 +139,8 @@ def test_notes_explain_excess_memory_and_its_remedy(load_example: Load) -> None:
     assert problem.startswith("stage 0 does not fit: 209.6 GiB (weights 15.0, ")
     assert problem.endswith(" a rank, a H100 has 79 GiB, 69 of them for tensors")
     assert remedy == (
-        "what would fit: tensor_model_parallel_size: 4, or micro_batch_size: 1 and "
-        "recompute_granularity: full, or recompute_granularity: full and optimizer_cpu_offload: true"
+        "what would fit: tensor_model_parallel_size: 4, or recompute_granularity: full and "
+        "optimizer_cpu_offload: true, or micro_batch_size: 1 and recompute_granularity: full"
     )
 
 
