@@ -59,7 +59,7 @@ defaults:
   - override hydra/hydra_logging: disabled
 
 experiment:
-  exp_name: {model}
+  exp_name: {name}
   exp_dir: ./outputs_${{experiment.exp_name}} # scripts, logs, checkpoints and TensorBoard files
 
   runner:
@@ -159,6 +159,7 @@ def create_experiment(directory: Path, model_name: str | None) -> int:
         conf / "train.yaml": _EXPERIMENT.format(
             schema=_schema_location(conf, schemas.EXPERIMENT_FILE),
             model=model.name,
+            name=_file_name(directory.absolute().name) or model.name,
             config=config,
         ),
         conf / "train" / f"{model.name}.yaml": model.text.replace(
@@ -173,6 +174,11 @@ def create_experiment(directory: Path, model_name: str | None) -> int:
         print(f"fill in {short_path(model_file)}:{number}: {key}, {_PLACEHOLDERS[key]}")
     print(f"then:\n  flagscale check {config}\n  flagscale run {config}")
     return 0
+
+
+def _file_name(text: str) -> str:
+    """Return a text as the name of a file or an experiment; may be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")
 
 
 def find_model(name: str) -> Model:
@@ -260,7 +266,7 @@ def _huggingface_model(path: Path) -> Model:
         values = arguments_of(config)
     except CheckpointError as error:
         raise ConfigError(f"{short_path(path)}: {error.message}") from error
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", path.name).strip("._-").lower() or "model"
+    name = _file_name(path.name).lower() or "model"
     text = _HUGGINGFACE.format(
         schema="{schema}",
         summary=_summarize(path, config, values),

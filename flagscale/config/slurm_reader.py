@@ -208,7 +208,10 @@ def check_slurm(reader: SectionReader, fields: Mapping[str, Any]) -> None:
     if nnodes is not None and nnodes > MAX_NODES:
         reader.add_problem("experiment.runner.nnodes", f"Slurm has {MAX_NODES:,} nodes at most")
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
-        message = f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one"
+        message = (
+            f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one, for example "
+            "with the override ~experiment.runner.nnodes"
+        )
         reader.add_problem(f"{_PREFIX}nodes", message)
     if "exclude" in slurm.extra and names_hosts:
         reader.add_problem(f"{_PREFIX}extra.exclude", "the hostfile names the nodes")

@@ -347,7 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The argument is the JSON of ``runners/programs/filter_output.py: FilterRequest``.
     """
     request = json.loads((sys.argv[1:] if arguments is None else arguments)[0])
-    path, host = Path(request["path"]), request["host"]
+    path, set_aside, host = Path(request["path"]), Path(request["set_aside"]), request["host"]
+    if set_aside.exists():
+        path = set_aside
     line_filter = create_filter(host, request["pattern"], request["level"])
     if line_filter is not None:
         line_filter.restore(request["messages"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flagscale.launcher.layout import OUTPUT_TIMES_FILE
+from flagscale.launcher.layout import OLD_OUTPUT_FILE, OUTPUT_TIMES_FILE
 from flagscale.launcher.log_query import FOLLOWED_LINES, LogQuery
 from flagscale.launcher.logs import note_missing_times
 from flagscale.launcher.runners.base import OutputFilter
@@ -43,6 +43,7 @@ def _first_request(
     host = state.hosts[index]
     return FilterRequest(
         path=str(host.output),
+        set_aside=str(host.run_dir / OLD_OUTPUT_FILE),
         index=str(host.run_dir / OUTPUT_TIMES_FILE),
         host=host.name,
         rank=query.rank,

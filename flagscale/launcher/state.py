@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,7 +167,18 @@ def _load_state(path: Path, exp_dir: Path) -> RunState | None:
                 f"{path} is damaged", hint="remove it once the run has ended"
             )
         return None
-    return read_state(_with_moved_paths(record, path, exp_dir), path)
+    return _with_outputs_set_aside(read_state(_with_moved_paths(record, path, exp_dir), path))
+
+
+def _with_outputs_set_aside(state: RunState) -> RunState:
+    """Return the state with the outputs where they are after a later run has started."""
+    if not state.shared_fs:
+        return state  # the hosts look for them: see launcher/remote_logs.py
+    hosts = []
+    for host in state.hosts:
+        set_aside = host.run_dir / OLD_OUTPUT_FILE
+        hosts.append(replace(host, output=set_aside) if set_aside.exists() else host)
+    return replace(state, hosts=tuple(hosts))
 
 
 def _check_trust(

@@ -82,7 +82,12 @@ def _check_fit(
     )
     notes = [*parts.notes]
     notes += (
-        [f"all {args.train_iters} steps are done: nothing to train"] if is_training_complete else []
+        [
+            f"all {args.train_iters} steps are done: nothing to train; raise train_iters to go on, "
+            "or choose another exp_dir to start anew"
+        ]
+        if is_training_complete
+        else []
     )
     notes += [f"skipped {reason}" for reason in _shorten_list(reply["skipped"])]
     finding = "; ".join((f"iteration {reply['iteration']} in {paths.load_dir}", *notes))

@@ -45,9 +45,10 @@ class CheckpointExporter:
         self._collect()
         if self._process is not None:
             self._messages.append(
-                f"the checkpoint of iteration {iteration} is not exported, because the export of "
-                f"iteration {self._iteration} is still under way; "
-                f"{self._describe_convert(iteration)} does it"
+                f"the checkpoint of iteration {iteration} is not exported now, because the export "
+                f"of iteration {self._iteration} is still under way. The last checkpoint of a "
+                f"completed run is exported at its end; {self._describe_convert(iteration)} "
+                "exports any"
             )
             return
         # The run went back to an earlier checkpoint and reached this iteration again.

@@ -34,8 +34,9 @@ def test_failed_and_ended_exports_are_reported(tmp_path: Path) -> None:
     exporter.start(6)
     (message,) = exporter.pop_messages()
     assert message == (
-        "the checkpoint of iteration 6 is not exported, because the export of iteration 5 is still "
-        f"under way; `flagscale convert {save / 'iter_0000006'} DIR` does it"
+        "the checkpoint of iteration 6 is not exported now, because the export of iteration 5 is "
+        "still under way. The last checkpoint of a completed run is exported at its end; "
+        f"`flagscale convert {save / 'iter_0000006'} DIR` exports any"
     )
     exporter.close(finish=True)
     (message,) = exporter.pop_messages()

@@ -269,7 +269,7 @@ def test_each_checkpoint_is_exported_and_deleted_with_its_export(tmp_path: Path)
     )
     assert training.wait() == 0, training.errors
     assert "exported to hf/iter_0000001" in training.output
-    assert "is not exported, because the export of iteration 1 is still under way" in (
+    assert "is not exported now, because the export of iteration 1 is still under way" in (
         training.output
     )
     names = {path.name for path in (tmp_path / "checkpoints").glob("iter_*")}

@@ -114,7 +114,7 @@ def test_new_experiment_is_accepted_once_filled_in(
     if "qwen3_tiny" in model:  # its numbers are not those of the model of this test
         return
     experiment = load(directory / "new" / "conf", "train", [*overrides, "action=check"]).experiment
-    assert experiment.exp_dir == directory / f"outputs_{model_file.stem}"
+    assert experiment.exp_dir == directory / "outputs_new"
 
 
 def test_numbers_of_a_huggingface_model_come_from_its_config(

@@ -128,7 +128,12 @@ def request_of(tmp_path: Path) -> FilterRequest:
     output = tmp_path / "ü $(x) output"
     written = [OUTPUT[0].replace("h: ", "", 1), *OUTPUT[1:], "h:0: unfinished"]
     output.write_text("\n".join(written), encoding="utf-8")
-    return FilterRequest(path=str(output), index=str(tmp_path / "index"), host="h")
+    return FilterRequest(
+        path=str(output),
+        set_aside=str(tmp_path / "set_aside"),
+        index=str(tmp_path / "index"),
+        host="h",
+    )
 
 
 def run_filter(request: FilterRequest, **changes: object) -> FilteredLines:
@@ -143,6 +148,7 @@ def test_host_filters_its_output(request_of: FilterRequest) -> None:
     assert run_filter(request_of, rank=1, count=1).lines == (OUTPUT[-1],)
     assert run_filter(request_of, since=1.0).has_times is False
     assert run_filter(request_of, path="/nowhere").lines == ()
+    assert run_filter(request_of, path="/nowhere", set_aside=request_of.path, count=1).lines
 
 
 @pytest.mark.parametrize("final", [False, True])

@@ -52,6 +52,27 @@ def test_state_follows_a_renamed_directory(make_plan: MakePlan, tmp_path: Path) 
     assert load_state(Layout(new).state) == state
 
 
+def test_output_of_an_earlier_run_is_where_a_later_start_has_moved_it(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
+    layout = Layout(tmp_path / "exp")
+    earlier, later = (
+        make_state(replace(make_plan(exp_dir=layout.exp_dir), run_id=run_id))
+        for run_id in ("first", "second")
+    )
+    (host,) = earlier.hosts
+    later = replace(later, hosts=(replace(host, run_dir=tmp_path / "later"),))
+    make_private_directory(host.run_dir)
+    host.output.write_text("of the first run")
+    host.set_output_aside()
+    later.save(layout.state)
+    make_private_directory(layout.run_files("first").directory)
+    earlier.save(layout.run_files("first").state)
+    later.hosts[0].output.write_text("of the second run")
+    assert reload_state(earlier).hosts[0].output.read_text() == "of the first run"
+    assert reload_state(later).hosts[0].output.read_text() == "of the second run"
+
+
 def test_each_run_of_a_directory_keeps_its_files(make_plan: MakePlan, tmp_path: Path) -> None:
     layout = Layout(tmp_path / "exp")
     states = []

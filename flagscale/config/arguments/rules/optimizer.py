@@ -360,7 +360,7 @@ def _check_lengths(values: Values) -> Iterator[Violation]:
         yield (
             name,
             f"warm-up of {warmup:g} steps must be shorter than the decay of {decay:g} steps, which "
-            "includes it",
+            f"includes it; for a tenth of it, set lr_warmup_fraction: 0.1 and {name}: 0",
         )
     elif values["lr_decay_style"] == "WSD":
         yield from _check_wsd_decay(values, decay, warmup)

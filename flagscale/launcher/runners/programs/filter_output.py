@@ -24,6 +24,7 @@ class FilterRequest:
 
     Attributes:
         path: The output on the host.
+        set_aside: Where it is after a later run has started.
         index: Its index of times.
         host: Name of the host in labels.
         rank: Only this rank's lines.
@@ -38,6 +39,7 @@ class FilterRequest:
     """
 
     path: str
+    set_aside: str
     index: str
     host: str
     rank: int | None = None

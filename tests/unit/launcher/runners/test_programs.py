@@ -70,7 +70,7 @@ def programs(make_plan: MakePlan, state: RunState) -> dict[str, str]:
         "look": probe_run.render_probe(state, state.hosts[1], everything),
         "stop": stop.render_stop(state, state.hosts[1]),
         "filter": filter_output.render_filter(
-            FilterRequest(HOSTILE, HOSTILE, HOSTILE, pattern=HOSTILE), HOSTILE
+            FilterRequest(HOSTILE, HOSTILE, HOSTILE, HOSTILE, pattern=HOSTILE), HOSTILE
         ),
         "unprobed": render(
             make_plan(hosts=TWO, machine=UNASKED), make_plan(hosts=TWO, machine=UNASKED).hosts[1]
