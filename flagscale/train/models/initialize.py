@@ -181,9 +181,9 @@ def count_whole_elements(parameter: torch.nn.Parameter) -> int:
 
 def _tensor_parallel_split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:
     """Return the split dimension of a parameter, this rank's index and the number of shards."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    dimension: int = getattr(parameter, "partition_dim", -1)
+    if dimension < 0 or not getattr(parameter, "tensor_model_parallel", False):
         return 0, 0, 1
-    dimension: int = parameter.partition_dim  # type: ignore[attr-defined]
     if getattr(parameter, "allreduce", True):
         rank = parallel_state.get_tensor_model_parallel_rank()
         return dimension, rank, parallel_state.get_tensor_model_parallel_world_size()
