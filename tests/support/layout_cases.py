@@ -526,6 +526,16 @@ FAMILY_CASES = (
         backend=FAST_BACKEND,
     ),
     LayoutCase("moe-lora-ep2", 2, MOE_LORA, EP2, "moe-lora"),
+    LayoutCase("moe-lora-grouped", 1, MOE_LORA, GROUPED_EXPERTS, "moe-lora"),
+    LayoutCase("moe-lora-grouped-bf16", 1, MOE_LORA + " --bf16", GROUPED_EXPERTS, "moe-lora", 2e-2),
+    LayoutCase(
+        "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do",
+        2,
+        MLA_MOE_LORA_EXPERTS,
+        f"{COMPILED} {GROUPED_EXPERTS} {TP2_SP} {DISTRIBUTED_OPTIMIZER}",
+        "mla-moe-lora-experts",
+        backend=FAST_BACKEND,
+    ),
     LayoutCase(
         "moe-lora-grouped-ep2-do-recompute",
         2,
@@ -625,6 +635,7 @@ RARELY_TRAINED = frozenset({
     "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
     "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
+    "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do",
 })  # fmt: skip
 """Smaller layouts whose features are covered by other layouts. They are slow tests as well."""
 

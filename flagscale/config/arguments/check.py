@@ -20,11 +20,7 @@ from flagscale.config.arguments.compat.huggingface.models import config_of
 from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check_refused
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.layout import check_layout
-from flagscale.config.arguments.rules.adapters import (
-    UNSUPPORTED_BY_PEFT,
-    adapts_experts,
-    check_adapters,
-)
+from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
 from flagscale.config.arguments.rules.context_parallel import is_ring_requested
 from flagscale.config.arguments.rules.data import (
     check_conversations,
@@ -215,7 +211,6 @@ def substitutions_for(values: Values) -> list[Substitution]:
         _substitute_mesh_sizes,
         _substitute_qkv_bias,
         _substitute_ring,
-        _substitute_grouped_experts,
     )
     return [substitution for rule in rules for substitution in rule(values)]
 
@@ -310,15 +305,6 @@ def _substitute_bias_rate(values: Values) -> Iterator[Substitution]:
     if values["peft_type"] and values["num_moe_experts"] and is_updated:
         reason = "expert biases are frozen like the other weights with peft_type: lora"
         yield Substitution("moe_router_bias_update_rate", 0.0, reason)
-
-
-def _substitute_grouped_experts(values: Values) -> Iterator[Substitution]:
-    if values["moe_grouped_gemm"] and adapts_experts(values):
-        reason = (
-            "experts with adapters (lora_target_modules) are computed one after the other, which "
-            "is slower; the result is the same"
-        )
-        yield Substitution("moe_grouped_gemm", False, reason)
 
 
 def _substitute_ring(values: Values) -> Iterator[Substitution]:

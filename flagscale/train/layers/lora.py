@@ -20,7 +20,7 @@ Dropout applies to ``x``, or to the output of the adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from torch.nn import functional
 
 from flagscale.config.arguments.rules.adapters import FC1, HUGGINGFACE_LAYERS, QKV
 from flagscale.train.layers import collectives
+from flagscale.train.layers.grouped_experts import GroupedWeight, multiply_experts
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 from flagscale.train.layers.mla import (
     AccumulatingKeyDownProjection,
@@ -50,6 +51,8 @@ _SPLIT_DIMENSION = {LORA_A: 1, LORA_B: 0}
 """Dimension along which a matrix is split over tensor-parallel ranks, if it is split."""
 _UNSPLIT_DIMENSION = -1
 """megatron.core's dimension of a parameter that is not split."""
+_GROUPED_RANK_MULTIPLE = 8
+"""Multiple to which the rank is padded with zeros in grouped GEMMs, whose rows must be aligned."""
 _EXCLUDED_MODULES = ("mtp",)
 """Modules whose layers get no adapters."""
 
@@ -82,8 +85,12 @@ class LoraConfig:
         return standard_deviations[self.init_method]
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Function of tokens and a matrix, such as ``torch.nn.functional.linear``."""
+
+
 class _LoraMixin:
-    """Mixin that precedes a parallel linear layer's class.
+    """Mixin that precedes the class of a parallel linear layer, or of the matrices of all experts.
 
     ``lora_split`` names the matrix that is split over tensor-parallel ranks.
     """
@@ -119,16 +126,17 @@ class _LoraMixin:
         """
         module: Any = self
         module.requires_grad_(False)
-        rows, columns = self.weight.shape
-        self.lora_a = torch.nn.Parameter(self.weight.new_zeros(adapter.rank, columns))
-        self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, adapter.rank))
+        *experts, rows, columns = self.weight.shape
+        self.lora_a = torch.nn.Parameter(self.weight.new_zeros(*experts, adapter.rank, columns))
+        self.lora_b = torch.nn.Parameter(self.weight.new_zeros(*experts, rows, adapter.rank))
         module.register_buffer("lora_zero_rows", zero_rows, persistent=False)
         self.lora_config, self.lora_gated = adapter, gated
         ranks = self.tp_group.size()
         for name, parameter in ((LORA_A, self.lora_a), (LORA_B, self.lora_b)):
             attributes: Any = parameter
             if name == self.lora_split:
-                set_tensor_model_parallel_attributes(attributes, True, _SPLIT_DIMENSION[name], 1)
+                dimension = len(experts) + _SPLIT_DIMENSION[name]
+                set_tensor_model_parallel_attributes(attributes, True, dimension, 1)
             elif self.is_expert:
                 # Without these marks the gradient norm would count the experts of those ranks that
                 # are the first tensor-parallel rank of other layers, and no others.
@@ -164,21 +172,23 @@ class _LoraMixin:
         )
         return reduced
 
-    def _project_down(self, input_: torch.Tensor) -> torch.Tensor:
+    def _project_down(
+        self, input_: torch.Tensor, multiply: Multiply = functional.linear
+    ) -> torch.Tensor:
         """Return ``A x``, where ``x`` is this rank's input of the layer."""
         if not self.lora_config.dropout_on_output:
             input_ = self._apply_dropout(input_, split=self.lora_split == LORA_A)
-        return functional.linear(input_, self._use_matrix(LORA_A))
+        return multiply(input_, self._use_matrix(LORA_A))
 
-    def _project_up(self, low_rank: torch.Tensor) -> torch.Tensor:
+    def _project_up(
+        self, low_rank: torch.Tensor, multiply: Multiply = functional.linear
+    ) -> torch.Tensor:
         """Return ``alpha / rank · B low_rank``."""
         lora_b = self._use_matrix(LORA_B)
         if self.lora_zero_rows is not None:
             # The gradients of masked rows are zero, so no optimizer changes them.
             lora_b = lora_b.masked_fill(self.lora_zero_rows, 0.0)
-        output = functional.linear(low_rank, lora_b) * (
-            self.lora_config.alpha / self.lora_config.rank
-        )
+        output = multiply(low_rank, lora_b) * (self.lora_config.alpha / self.lora_config.rank)
         if self.lora_config.dropout_on_output:
             output = self._apply_dropout(output, split=self.lora_split == LORA_B)
         return output
@@ -200,6 +210,10 @@ class _LoraMixin:
             rng_context = tensor_parallel.get_cuda_rng_tracker().fork()
         with rng_context:
             return functional.dropout(tensor, self.lora_config.dropout)
+
+
+class _LinearLoraMixin(_LoraMixin):
+    """Mixin of linear layers, which save their state themselves."""
 
     def sharded_state_dict(
         self,
@@ -225,7 +239,7 @@ class _LoraMixin:
         return state
 
 
-class _ColumnLoraMixin(_LoraMixin):
+class _ColumnLoraMixin(_LinearLoraMixin):
     lora_split = LORA_B
 
     def forward(
@@ -241,7 +255,7 @@ class _ColumnLoraMixin(_LoraMixin):
         return output + self._project_up(low_rank), bias
 
 
-class _RowLoraMixin(_LoraMixin):
+class _RowLoraMixin(_LinearLoraMixin):
     lora_split = LORA_A
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -297,7 +311,41 @@ class LoraAccumulatingKeyDownProjection(
     """Optimized version of :class:`LoraKeyDownProjection`."""
 
 
+class LoraGroupedWeight(_LoraMixin, GroupedWeight):
+    """Matrices of all experts of a rank with an adapter for each."""
+
+    is_expert = explicit_expert_comm = True
+    sequence_parallel = False
+
+    def add_adapter(
+        self,
+        adapter: LoraConfig,
+        zero_rows: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> None:
+        """Add adapters of all experts; see the base class."""
+        split_dimension = self.weight.partition_dim  # type: ignore[attr-defined]
+        self.lora_split = LORA_B if split_dimension == 1 else LORA_A
+        super().add_adapter(adapter, zero_rows, gated=gated)
+
+    def forward(self, input_: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Add the adapters' output to the experts' output."""
+
+        def multiply(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+            return multiply_experts(rows, matrices, ends)
+
+        low_rank = self._project_down(input_, multiply)
+        return super().forward(input_, ends) + self._project_up(low_rank, multiply)
+
+    def _use_matrix(self, name: str) -> torch.Tensor:
+        matrices, padding = super()._use_matrix(name), -self.lora_config.rank
+        padding %= _GROUPED_RANK_MULTIPLE
+        return functional.pad(matrices, (0, 0, 0, padding) if name == LORA_A else (0, padding))
+
+
 _LORA_CLASSES: dict[type, type] = {
+    GroupedWeight: LoraGroupedWeight,
     ColumnParallelLinear: LoraColumnLinear,
     RowParallelLinear: LoraRowLinear,
     QueryDownProjection: LoraQueryDownProjection,
@@ -342,7 +390,7 @@ def _mask_rows_without_adapter(
     adapter.
     """
     config, part_rows = module.config, tuple[torch.Tensor, ...]()
-    rows = torch.zeros(len(module.weight), dtype=torch.bool, device=module.weight.device)
+    rows = torch.zeros(module.weight.shape[-2], dtype=torch.bool, device=module.weight.device)
     if name == QKV:
         # One group after the other: queries, keys, values.
         groups = rows.view(config.num_query_groups // module.tp_group.size(), -1)

@@ -272,16 +272,16 @@ def expert_runs(tmp_path_factory: pytest.TempPathFactory) -> AdapterRuns:
     return AdapterRuns(tmp_path_factory.mktemp("experts"), **sizes)
 
 
-def test_adapters_of_experts_are_trained_resumed_and_exported(expert_runs: AdapterRuns) -> None:
+def test_adapters_of_experts_are_trained_and_exported(expert_runs: AdapterRuns) -> None:
     import peft
     import transformers
 
     root, base = expert_runs.root, expert_runs.base
-    whole = expert_runs.train("", "whole")
-    first = expert_runs.train("--expert-model-parallel-size 2 --exit-interval 3", "parts", 2)
     exports = f"--export-huggingface {root}/merged --export-peft {root}/peft"
-    assert [*first, *expert_runs.train(exports, "parts")] == pytest.approx(whole, rel=1e-5)
-    assert whole[-1] < whole[0]
+    losses = expert_runs.train(
+        f"--moe-grouped-gemm --expert-model-parallel-size 2 {exports}", "saved", 2
+    )
+    assert losses[-1] < losses[0]
     (merged,), (adapters,) = ((root / name).iterdir() for name in ("merged", "peft"))
     names = {name.split(".layers.0.")[-1] for name in load_file(adapters / PEFT_WEIGHTS)}
     assert "mlp.experts.3.up_proj.lora_B.weight" in names

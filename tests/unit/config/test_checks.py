@@ -183,10 +183,6 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         | {"lora_target_modules": ["linear_proj"], **SIGMOID_ROUTER},
         "0.0 is used instead of 0.1: expert biases are frozen like the",
     ),
-    "experts-with-adapters": (
-        {"moe_grouped_gemm": True, "disable_bias_linear": True, **EXPERT_ADAPTERS},
-        "false is used instead of true: experts with adapters (lora_target_modules) are computed",
-    ),
     "sp-meshes": (
         {
             "sequence_parallel": True,
