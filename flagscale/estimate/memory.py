@@ -110,7 +110,8 @@ def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) ->
     frozen.
     """
     if targets := adapter_targets(vars(args)):
-        return weights.adapter_weights(args, targets) * len(part.layers)
+        counts = (weights.adapter_weights(args, targets, is_moe=k.is_moe) for k in part.layers)
+        return sum(counts, WeightCount())
     if freezing_argument(vars(args)) is None:
         return count_weights(args, vocabulary_size, part)
     is_frozen = frozen_predicate(vars(args))
@@ -137,12 +138,13 @@ def count_model_weights(args: Any, vocabulary_size: int) -> ModelSize:
     whole.expert_tensor_parallel_size = None
     part = ModelPart(list_layer_kinds(whole), has_embedding=True, has_head=True)
     count = count_weights(whole, vocabulary_size, part)
-    trained = count_trainable_weights(whole, vocabulary_size, part).all
-    adapters = trained if args.peft_type else 0
+    trained = count_trainable_weights(whole, vocabulary_size, part)
+    if args.peft_type:
+        count += trained
     active = count.shared
     if args.num_moe_experts:
         active += count.experts * args.moe_router_topk // args.num_moe_experts
-    return ModelSize(count.all + adapters, active + adapters, trained)
+    return ModelSize(count.all, active, trained.all)
 
 
 def element_bytes(args: Any) -> int:

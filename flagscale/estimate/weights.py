@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +100,45 @@ def grouped_fc1_weights(args: Any) -> float:
     return float(weights_per_expert * (local_experts if args.moe_grouped_gemm else 1))
 
 
-def adapter_weights(args: Any, targets: Collection[str]) -> WeightCount:
+def adapter_weights(args: Any, targets: Collection[str], *, is_moe: bool) -> WeightCount:
     """Return the weights of a layer's low-rank adapters of the linear layers ``targets``."""
-    hidden, tp = args.hidden_size, args.tensor_model_parallel_size
-    ffn_size = args.ffn_hidden_size or 4 * hidden
-    # Dimensions of each adapter pair: replicated on every rank, and divided by tensor parallelism.
-    dimensions = {
-        **(
-            _latent_dimensions(args) if args.multi_latent_attention else _attention_dimensions(args)
-        ),
-        FC1: (hidden, (mlp_matrix_count(args) - 1) * ffn_size),
-        FC2: (hidden, ffn_size),
-    }
-    return WeightCount(
-        sum(
-            args.lora_dim * (replicated_size + divided_size // tp)
-            for name in targets
-            for replicated_size, divided_size in (dimensions[name],)
-        )
+    tp, ffn_size = args.tensor_model_parallel_size, args.ffn_hidden_size or 4 * args.hidden_size
+    attention = (
+        _latent_dimensions(args) if args.multi_latent_attention else _attention_dimensions(args)
     )
+    shared_size = args.moe_shared_expert_intermediate_size or 0 if is_moe else ffn_size
+    shared = _adapter_pairs(args, targets, {**attention, **_mlp_dimensions(args, shared_size)}, tp)
+    if not is_moe:
+        return WeightCount(shared)
+    local_experts = args.num_moe_experts // args.expert_model_parallel_size
+    expert_dimensions = _mlp_dimensions(args, args.moe_ffn_hidden_size or ffn_size)
+    expert_tp = args.expert_tensor_parallel_size or tp
+    return WeightCount(
+        shared, local_experts * _adapter_pairs(args, targets, expert_dimensions, expert_tp)
+    )
+
+
+def _adapter_pairs(
+    args: Any, targets: Collection[str], dimensions: Mapping[str, tuple[int, int]], ranks: int
+) -> int:
+    """Return the weights of the adapters of those ``targets`` that are in ``dimensions``.
+
+    ``dimensions`` of a pair of matrices are the one that every rank has, and the one that is
+    divided over ``ranks``.
+    """
+    return sum(
+        int(args.lora_dim) * (replicated_size + divided_size // ranks)
+        for name, (replicated_size, divided_size) in dimensions.items()
+        if name in targets
+    )
+
+
+def _mlp_dimensions(args: Any, ffn_size: int) -> dict[str, tuple[int, int]]:
+    """Return the dimensions of an MLP's adapters; none for an MLP that does not exist."""
+    if not ffn_size:
+        return {}
+    hidden = args.hidden_size
+    return {FC1: (hidden, (mlp_matrix_count(args) - 1) * ffn_size), FC2: (hidden, ffn_size)}
 
 
 def _attention_dimensions(args: Any) -> dict[str, tuple[int, int]]:

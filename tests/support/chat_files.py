@@ -80,13 +80,18 @@ def write_conversations(path: Path, count: int, *, words: int = 12, seed: int = 
     return write_lines(path, ({"messages": messages} for messages in conversations))
 
 
-def write_model(path: Path) -> Path:
-    """Write a Hugging Face directory with a small random Qwen3 model in fp32 and its tokenizer."""
+def write_model(path: Path, **experts: int) -> Path:
+    """Write a Hugging Face directory with a small random Qwen3 model in fp32 and its tokenizer.
+
+    ``experts`` are fields of the configuration that a mixture of experts has in addition.
+    """
     import torch
     import transformers
 
     torch.manual_seed(11)
-    config = transformers.Qwen3Config(
+    config_class = transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config
+    config = config_class(
+        **experts,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,

@@ -56,6 +56,11 @@ MOE = (
 --moe-router-load-balancing-type none
 """
 )
+MOE_LORA = (
+    MOE
+    + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2 "
+    + "--lora-target-modules linear_fc1 linear_fc2"
+)
 MOE_AUX_LOSS = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
 MOE_RAMPUP = MOE_AUX_LOSS.replace("--train-iters 3", "--train-samples 8 --rampup-batch-size 2 2 4")
 MOE_ALL_LOSSES = MOE.replace(
@@ -107,6 +112,12 @@ MLA_MOE = (
 --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2
 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
 """
+)
+# Adapters of dense MLPs, shared experts and experts, in an MLA model.
+MLA_MOE_LORA_EXPERTS = (
+    MLA_MOE
+    + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2 "
+    + "--lora-target-modules linear_proj up_proj linear_fc2"
 )
 MLA_MOE_LORA = MLA_MOE + "--peft-type lora --lora-dim 4 --lora-alpha 16 --lr 2e-2"
 # Multi-token prediction.

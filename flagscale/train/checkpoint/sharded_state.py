@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from flagscale.accelerators.device import current_device
 from flagscale.config.arguments.layout import vocabulary_parts
@@ -66,23 +65,13 @@ def build_model_state_dict(
     for name, module in zip(names, modules, strict=True):
         state_dict = module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         sharded_state_dict[name] = {
-            key: _shard_gated_lora(key, tensor, module)
+            key: tensor
             for key, tensor in state_dict.items()
             if lora.is_adapter(key) == bool(args.peft_type)
         }
         if args.meshes is not None:
             shard_embedding_rows(sharded_state_dict[name], vocabulary_parts(vars(args)))
     return sharded_state_dict
-
-
-def _shard_gated_lora(name: str, tensor: Any, module: Any) -> Any:
-    """Shard a LoRA weight of a gated MLP as gate and up projection separately.
-
-    megatron.core does this for the layer's own weights.
-    """
-    if name.endswith(f"linear_fc1.{lora.LORA_B}") and module.config.gated_linear_unit:
-        return apply_swiglu_sharded_factory(tensor, ())
-    return tensor
 
 
 def build_optimizer_state_dict(

@@ -86,14 +86,17 @@ def _grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor)
     return torch.cat([*results, padding])
 
 
-class _GroupedWeight(torch.nn.Module):
+class GroupedWeight(torch.nn.Module):
     """The same weight matrix of all experts of a rank, [expert, out, in]."""
 
     accumulator: torch.Tensor | None = None
 
-    def __init__(self, shape: tuple[int, int, int], dimension: int, config: Any) -> None:
-        """Create the parameter; ``dimension`` is split over tensor-parallel ranks."""
+    def __init__(
+        self, shape: tuple[int, int, int], dimension: int, config: Any, tp_group: Any
+    ) -> None:
+        """Create the parameter; ``dimension`` is split over the ranks of ``tp_group``."""
         super().__init__()
+        self.config, self.tp_group = config, tp_group
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, dimension, 1)
 
@@ -101,10 +104,20 @@ class _GroupedWeight(torch.nn.Module):
         return self.weight
 
     def forward(self, input_: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-            input_, self.weight, self.accumulator, ends
-        )
-        return output
+        return multiply_experts(input_, self.weight, ends, self.accumulator)
+
+
+def multiply_experts(
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    accumulator: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``input_`` [rows, in] times the matrix of each row's expert, [expert, out, in]."""
+    output: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        input_, weight, accumulator, ends
+    )
+    return output
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -124,8 +137,9 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         ranks = pg_collection.expt_tp.size()
         ffn_width, hidden = config.moe_ffn_hidden_size // ranks, config.hidden_size
         rows = 2 * ffn_width if config.gated_linear_unit else ffn_width
-        self.linear_fc1 = _GroupedWeight((self.num_local_experts, rows, hidden), 1, config)
-        self.linear_fc2 = _GroupedWeight((self.num_local_experts, hidden, ffn_width), 2, config)
+        tp_group = pg_collection.expt_tp
+        self.linear_fc1 = GroupedWeight((num_local_experts, rows, hidden), 1, config, tp_group)
+        self.linear_fc2 = GroupedWeight((num_local_experts, hidden, ffn_width), 2, config, tp_group)
         self._register_load_state_dict_pre_hook(_drop_extra_state)
 
     def forward(
@@ -180,20 +194,15 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the sharded state of sequential experts.
 
-        It has one array per weight matrix, which contains all experts of the model.
+        It has one array per matrix, which contains all experts of the model.
         """
-        gated = self.config.gated_linear_unit
-        sharded_state = {
-            f"{prefix}linear_fc1.weight": self._shard_weight(
-                f"{prefix}experts.linear_fc1.weight", self.linear_fc1.weight, 1, sharded_offsets,
-                gated=gated,
-            ),
-            f"{prefix}linear_fc2.weight": self._shard_weight(
-                f"{prefix}experts.linear_fc2.weight", self.linear_fc2.weight, 2, sharded_offsets,
-                gated=False,
-            ),
-        }  # fmt: skip
+        sharded_state = {}
         for name in ("linear_fc1", "linear_fc2"):
+            gated = self.config.gated_linear_unit and name == "linear_fc1"
+            for matrix, parameter in getattr(self, name).named_parameters():
+                sharded_state[f"{prefix}{name}.{matrix}"] = self._shard_matrix(
+                    f"{prefix}experts.{name}.{matrix}", parameter, sharded_offsets, gated=gated
+                )
             for index in range(self.num_local_experts):
                 sharded_state[f"{prefix}{name}._extra_state{index}"] = self._empty_extra_state(
                     f"{prefix}experts.{name}._extra_state", index, sharded_offsets
@@ -211,28 +220,26 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         replica = (0, process_groups.expt_tp.rank(), process_groups.expt_dp.rank())
         return make_sharded_object_for_checkpoint(None, key, (*offsets, expert_offset), replica)
 
-    def _shard_weight(
-        self, key: str, weight: torch.Tensor, dimension: int, offsets: Any, *, gated: bool
-    ) -> Any:
-        """Return ``weight`` as a shard of the array ``key``.
+    def _shard_matrix(self, key: str, matrix: Any, offsets: Any, *, gated: bool) -> Any:
+        """Return ``matrix`` [expert, …] as a shard of the array ``key``.
 
         With ``gated``, gate and up projection are split over tensor-parallel ranks separately.
         """
+        dimension: int = matrix.partition_dim
         groups, prepended_axes = self.process_groups, len(offsets)
         expert_offset = (prepended_axes, groups.ep.rank(), groups.ep.size())
         rank, ranks = groups.expt_tp.rank(), groups.expt_tp.size()
-        replica = (0, 0, groups.expt_dp.rank())
+        replica, axis = (0, 0, groups.expt_dp.rank()), prepended_axes + dimension
 
         def build_shard(
-            name: str, tensor: torch.Tensor, replica_id: Any, shard: int, shards: int
+            name: str, tensor: torch.Tensor, replica_id: Any, *split: tuple[int, int, int]
         ) -> Any:
-            split = (prepended_axes + dimension, shard, shards)
             return ShardedTensor.from_rank_offsets(
                 name,
                 tensor,
                 *offsets,
                 expert_offset,
-                split,
+                *split,
                 replica_id=replica_id,
                 prepend_axis_num=prepended_axes,
             )
@@ -240,14 +247,16 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         def build(name: str, tensor: torch.Tensor, replica_id: Any, _: Any) -> list[Any]:
             gate, up = tensor.chunk(2, dimension)
             return [
-                build_shard(name, gate, replica_id, rank, 2 * ranks),
-                build_shard(name, up, replica_id, rank + ranks, 2 * ranks),
+                build_shard(name, gate, replica_id, (axis, rank, 2 * ranks)),
+                build_shard(name, up, replica_id, (axis, rank + ranks, 2 * ranks)),
             ]
 
+        if dimension < 0:  # a replicated matrix of adapters
+            return build_shard(key, matrix, (0, rank, groups.expt_dp.rank()))
         if not gated:
-            return build_shard(key, weight, replica, rank, ranks)
+            return build_shard(key, matrix, replica, (axis, rank, ranks))
         merge: Callable[[Any], torch.Tensor] = lambda parts: torch.cat(parts, dimension)  # noqa: E731
-        return ShardedTensorFactory(key, weight, build, merge, replica)
+        return ShardedTensorFactory(key, matrix, build, merge, replica)
 
 
 def _drop_extra_state(state: dict[str, Any], prefix: str, *_: Any) -> None:

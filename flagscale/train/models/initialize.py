@@ -27,7 +27,7 @@ from flagscale.train.layers import lora
 
 _LAYER_NAME = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
 _EXPERT_NAME = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
-_GROUPED_EXPERTS_NAME = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
+_GROUPED_EXPERTS_NAME = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|lora_[ab]))")
 _RESIDUAL_NAME = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
 _GATED_NAME = re.compile(r"linear_fc1\.(weight|bias)$")
 _GROUPED_DIMENSIONS = 3
@@ -131,9 +131,10 @@ def iter_parameter_names(
 def _split_grouped_parameter(parameter: torch.nn.Parameter) -> Iterator[Any]:
     """Yield each expert's matrix of a grouped parameter, with its tensor-parallel attributes."""
     for matrix in parameter:
-        for attribute in ("tensor_model_parallel", "allreduce"):
-            setattr(matrix, attribute, getattr(parameter, attribute))
-        matrix.partition_dim = parameter.partition_dim - 1  # type: ignore[attr-defined]
+        for attribute in ("tensor_model_parallel", "allreduce", "initial_std"):
+            setattr(matrix, attribute, getattr(parameter, attribute, None))
+        dimension: int = parameter.partition_dim  # type: ignore[attr-defined]
+        matrix.partition_dim = max(dimension - 1, -1)
         yield matrix
 
 
@@ -181,9 +182,9 @@ def count_whole_elements(parameter: torch.nn.Parameter) -> int:
 
 def _tensor_parallel_split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:
     """Return the split dimension of a parameter, this rank's index and the number of shards."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+    dimension: int = getattr(parameter, "partition_dim", -1)
+    if dimension < 0 or not getattr(parameter, "tensor_model_parallel", False):
         return 0, 0, 1
-    dimension: int = parameter.partition_dim  # type: ignore[attr-defined]
     if getattr(parameter, "allreduce", True):
         rank = parallel_state.get_tensor_model_parallel_rank()
         return dimension, rank, parallel_state.get_tensor_model_parallel_world_size()

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.rules.adapters import adapts_experts
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
@@ -115,8 +116,12 @@ def _lacks_fast_16_bit_matmul() -> bool:
 
 def _explain_uncompiled_adapters(args: argparse.Namespace) -> str | None:
     """Return the reason why layers with adapters cannot be compiled as a whole, or None."""
-    if args.peft_type and args.lora_dropout and args.tensor_model_parallel_size > 1:
+    if not (args.peft_type and args.lora_dropout):
+        return None
+    if args.tensor_model_parallel_size > 1:
         return "lora_dropout uses a separate RNG state for each tensor-parallel rank"
+    if adapts_experts(vars(args)):
+        return "lora_dropout uses a separate RNG state for the experts of each rank"
     return None
 
 

@@ -73,9 +73,9 @@ def build_chunks(
         # Attributes that schedules and checkpoints read, for every family.
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
         use_local_dispatcher(model)
-        _mark_expert_parameters(model)
         if targets := adapter_parts(vars(args)):
             attach_adapters(model, targets, _build_lora_config(args))
+        _mark_expert_parameters(model)
         on_host = bool(args.use_cpu_initialization)
         if initialize_all:
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)

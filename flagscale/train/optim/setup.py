@@ -61,6 +61,7 @@ def build_optimizer(
     config = build_optimizer_config(args)
     with _use_master_weight_adam(args, config) if args.optimizer_cpu_offload else nullcontext():
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    _drop_empty_members(optimizer)
     for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
         if chained.optimizer is not None and chained.init_state_fn is None:
             # Loading a checkpoint allocates the state first. megatron.core has no function for SGD.
@@ -73,6 +74,15 @@ def build_optimizer(
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer
+
+
+def _drop_empty_members(optimizer: Any) -> None:
+    """Drop those members of a chain that have no parameters on any rank, such as the member of all
+    layers but experts if only experts are trained. megatron.core cannot save them.
+    """
+    members = getattr(optimizer, "chained_optimizers", [])
+    if trained := [member for member in members if not member.is_stub_optimizer]:
+        optimizer.chained_optimizers = trained
 
 
 def _count_host_bytes(optimizer: MegatronOptimizer) -> int:

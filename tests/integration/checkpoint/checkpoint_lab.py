@@ -69,6 +69,11 @@ LAYOUTS = {
     "moe-grouped-ep2-do": Layout(
         2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DIST_OPT}", "moe"
     ),
+    "moe-lora-one-do": Layout(1, DIST_OPT, "moe-lora"),
+    "moe-lora-ep2-do": Layout(2, f"--expert-model-parallel-size 2 {DIST_OPT}", "moe-lora"),
+    "moe-lora-grouped-ep2-do": Layout(
+        2, f"--moe-grouped-gemm --expert-model-parallel-size 2 {DIST_OPT}", "moe-lora"
+    ),
     "cp2-do": Layout(2, f"--context-parallel-size 2 {DIST_OPT}"),
     "meshes": Layout(3, f"{MESHES} 2 1 1 1 1  1 1 1 1 1 --hetero-pipeline-layer-split 3 1"),
     "tied-meshes-do": Layout(
@@ -127,6 +132,9 @@ MODELS = {
     "moe": MOE,
     # With the default seed, two logits of a token differ by 2e-7, so that rounding chooses.
     "moe-last": f"{MOE} --moe-layer-freq 0 0 1 1 --seed 5",
+    # The base model is initialized, not read.
+    "moe-lora": f"{MOE} --peft-type lora --lora-target-modules linear_fc1 linear_fc2 --lr 5e-3 "
+    "--pretrained-checkpoint /none",
     "bf16": LLAMA + " --bf16",
     "mtp": f"{LLAMA} --mtp-num-layers 1",
     "tied": LLAMA.replace("--untie-embeddings-and-output-weights", ""),

@@ -29,6 +29,7 @@ from flagscale.config.arguments.compat.huggingface.config_reader import read_con
 from flagscale.config.arguments.compat.huggingface.models import missing_arguments
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.spec.registry import arguments
+from flagscale.errors import CheckpointError
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.adapters import Adapters, merge_adapters, write_peft
@@ -39,6 +40,7 @@ from flagscale.train.checkpoint.formats.lazy_tensors import MappedTensor
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
+PEFT_WEIGHTS = "adapter_model.safetensors"
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 """Some but not all Hugging Face modules of each fused layer of megatron.core."""
 RUN_ARGUMENTS = (
@@ -54,8 +56,8 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 class AdapterRuns:
     """A model, conversations, and runs of the training program with them."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.base = root, write_model(root / "base model")
+    def __init__(self, root: Path, **experts: int) -> None:
+        self.root, self.base = root, write_model(root / "base model", **experts)
         self.talks = write_conversations(root / "talks.jsonl", 60)
         template = [{"messages": make_conversation(1, 9, seed)[:1]} for seed in range(3)]
         self.template = root / "template.jinja"
@@ -149,7 +151,7 @@ def test_a_run_goes_on_in_another_layout(
 
 def read_weight_updates(path: Path) -> dict[str, torch.Tensor]:
     """Return the weight updates of adapters, by peft's documented layout."""
-    tensors = load_file(path / "adapter_model.safetensors")
+    tensors = load_file(path / PEFT_WEIGHTS)
     config = json.loads((path / "adapter_config.json").read_text())
     updates = {}
     for name, a in tensors.items():
@@ -264,21 +266,53 @@ def test_convert_merges_adapters_and_writes_peft_format(
     assert not (tmp_path / "again").exists()
 
 
-def make_random_adapters(base: StoredModel) -> Adapters:
-    """Create random adapters for every layer that supports them."""
+@pytest.fixture(scope="module")
+def expert_runs(tmp_path_factory: pytest.TempPathFactory) -> AdapterRuns:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return AdapterRuns(tmp_path_factory.mktemp("experts"), **sizes)
+
+
+def test_adapters_of_experts_are_trained_and_exported(expert_runs: AdapterRuns) -> None:
+    import peft
+    import transformers
+
+    root, base = expert_runs.root, expert_runs.base
+    exports = f"--export-huggingface {root}/merged --export-peft {root}/peft"
+    losses = expert_runs.train(
+        f"--moe-grouped-gemm --expert-model-parallel-size 2 {exports}", "saved", 2
+    )
+    assert losses[-1] < losses[0]
+    (merged,), (adapters,) = ((root / name).iterdir() for name in ("merged", "peft"))
+    names = {name.split(".layers.0.")[-1] for name in load_file(adapters / PEFT_WEIGHTS)}
+    assert "mlp.experts.3.up_proj.lora_B.weight" in names
+    weights, base_weights = (load_file(p / "model.safetensors") for p in (merged, base))
+    changed = {n.split(".")[-2] for n in weights if not torch.equal(weights[n], base_weights[n])}
+    assert changed == set(TARGETS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, adapters).eval()
+    with torch.no_grad():
+        actual = model(torch.tensor(TOKENS)).logits
+    assert float((actual - compute_logits(merged)).abs().max()) <= 1e-5
+    assert float((actual - compute_logits(base)).abs().max()) > 0.1
+
+
+def make_random_adapters(base: StoredModel, names: list[str] | None = None) -> Adapters:
+    """Create random adapters for the named layers, by default every layer that has them."""
     generator = torch.Generator().manual_seed(3)
 
     def make_random(*shape: int) -> MappedTensor:
         tensor = torch.randn(shape, generator=generator) * 0.3
         return MappedTensor(shape, tensor.dtype, lambda: tensor)
 
-    values = {**base.values, "peft_type": "lora", "lora_target_modules": None}
+    values = {**base.values, "peft_type": "lora", "lora_target_modules": names}
     targets = adapter_targets(values)
-    shapes = {n.removesuffix(".weight"): t.shape for n, t in base.tensors.items()}
+    shapes = {
+        n.removesuffix(".weight"): t.shape for n, t in base.tensors.items() if len(t.shape) > 1
+    }
     pairs = {
-        name: (make_random(4, shape[1]), make_random(shape[0], 4))
-        for name, shape in shapes.items()
-        if name.rpartition(".")[2] in targets and "experts" not in name and "mtp." not in name
+        name: (make_random(*experts, 4, columns), make_random(*experts, rows, 4))
+        for name, (*experts, rows, columns) in shapes.items()
+        if name.rpartition(".")[2] in targets and "mtp." not in name
     }
     settings = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": list(targets), "base": None}
     return Adapters(base.path, settings, pairs)
@@ -303,3 +337,29 @@ def test_adapters_of_every_kind_of_model(
         tmp_path / "base", tmp_path / "peft"
     )
     assert float(difference.abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_each_expert_is_merged_with_its_own_adapters(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "base")
+    base = detect_format(tmp_path / "base").read(tmp_path / "base")
+    adapters = make_random_adapters(base, ["linear_fc1", "linear_fc2"])
+    write_peft(adapters, base, tmp_path / "peft", lambda _size: None)
+    detect_format(base.path).write(
+        merge_adapters(adapters, base), tmp_path / "merged", lambda _: None, lambda _: None
+    )
+    weights, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "merged"))
+    updates = read_weight_updates(tmp_path / "peft")
+    experts = base.values["num_layers"] * base.values["num_moe_experts"]
+    assert len(updates) == 3 * experts
+    for weight, update in updates.items():
+        torch.testing.assert_close(merged.pop(weight), weights.pop(weight) + update)
+    assert all(torch.equal(merged[weight], weights[weight]) for weight in weights)
+
+
+def test_peft_cannot_have_experts_and_shared_experts(tmp_path: Path) -> None:
+    save_model("deepseek-v3-plain", tmp_path / "base")
+    base = detect_format(tmp_path / "base").read(tmp_path / "base")
+    adapters = make_random_adapters(base, ["linear_fc2"])
+    with pytest.raises(CheckpointError, match="together with those of shared experts"):
+        write_peft(adapters, base, tmp_path / "peft", lambda _size: None)

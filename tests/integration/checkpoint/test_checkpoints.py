@@ -43,6 +43,8 @@ RESHARDED_PAIRS = (
     ("moe-one", "moe-grouped"),
     ("moe-ep2-do", "moe-grouped-ep2-do"),
     ("moe-grouped-ep2-do", "moe-ep2-do"),
+    ("moe-lora-ep2-do", "moe-lora-one-do"),
+    ("moe-lora-one-do", "moe-lora-grouped-ep2-do"),
     ("dp2-do", "cp2-do"),
     ("bf16-dp2-do", "bf16-offload"),
     ("bf16-offload", "bf16-dp2-do"),

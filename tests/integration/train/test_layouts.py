@@ -272,8 +272,11 @@ def test_single_rank_equals_a_reference_implementation(name: str, results: dict[
     assert case_results["torch_reference"] == pytest.approx(first_step, rel=1e-5)
 
 
-def test_adapters_start_from_the_base_model(results: dict[str, Any]) -> None:
-    base, with_adapters = results["lora-base"], results["lora"]
+@pytest.mark.parametrize(("base_name", "name"), [("lora-base", "lora"), ("moe", "moe-lora")])
+def test_adapters_start_from_the_base_model(
+    base_name: str, name: str, results: dict[str, Any]
+) -> None:
+    base, with_adapters = results[base_name], results[name]
     assert with_adapters["loss"][0] == pytest.approx(base["loss"][0], rel=1e-7)
     assert with_adapters["weight_count"] > base["weight_count"]
 

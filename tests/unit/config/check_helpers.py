@@ -40,6 +40,7 @@ def build_experiment(values: dict[str, Any], *, external: bool = False) -> Exper
 
 
 ADAPTERS = {"peft_type": "lora", "pretrained_checkpoint": "/x"}
+EXPERT_ADAPTERS = {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["linear_fc1"]}
 FULL_CUDA_GRAPH = {
     "cuda_graph_impl": "local",
     "cuda_graph_scope": ["full_iteration"],

@@ -10,6 +10,7 @@ from support.arguments import train_arguments, values_by_yaml_name
 from unit.config.check_helpers import (
     ADAPTERS,
     BOUNDED_ALL_REDUCE,
+    EXPERT_ADAPTERS,
     FULL_CUDA_GRAPH,
     LATENT,
     LATENT_FP8,
@@ -59,6 +60,7 @@ VALID: dict[str, dict[str, Any]] = {
     "channels": {"hidden_size": 60, "kv_channels": 16},
     "samples": {"train_iters": None, "train_samples": 10},
     "experts": {"num_moe_experts": 4, "expert_model_parallel_size": 2},
+    "adapters-of-experts": {**EXPERT_ADAPTERS, "lora_dropout": 0.1},
     "latent": {
         "multi_latent_attention": True,
         "q_lora_rank": 16,
@@ -236,7 +238,8 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
     "other-optimizer": ({"sgd_momentum": 0.8}, "sgd_momentum has no effect: requires optimizer:"),
     "adapters-of-mixtures": (
         {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["all-linear"]},
-        "lora_target_modules: ['all-linear'] trains adapters of linear_qkv, linear_proj",
+        "lora_target_modules: ['all-linear'] trains adapters of linear_qkv, linear_proj only: in a "
+        "model with experts (num_moe_experts), MLPs and experts get adapters if linear_fc1",
     ),
     "adapters-of-named-layers": (
         {**ADAPTERS, "num_experts": 4, "lora_target_modules": ["linear_proj"]},

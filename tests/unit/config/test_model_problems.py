@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit.config.check_helpers import ADAPTERS, LATENT, LATENT_FP8, LLAMA, Problems, list_problems
+from unit.config.check_helpers import (
+    ADAPTERS,
+    EXPERT_ADAPTERS,
+    LATENT,
+    LATENT_FP8,
+    LLAMA,
+    Problems,
+    list_problems,
+)
 
 PROBLEMS: Problems = {
     **{
@@ -211,10 +219,22 @@ PROBLEMS: Problems = {
                 "lora_target_modules",
                 "all-linear; found gate_proj",
             ),
-            "of-experts": (
-                {"num_experts": 4, "lora_target_modules": ["linear_fc1"]},
-                "lora_target_modules",
-                "but experts get no adapters; use linear_qkv and linear_proj",
+            "of-split-experts-with-dropout": (
+                {
+                    "lora_dropout": 0.1,
+                    **EXPERT_ADAPTERS,
+                    "disable_bias_linear": True,
+                    "sequence_parallel": True,
+                    "tensor_model_parallel_size": 2,
+                },
+                "lora_dropout",
+                "adapters of experts that are split over tensor-parallel ranks",
+            ),
+            "of-dense-layers-and-experts-for-peft": (
+                {"export_peft": "/x", **EXPERT_ADAPTERS, **LLAMA}
+                | {"moe_layer_freq": 2, "qk_layernorm": True},
+                "export_peft",
+                "peft cannot load adapters of experts together with those of shared experts or",
             ),
             "of-no-family": (
                 {"export_peft": "/x", **LLAMA, "qk_l2_norm": True},

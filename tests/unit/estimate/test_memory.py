@@ -233,6 +233,17 @@ MIXTRAL = """--num-layers 32 --vocab-size 32000 --num-experts 8 --moe-router-top
             id="adapters",
         ),
         pytest.param(
+            f"{MIXTRAL} --peft-type lora --lora-dim 8 --lora-target-modules linear_fc2 "
+            "--expert-model-parallel-size 4",
+            4,
+            32000,
+            tuple(
+                size + experts * 32 * 8 * (4096 + 14336)
+                for size, experts in ((46_702_792_704, 8), (12_879_925_248, 2), (0, 8))
+            ),
+            id="adapters-of-experts",
+        ),
+        pytest.param(
             f"{WHOLE} --trainable-parameters output_layer",
             1,
             VOCABULARY,

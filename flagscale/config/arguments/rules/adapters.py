@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flagscale.config.arguments.parameters import moe_layer_flags
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.values import format_value
 
@@ -32,6 +33,11 @@ UNSUPPORTED_BY_PEFT: Mapping[str, str] = {
     "gpt2": "peft expects GPT-2's Conv1D layers, whose weights are transposed",
 }
 """``model_type`` of models whose adapters cannot be exported for peft, with the reason."""
+UNSUPPORTED_MIXTURE = (
+    "peft cannot load adapters of experts together with those of shared experts or dense MLPs"
+)
+"""Why adapters of a model cannot be exported for peft, which takes one name, such as ``up_proj``,
+for the experts' fused parameter alone."""
 _ALL_LINEAR = "all-linear"
 _MAX_RELATIVE_ROUNDING = 0.02
 """Largest difference between elements of one weight stored in two precisions, relative to the
@@ -78,8 +84,14 @@ def note_adapters(values: Values) -> Iterator[str]:
         layers = ", ".join(adapter_targets(values))
         yield (
             f"{name}: {format_value(values[name])} trains adapters of {layers} only: in a model "
-            "with experts (num_moe_experts), MLPs and experts get no adapters"
+            f"with experts (num_moe_experts), MLPs and experts get adapters if {FC1} and {FC2} are "
+            "in lora_target_modules"
         )
+
+
+def adapts_experts(values: Values) -> bool:
+    """Return whether the experts of the model get adapters."""
+    return bool(values["num_moe_experts"] and {FC1, FC2} & set(adapter_targets(values)))
 
 
 def _names_layers(values: Values) -> bool:
@@ -137,13 +149,8 @@ def check_adapters(values: Values) -> Iterator[Violation]:
     if not values["peft_type"]:
         return
     yield from _check_targets(values["lora_target_modules"] or (), _adaptable_layers(values))
-    if values["num_moe_experts"] and {FC1, FC2} & set(adapter_targets(values)):
-        names = " and ".join(name for name in _adaptable_layers(values) if name not in (FC1, FC2))
-        yield (
-            "lora_target_modules",
-            f"{format_value(values['lora_target_modules'])} includes MLP layers, but experts get "
-            f"no adapters; use {names}",
-        )
+    if adapts_experts(values):
+        yield from _check_expert_adapters(values)
     if values["enable_hetero"]:
         yield "peft_type", "lora is not supported with enable_hetero"
     if values["fp8"]:
@@ -158,6 +165,23 @@ def check_adapters(values: Values) -> Iterator[Violation]:
             "is required by peft_type: lora, because checkpoints contain the adapters without "
             "their base model; to train without checkpoints set save: null",
         )
+
+
+def _check_expert_adapters(values: Values) -> Iterator[Violation]:
+    """Check settings that the adapters of experts do not support."""
+    expert_tp = values["expert_tensor_parallel_size"] or values["tensor_model_parallel_size"]
+    if values["lora_dropout"] and expert_tp > 1:
+        yield (
+            "lora_dropout",
+            "is not supported with adapters of experts that are split over tensor-parallel ranks, "
+            "which would drop different elements; set expert_tensor_parallel_size: 1, or "
+            "lora_dropout: 0",
+        )
+    has_other_mlps = values["moe_shared_expert_intermediate_size"] or not all(
+        moe_layer_flags(values)
+    )
+    if values["export_peft"] and has_other_mlps:
+        yield "export_peft", f"{UNSUPPORTED_MIXTURE}; use export_huggingface, which merges them"
 
 
 def _check_targets(

@@ -284,7 +284,8 @@ class Adapters:
         None,
         "Layers that get adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, or names of "
         "transformers (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj), or "
-        "all-linear. Default: all, but no MLP layers in a model with experts. "
+        "all-linear. Default: all, but no MLP layers in a model with experts, which get adapters "
+        "if they are named: each expert its own. "
         "Multi-latent attention has linear_q_down_proj and linear_q_up_proj (q_a_proj, q_b_proj; "
         "linear_q_proj without q_lora_rank), linear_kv_down_proj and linear_kv_up_proj",
     )

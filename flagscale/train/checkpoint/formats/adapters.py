@@ -8,7 +8,7 @@ Hugging Face. Each of those gets the whole A and the module's rows of B.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from flagscale.config.arguments.rules.adapters import (
     HUGGINGFACE_LAYERS,
     UNSUPPORTED_BY_PEFT,
+    UNSUPPORTED_MIXTURE,
     first_differing_weight,
 )
 from flagscale.errors import CheckpointError
@@ -30,7 +31,14 @@ from flagscale.train.checkpoint.formats.base import (
     raise_if_any,
 )
 from flagscale.train.checkpoint.formats.chunked_tensors import open_tensors
-from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, Region, Shape, read_tensor
+from flagscale.train.checkpoint.formats.lazy_tensors import (
+    LazyTensor,
+    Region,
+    Shape,
+    StackedTensor,
+    TensorItem,
+    read_tensor,
+)
 from flagscale.train.checkpoint.formats.safetensors_file import write_safetensors
 from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC_MODE, atomic_directory
 from flagscale.train.checkpoint.formats.torch_dist import find_checkpoint
@@ -39,6 +47,10 @@ from flagscale.train.checkpoint.formats.weight_sample import sample_weights
 _WEIGHTS_FILE, _CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of optimizer tensors."""
+_MLP, _EXPERTS = ".mlp.", ".mlp.experts."
+_MATRIX_DIMENSIONS = 2
+_PEFT_A, _PEFT_B = "lora_A.weight", "lora_B.weight"
+_MERGE_HINT = "merge them: flagscale convert CHECKPOINTS OUT"
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Adapters:
         path: the checkpoint.
         settings: entry ``adapters`` of the manifest: base, rank, alpha, dropout and targets.
         pairs: A ``[rank, in]`` and B ``[out, rank]`` by the layer's name, such as
-            ``decoder.layers.0.mlp.linear_fc1``.
+            ``decoder.layers.0.mlp.linear_fc1``. Those of a layer's experts are stacked.
         chat_template: text of the chat template that they were trained with, if it is known.
     """
 
@@ -113,7 +125,7 @@ def open_base_model(adapters: Adapters, directory: Path | None = None) -> Stored
     mismatches = [
         f"{name}: expected a weight of {list(expected)}, found {_get_weight_shape(base, name)}"
         for name, (a, b) in adapters.pairs.items()
-        if (expected := (b.shape[0], a.shape[1])) != _get_weight_shape(base, name)
+        if (expected := (*b.shape[:-1], a.shape[-1])) != _get_weight_shape(base, name)
     ]
     if not mismatches and (name := first_differing_weight(adapters.settings, sample_weights(base))):
         mismatches.append(f"{name}: its values differ")
@@ -160,11 +172,23 @@ class _MergedWeight:
 def merge_adapters(adapters: Adapters, base: StoredModel) -> StoredModel:
     """Return the base model with the adapters added to its weights."""
     tensors, cache = dict(base.tensors), list[tuple[LazyTensor, torch.Tensor]]()
-    for name, pair in adapters.pairs.items():
+    for name, (a, b) in adapters.pairs.items():
         weight = tensors[f"{name}.weight"]
-        tensors[f"{name}.weight"] = _MergedWeight(weight, *pair, adapters.scale, cache)
+        merged = [
+            _MergedWeight(matrix, lora_a, lora_b, adapters.scale, cache)
+            for matrix, lora_a, lora_b in zip(*map(_split_experts, (weight, a, b)), strict=True)
+        ]
+        is_stacked = len(weight.shape) > _MATRIX_DIMENSIONS
+        tensors[f"{name}.weight"] = StackedTensor(tuple(merged)) if is_stacked else merged[0]
     chat_template = adapters.chat_template or base.chat_template
     return replace(base, path=adapters.path, tensors=tensors, chat_template=chat_template)
+
+
+def _split_experts(tensor: LazyTensor) -> list[LazyTensor]:
+    """Return the matrix of each expert of a stacked tensor, or the only matrix."""
+    if len(tensor.shape) == _MATRIX_DIMENSIONS:
+        return [tensor]
+    return [TensorItem(tensor, expert) for expert in range(tensor.shape[0])]
 
 
 def write_peft(adapters: Adapters, base: StoredModel, path: Path, report: ByteProgress) -> Path:
@@ -179,46 +203,59 @@ def write_peft(adapters: Adapters, base: StoredModel, path: Path, report: BytePr
     if reason := UNSUPPORTED_BY_PEFT.get(base.model_type):
         raise CheckpointError(
             f"adapters of {base.model_type} are not written for peft: {reason}",
-            hint="merge them: flagscale convert CHECKPOINTS OUT",
+            hint=_MERGE_HINT,
         )
+    if len({_EXPERTS in name for name in adapters.pairs if _MLP in name}) > 1:
+        raise CheckpointError(f"{adapters.path}: {UNSUPPORTED_MIXTURE}", hint=_MERGE_HINT)
     tensors = dict(_iter_peft_tensors(adapters, base))
     with atomic_directory(path) as output:
         write_safetensors(output.directory / _WEIGHTS_FILE, tensors, report)
-        text = json.dumps(_build_peft_config(adapters, base), indent=2)
+        text = json.dumps(_build_peft_config(adapters, base, tensors), indent=2)
         write_atomic(output.directory / _CONFIG_FILE, text + "\n", PUBLIC_MODE)
     return path
 
 
 def _iter_peft_tensors(adapters: Adapters, base: StoredModel) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the adapters by peft's names, for those modules that have adapters."""
-    modules_with_adapters = _list_target_modules(adapters)
     specs = {spec.name: spec for spec in base.iter_weight_specs()}
-    for name, (a, b) in adapters.pairs.items():
+    order = list(HUGGINGFACE_LAYERS)
+    for name, (a, b) in sorted(
+        adapters.pairs.items(), key=lambda pair: order.index(pair[0].rpartition(".")[2])
+    ):
         entry = specs[f"{name}.weight"]
         module_tensors = entry.transform.to_huggingface(b, entry.sizes)
-        for (huggingface_name, _), module_b in zip(
-            entry.huggingface_tensors, module_tensors, strict=True
+        matrices = _split_experts(a)
+        modules_per_matrix = len(entry.huggingface_tensors) // len(matrices)
+        has_adapter = _find_modules_with_adapters(adapters, name, modules_per_matrix)
+        for index, ((huggingface_name, _), module_b) in enumerate(
+            zip(entry.huggingface_tensors, module_tensors, strict=True)
         ):
-            module = huggingface_name.removesuffix(".weight")
-            if module.rpartition(".")[2] not in modules_with_adapters:
-                continue
-            layer = f"base_model.model.{module}"
-            yield f"{layer}.lora_A.weight", a
-            yield f"{layer}.lora_B.weight", module_b
+            matrix, position = divmod(index, modules_per_matrix)
+            if has_adapter[position]:
+                module = huggingface_name.removesuffix(".weight")
+                yield f"base_model.model.{module}.{_PEFT_A}", matrices[matrix]
+                yield f"base_model.model.{module}.{_PEFT_B}", module_b
 
 
-def _list_target_modules(adapters: Adapters) -> list[str]:
-    """List the Hugging Face modules with adapters, such as ``q_proj``."""
-    return [
-        module
-        for name in adapters.settings["targets"]
-        for module in HUGGINGFACE_LAYERS.get(name, (name,))
-    ]
+def _find_modules_with_adapters(adapters: Adapters, name: str, count: int) -> list[bool]:
+    """Return for each of the Hugging Face modules of a layer, or of an expert's layer, whether it
+    has an adapter.
+
+    Of an expert, peft requires adapters of gate and up projection together. The rows of B of the
+    one without an adapter are zero.
+    """
+    layer, targets = name.rpartition(".")[2], adapters.settings["targets"]
+    if layer in targets or _EXPERTS in name:
+        return [True] * count
+    return [part in targets for part in HUGGINGFACE_LAYERS[layer][-count:]]
 
 
-def _build_peft_config(adapters: Adapters, base: StoredModel) -> dict[str, Any]:
-    """Build the content of ``adapter_config.json``."""
+def _build_peft_config(
+    adapters: Adapters, base: StoredModel, names: Iterable[str]
+) -> dict[str, Any]:
+    """Build the content of ``adapter_config.json`` for adapters with peft's ``names``."""
     settings = adapters.settings
+    modules = (name.removesuffix(f".{_PEFT_A}") for name in names if name.endswith(_PEFT_A))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -226,7 +263,7 @@ def _build_peft_config(adapters: Adapters, base: StoredModel) -> dict[str, Any]:
         "r": settings["rank"],
         "lora_alpha": settings["alpha"],
         "lora_dropout": settings["dropout"],
-        "target_modules": _list_target_modules(adapters),
+        "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in modules)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
