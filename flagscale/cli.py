@@ -34,7 +34,6 @@ from flagscale.commands.program import (
     split_program,
 )
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
-from flagscale.config.arguments.spec.values import to_word
 from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
@@ -395,7 +394,9 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
         text for text in extra_words if text.startswith("-") or action.purpose is None
     ]
     if unknown_options:
-        raise _unknown_option(unknown_options[0], extra_words, action)
+        # The value of an unknown option may be taken for the YAML, and the program for a word.
+        has_program = bool(options.program) or any(text.endswith(".py") for text in options.words)
+        raise _unknown_option(unknown_options[0], extra_words, action, has_program=has_program)
     values = {name: getattr(options, name) for name in action.options}
     given_options = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
@@ -416,9 +417,11 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
         return call_function(
             "flagscale.launcher.run_commands:run_named_action", options.config, run_options
         )
+    from flagscale.config.overrides import option_override
+
     _reject_action_override(overrides, action)
     overrides.append(f"action={action.name}")
-    overrides += [f"{name}={to_word(value)}" for name, value in given_options.items()]
+    overrides += [option_override(name, value) for name, value in given_options.items()]
     config = Path(options.config)
     if is_sweep:
         return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
@@ -439,11 +442,17 @@ def _run_program(options: argparse.Namespace, words: list[str], *, is_sweep: boo
     return run_program(options.command, options.program, words, options)
 
 
-def _unknown_option(option: str, words: Sequence[str], action: Action) -> ConfigError:
-    from flagscale.cli_suggestions import suggest_override
+def _unknown_option(
+    option: str, words: Sequence[str], action: Action, *, has_program: bool
+) -> ConfigError:
+    from flagscale.cli_suggestions import suggest_option, suggest_override
 
     hint = f"flagscale {action.name} -h"
-    if action.purpose is not None:
+    flags = [f"--{name}" for name in action.options]
+    suggestion = suggest_option(option, action.name, flags, has_program=has_program)
+    if suggestion is not None:
+        hint = suggestion
+    elif action.purpose is not None:
         hint = suggest_override(option, words[words.index(option) + 1 :]) or hint
     return ConfigError(f"unknown option {option.partition('=')[0]}", hint=hint)
 

@@ -54,6 +54,9 @@ _REFUSED_VERBS = {
         "layout",
     ),
     **dict.fromkeys(
+        ("preprocess", "tokenize"), "`python tools/data/preprocess.py` writes data for training"
+    ),
+    **dict.fromkeys(
         ("install", "pull", "setup"), "`make setup` in the project installs what training needs"
     ),
 }
@@ -75,6 +78,44 @@ def suggest_command(word: str, commands: Iterable[str]) -> str:
     command = OTHER_VERBS.get(similar[0], similar[0]) if similar else ""
     suggestion = f"; did you mean `flagscale {command}`?" if command else ""
     return f"no command {word!r}{suggestion}"
+
+
+_OTHER_OPTIONS = {
+    "run": {
+        "--dryrun": "`flagscale dryrun …` prints the plan and starts nothing",
+        "--follow": "`flagscale query ID --follow` watches a run, `flagscale test` shows its lines",
+        "-d": "leave it out: `flagscale run` starts in the background",
+        "--resume": "leave it out: a run resumes from the newest checkpoint of its experiment",
+    },
+    "test": {
+        "--dryrun": "`flagscale dryrun …` prints the plan and starts nothing",
+        "--resume": "leave it out: a run resumes from the newest checkpoint of its experiment",
+    },
+    "logs": {"--tail": "write --lines N"},
+}
+"""Options of other programs, by the command, with what to type instead."""
+_OPTIONS_OF_PROGRAMS = {"--nnodes": "give the hosts of a program by name: --hosts a,b"}
+"""The same for a command with a program in place of a YAML, where keys are no answer."""
+
+
+def suggest_option(
+    option: str, command: str, options: Iterable[str], *, has_program: bool = False
+) -> str | None:
+    """Return a hint for an unknown option that this program has under another name; or None.
+
+    Args:
+        option: The option: ``--folow``, or ``--tail=3``.
+        command: The subcommand.
+        options: The options that it accepts.
+        has_program: Whether a program is given in place of a YAML.
+    """
+    flag = option.partition("=")[0]
+    if has_program and (remark := _OPTIONS_OF_PROGRAMS.get(flag)):
+        return remark
+    if remark := _OTHER_OPTIONS.get(command, {}).get(flag):
+        return remark
+    similar = get_close_matches(flag, options, n=1, cutoff=0.8) if len(flag) > 4 else []
+    return f"did you mean {similar[0]}?" if similar else None
 
 
 def suggest_override(option: str, words: Sequence[str]) -> str | None:

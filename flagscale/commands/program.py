@@ -98,12 +98,20 @@ def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def reject_program_options(options: argparse.Namespace) -> None:
     """Raise an error for an option of a program next to a YAML, with the key to write instead."""
     for name, key in _KEYS.items():
-        if getattr(options, name, None) is not None:
+        if (value := getattr(options, name, None)) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{flag} is for a program without a YAML",
-                hint=f"with a YAML, set the key {key}: {key}=VALUE",
+                hint=f"with a YAML, set the key {key}: {_key_override(key, value)}",
             )
+
+
+def _key_override(key: str, value: object) -> str:
+    """Return the override of a key with the value of an option, if that is a plain word."""
+    word = str(value) if isinstance(value, (str, int)) else "VALUE"
+    if key.endswith(".hosts"):
+        return shlex.quote(f"{key}=[{word}]")
+    return f"{key}={shlex.quote(word)}"
 
 
 def reject_yaml_options(options: argparse.Namespace, program: Sequence[str]) -> None:

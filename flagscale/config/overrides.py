@@ -19,7 +19,7 @@ from flagscale.config import schema
 from flagscale.config.arguments.spec.argument import SettingContext
 from flagscale.config.arguments.spec.registry import canonical_name, lookup, registry
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
-from flagscale.config.arguments.spec.values import did_you_mean
+from flagscale.config.arguments.spec.values import did_you_mean, to_word
 from flagscale.config.documented import key_types
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
 
@@ -367,6 +367,16 @@ def _quote_for_hydra(value: str) -> str:
     """Quote a value for Hydra, unless it is null, empty, quoted or a container already."""
     if value in ("", "null") or value[0] in "[{" or _QUOTED.fullmatch(value):
         return value
+    return _quote(value)
+
+
+def option_override(name: str, value: Any) -> str:
+    """Return the override of an option's value, whose text is never Hydra's syntax."""
+    word = to_word(value)
+    return f"{name}={_quote(word) if isinstance(value, str) and is_text_key(name) else word}"
+
+
+def _quote(value: str) -> str:
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}" + "\\" * trailing + "'"

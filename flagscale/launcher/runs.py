@@ -308,7 +308,7 @@ def require_run(text: str) -> RunState:
         ids = list_first([entry.state.run_id for entry in reversed(read_entries())], 3)
         raise RunStateError(
             f"{text!r} is not a run id, a prefix of one, a directory in which a run was "
-            "started, or a YAML",
+            "started, a run's name, or a YAML",
             hint=f"`flagscale runs` lists yours{f': {ids}' if ids else ''}",
         )
     return state
@@ -317,23 +317,37 @@ def require_run(text: str) -> RunState:
 def find_run(text: str) -> RunState | None:
     """Return the run that a text names, or None.
 
-    The text is a run id, the beginning of exactly one, or a run's directory.
+    The text is a run id, the beginning of exactly one, a run's directory, or a run's name, which
+    means the newest run of that name.
 
     Raises:
-        ConfigError: several ids begin with the text.
+        ConfigError: several ids begin with the text, or runs of that name are in several
+            directories.
     """
     if is_directory(text):
         return find_in_directory(Path(text).absolute())
-    matches = [
-        entry.state for entry in find_all_runs() if text and entry.state.run_id.startswith(text)
-    ]
+    states = [entry.state for entry in find_all_runs()]
+    matches = [state for state in states if text and state.run_id.startswith(text)]
     matches = [state for state in matches if state.run_id == text] or matches
     if len(matches) > 1:
         ids = list_first([state.run_id for state in matches], 5)
         raise ConfigError(
             f"{text}: {len(matches)} runs begin so: {ids}", hint="give more characters of the id"
         )
-    return reload_state(matches[0]) if matches else None
+    state = matches[0] if matches else _find_by_name(text, states)
+    return reload_state(state) if state is not None else None
+
+
+def _find_by_name(name: str, states: Sequence[RunState]) -> RunState | None:
+    """Return the newest run of a name, whose runs have to be in one directory."""
+    newest = {state.exp_dir.resolve(): state for state in states if name and state.name == name}
+    if len(newest) > 1:
+        lines = "".join(f"\n  {run.run_id} in {run.exp_dir}" for run in newest.values())
+        raise ConfigError(
+            f"{name}: runs of this name are in {len(newest)} directories:{lines}",
+            hint="name one by its id",
+        )
+    return next(iter(newest.values()), None)
 
 
 def is_directory(text: str) -> bool:

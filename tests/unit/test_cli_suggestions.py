@@ -8,7 +8,7 @@ from subprocess import run
 import pytest
 
 from flagscale import cli
-from flagscale.cli_suggestions import OTHER_VERBS, suggest_command, suggest_override
+from flagscale.cli_suggestions import OTHER_VERBS, suggest_command, suggest_option, suggest_override
 from flagscale.config.actions import ACTIONS
 
 COMMANDS = (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
@@ -71,6 +71,26 @@ def test_verbs_stand_for_commands_and_are_none() -> None:
 )
 def test_option_suggests_override(option: str, words: list[str], hint: str | None) -> None:
     assert suggest_override(option, words) == hint
+
+
+@pytest.mark.parametrize(
+    ("option", "command", "hint"),
+    [
+        ("--folow", "query", "did you mean --follow?"),
+        ("--tail=3", "logs", "write --lines N"),
+        ("--dryrun", "run", "`flagscale dryrun …` prints the plan and starts nothing"),
+        ("--lr", "run", None),
+    ],
+)
+def test_option_suggests_option(option: str, command: str, hint: str | None) -> None:
+    options = [f"--{name}" for name in ACTIONS[command].options]
+    assert suggest_option(option, command, options) == hint
+
+
+def test_number_of_hosts_of_program_is_their_names() -> None:
+    hint = "give the hosts of a program by name: --hosts a,b"
+    assert suggest_option("--nnodes", "run", (), has_program=True) == hint
+    assert suggest_option("--nnodes", "run", ()) is None
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ ERRORS = {
     "no program": ("run a.yaml -- train.py", "a.yaml: expected key=value before the program train"),
     "sweep": ("run -m a=1,2 -- train.py", "-m and --jobs need a YAML"),
     "no file": ("test nowhere.py", "experiment.task.command: no file nowhere.py"),
+    "number of hosts": ("run --nnodes 2 --nproc 2 train.py", "by name: --hosts a,b"),
     "unknown option": ("run --nope train.py", "unknown option --nope"),
     "unknown key": ("run experiment.nope=1 train.py", "experiment.nope: no such key"),
     "nproc": ("run --nproc 0 train.py", "--nproc: expected a whole number from 1 or auto"),
@@ -142,7 +143,7 @@ ERRORS = {
     "unset variable": ("run --env NOPE train.py", "this machine has no variable NOPE"),
     "secret": ("run --env API_KEY=abcd train.py", "export API_KEY, and give --env API_KEY"),
     "secret argument": ("run train.py --api-key abcd", "api-key looks like a secret"),
-    "YAML": ("run --hosts a x.yaml", "experiment.runner.hosts=VALUE"),
+    "YAML": ("run --hosts a x.yaml", "experiment.runner.hosts=[a]"),
     "option of a YAML": ("run -n 4 train.py", "-n 4 is for a YAML, and train.py is a program"),
     "bare program": ("run ls -l", "to run it without a YAML: flagscale run -- ls -l"),
 }

@@ -9,7 +9,7 @@ import pytest
 from flagscale.config.compose import config_file
 from flagscale.config.explain import explain
 from flagscale.config.load import load
-from flagscale.config.overrides import relocate_overrides
+from flagscale.config.overrides import normalize_overrides, option_override, relocate_overrides
 from flagscale.config.sources import trace_sources
 from flagscale.errors import ConfigError
 
@@ -181,3 +181,18 @@ def test_sweep_over_short_names(workspace: Workspace) -> None:
         for lr in ("0.001", "0.002")
         for style in ("cosine", "linear")
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "override"),
+    [
+        ("grep", "[0-9]+ steps", "grep='[0-9]+ steps'"),
+        ("grep", "it's", r"grep='it\'s'"),
+        ("grep", "'a'", r"grep='\'a\''"),
+        ("lines", 3, "lines=3"),
+        ("follow", True, "follow=true"),
+    ],
+)
+def test_value_of_option_is_text(name: str, value: object, override: str) -> None:
+    assert option_override(name, value) == override
+    assert normalize_overrides([override])[0].endswith(override)

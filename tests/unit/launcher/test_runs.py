@@ -426,3 +426,14 @@ def test_a_list_has_the_newest_runs_and_jobs_of_a_scheduler(
     ]
     assert list_runs(None, run_filter=RunFilter(("running",), name=name)) == 0
     assert capsys.readouterr().out == "no such run\n"
+
+
+def test_name_means_newest_run_of_one_directory(state: RunState, tmp_path: Path) -> None:
+    register(state, "20250101-000000-aaaaaa", "20250102-000000-bbbbbb")
+    found = runs.find_run(state.name)
+    assert found is not None
+    assert found.run_id == "20250102-000000-bbbbbb"
+    register(replace(state, exp_dir=tmp_path / "other"), "20250103-000000-cccccc")
+    with pytest.raises(ConfigError, match="of this name are in 2 directories") as caught:
+        runs.find_run(state.name)
+    assert "20250103-000000-cccccc in" in caught.value.message
