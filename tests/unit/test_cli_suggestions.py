@@ -87,6 +87,10 @@ def test_option_suggests_option(option: str, command: str, hint: str | None) -> 
     assert suggest_option(option, command, options) == hint
 
 
+def test_preparing_data_is_a_tool() -> None:
+    assert "python tools/data/preprocess.py" in suggest_command("preprocess", COMMANDS)
+
+
 def test_number_of_hosts_of_program_is_their_names() -> None:
     hint = "give the hosts of a program by name: --hosts a,b"
     assert suggest_option("--nnodes", "run", (), has_program=True) == hint

@@ -431,7 +431,10 @@ def _parse_fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tu
     for key in keys:
         if key not in record:
             present_keys = ", ".join(repr(name) for name in list(record)[:8]) or "none"
-            raise BadRecordError(path, offset, f"no key {key!r}; the object has {present_keys}")
+            text_keys = [name for name, value in record.items() if isinstance(value, str)]
+            hint = f"; give --json-keys {text_keys[0]}" if len(text_keys) == 1 else ""
+            message = f"no key {key!r}; the object has {present_keys}{hint}"
+            raise BadRecordError(path, offset, message)
         value = record[key]
         if not isinstance(value, str):
             type_name = type(value).__name__

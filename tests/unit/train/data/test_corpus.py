@@ -69,7 +69,12 @@ def test_a_text_file_is_a_document_and_a_huge_one_several(tmp_path: Path) -> Non
         pytest.param(
             b'{"text": "a"}\n\n[1]\n', 3, "expected a JSON object a line, found list", id="list"
         ),
-        pytest.param(b'{"txet": "a"}', 1, "no key 'text'; the object has 'txet'", id="key"),
+        pytest.param(
+            b'{"txet": "a"}',
+            1,
+            "no key 'text'; the object has 'txet'; give --json-keys txet",
+            id="key",
+        ),
         pytest.param(b'{"text": 5}', 1, "key 'text' holds int, expected a string", id="type"),
         pytest.param(b'{"text": null}', 1, "holds NoneType", id="null"),
         pytest.param(
