@@ -307,9 +307,9 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
     if action.purpose is not None:
         config_help = "the experiment's YAML"
         if action.purpose == "find":
-            config_help += ", or a run: its id or directory"
+            config_help += ", or a run: its id, name or directory (default: the only live run)"
         # Optional where a program may take its place; whether it is missing is checked later.
-        count = "?" if action.name in PROGRAM_ACTIONS else None
+        count = "?" if action.name in PROGRAM_ACTIONS or action.purpose == "find" else None
         parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
@@ -404,6 +404,10 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     is_sweep = options.multirun or options.jobs is not None
     if options.program:
         return _run_program(options, [*positional_words, *extra_words], is_sweep=is_sweep)
+    if options.config is None and action.purpose == "find":
+        from flagscale.launcher.runs import choose_run
+
+        options.config = choose_run(action.name).run_id
     if options.config is None:
         text = f"`flagscale {action.name}` needs a YAML or a program"
         raise ConfigError(text, hint=f"flagscale {action.name} -h")

@@ -297,6 +297,34 @@ def find_of_experiment(experiment: Experiment) -> RunState | None:
     return None
 
 
+def choose_run(action: str) -> RunState:
+    """Return the run of a command that names none: the only one that may live.
+
+    Raises:
+        RunStateError: There is none, or there are several.
+    """
+    entries = read_entries()
+    live_runs = [
+        state
+        for state in (reload_state(entry.state) for entry in entries if entry.ended is None)
+        if _may_live(state)
+    ]
+    if len(live_runs) == 1 and action != "stop":
+        (state,) = live_runs
+        print(f"run {state.run_id} ({state.name}) in {state.exp_dir}", file=sys.stderr)
+        return state
+    listed_runs = live_runs or [entry.state for entry in entries][-_LISTED_RUNS:]
+    lines = "".join(f"\n  {run.run_id}  {run.name}  {run.exp_dir}" for run in reversed(listed_runs))
+    kind = "alive" if live_runs else "the last ones"
+    raise RunStateError(
+        f"`flagscale {action}` needs a run" + (f"; {kind}:{lines}" if lines else ""),
+        hint=f"`flagscale {action} ID`, a name, a directory or a YAML",
+    )
+
+
+_LISTED_RUNS = 3
+
+
 def require_run(text: str) -> RunState:
     """Return the run that a text names, see :func:`find_run`.
 

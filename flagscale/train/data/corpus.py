@@ -432,7 +432,10 @@ def _parse_fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tu
         if key not in record:
             present_keys = ", ".join(repr(name) for name in list(record)[:8]) or "none"
             text_keys = [name for name, value in record.items() if isinstance(value, str)]
-            hint = f"; give --json-keys {text_keys[0]}" if len(text_keys) == 1 else ""
+            # The option is --json-keys of preprocess, and --json-key of the tokenizer's training.
+            hint = (
+                f"; its text is in {text_keys[0]!r}: give that key" if len(text_keys) == 1 else ""
+            )
             message = f"no key {key!r}; the object has {present_keys}{hint}"
             raise BadRecordError(path, offset, message)
         value = record[key]

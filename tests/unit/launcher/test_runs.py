@@ -110,6 +110,25 @@ def test_complete_id_takes_precedence_over_a_prefix(state: RunState) -> None:
     assert named.run_id == "20250101-000000-aa"
 
 
+def test_command_without_a_run_takes_the_only_live_one(
+    state: RunState, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(state, FIRST, ended=True)
+    with pytest.raises(
+        RunStateError, match=f"`flagscale query` needs a run; the last .*\n  {FIRST}"
+    ):
+        runs.choose_run("query")
+    register(state, OTHER)
+    monkeypatch.setattr(runs, "_may_live", lambda _: True)
+    assert runs.choose_run("query").run_id == OTHER
+    assert f"run {OTHER} ({state.name})" in capsys.readouterr().err
+    with pytest.raises(RunStateError, match=f"`flagscale stop` needs a run; alive:\n  {OTHER}"):
+        runs.choose_run("stop")  # it ends no run that nobody has named
+    register(state, SECOND)
+    with pytest.raises(RunStateError, match=f"alive:\n  {OTHER}.*\n  {SECOND}"):
+        runs.choose_run("logs")
+
+
 def test_unknown_run_lists_the_registered_runs(state: RunState) -> None:
     register(state, FIRST, OTHER)
     with pytest.raises(RunStateError) as raised:

@@ -72,7 +72,7 @@ def test_a_text_file_is_a_document_and_a_huge_one_several(tmp_path: Path) -> Non
         pytest.param(
             b'{"txet": "a"}',
             1,
-            "no key 'text'; the object has 'txet'; give --json-keys txet",
+            "no key 'text'; the object has 'txet'; its text is in 'txet': give that key",
             id="key",
         ),
         pytest.param(b'{"text": 5}', 1, "key 'text' holds int, expected a string", id="type"),
