@@ -507,7 +507,8 @@ def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
 
 def _list_runs(options: argparse.Namespace, rest: list[str]) -> int:
     from flagscale.launcher.listing import list_runs
-    from flagscale.launcher.run_filter import RunFilter, parse_moment, parse_states
+    from flagscale.launcher.moments import parse_moment
+    from flagscale.launcher.run_filter import RunFilter, parse_states
 
     if rest:
         raise ConfigError(f"unknown argument {rest[0]}", hint="flagscale runs -h")
@@ -516,7 +517,7 @@ def _list_runs(options: argparse.Namespace, rest: list[str]) -> int:
         parse_states(options.state or ""),
         options.name or "",
         options.host or "",
-        None if options.since is None else parse_moment(options.since),
+        None if options.since is None else parse_moment(options.since, "--since "),
         options.limit,
     )
     return list_runs(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.schema import Options
 from flagscale.errors import ConfigError
 from flagscale.hosts.names import compress_names, expand_list
 from flagscale.launcher.log_lines import LEVELS
+from flagscale.launcher.moments import parse_moment
 from flagscale.launcher.state import HostState, RunState
 
 FOLLOWED_LINES = 100
 """Last lines of each host that are shown first when output is followed."""
-_AGE = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?")
-_CLOCK = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
-_AGE_UNITS = (86400, 3600, 60, 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def parse_query(state: RunState, options: Options) -> LogQuery:
             ) from error
     if options.level is not None and options.level not in LEVELS:
         raise ConfigError(f"level={options.level}: expected one of {', '.join(LEVELS)}")
-    since = None if options.since is None else parse_since(options.since)
+    since = None if options.since is None else parse_moment(options.since)
     hosts = select_hosts(state, options.host, options.rank)
     return LogQuery(
         hosts, options.rank, options.grep, options.level, since, options.lines, options.host
@@ -109,40 +105,3 @@ def _expand_names(text: str) -> list[str]:
 
 def _host_of_rank(hosts: Sequence[HostState], rank: int | None) -> HostState:
     return next(host for host in hosts if rank in host.ranks)
-
-
-def parse_since(text: str, now: float | None = None) -> float:
-    """Return the time that a text means, in seconds since the epoch.
-
-    The text is an age (``10m``, ``1h30m``, ``2d``), a time of the last 24 hours (``14:02``), or a
-    date with or without a time in ISO format. Times are this machine's.
-
-    Raises:
-        ConfigError: the text has none of these forms, or is in the future.
-    """
-    current_time = time.time() if now is None else now
-    age = _AGE.fullmatch(text)
-    if text and age is not None:
-        parts = zip(age.groups(default="0"), _AGE_UNITS, strict=True)
-        return current_time - sum(int(number) * seconds for number, seconds in parts)
-    moment = _parse_time(text, datetime.fromtimestamp(current_time))
-    if moment is None:
-        raise ConfigError(
-            f"since={text}: expected an age (10m, 2h, 1d), a time (14:02), or a date and time "
-            "(2026-11-26T14:02)"
-        )
-    if moment.timestamp() > current_time:
-        raise ConfigError(f"since={text}: is in the future")
-    return moment.timestamp()
-
-
-def _parse_time(text: str, now: datetime) -> datetime | None:
-    try:
-        if _CLOCK.fullmatch(text):
-            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
-            moment = datetime.combine(now.date(), clock)
-            return moment if moment <= now else moment - timedelta(days=1)
-        # Python 3.10 does not accept the Z of UTC.
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None

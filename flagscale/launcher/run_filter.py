@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from datetime import time as clock_time
 from fnmatch import fnmatchcase
 
 from flagscale.config.arguments.spec.values import did_you_mean
@@ -14,9 +11,6 @@ from flagscale.errors import ConfigError
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState
 
-_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
-_AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*([smhdw])[a-z]*")
-_CLOCK_TIME = re.compile(r"\d\d:\d\d(?::\d\d)?")
 _STATE_GROUPS = {
     "live": tuple(phase.value for phase in Phase if not phase.ended),
     "ended": tuple(phase.value for phase in Phase if phase.ended),
@@ -73,34 +67,3 @@ def parse_states(text: str) -> tuple[str, ...]:
             )
         states += _STATE_GROUPS.get(word, (word,))
     return tuple(dict.fromkeys(states))
-
-
-def parse_moment(text: str, now: float | None = None) -> float:
-    """Parse the value of ``--since`` and return Unix seconds.
-
-    It is an age (``30m``, ``2d``), a clock time of the last 24 hours, or a date and time, which is
-    a local one unless it has a time zone.
-
-    Raises:
-        ConfigError: it is none of these, or in the future.
-    """
-    present = datetime.fromtimestamp(time.time() if now is None else now)
-    word = text.strip()
-    try:
-        if match := _AGE.fullmatch(word):
-            moment = present - timedelta(seconds=float(match[1]) * _UNIT_SECONDS[match[2]])
-        elif _CLOCK_TIME.fullmatch(word):
-            moment = datetime.combine(present.date(), clock_time.fromisoformat(word))
-            moment -= timedelta(days=1) if moment > present else timedelta()
-        else:
-            # Python 3.10 does not accept the Z of UTC.
-            moment = datetime.fromisoformat(word.replace("Z", "+00:00"))
-        seconds = moment.timestamp()
-    except (ValueError, OverflowError, OSError):
-        raise ConfigError(
-            f"--since {text}: expected an age such as 30m, 12h or 2d, or a time such as "
-            "2026-11-20, '2026-11-20 08:30' or 08:30"
-        ) from None
-    if seconds > present.timestamp():
-        raise ConfigError(f"--since {text}: is in the future")
-    return seconds

@@ -9,7 +9,7 @@ import pytest
 
 from flagscale.config.schema import Options
 from flagscale.errors import ConfigError
-from flagscale.launcher.log_query import parse_query, parse_since, select_hosts
+from flagscale.launcher.log_query import parse_query, select_hosts
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
@@ -79,32 +79,3 @@ def test_wrong_options_are_answered(state: RunState, options: Options, message: 
     with pytest.raises(ConfigError) as error:
         parse_query(state, options)
     assert message in error.value.message
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("10m", NOW - 600),
-        ("10min", NOW - 600),
-        ("1h30m", NOW - 5400),
-        ("2d", NOW - 2 * 86400),
-        ("45s", NOW - 45),
-        ("14:02", datetime(2026, 11, 26, 14, 2).timestamp()),
-        ("9:05:30", datetime(2026, 11, 26, 9, 5, 30).timestamp()),
-        ("14:31", datetime(2026, 11, 25, 14, 31).timestamp()),
-        ("2026-11-26", datetime(2026, 11, 26).timestamp()),
-        ("2026-11-26T14:02", datetime(2026, 11, 26, 14, 2).timestamp()),
-        ("2026-11-26 14:02:01", datetime(2026, 11, 26, 14, 2, 1).timestamp()),
-        ("2026-11-25T12:00:00Z", 1795608000.0),
-    ],
-)
-def test_time_is_parsed(text: str, expected: float) -> None:
-    assert parse_since(text, NOW) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "m", "10", "25:00", "yesterday", "-5m", "2026-13-01", "1h 2m"]
-)
-def test_other_texts_are_no_times(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected an age"):
-        parse_since(text, NOW)

@@ -7,48 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.report_lab import store_run
 
 from flagscale.errors import ConfigError
-from flagscale.launcher.run_filter import RunFilter, parse_moment, parse_states
+from flagscale.launcher.run_filter import RunFilter, parse_states
 
 NOW = time.mktime((2026, 11, 26, 12, 0, 0, 0, 0, -1))
 DAY = 24 * 3600
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds_before"),
-    [
-        ("90s", 90),
-        ("30m", 1800),
-        ("1.5h", 5400),
-        ("2d", 2 * DAY),
-        ("2 days", 2 * DAY),
-        ("1w", 7 * DAY),
-        ("10:30", 5400),
-        ("13:00", 23 * 3600),
-        ("2026-11-26", DAY // 2),
-        ("2026-11-25 12:00", DAY),
-        ("2026-11-26T11:59:59", 1),
-    ],
-)
-def test_moments(text: str, seconds_before: float) -> None:
-    assert parse_moment(text, NOW) == NOW - seconds_before
-
-
-@given(st.text(max_size=12))
-def test_a_moment_is_parsed_or_refused(text: str) -> None:
-    try:
-        assert isinstance(parse_moment(text, NOW), float)
-    except ConfigError as error:
-        assert error.message.startswith(f"--since {text}: ")
-
-
-def test_a_moment_in_the_future_is_refused() -> None:
-    with pytest.raises(ConfigError, match="2026-11-27: is in the future"):
-        parse_moment("2026-11-27", NOW)
 
 
 @pytest.mark.parametrize(
