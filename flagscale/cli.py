@@ -307,7 +307,8 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
     if action.purpose is not None:
         config_help = "the experiment's YAML"
         if action.purpose == "find":
-            config_help += ", or a run: its id, name or directory (default: the only live run)"
+            config_help += ", or a run: its id, name or directory"
+            config_help += "" if action.name == "stop" else "; default: the only live run"
         # Optional where a program may take its place; whether it is missing is checked later.
         count = "?" if action.name in PROGRAM_ACTIONS or action.purpose == "find" else None
         parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)

@@ -323,7 +323,7 @@ def test_fresh_clone_reports_everything_it_lacks(tmp_path: Path) -> None:
         pytest.param(["stop", "conf/no.yaml"], 2, "no no.yaml in conf", id="missing-yaml"),
         pytest.param(["stop", "2026-ab", "a=1"], 2, "a=1: an existing run takes", id="override"),
         pytest.param(["run", "2026-ab"], 2, "no 2026-ab.yaml", id="not-to-find"),
-        pytest.param(["stop", "--help"], 0, "or a run: its id or directory", id="help"),
+        pytest.param(["stop", "--help"], 0, "or a run: its id, name or directory", id="help"),
     ],
 )
 def test_actions_accept_a_run(lab: Lab, argv: list[str], code: int, expected: str) -> None:
