@@ -334,6 +334,10 @@ def test_a_config_is_read_as_transformers_rewrites_it(
     except StrictDataclassFieldValidationError as error:
         assert "got NoneType" in str(error)  # older versions read null, with one meaning
         return
+    except KeyError:
+        # transformers expects both kinds of layers in it, and cannot read the file.
+        assert kind == "gemma3_text" and config["rope_parameters"] == {}
+        return
     if hasattr(reference, "rope_parameters"):
         reference.standardize_rope_params()  # as models do
     reference.save_pretrained(directory)
