@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
-from flagscale.commands import completion
+from flagscale.commands import completion, past_runs
+from flagscale.commands.argument_types import is_yaml, parse_natural
 from flagscale.commands.flagscale_forms import (
     ActionCall,
     add_run_arguments,
@@ -207,76 +208,14 @@ def _create_parser() -> argparse.ArgumentParser:
         help="of an experiment, as conf/train.yaml (default), or of conf/train/MODEL.yaml",
     )
     schema.set_defaults(handler=_print_schema)
-    runs = commands.add_parser("runs", help=_RUNS_HELP, description=_RUNS_HELP)
-    runs.add_argument(
-        "run",
-        nargs="?",
-        metavar="RUN",
-        help="an id, a directory or a YAML: every run of that experiment, with its attempts; the "
-        "directory of a sweep: its table",
-    )
-    runs.add_argument("--all", "-a", action="store_true", help="include runs that ended long ago")
-    runs.add_argument(
-        "--state",
-        "-s",
-        metavar="STATE",
-        help="only runs in these states, such as failed,lost; live and ended are several",
-    )
-    runs.add_argument(
-        "--name",
-        metavar="PATTERN",
-        help="only runs of this name: a part, or a pattern with *",
-    )
-    runs.add_argument("--host", metavar="PATTERN", help="only runs on this host, such as 'node0*'")
-    runs.add_argument(
-        "--since",
-        metavar="TIME",
-        help="only runs that are alive or ended since: 12h, 2d, 2026-11-20 or 08:30",
-    )
-    runs.add_argument(
-        "--limit", "-n", type=_parse_natural, metavar="N", help="only the N newest of these"
-    )
-    runs.add_argument("--csv", type=Path, metavar="FILE", help="write the list to a CSV file")
-    runs.add_argument("--json", action="store_true", help="print JSON, for programs")
-    runs.set_defaults(handler=_list_runs)
-    report = commands.add_parser("report", help=_REPORT_HELP, description=_REPORT_HELP)
-    report.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="an id or its beginning: that run; a directory or a YAML: all runs of the directory "
-        "as one curve; the directory of a sweep: its table and curves; overrides of YAMLs as "
-        "key=value",
-    )
-    report.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: report_<run id>.html in the current directory, with the names "
-        "of all that is reported)",
-    )
-    report.add_argument("--open", action="store_true", help="show it in a browser")
-    report.set_defaults(handler=_write_report)
-    rerun = commands.add_parser("rerun", help=_RERUN_HELP, description=_RERUN_HELP)
-    rerun.add_argument(
-        "run", metavar="RUN", help="an id or its beginning, a directory or a YAML: its last run"
-    )
-    rerun.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="overrides in Hydra's syntax; experiment.exp_dir=DIR is the directory (default: that "
-        "of the run with _rerun_1 or the next free number)",
-    )
-    rerun.add_argument(
-        "--best", action="store_true", help="RUN is the directory of a sweep: its best run"
-    )
-    rerun.add_argument(
-        "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
-    )
-    rerun.set_defaults(handler=_rerun)
+    for name, help_text, add_arguments, handler in (
+        ("runs", _RUNS_HELP, past_runs.add_runs_arguments, past_runs.list_runs),
+        ("report", _REPORT_HELP, past_runs.add_report_arguments, _write_report),
+        ("rerun", _RERUN_HELP, past_runs.add_rerun_arguments, past_runs.rerun),
+    ):
+        subparser = commands.add_parser(name, help=help_text, description=help_text)
+        add_arguments(subparser)
+        subparser.set_defaults(handler=handler)
     shell = commands.add_parser("completion", help=_COMPLETION_HELP, description=_COMPLETION_HELP)
     shell.add_argument("shell", choices=completion.SHELLS)
     shell.set_defaults(handler=_print_completion)
@@ -321,7 +260,7 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         else:
             parser.add_argument(
                 *flags,
-                type=_parse_natural if value_type is int else str,
+                type=parse_natural if value_type is int else str,
                 choices=documented_fields(Options)[name].metadata["choices"],
                 help=option.help,
             )
@@ -373,12 +312,6 @@ def _convert(argv: list[str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *python_arguments(module), *argv], environment)
 
 
-def _parse_natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, found {text!r}")
-    return int(text)
-
-
 def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
@@ -415,7 +348,7 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     if action.name in PROGRAM_ACTIONS:
         reject_program_options(options)
     overrides = [*options.overrides, *extra_words]
-    if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
+    if action.purpose == "find" and not is_sweep and not is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
         run_options = Options(action=action.name, **given_options)
@@ -475,11 +408,6 @@ def _reject_action_override(overrides: Sequence[str], action: Action) -> None:
             )
 
 
-def _is_yaml(text: str) -> bool:
-    """Return True if a text names a YAML file, which need not exist if its suffix is given."""
-    return text.endswith((".yaml", ".yml")) or Path(f"{text}.yaml").is_file()
-
-
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.compose import config_file
     from flagscale.config.explain import explain
@@ -506,33 +434,9 @@ def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def _list_runs(options: argparse.Namespace, rest: list[str]) -> int:
-    from flagscale.launcher.listing import list_runs
-    from flagscale.launcher.moments import parse_moment
-    from flagscale.launcher.run_filter import RunFilter, parse_states
-
-    if rest:
-        raise ConfigError(f"unknown argument {rest[0]}", hint="flagscale runs -h")
-
-    run_filter = RunFilter(
-        parse_states(options.state or ""),
-        options.name or "",
-        options.host or "",
-        None if options.since is None else parse_moment(options.since, "--since "),
-        options.limit,
-    )
-    return list_runs(
-        options.run,
-        include_old=options.all,
-        as_json=options.json,
-        csv_file=options.csv,
-        run_filter=run_filter,
-    )
-
-
 def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     from flagscale.launcher.sweep_runs import find_sweep
-    from flagscale.report.command import write_report, write_sweep_report
+    from flagscale.report import command
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
@@ -542,7 +446,7 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
         for text in arguments
         if "=" in text and not text.startswith((".", "/", "~")) and not Path(text).exists()
     ]
-    if overrides and not any(map(_is_yaml, arguments)):
+    if overrides and not any(map(is_yaml, arguments)):
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
     texts = [text for text in arguments if text not in overrides]
@@ -552,10 +456,10 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
                 raise ConfigError(
                     f"{text} is a sweep: it has a page of its own", hint="name it alone"
                 )
-            return write_sweep_report(sweep, options.output, show=options.open)
+            return command.write_sweep_report(sweep, options.output, show=options.open)
     subjects = [_find_subject(text, overrides) for text in texts]
     distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
-    return write_report(list(distinct_subjects.values()), options.output, show=options.open)
+    return command.write_report(list(distinct_subjects.values()), options.output, show=options.open)
 
 
 def _find_subject(text: str, overrides: Sequence[str]) -> Subject:
@@ -564,8 +468,8 @@ def _find_subject(text: str, overrides: Sequence[str]) -> Subject:
     from flagscale.report.command import Subject
 
     try:
-        if _is_yaml(text):
-            state = _find_run_of_yaml(text, overrides)
+        if is_yaml(text):
+            state = past_runs.find_run_of_yaml(text, overrides)
         else:
             state = runs.require_run(text)
             if not runs.is_directory(text):
@@ -585,36 +489,6 @@ def _print_note_of_directory(state: RunState) -> None:
         text = f"run {state.run_id} is one of {count} in {state.exp_dir}"
         command = f"flagscale report {shlex.quote(os.path.relpath(state.exp_dir))}"
         print(f"note: {text}; `{command}` shows all as one curve", file=sys.stderr)
-
-
-def _find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
-    """Return the last run of a YAML."""
-    from flagscale.config.load import load
-    from flagscale.launcher import runs
-    from flagscale.launcher.sweep_runs import find_sweep
-
-    path = Path(text)
-    experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment
-    state = runs.find_of_experiment(experiment)
-    if state is None:
-        hint = "`flagscale runs` lists yours"
-        if find_sweep(str(experiment.exp_dir)) is not None:
-            hint = f"a sweep was: name its directory, {experiment.exp_dir}"
-        raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
-    return state
-
-
-def _rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
-    from flagscale.launcher.rerun import find_run_to_repeat, rerun
-
-    if unknown_options := [text for text in extra_words if text.startswith("-")]:
-        raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale rerun -h")
-    overrides = [*options.overrides, *extra_words]
-    if _is_yaml(options.run) and not options.best:
-        state = _find_run_of_yaml(options.run, [])
-    else:
-        state = find_run_to_repeat(options.run, best=options.best)
-    return rerun(state, overrides, only_plan=options.dryrun)
 
 
 def _print_completion(options: argparse.Namespace, _rest: list[str]) -> int:

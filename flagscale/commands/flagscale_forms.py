@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +40,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a YAML, or a name: examples/MODEL/conf/train.yaml in the current directory",
     )
-    parser.add_argument("--config", "-c", type=Path, metavar="YAML", help="the experiment's YAML")
-    flags = parser.add_mutually_exclusive_group()
-    for name, (action, text) in _FLAGS.items():
-        flags.add_argument(f"--{name}", dest="flag", action="store_const", const=action, help=text)
+    _add_train_options(parser)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -51,6 +48,13 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="overrides in Hydra's syntax",
     )
+
+
+def _add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", "-c", type=Path, metavar="YAML", help="the experiment's YAML")
+    flags = parser.add_mutually_exclusive_group()
+    for name, (action, text) in _FLAGS.items():
+        flags.add_argument(f"--{name}", dest="flag", action="store_const", const=action, help=text)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +71,7 @@ def read_train_form(options: argparse.Namespace) -> ActionCall:
     Raises:
         ConfigError: no YAML belongs to the model.
     """
-    words = _other_words(options.words, ("--config", "-c"), [f"--{name}" for name in _FLAGS])
+    words = _other_words(options.words, _add_train_options)
     words.remove(options.model)
     config = options.config
     if config is None and words and _is_yaml(words[0]):
@@ -93,21 +97,17 @@ def read_run_form(options: argparse.Namespace) -> ActionCall | None:
         )
     name = options.config_name.removesuffix(".yaml").removesuffix(".yml")
     config = (options.config_path or Path()) / f"{name}.yaml"
-    flags = ("--config-path", "-p", "--config-name", "-n", "--action", "-a")
-    return ActionCall(options.action or "run", config, _other_words(options.words, flags))
+    words = _other_words(options.words, add_run_arguments)
+    return ActionCall(options.action or "run", config, words)
 
 
 def _other_words(
-    words: Sequence[str], value_flags: Sequence[str], switches: Sequence[str] = ()
+    words: Sequence[str], add_options: Callable[[argparse.ArgumentParser], None]
 ) -> list[str]:
     """Return the words of a command line, in order, without these options and their values."""
-    others: list[str] = []
-    previous = ""
-    for word in words:
-        is_option = word in switches or word.partition("=")[0] in value_flags
-        if not is_option and previous not in value_flags:
-            others.append(word)
-        previous = "" if previous in value_flags else word
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    _, others = parser.parse_known_args(list(words))
     return others
 
 

@@ -13,9 +13,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
+from flagscale.commands.argument_types import is_yaml
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError
 
@@ -126,8 +127,7 @@ def reject_yaml_options(options: argparse.Namespace, program: Sequence[str]) -> 
 
 def reject_bare_program(words: Sequence[str], config: str, action: str) -> None:
     """Raise an error for a program that is given where the YAML ``config`` is expected."""
-    is_yaml = config.endswith((".yaml", ".yml")) or Path(f"{config}.yaml").is_file()
-    if not is_yaml and shutil.which(config) is not None:
+    if not is_yaml(config) and shutil.which(config) is not None:
         program = words[words.index(config) :]
         hint = f"to run it without a YAML: flagscale {action} -- {shlex.join(program)}"
         raise ConfigError(f"{config} is a program, not a YAML", hint=hint)

@@ -8,7 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from flagscale.config.interpolation import host_references, restore_references
+from flagscale.config.interpolation import (
+    escape_interpolations,
+    host_references,
+    restore_references,
+)
 
 _RESOLVER = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _RESOLVERS_OF_KEYS = ("host", "oc.select", "oc.dict.keys", "oc.dict.values", "oc.deprecated")
@@ -42,12 +46,12 @@ def _fix(composed: Any, resolved: Any, resolve: Callable[[str], Any]) -> Any:
     if isinstance(composed, list) and isinstance(resolved, list) and len(composed) == len(resolved):
         return [_fix(*pair, resolve) for pair in zip(composed, resolved, strict=True)]
     if not isinstance(composed, str) or "${" not in composed:
-        return escape_interpolations(resolved)
+        return escape_plain_data(resolved)
     parts = list(_split(composed))
     if len(parts) == 1 and not _stays(parts[0]):
-        return escape_interpolations(resolved)
+        return escape_plain_data(resolved)
     return "".join(
-        part if _stays(part) else str(escape_interpolations(resolve(part))) for part in parts
+        part if _stays(part) else str(escape_plain_data(resolve(part))) for part in parts
     )
 
 
@@ -79,18 +83,17 @@ def _split(text: str) -> Iterator[str]:
         yield text[literal_start:]
 
 
-def escape_interpolations(value: Any) -> Any:
+def escape_plain_data(value: Any) -> Any:
     """Return resolved plain data, at any depth, as a YAML writes it.
 
     ``${`` gets a backslash, unless it is a reference to a variable of the host.
     """
     if isinstance(value, Mapping):
-        return {key: escape_interpolations(inner) for key, inner in value.items()}
+        return {key: escape_plain_data(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [escape_interpolations(item) for item in value]
+        return [escape_plain_data(item) for item in value]
     if not isinstance(value, str):
         return value
     if host_references(value):
         return restore_references(value)
-    # A backslash that stands before ${ is doubled, as OmegaConf reads it.
-    return re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", value)
+    return escape_interpolations(value)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
 from flagscale.estimate.forecast import forecast_step
 
@@ -30,7 +31,8 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
     microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
     offload_changes: list[dict[str, Any]] = [{}]
-    if args.optimizer == "adam" and not args.optimizer_cpu_offload:
+    is_captured = captures_steps(vars(args))  # offloading requires steps that are not
+    if args.optimizer == "adam" and not args.optimizer_cpu_offload and not is_captured:
         sharding = {} if args.use_distributed_optimizer else {"use_distributed_optimizer": True}
         offload_changes.append({**sharding, "optimizer_cpu_offload": True})
     recompute_changes: list[dict[str, Any]] = [
@@ -61,8 +63,8 @@ def change_arguments(args: Namespace, changes: Mapping[str, Any]) -> Namespace:
     """Return resolved arguments with a change, for the same number of ranks."""
     changed = copy(args)
     vars(changed).update(changes)
-    changed.data_parallel_size //= changed.tensor_model_parallel_size
-    changed.data_parallel_size *= args.tensor_model_parallel_size
+    ranks = args.data_parallel_size * args.tensor_model_parallel_size
+    changed.data_parallel_size = ranks // changed.tensor_model_parallel_size
     return changed
 
 

@@ -25,7 +25,6 @@ from flagscale.tables import FittingTable
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PARALLEL_QUERIES = 8
 _MIN_COLUMN_WIDTH = 16
 # Runs that ended longer ago are listed only on request.
 _RECENT_SECONDS = 2 * 24 * 3600.0
@@ -119,7 +118,7 @@ def _query_rows(entries: Sequence[runs.RunEntry], run_filter: RunFilter) -> list
     entries.sort(key=lambda entry: (entry.state.started, entry.state.run_id), reverse=True)
     if not run_filter.states and run_filter.since is None:
         entries = entries[: run_filter.limit]
-    with ThreadPoolExecutor(_PARALLEL_QUERIES) as pool:
+    with ThreadPoolExecutor(runs.PARALLEL_QUERIES) as pool:
         rows = list(pool.map(_query_row, entries))
     selected = [
         row for row in rows if run_filter.accepts_phase(row.outcome.phase, row.outcome.since)

@@ -180,7 +180,7 @@ def _secret_overrides(recorded: _RecordedConfig, given_keys: Mapping[str, str]) 
         if key in given_keys:
             continue
         if key.startswith("experiment.envs.") and name in os.environ:
-            yield f"{key}={os.environ[name]}"
+            yield f"{key}=${{oc.env:{name}}}"  # never read as Hydra's syntax, or shown
             continue
         where = f"set {name} in the environment, or " if "experiment.envs." in key else ""
         message = f"is a secret, which was not recorded: {where}give {key}=VALUE"

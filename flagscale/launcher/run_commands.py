@@ -68,8 +68,13 @@ def _stop_sweep(sweep: StoredSweep, options: Options) -> int:
     exit_code = 0
     for run in sweep.runs:
         run.query()
-        if run.state is None or (run.snapshot is not None and run.snapshot.phase.ended):
+        if run.state is None:
+            # A damaged state: the run may live.
+            exit_code = max(exit_code, 1 if run.failure_reason else 0)
             continue
+        if run.snapshot is not None and run.snapshot.phase.ended:
+            continue
+        run.failure_reason = ""
         try:
             stop_run(run.state)
             run.query()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,9 @@ from flagscale.launcher.state import (
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 _MAX_ENTRIES = 300
+_LISTED_RUNS = 3
+PARALLEL_QUERIES = 8
+"""Number of runs whose hosts are queried at a time."""
 
 
 @dataclass(frozen=True)
@@ -258,13 +262,21 @@ def find_elsewhere(experiment: Experiment) -> list[RunState]:
     config, written_directory = str(experiment.config_file), _directory_as_written(experiment)
     if Path(written_directory).is_absolute():
         return []
-    return [
-        reload_state(entry.state)
+    return _find_live_runs(
+        entry
         for entry in read_entries()
-        if (entry.config, entry.given, entry.ended) == (config, written_directory, None)
+        if (entry.config, entry.given) == (config, written_directory)
         and entry.state.exp_dir != experiment.exp_dir
-        and _may_live(reload_state(entry.state))
-    ]
+    )
+
+
+def _find_live_runs(entries: Iterable[RunEntry]) -> list[RunState]:
+    """Return the runs that may live, in order."""
+    states = [reload_state(entry.state) for entry in entries if entry.ended is None]
+    with ThreadPoolExecutor(PARALLEL_QUERIES) as pool:
+        return [
+            state for state, lives in zip(states, pool.map(_may_live, states), strict=True) if lives
+        ]
 
 
 def _may_live(state: RunState) -> bool:
@@ -304,11 +316,7 @@ def choose_run(action: str) -> RunState:
         RunStateError: There is none, or there are several.
     """
     entries = read_entries()
-    live_runs = [
-        state
-        for state in (reload_state(entry.state) for entry in entries if entry.ended is None)
-        if _may_live(state)
-    ]
+    live_runs = _find_live_runs(entries)
     if len(live_runs) == 1 and action != "stop":
         (state,) = live_runs
         print(f"run {state.run_id} ({state.name}) in {state.exp_dir}", file=sys.stderr)
@@ -322,9 +330,6 @@ def choose_run(action: str) -> RunState:
     )
 
 
-_LISTED_RUNS = 3
-
-
 def require_run(text: str) -> RunState:
     """Return the run that a text names, see :func:`find_run`.
 
@@ -333,7 +338,7 @@ def require_run(text: str) -> RunState:
     """
     state = find_run(text)
     if state is None:
-        ids = list_first([entry.state.run_id for entry in reversed(read_entries())], 3)
+        ids = list_first([entry.state.run_id for entry in reversed(read_entries())], _LISTED_RUNS)
         raise RunStateError(
             f"{text!r} is not a run id, a prefix of one, a directory in which a run was "
             "started, a run's name, or a YAML",

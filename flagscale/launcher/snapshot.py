@@ -335,8 +335,9 @@ def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str,
 
 def _validation_loss(events: dict[int, list[Event]]) -> float | None:
     """Return the last validation loss: the mean over the sets of the last evaluation."""
-    rows = [row for rows in events.values() for row in rows if row.event == "evaluation"]
-    last_step = max((step for row in rows if (step := row.get_number("step"))), default=None)
+    rows = _sorted_events(events, "evaluation")
+    steps = (row.get_number("step") for row in rows)
+    last_step = max((step for step in steps if step is not None), default=None)
     losses = [
         loss
         for row in rows

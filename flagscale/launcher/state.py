@@ -171,9 +171,10 @@ def _load_state(path: Path, exp_dir: Path) -> RunState | None:
 
 
 def _with_outputs_set_aside(state: RunState) -> RunState:
-    """Return the state with the outputs where they are after a later run has started."""
-    if not state.shared_fs:
-        return state  # the hosts look for them: see launcher/remote_logs.py
+    """Return the state with the outputs where they are after a later run has started.
+
+    Hosts without a shared file system look for them as well: see launcher/remote_logs.py.
+    """
     hosts = []
     for host in state.hosts:
         set_aside = host.run_dir / OLD_OUTPUT_FILE

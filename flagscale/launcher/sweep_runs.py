@@ -30,7 +30,7 @@ from flagscale.files import (
     write_json,
 )
 from flagscale.launcher.layout import Layout
-from flagscale.launcher.runs import query_run
+from flagscale.launcher.runs import PARALLEL_QUERIES, query_run
 from flagscale.launcher.snapshot import Phase, Snapshot, take_snapshot
 from flagscale.launcher.state import RunState, load_states
 from flagscale.records import from_record
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 SWEEP_FILE = "sweep.json"
 PHASE_NOT_STARTED = "not started"
 _SIGTERM_EXIT_CODE = 143
-_PARALLEL_QUERIES = 8
 _METRICS = ("step", "loss", "validation_loss", "tokens_per_second")
 
 
@@ -180,7 +179,7 @@ class StoredSweep:
 
     def query(self) -> None:
         """Query the current state of all runs."""
-        with ThreadPoolExecutor(_PARALLEL_QUERIES) as pool:
+        with ThreadPoolExecutor(PARALLEL_QUERIES) as pool:
             list(pool.map(SweepRun.query, self.runs))
 
 

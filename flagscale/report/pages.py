@@ -11,7 +11,7 @@ from pathlib import Path
 from flagscale.config.secrets import hide_passwords
 from flagscale.files import write_atomic
 from flagscale.hosts.names import compress_names, format_ranges
-from flagscale.launcher.layout import OLD_OUTPUT_FILE, RANKS_DIRECTORY, Layout
+from flagscale.launcher.layout import RANKS_DIRECTORY, Layout
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import RunState
@@ -434,9 +434,8 @@ def _files(run: RunReport) -> Html:
     rows = [(description, path) for description, path in rows if path.exists()]
     for host in hosts[:_MAX_HOSTS]:
         host_suffix = f" of {host.name}" if len(hosts) > 1 else ""
-        old_output = host.run_dir / OLD_OUTPUT_FILE
         rows += [(f"script{host_suffix}", host.script)] if is_current else []
-        rows += [(f"output{host_suffix}", old_output if old_output.exists() else host.output)]
+        rows += [(f"output{host_suffix}", host.output)]
         rows += [(f"logs of ranks{host_suffix}", host.run_dir / RANKS_DIRECTORY)]
     path_table = table(("what", "where"), [[what, Cell(path, "path")] for what, path in rows])
     missing_note = "" if run.state.exp_dir.exists() else "The run's directory is gone. "

@@ -68,7 +68,7 @@ class Kill:
     is_in_meeting: bool
     """The rank is killed while the ranks meet and warm up. Otherwise during operations."""
     delay_seconds: float
-    """From the start of the ranks, or from the end of the warm-up."""
+    """Seconds since the start of the ranks, or since the end of the warm-up."""
     survival_seconds: float
     """Time from a kill in a meeting until all other ranks are killed, too. They do not have to
     detect it in this time.

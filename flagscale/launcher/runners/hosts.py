@@ -64,9 +64,9 @@ class HostRunner:
         self._probed_at = float("-inf")
         self._reader: EventReader | None = None
         self._children: dict[int, Popen[bytes]] = {}
+        """Scripts that end with this process, by node rank."""
         self._brings_output = True
         self._silent_hosts: set[int] = set()
-        """Scripts that end with this process, by node rank."""
 
     def close(self) -> None:
         if self._hosts is not None:

@@ -196,8 +196,10 @@ def _all_host_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) // ranks))
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Piece(NamedTuple):

@@ -98,8 +98,10 @@ def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     fraction = args.optimizer_offload_fraction
     core_optimizer.Adam = partial(MasterWeightAdam, offload_fraction=fraction)
-    yield
-    core_optimizer.Adam = FusedAdam
+    try:
+        yield
+    finally:
+        core_optimizer.Adam = FusedAdam
 
 
 def _keep_master_weights(distributed_optimizer: Any) -> None:

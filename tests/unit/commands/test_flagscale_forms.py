@@ -42,6 +42,12 @@ FORMS = {
     "tune": ("train llama3 --tune", ("auto_tune", YAML, [])),
     "our option": ("train llama3 --query --follow", ("query", YAML, ["--follow"])),
     "run": ("run -p conf -n train", ("run", Path("conf/train.yaml"), [])),
+    "values without a space": (
+        "run -pconf -nx a=1",
+        ("run", Path("conf/x.yaml"), ["a=1"]),
+    ),
+    "abbreviated": ("run -p conf --config-na x", ("run", Path("conf/x.yaml"), [])),
+    "config without a space": ("train llama3 -cmy.yaml", ("run", Path("my.yaml"), [])),
     "run with suffix": ("run -p conf -n train.yaml", ("run", Path("conf/train.yaml"), [])),
     "run with action": (
         "run --config-path ./conf --config-name train --action stop",

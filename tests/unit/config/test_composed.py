@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from flagscale.config.composed import escape_interpolations, fix_interpolations
+from flagscale.config.composed import escape_plain_data, fix_interpolations
 
 
 @pytest.fixture(autouse=True)
@@ -65,5 +65,5 @@ def test_the_time_is_the_one_of_the_configuration() -> None:
     )
 )
 def test_literal_values_survive(value: Any) -> None:
-    config = OmegaConf.create({"value": escape_interpolations(value)})
+    config = OmegaConf.create({"value": escape_plain_data(value)})
     assert OmegaConf.to_container(config, resolve=True) == {"value": value}

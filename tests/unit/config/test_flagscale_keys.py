@@ -17,6 +17,7 @@ from flagscale.config.arguments.compat.flagscale_runner import (
 )
 from flagscale.config.arguments.compat.names import why_unsupported, why_unused
 from flagscale.config.arguments.spec.registry import lookup
+from flagscale.config.arguments.spec.train_arguments import read_arguments
 from flagscale.config.checks import experiment_notes
 from flagscale.config.documented import documented_fields
 from flagscale.config.explain import explain
@@ -165,3 +166,18 @@ def test_program_of_flagscale_is_alias_or_names_family(path: str, same: bool | N
     assert is_gpt_program(path) == bool(same)
     sentence = other_family(path) or ""
     assert ("which this project does not train" in sentence) == (same is False)
+
+
+@pytest.mark.parametrize(("value", "is_contradicted"), [(1e-5, True), (1e-6, False)])
+def test_another_name_is_compared_with_the_value_that_counts(
+    value: float, is_contradicted: bool
+) -> None:
+    sections = {
+        "system": {"norm_epsilon": 1e-5},
+        "model": {"norm_epsilon": 1e-6},
+        "data": {"layernorm_epsilon": value},
+    }
+    contradictions = read_arguments(sections, "train.").contradictions
+    assert [problem.key for problem in contradictions] == (
+        ["train.data.layernorm_epsilon"] if is_contradicted else []
+    )

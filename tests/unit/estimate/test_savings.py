@@ -8,7 +8,7 @@ import pytest
 from unit.estimate.test_memory import VOCABULARY, WHOLE, forecast_llama, llama_arguments
 
 from flagscale.estimate import changes
-from flagscale.estimate.changes import Saving, list_savings
+from flagscale.estimate.changes import Saving, change_arguments, list_savings
 
 GIB = 2**30
 
@@ -51,6 +51,13 @@ def test_changes_that_save_almost_nothing_are_not_suggested(
 ) -> None:
     monkeypatch.setattr(changes, "possible_changes", lambda _: [{"micro_batch_size": 1}])
     assert list_savings(llama_arguments(WHOLE), VOCABULARY, 0) == []
+
+
+@pytest.mark.parametrize(("tp", "changed_tp", "dp"), [(4, 8, 2), (2, 4, 4), (1, 2, 8)])
+def test_changed_tensor_parallelism_keeps_the_ranks(tp: int, changed_tp: int, dp: int) -> None:
+    args = llama_arguments(f"{WHOLE} --tensor-model-parallel-size {tp}", 16)
+    changed = change_arguments(args, {"tensor_model_parallel_size": changed_tp})
+    assert changed.data_parallel_size == dp
 
 
 @pytest.mark.parametrize(

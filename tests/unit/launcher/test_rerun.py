@@ -93,6 +93,19 @@ def test_recorded_configuration_is_started_in_a_new_directory(
 
 
 @pytest.mark.parametrize(
+    "secret", ['{"key": "s3cret"}', "[s3cret", "'s3cret'", "${s3cret}", "null"]
+)
+def test_any_secret_is_taken_as_it_is(
+    secret: str, tmp_path: Path, rerun: Rerun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _record(tmp_path / "exp")
+    monkeypatch.setenv("API_TOKEN", secret)
+    code, out, err = rerun(RUN_ID)
+    assert code == 0, err
+    assert "s3cret" not in out + err
+
+
+@pytest.mark.parametrize(
     ("existing", "of", "expected"),
     [
         pytest.param(["exp_rerun_1"], "exp", "exp_rerun_2", id="next-number"),

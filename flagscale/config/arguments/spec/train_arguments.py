@@ -212,7 +212,6 @@ def read_arguments(
     invalid_texts: list[Problem] = []
     entries = []
     by_name: dict[str, list[GivenArgument]] = {}
-    by_argument: dict[str, GivenArgument] = {}
     leaves = list(_leaves(sections, prefix, parsed.structure))
     context = SettingContext({name: value for _, name, value in leaves}, ranks)
     for key, name, written in leaves:
@@ -228,22 +227,28 @@ def read_arguments(
         by_name.setdefault(name, []).append(entry)
         if problem := _text_problem(value):
             invalid_texts.append(Problem(key, problem))
-        if entry.argument is None:
-            continue
-        earlier = by_argument.setdefault(entry.argument, entry)
-        # One name in two sections is a repetition, which has its own message.
-        if earlier.canonical != entry.canonical and earlier.name != name:
-            message = f"contradicts {earlier.key}: both set {entry.argument}"
-            parsed.contradictions.append(Problem(key, message))
     repetitions = list(_repetitions(by_name.values()))
     contradictory = filter(_turns_off, repetitions)
     parsed.structure += [*map(repetition_problem, contradictory), *invalid_texts]
     overridden = (*repetitions, *([] if external else _switched_off(by_name)))
     unused = [pair.unused for pair in overridden]
-    parsed.arguments = TrainArguments(
-        tuple(entry for entry in entries if entry not in unused), overridden
-    )
+    used = tuple(entry for entry in entries if entry not in unused)
+    parsed.contradictions += _contradictions(used)
+    parsed.arguments = TrainArguments(used, overridden)
     return parsed
+
+
+def _contradictions(entries: Iterable[GivenArgument]) -> Iterator[Problem]:
+    """Yield a problem for each value of an argument that another name has set to another value."""
+    by_argument: dict[str, GivenArgument] = {}
+    for entry in entries:
+        if entry.value is None or entry.argument is None:
+            continue
+        earlier = by_argument.setdefault(entry.argument, entry)
+        # One name in two sections is a repetition, which has its own message.
+        if earlier.canonical != entry.canonical and earlier.name != entry.name:
+            message = f"contradicts {earlier.key}: both set {entry.argument}"
+            yield Problem(entry.key, message)
 
 
 def _switched_off(by_name: Mapping[str, Sequence[GivenArgument]]) -> Iterator[Overridden]:

@@ -41,7 +41,7 @@ _Message = TypeVar("_Message")
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a host says about itself."""
+    """Description of a host, which it sends to the host with rank 0."""
 
     node_rank: int
     nnodes: int
@@ -55,7 +55,7 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all hosts of a run share: its id, and the name and number of ranks of each host."""
+    """Id of a run, and the name and number of ranks of each host; equal on all hosts."""
 
     run_id: str
     names: tuple[str, ...]
