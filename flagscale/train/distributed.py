@@ -233,3 +233,10 @@ def destroy_groups() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

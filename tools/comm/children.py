@@ -6,7 +6,6 @@ missing in the child. Used by features.py, kills.py and soak.py.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -24,11 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 import flagscale.comm.fsccl
 from flagscale.comm.fsccl.build import COMPILED_ON_FIRST_USE, describe_origin
+from flagscale.hosts.kernel import signal_on_parent_death
 
 TIMEOUT = timedelta(seconds=30)
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process receives when its parent ends."""
-_libc = ctypes.CDLL(None)
 
 
 class LineReader:
@@ -84,12 +81,10 @@ def fork_child(run_child: Callable[[int], object]) -> ChildProcess:
     so would everything that reads its standard output, which is also that of this process.
     """
     read_end, write_end = os.pipe()
-    parent = os.getpid()
+    end_with_parent = signal_on_parent_death(os.getpid(), signal.SIGKILL)
     pid = os.fork()
     if pid == 0:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # ended before the call
-            os._exit(1)
+        end_with_parent()
         os.close(read_end)
         try:
             run_child(write_end)

@@ -13,6 +13,7 @@ the argument to change and a description of the problem.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -139,9 +140,20 @@ def _check_unsupported_values(values: Values) -> Iterator[Violation]:
                 yield "recompute_modules", f"{name} {_NOT_RECOMPUTED[name]}"
 
 
+def _check_export_directories(values: Values) -> Iterator[Violation]:
+    """Check that checkpoints and exports, whose directories have equal names, are kept apart."""
+    names_by_path: dict[Path, str] = {}
+    for name in ("save", "export_huggingface", "export_peft"):
+        if path := values[name]:
+            other = names_by_path.setdefault(Path(path).absolute(), name)
+            if other != name:
+                yield name, f"{path} is the directory of {other}; give another one"
+
+
 def _check_export(values: Values) -> Iterator[Violation]:
     """Check that a config.json of Hugging Face can describe the model, and that peft can load its
     adapters, if an export is requested."""
+    yield from _check_export_directories(values)
     for_peft = values["peft_type"] and values["export_peft"]
     if not values["export_huggingface"] and not for_peft:
         return

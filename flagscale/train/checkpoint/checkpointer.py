@@ -305,7 +305,7 @@ class Checkpointer:
         """Publish a checkpoint, then delete superseded ones in the background (rank 0)."""
         store = self._require_store()
         path = store.publish(pending.iteration, pending.manifest_entries)
-        superseded: list[Path] = []
+        superseded = list(self._kept_for_export)
         if pending.best is not None:
             try:
                 superseded += store.mark_best(pending.iteration)
@@ -318,8 +318,8 @@ class Checkpointer:
         if self._exporter is not None:
             # One that is still being exported is deleted later.
             source = self._exporter.source
-            self._kept_for_export = [item for item in superseded if item == source]
-            superseded = [item for item in superseded if item != source]
+            self._kept_for_export = [source] if source is not None and source in superseded else []
+            superseded = [item for item in dict.fromkeys(superseded) if item != source]
             self._exporter.start(pending.iteration)
         if superseded:
             self._removals = [item for item in self._removals if not item.done()]

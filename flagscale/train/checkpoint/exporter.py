@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from flagscale.train.checkpoint.collective_errors import describe_error
 from flagscale.train.checkpoint.formats.export import EXPORT_ARGUMENTS
 from flagscale.train.checkpoint.store import CheckpointStore
 
@@ -51,14 +52,21 @@ class CheckpointExporter:
                 "exports any"
             )
             return
+        self._iteration = iteration
+        try:
+            self._start_process()
+        except OSError as error:  # the checkpoint itself is complete
+            self._add_failure(describe_error(error))
+
+    def _start_process(self) -> None:
         # The run went back to an earlier checkpoint and reached this iteration again.
-        self.remove([self._checkpoints.path(iteration)])
+        self.remove([self._checkpoints.path(self._iteration)])
         for target in self._targets:
             target.remove_leftovers()
-        self._iteration = iteration
         self._errors.truncate(0)
+        settings = {**self._settings, "iteration": self._iteration}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, json.dumps({**self._settings, "iteration": iteration})],
+            [sys.executable, "-m", _MODULE, json.dumps(settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -103,17 +111,26 @@ class CheckpointExporter:
             self._errors.seek(0)
             errors = self._errors.read().strip()
             reason = errors.rpartition("\n")[2] or f"exit code {process.returncode}"
-            self._messages.append(
-                f"the export of iteration {self._iteration} failed: {reason.strip()}"
-            )
+            self._add_failure(reason.strip())
             return
         name = self._checkpoints.path(self._iteration).name
         is_best = self._checkpoints.best_iteration() == self._iteration
         for target in self._targets:
             if (target.root / name).is_dir():
-                if is_best:
-                    target.mark_best(self._iteration)
                 self._messages.append(f"exported to {target.root / name}")
+                if is_best:
+                    self._mark_best(target)
+
+    def _mark_best(self, target: CheckpointStore) -> None:
+        try:
+            target.mark_best(self._iteration)
+        except OSError as error:
+            name = self._checkpoints.path(self._iteration).name
+            reason = describe_error(error)
+            self._messages.append(f"{target.root / name} cannot be marked as the best: {reason}")
+
+    def _add_failure(self, reason: str) -> None:
+        self._messages.append(f"the export of iteration {self._iteration} failed: {reason}")
 
     def _describe_convert(self, iteration: int) -> str:
         return f"`flagscale convert {self._checkpoints.path(iteration)} DIR`"

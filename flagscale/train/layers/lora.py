@@ -341,6 +341,8 @@ class LoraGroupedWeight(_LoraMixin, GroupedWeight):
     def _use_matrix(self, name: str) -> torch.Tensor:
         matrices, padding = super()._use_matrix(name), -self.lora_config.rank
         padding %= _GROUPED_RANK_MULTIPLE
+        if not padding:  # pad() would copy
+            return matrices
         return functional.pad(matrices, (0, 0, 0, padding) if name == LORA_A else (0, padding))
 
 

@@ -27,10 +27,10 @@ from flagscale.estimate.memory import ModelPart, estimate_rank_memory
 from flagscale.estimate.split import layer_kinds
 from flagscale.train import distributed
 from flagscale.train.device import Device
+from flagscale.train.distributed import gather_from_ranks
 from flagscale.train.meshes.cost_profiler import MAX_MEASURED_LAYERS
 from flagscale.train.meshes.rank_costs import (
     broadcast_from_rank_0,
-    gather_from_ranks,
     load_or_measure_costs,
 )
 

@@ -20,6 +20,7 @@ from flagscale.config.arguments.hetero.meshes import Meshes
 from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import RankCosts, max_costs
 from flagscale.train.device import Device
+from flagscale.train.distributed import gather_from_ranks
 from flagscale.train.meshes.cost_profiler import measure_costs
 
 
@@ -28,13 +29,6 @@ def broadcast_from_rank_0(compute: Callable[[], Any]) -> Any:
     result = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result, src=0)
     return result[0]
-
-
-def gather_from_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def load_or_measure_costs(

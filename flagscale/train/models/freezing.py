@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.config.arguments.parameters import EMBEDDING, POSITIONS
@@ -18,6 +17,7 @@ from flagscale.config.arguments.rules.freezing import (
     select_frozen,
 )
 from flagscale.errors import ConfigError, Problem
+from flagscale.train.distributed import gather_from_ranks
 from flagscale.train.layers.lora import require_output_grad
 from flagscale.train.models.initialize import count_whole_elements, iter_parameter_names
 
@@ -81,6 +81,6 @@ def _gather_sizes(models: list[Any], config: TransformerConfig) -> dict[str, tup
         for names, parameter in iter_parameter_names(model, config):
             size = count_whole_elements(parameter) // len(names)
             sizes.update(dict.fromkeys(names, (size, parameter.requires_grad)))
-    sizes_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes_by_rank, sizes)
-    return {name: size for rank_sizes in sizes_by_rank for name, size in rank_sizes.items()}
+    return {
+        name: size for rank_sizes in gather_from_ranks(sizes) for name, size in rank_sizes.items()
+    }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import torch.distributed as dist
-
 from flagscale.errors import ConfigError
+from flagscale.train.distributed import gather_from_ranks
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
@@ -22,8 +21,7 @@ def check_host_memory(needed_bytes: int) -> None:
     Raises:
         ConfigError: on all ranks, if a host has too little memory.
     """
-    ranks: list[tuple[str, int, int | None]] = [("", 0, None)] * dist.get_world_size()
-    dist.all_gather_object(ranks, (socket.gethostname(), needed_bytes, read_available_memory()))
+    ranks = gather_from_ranks((socket.gethostname(), needed_bytes, read_available_memory()))
     needed: dict[str, int] = {}
     available: dict[str, int] = {}
     for host, rank_bytes, available_bytes in ranks:

@@ -232,6 +232,14 @@ def test_swiglu_width_is_two_thirds() -> None:
             {"overlap_param_gather": True, "use_distributed_optimizer": True},
             "requires overlap_grad_reduce: true",
         ),
+        (
+            {"save": "/c", "export_huggingface": "/c/"},
+            "export_huggingface: /c/ is the directory of save; give another one",
+        ),
+        (
+            {"export_huggingface": "/e", "export_peft": "/e"},
+            "export_peft: /e is the directory of export_huggingface",
+        ),
         ({"bf16": True, "fp16": True}, "fp16: cannot be combined with bf16"),
         ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion: requires bf16"),
         ({"fp8": "hybrid"}, "fp8: hybrid requires bf16:"),

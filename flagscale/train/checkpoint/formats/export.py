@@ -30,6 +30,7 @@ from flagscale.train.checkpoint.formats.huggingface import HuggingFace
 from flagscale.train.checkpoint.formats.sidecar_files import list_sidecar_files
 from flagscale.train.checkpoint.formats.torch_dist import TorchDist
 from flagscale.train.checkpoint.store import CheckpointStore
+from flagscale.train.restart import enable_supervision
 
 EXPORT_ARGUMENTS = (
     "save",
@@ -45,6 +46,7 @@ _NICENESS = 10
 
 def main(argv: list[str]) -> int:
     """Export a checkpoint, with low priority; print an error on one line."""
+    enable_supervision()
     os.nice(_NICENESS)
     values = json.loads(argv[0])
     try:
