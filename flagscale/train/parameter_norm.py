@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+
+from flagscale.train.sharding.data_parallel import ShardedDataParallel
 
 
 @torch.no_grad()
@@ -23,11 +26,25 @@ def compute_parameters_norm(chunks: list[DistributedDataParallel]) -> float:
     device = next(chunks[0].parameters()).device
     sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
-        for weight in chunk.parameters():
+        for weight, values, replicas in _iter_values(chunk):
             if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight):
-                sum_of_squares += weight.detach().float().square().sum() / _count_replicas(weight)
+                sum_of_squares += values.detach().float().square().sum() / replicas
     dist.all_reduce(sum_of_squares)
     return math.sqrt(sum_of_squares.item())
+
+
+def _iter_values(
+    chunk: DistributedDataParallel,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    """Yield each weight, the values of it that this rank keeps, and the number of ranks that keep
+    the same.
+    """
+    if isinstance(chunk, ShardedDataParallel):
+        for weight, shard in chunk.iter_weight_shards():
+            yield weight, shard, 1
+        return
+    for weight in chunk.parameters():
+        yield weight, weight, _count_replicas(weight)
 
 
 def _count_replicas(weight: torch.nn.Parameter) -> int:

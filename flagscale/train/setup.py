@@ -36,7 +36,7 @@ from flagscale.train.profiling import Profiler
 from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper
+from flagscale.train.step import Stepper, whole_parameters
 from flagscale.train.throughput import ThroughputMeter
 from flagscale.train.trainer import Trainer
 
@@ -101,7 +101,8 @@ def prepare_training(
         )
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
-    _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    with whole_parameters(args, state.chunks):
+        _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
     reporter.start_wandb(state.progress.iteration)
     balancer = None
     if is_split_measured(vars(args)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.config.arguments.rules.optimizer import captures_steps
+from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.train.bounded_all_reduce import SkippedReduceDetector
 from flagscale.train.cuda_graph import CudaGraphSchedule
 from flagscale.train.deferred_metrics import GRADIENTS_LOST, GRADIENTS_OVERFLOWED, HostMetrics
@@ -33,6 +34,7 @@ from flagscale.train.models.document_mask import DocumentMaskBuilder
 from flagscale.train.mtp_losses import MtpLossAverages
 from flagscale.train.profiling import Profiler
 from flagscale.train.router_losses import RouterLossAverages
+from flagscale.train.sharding.data_parallel import ShardedDataParallel
 from flagscale.train.state import TrainState
 
 
@@ -264,7 +266,8 @@ def _set_schedule_functions(
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
         config.no_sync_func = _unwrap_single([chunk.no_sync for chunk in chunks])
-    if args.overlap_param_gather and args.align_param_gather:
+    overlaps_gather = args.overlap_param_gather and not shards_gradients(vars(args))
+    if overlaps_gather and args.align_param_gather:
         config.param_sync_func = _unwrap_single([chunk.start_param_sync for chunk in chunks])
 
 
@@ -306,12 +309,12 @@ def _get_learning_rate(groups: list[dict[str, Any]]) -> float:
 def gathered_parameters(
     args: argparse.Namespace, chunks: list[DistributedDataParallel]
 ) -> Iterator[None]:
-    """Return a context manager in which every rank holds up-to-date parameters.
+    """Return a context manager in which forward passes need not wait for other ranks' parameters.
 
     With ``overlap_param_gather`` parameters are gathered layer by layer in the next forward pass,
-    so that they are out of date between steps.
+    so that they are out of date between steps. Weights in shards are still gathered by each pass.
     """
-    if not args.overlap_param_gather:
+    if not args.overlap_param_gather or shards_gradients(vars(args)):
         yield
         return
     for chunk in chunks:
@@ -319,3 +322,18 @@ def gathered_parameters(
     yield
     for chunk in chunks:
         chunk.enable_forward_pre_hook()
+
+
+@contextmanager
+def whole_parameters(
+    args: argparse.Namespace, chunks: list[DistributedDataParallel]
+) -> Iterator[None]:
+    """Return a context manager in which every rank holds whole, up-to-date parameters.
+
+    They can be read and written, which all data-parallel ranks must do alike.
+    """
+    with gathered_parameters(args, chunks), ExitStack() as gathered:
+        for chunk in chunks:
+            if isinstance(chunk, ShardedDataParallel):
+                gathered.enter_context(chunk.gathered_weights())
+        yield

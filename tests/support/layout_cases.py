@@ -61,6 +61,8 @@ from support.layout_models import (
     RECOMPUTE_LAYERS,
     ROTARY_BERT,
     SFT,
+    SHARD_GRADIENTS,
+    SHARD_WEIGHTS,
     TIED,
     TP2,
     TP2_SP,
@@ -142,6 +144,45 @@ HOMOGENEOUS_CASES = (
     LayoutCase("fp16-offload", 1, FP16, OFFLOAD, "fp16", 1e-3),
     LayoutCase("moe-ep2-offload", 2, MOE, f"{OFFLOAD} --expert-model-parallel-size 2", "moe"),
     LayoutCase("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
+    LayoutCase("dp2-sharded-gradients", 2, TIED, f"{COMPILED} {SHARD_GRADIENTS}", "tied"),
+    LayoutCase("dp4-sharded", 4, LLAMA, SHARD_WEIGHTS, "llama", backend=FAST_BACKEND),
+    LayoutCase(
+        "compiled-dp2-sharded-recompute",
+        2,
+        LLAMA,
+        f"{COMPILED} {SHARD_WEIGHTS} {FULL_RECOMPUTE} 2 {PER_TOKEN}",
+        "llama",
+    ),
+    LayoutCase(
+        "compiled-tp2-dp2-sp-sharded",
+        4,
+        LLAMA,
+        f"{COMPILED} {TP2_SP} {SHARD_WEIGHTS}",
+        "llama",
+        backend=FAST_BACKEND,
+    ),
+    LayoutCase("pp2-dp2-vpp2-sharded", 4, LLAMA, f"{VPP2} {SHARD_WEIGHTS}", "llama"),
+    LayoutCase("tied-pp2-dp2-sharded", 4, TIED, f"{PP2} {SHARD_WEIGHTS}", "tied"),
+    LayoutCase("cp2-dp2-sharded", 4, LLAMA, f"{CP2} {SHARD_WEIGHTS}", "llama"),
+    LayoutCase(
+        "bf16-dp2-sharded-offload",
+        2,
+        BF16,
+        f"{SHARD_WEIGHTS} {OFFLOAD} --optimizer-offload-fraction 0.5",
+        "bf16",
+        1e-3,
+    ),
+    LayoutCase("fp16-dp2-sharded", 2, FP16, SHARD_WEIGHTS, "fp16", 1e-3),
+    LayoutCase(
+        "moe-grouped-ep2-dp2-sharded",
+        4,
+        MOE,
+        f"{GROUPED_EXPERTS} --expert-model-parallel-size 2 {SHARD_WEIGHTS}",
+        "moe",
+    ),
+    LayoutCase(
+        "fp8-dp2-sharded", 2, BF16, f"{COMPILED} {SHARD_WEIGHTS} --fp8 hybrid", "bf16", 3e-2
+    ),
     LayoutCase(
         "dp2-do-cuda-graph-per-token",
         2,
@@ -373,6 +414,13 @@ MASKED_DOCUMENT_CASES = (
         "lora-some-layers",
     ),
     LayoutCase("sft-dp2-do-overlap", 2, SFT, OVERLAP, "sft"),
+    LayoutCase(
+        "lora-compiled-dp2-sharded-recompute",
+        2,
+        LORA,
+        f"{COMPILED} {SHARD_WEIGHTS} {FULL_RECOMPUTE} 1",
+        "lora",
+    ),
     LayoutCase("sft-cp2-pp2-vpp2", 4, SFT, f"{CP2} {VPP2}", "sft"),
     LayoutCase(
         "masked-learned-positions-pp2",
@@ -397,6 +445,7 @@ MTP_CASES = (
     LayoutCase("mtp-lora-pp2-do", 2, MTP_LORA, f"{PP2} {DISTRIBUTED_OPTIMIZER}", "mtp-lora"),
     LayoutCase("mtp-lora-tp2-sp", 2, MTP_LORA, TP2_SP, "mtp-lora", backend=FAST_BACKEND),
     LayoutCase("mtp-cp2-per-token", 2, MTP, f"{CP2} {PER_TOKEN}", "mtp-per-token"),
+    LayoutCase("mtp-dp2-sharded", 2, MTP, SHARD_WEIGHTS, "mtp"),
     LayoutCase("mtp-cp2-do", 2, MTP, f"{CP2} {DISTRIBUTED_OPTIMIZER}", "mtp"),
     LayoutCase(
         "mtp-tied-compiled-pp2-custom-layout",
@@ -623,6 +672,7 @@ ALWAYS_TRAINED = frozenset({
     "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "mla-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
     "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-on-last-stage",
     "mesh-recompute-per-stage", "replicas-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
+    "compiled-tp2-dp2-sp-sharded",
 })  # fmt: skip
 """Layouts of four and more ranks that are always trained. The others are slow tests, because they
 rarely find additional errors.
@@ -634,7 +684,7 @@ RARELY_TRAINED = frozenset({
     "moe-cp2", "all-losses-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2",
     "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
-    "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
+    "fp16-dp2-sharded", "fp8-dp2-sharded", "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
     "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do",
 })  # fmt: skip
 """Smaller layouts whose features are covered by other layouts. They are slow tests as well."""

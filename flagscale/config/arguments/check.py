@@ -57,8 +57,10 @@ from flagscale.config.arguments.rules.precision import (
     check_fp8,
     check_precision,
 )
+from flagscale.config.arguments.rules.sharding import check_sharding
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
+from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 
@@ -110,6 +112,7 @@ def check_values(values: Values) -> list[Violation]:
         check_batch_size_rampup,
         check_data_phases,
         check_overlap,
+        check_sharding,
         _check_profiling,
         check_schedule,
         check_split_text,
@@ -223,6 +226,7 @@ def substitutions_for(values: Values) -> list[Substitution]:
         _substitute_mesh_sizes,
         _substitute_qkv_bias,
         _substitute_ring,
+        _substitute_optimizer_sharding,
     )
     return [substitution for rule in rules for substitution in rule(values)]
 
@@ -326,3 +330,10 @@ def _substitute_ring(values: Values) -> Iterator[Substitution]:
             "the rank's own is computed; the result is the same"
         )
         yield Substitution("cp_comm_type", "all_gather", reason)
+
+
+def _substitute_optimizer_sharding(values: Values) -> Iterator[Substitution]:
+    strategy = values[SHARDING]
+    if strategy != NO_SHARD and not values["use_distributed_optimizer"]:
+        reason = f"{SHARDING}: {strategy} shards the optimizer state"
+        yield Substitution("use_distributed_optimizer", True, reason)

@@ -86,7 +86,8 @@ class LoadReport:
 def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     """Load the newest complete checkpoint below ``args.load``. Collective: all ranks call it.
 
-    With ``overlap_param_gather``, call it only while all parameters are gathered.
+    Call it only while all parameters are whole
+    (:func:`flagscale.train.step.whole_parameters`).
 
     Returns:
         None if there is no checkpoint.

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flagscale.config.arguments.rules.context_parallel import select_cp_communication
 from flagscale.config.arguments.rules.optimizer import OPTIMIZER_DTYPES
+from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.config.arguments.spec.model_arguments import Architecture
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
@@ -127,6 +128,9 @@ def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     Gradients of 16-bit weights are reduced in fp32.
     """
     overrides = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
+    if shards_gradients(vars(args)):
+        # Forward passes always gather what they need, without megatron.core's hooks.
+        overrides["overlap_param_gather"] = False
     return _build_config(DistributedDataParallelConfig, args, overrides)
 
 

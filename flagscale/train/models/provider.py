@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.config.arguments.rules.adapters import adapter_parts
 from flagscale.config.arguments.rules.optimizer import captures_steps
+from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.lora import LoraConfig, attach_adapters, is_adapter
@@ -30,6 +31,7 @@ from flagscale.train.models.freezing import freeze_parameters
 from flagscale.train.models.initialize import initialize_weights
 from flagscale.train.models.optimized import apply_optimizations
 from flagscale.train.recompute import apply_recompute_choices
+from flagscale.train.sharding.data_parallel import ShardedDataParallel
 from flagscale.train.state import unwrap_model
 
 # Variables for Transformer Engine, which is not used here. megatron.core sets them and fails if
@@ -86,18 +88,39 @@ def build_chunks(
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
     ddp_config = build_ddp_config(args)
-    ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
-    # Only the gradients of the first chunk are reduced during the backward pass. If steps are
-    # captured, gradients must be accumulated on the capturing stream.
+    # If steps are captured, gradients must be accumulated on the capturing stream.
     with device.side_stream() if captures_steps(vars(args)) else nullcontext():
         chunks = [
-            ddp_class(config, ddp_config, model, disable_bucketing=index > 0)
+            _add_data_parallelism(args, config, ddp_config, model, index, optimized=optimized)
             for index, model in enumerate(models)
         ]
     if optimized:
         for chunk in chunks:
             apply_optimizations(unwrap_model(chunk), args, config, device)
     return chunks
+
+
+def _add_data_parallelism(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    model: Any,
+    index: int,
+    *,
+    optimized: bool,
+) -> DistributedDataParallel:
+    """Wrap a model chunk; ``index`` is its number among this rank's chunks."""
+    if shards_gradients(vars(args)):
+        return ShardedDataParallel(
+            config,
+            ddp_config,
+            model,
+            shards_weights=shards_weights(vars(args)),
+            accumulates_in_layers=optimized,
+        )
+    ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
+    # Only the gradients of the first chunk are reduced during the backward pass.
+    return ddp_class(config, ddp_config, model, disable_bucketing=index > 0)
 
 
 def _build_lora_config(args: argparse.Namespace) -> LoraConfig:

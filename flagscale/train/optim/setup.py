@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
+from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.train.device import Device
 from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
@@ -31,6 +32,7 @@ from flagscale.train.optim.global_norm import use_global_grad_norm
 from flagscale.train.optim.host_memory import check_host_memory
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 from flagscale.train.optim.master_adam import MasterWeightAdam
+from flagscale.train.sharding.optimizer import ShardedOptimizer
 
 
 def replace_fallbacks() -> None:
@@ -59,7 +61,11 @@ def build_optimizer(
     """Return the optimizer for the parameters of ``chunks``, which are on ``device``."""
     replace_fallbacks()
     config = build_optimizer_config(args)
-    with _use_master_weight_adam(args, config) if args.optimizer_cpu_offload else nullcontext():
+    with ExitStack() as replacements:
+        if args.optimizer_cpu_offload:
+            replacements.enter_context(_use_master_weight_adam(args, config))
+        if shards_gradients(vars(args)):
+            replacements.enter_context(_use_sharded_optimizer())
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     _drop_empty_members(optimizer)
     for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -88,6 +94,16 @@ def _drop_empty_members(optimizer: Any) -> None:
 def _count_host_bytes(optimizer: MegatronOptimizer) -> int:
     members = (member.optimizer for member in getattr(optimizer, "chained_optimizers", [optimizer]))
     return sum(adam.host_bytes for adam in members if isinstance(adam, MasterWeightAdam))
+
+
+@contextmanager
+def _use_sharded_optimizer() -> Iterator[None]:
+    """Return a context manager in which megatron.core builds :class:`ShardedOptimizer`."""
+    core_optimizer.DistributedOptimizer = ShardedOptimizer
+    try:
+        yield
+    finally:
+        core_optimizer.DistributedOptimizer = distrib_optimizer.DistributedOptimizer
 
 
 @contextmanager

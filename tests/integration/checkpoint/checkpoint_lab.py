@@ -28,6 +28,7 @@ LLAMA = """
 """
 MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 DIST_OPT = "--use-distributed-optimizer"
+SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 OVERLAP = DIST_OPT + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 MESHES = "--enable-hetero --hetero-process-meshes"
@@ -56,6 +57,13 @@ LAYOUTS = {
     "dp2": Layout(2),
     "dp2-do": Layout(2, DIST_OPT),
     "dp2-do-overlap": Layout(2, OVERLAP),
+    "dp2-sharded": Layout(2, f"{SHARDED} --transformer-impl compiled"),
+    "bf16-pp2-dp2-sharded": Layout(
+        4, f"{PP2} {SHARDED} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", "bf16"
+    ),
+    "moe-ep2-sharded": Layout(
+        2, "--expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads", "moe"
+    ),
     "tp2": Layout(2, TP2),
     "tp2-sp-do": Layout(2, f"{TP2} --sequence-parallel {DIST_OPT}"),
     "pp2": Layout(2, PP2),

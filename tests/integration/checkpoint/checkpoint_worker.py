@@ -94,6 +94,7 @@ class Run:
         from flagscale.train.checkpoint.formats.pretrained import overwrites_all_weights
         from flagscale.train.data.tokenizers import build_tokenizer
         from flagscale.train.models.config import build_transformer_config
+        from flagscale.train.step import whole_parameters
 
         self.case = case
         self.rank = rank.rank
@@ -108,7 +109,8 @@ class Run:
             self.args, self.config, vocabulary, device, initialize_all=initializes_weights
         )
         if not initializes_weights:
-            fill_weights_with_nan(self.state.modules())
+            with whole_parameters(self.args, self.state.chunks):
+                fill_weights_with_nan(self.state.modules())
         self.device = device
         self.warnings: list[str] = []
         self.checkpointer = Checkpointer(self.args, warn=self.warnings.append)
@@ -117,9 +119,9 @@ class Run:
         self.data: Any = None
 
     def load(self) -> None:
-        from flagscale.train.step import gathered_parameters
+        from flagscale.train.step import whole_parameters
 
-        with gathered_parameters(self.args, self.state.chunks):
+        with whole_parameters(self.args, self.state.chunks):
             report = self.checkpointer.load(self.state)
         self.report = None if report is None else str(report)
 
@@ -147,9 +149,9 @@ class Run:
         }
 
     def save(self, *, required: bool = False) -> None:
-        from flagscale.train.step import gathered_parameters
+        from flagscale.train.step import whole_parameters
 
-        with gathered_parameters(self.args, self.state.chunks):
+        with whole_parameters(self.args, self.state.chunks):
             self.checkpointer.save(self.state, required=required)
 
     def build_result(self, **fields: Any) -> dict[str, Any]:
@@ -242,7 +244,7 @@ def train_frozen(run: Run) -> dict[str, Any]:
 
     from flagscale.config.arguments.rules.freezing import select_frozen
     from flagscale.train.models.initialize import iter_parameter_names
-    from flagscale.train.step import gathered_parameters
+    from flagscale.train.step import whole_parameters
 
     parameters = {
         names[0]: parameter
@@ -263,7 +265,7 @@ def train_frozen(run: Run) -> dict[str, Any]:
     if run.case.get("masked"):
         run.config.finalize_model_grads_func = finalize_and_mask
     metrics = run.train(run.case["steps"])
-    with gathered_parameters(run.args, run.state.chunks):
+    with whole_parameters(run.args, run.state.chunks):
         barrier()
     members = getattr(run.state.optimizer, "chained_optimizers", [run.state.optimizer])
     states = [s for m in members if m.optimizer is not None for s in m.optimizer.state.values()]

@@ -100,7 +100,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.models.initialize import iter_global_parameters
     from flagscale.train.models.provider import list_parameters
     from flagscale.train.parameter_norm import compute_parameters_norm
-    from flagscale.train.step import Stepper, gathered_parameters
+    from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
 
     args = rank_arguments(
         derive_arguments(parse_arguments(case["argv"]), rank.world_size), rank.rank
@@ -122,10 +122,11 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         compile_layers_on_cpu(state.modules())
     reference_values = compute_reference(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, model_chunks=len(state.chunks))
-    weights = iter_global_parameters(state.modules()[0], config)
-    weight_statistics = {
-        name: [float(weight.std()), float(weight.mean())] for name, weight in weights
-    }
+    with whole_parameters(args, state.chunks):
+        weights = iter_global_parameters(state.modules()[0], config)
+        weight_statistics = {
+            name: [float(weight.std()), float(weight.mean())] for name, weight in weights
+        }
     norm = compute_parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
     deferred_metrics, scales, mtp_losses = DeferredMetrics(), [], list[float]()
@@ -161,6 +162,11 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         ],
         "mtp_losses": mtp_losses,
         "weight_count": sum(p.numel() for p in list_parameters(state.chunks)),
+        "whole_weights": sum(
+            weight.numel()
+            for weight in list_parameters(state.chunks)
+            if weight.untyped_storage().size()
+        ),
         "vocabulary": vocabulary,
         "stage_layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
         "skipped": [metrics.host.skip_reason for metrics in step_metrics],

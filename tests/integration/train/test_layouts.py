@@ -36,6 +36,7 @@ from support.layout_models import (
     LLAMA,
     MASKED_DOCUMENTS,
     OVERLAP,
+    SHARD_WEIGHTS,
     SHORT_DOCUMENTS,
     LayoutCase,
 )
@@ -91,6 +92,12 @@ def parametrize_cases(cases: Sequence[LayoutCase]) -> pytest.MarkDecorator:
 @parametrize_cases(HOMOGENEOUS_CASES)
 def test_layout_equals_single_rank(case: LayoutCase, results: dict[str, Any]) -> None:
     assert_equals_reference(case, results)
+
+
+@parametrize_cases([case for case in LAYOUTS if SHARD_WEIGHTS in case.layout])
+def test_only_shards_of_weights_stay_in_memory(case: LayoutCase, results: dict[str, Any]) -> None:
+    assert results[case.name]["whole_weights"] == 0
+    assert results[case.reference]["whole_weights"] == results[case.reference]["weight_count"]
 
 
 @parametrize_cases(MASKED_DOCUMENT_CASES)

@@ -267,7 +267,10 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
         {"dataloader_fast_cache_load": True},
         "dataloader_fast_cache_load has no effect: caches",
     ),
-    "default": ({"data_parallel_sharding_strategy": "optim"}, "shards the optimizer state"),
+    "megatron-fsdp": (
+        {"use_megatron_fsdp": True},
+        "use_megatron_fsdp has no effect: data_parallel_sharding_strategy alone says what is",
+    ),
     "on-by-default": (
         {"no_gradient_reduce_div_fusion": True},
         "no_gradient_reduce_div_fusion has no effect",

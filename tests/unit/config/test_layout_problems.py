@@ -257,6 +257,16 @@ PROBLEMS: Problems = {
             ),
         )
     },
+    "sharding-replicas": (
+        {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "enable_hetero": True,
+            "hetero_mode": "dp",
+            "hetero_micro_batch_sizes": ["1", "1", "1", "1"],
+        },
+        "data_parallel_sharding_strategy",
+        "optim_grads_params is not supported in heterogeneous training",
+    ),
     "instances": (
         {"num_distributed_optimizer_instances": 2},
         "num_distributed_optimizer_instances",

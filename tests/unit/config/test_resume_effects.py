@@ -143,6 +143,7 @@ VALUES: dict[str, list[Any]] = {
 NAMED_DIFFERENTLY = {
     "multiple_of": "ffn_hidden_size",
     "hidden_dim_multiplier": "ffn_hidden_size",
+    "data_parallel_sharding_strategy": "use_distributed_optimizer",
 }
 """Names in messages of arguments that only determine another argument."""
 ONLY_IN = {"seq_length": "rope", "global_batch_size": "samples"}

@@ -92,8 +92,8 @@ _DTYPE = by_value(
     "`bf16: true` and `fp16: true` set the precision of training",
 )
 _ZERO = (
-    "the only kind of sharding is that of the optimizer state: "
-    "`train.model.use_distributed_optimizer: true`"
+    "`train.system.data_parallel_sharding_strategy` shards over data-parallel ranks: optim, "
+    "optim_grads or optim_grads_params (ZeRO stages 1 to 3)"
 )
 _HUB = (
     "nothing is uploaded; `train.system.export_huggingface` writes the trained model for "

@@ -109,8 +109,8 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     UnsupportedFamily(
         "sharded weights",
         r"(expert_)?tensor_parallel_num_weight_shards|gtp_\w+",
-        "sharding of weights is not implemented; `use_distributed_optimizer` shards the "
-        "optimizer state",
+        "weights are sharded over data-parallel ranks, by "
+        "`data_parallel_sharding_strategy: optim_grads_params`",
     ),
     UnsupportedFamily(
         "memory of activations",
@@ -213,8 +213,8 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     UnsupportedFamily(
         "fully sharded data parallelism",
         r"\w*fsdp\w*|enable_full_sharding_in_hsdp|create_all_gather_group",
-        "fully sharded data parallelism is not implemented; `use_distributed_optimizer` shards "
-        "the optimizer state",
+        "weights, gradients and the optimizer state are sharded by "
+        "`data_parallel_sharding_strategy: optim_grads_params`",
     ),
     UnsupportedFamily(
         "NCCL user buffers and SHARP",

@@ -22,8 +22,6 @@ from flagscale.config.arguments.spec.values import format_value
 _WHOLE_STEPS = f"use {CUDA_GRAPH}: local with {CUDA_GRAPH_SCOPE}: {FULL_ITERATION}"
 _16_BIT_WEIGHTS = "weights are kept in 16 bits and cast to fp8 once per step"
 REFUSED_ARGUMENTS: Mapping[str, str] = {
-    "use_megatron_fsdp": "use_distributed_optimizer shards the optimizer state only",
-    "use_custom_fsdp": "use_distributed_optimizer shards the optimizer state only",
     "moe_latent_size": "experts with another width than the hidden state require Transformer "
     "Engine",
     "fp4": "fp4 requires Transformer Engine",
@@ -142,7 +140,6 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "sharding": (
         (
-            "data_parallel_sharding_strategy",
             "outer_dp_sharding_strategy",
             "suggested_communication_unit_size",
             "preserve_fp32_weights",
@@ -151,8 +148,11 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
             "fsdp_manual_registration",
             "gradient_reduce_div_fusion",
         ),
-        "fully sharded data parallelism is not implemented; use_distributed_optimizer shards the "
-        "optimizer state",
+        "it tunes Megatron-FSDP, and data_parallel_sharding_strategy has its own implementation",
+    ),
+    "sharding by Megatron-FSDP": (
+        ("use_megatron_fsdp", "use_custom_fsdp"),
+        "data_parallel_sharding_strategy alone says what is sharded",
     ),
     "optimizer": (
         (

@@ -82,7 +82,7 @@ _NAMES: Mapping[Effect, str] = {
     Effect.MODEL: f"family multiple_of hidden_dim_multiplier {' '.join(FUNCTION)}",
     Effect.ADAPTERS: "peft_type lora_dim lora_alpha lora_target_modules",
     Effect.OPTIMIZER: "optimizer use_distributed_optimizer fp16 bf16 freeze_parameters "
-    "trainable_parameters",
+    "data_parallel_sharding_strategy trainable_parameters",
     Effect.SCHEDULE: """
     adam_beta1 adam_beta2 adam_eps decoupled_lr decoupled_min_lr end_weight_decay lr lr_decay_iters
     lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters

@@ -43,6 +43,7 @@ from flagscale.config.arguments.spec.system_arguments import (
     Profiling,
     Recomputation,
     Runtime,
+    Sharding,
 )
 from flagscale.config.arguments.spec.values import (
     expand_number_text,
@@ -57,6 +58,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Profiling, "system"),
     (Heterogeneous, "system"),
     (ContextParallelism, "system"),
+    (Sharding, "system"),
     (OptimizerOffload, "system"),
     (Recomputation, "system"),
     (Model, "model"),

@@ -343,6 +343,29 @@ class ContextParallelism:
     )
 
 
+SHARDING = "data_parallel_sharding_strategy"
+NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = (
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "optim_grads_params",
+)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Sharding over data-parallel ranks."""
+
+    data_parallel_sharding_strategy: str = arg(
+        NO_SHARD,
+        "What data-parallel ranks share instead of each keeping all of it. optim: the optimizer "
+        "state, as use_distributed_optimizer does; optim_grads: gradients too; "
+        "optim_grads_params: weights too, which are gathered layer by layer (fully sharded data "
+        "parallelism, ZeRO stage 3). no_shard: what use_distributed_optimizer says",
+        choices=(NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS),
+    )
+
+
 @dataclass(frozen=True)
 class OptimizerOffload:
     """Optimizer state in host memory."""

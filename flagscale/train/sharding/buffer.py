@@ -1,0 +1,73 @@
+"""Buckets of a model chunk, as megatron.core's distributed optimizer expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from flagscale.train.sharding.bucket import ShardedBucket
+
+
+class ShardedBuffer:
+    """Buckets of the trained weights of one dtype that are sharded over one process group.
+
+    It has the attributes of megatron.core's ``_ParamAndGradBuffer`` that its distributed optimizer
+    reads, but no memory of its own: each bucket has its own.
+
+    Attributes:
+        ddp_config: configuration of data parallelism.
+        param_dtype: dtype of the weights.
+        grad_dtype: dtype of the gradients.
+        data_parallel_group: the ranks.
+        params: all weights.
+        buckets: all buckets.
+        param_index_map: first and last element (exclusive) of a weight, and the index of its
+            bucket. Elements are counted over all buckets with their padding.
+        numel: number of elements with padding.
+        numel_unpadded: number of elements without the padding at the end of buckets.
+    """
+
+    def __init__(
+        self,
+        ddp_config: DistributedDataParallelConfig,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        gradient_scaling_factor: float,
+        *,
+        keeps_weights: bool,
+    ) -> None:
+        """Create a buffer without buckets; the arguments are those of its buckets."""
+        self.ddp_config = ddp_config
+        self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
+        self.data_parallel_group = group
+        self.data_parallel_world_size = group.size()
+        self.params: list[torch.nn.Parameter] = []
+        self.buckets: list[ShardedBucket] = []
+        self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+        self.numel = self.numel_unpadded = 0
+        self._gradient_scaling_factor = gradient_scaling_factor
+        self._keeps_weights = keeps_weights
+
+    def add_bucket(self, params: Sequence[torch.nn.Parameter]) -> ShardedBucket:
+        """Move weights into a new bucket and return it."""
+        bucket = ShardedBucket(
+            params,
+            self.data_parallel_group,
+            grad_dtype=self.grad_dtype,
+            keeps_weights=self._keeps_weights,
+            offset=self.numel,
+            bucket_id=len(self.buckets),
+            gradient_scaling_factor=self._gradient_scaling_factor,
+            averages=self.ddp_config.average_in_collective,
+        )
+        for param, (start, end) in bucket.param_to_index.items():
+            self.param_index_map[param] = (self.numel + start, self.numel + end, bucket.bucket_id)
+        self.params += params
+        self.buckets.append(bucket)
+        self.numel += bucket.numel
+        self.numel_unpadded += bucket.numel_unpadded
+        return bucket
