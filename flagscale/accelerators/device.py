@@ -87,7 +87,7 @@ class Device:
     def peak_memory_gib(self) -> float | None:
         """Return the peak of memory allocated by tensors in GiB; None if it is not counted."""
         peak = self.accelerator.peak_memory(self.torch_device)
-        return None if peak is None else peak / _GIB
+        return None if peak is None else (peak + _shared_bytes) / _GIB
 
     def peak_tflops(self, *, sixteen_bit: bool) -> float | None:
         """Return its peak 16-bit TFLOP/s; None if unknown or if training is not ``sixteen_bit``."""
@@ -115,6 +115,16 @@ class Device:
 
 
 _current: Device | None = None
+_shared_bytes = 0
+
+
+def count_shared_memory(tensor: torch.Tensor) -> None:
+    """Count memory that other devices can read as allocated for good.
+
+    torch's allocator of symmetric memory is not the one whose peak it reports.
+    """
+    global _shared_bytes  # noqa: PLW0603 - per process, as torch's own counts
+    _shared_bytes += tensor.numel() * tensor.element_size()
 
 
 def select_device(kind_or_auto: str, local_rank: int) -> Device:

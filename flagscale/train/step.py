@@ -264,7 +264,7 @@ def _set_schedule_functions(
     chunks = state.chunks
     config.grad_scale_func = state.optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if args.overlap_grad_reduce:
+    if args.overlap_grad_reduce or shards_gradients(vars(args)):
         config.no_sync_func = _unwrap_single([chunk.no_sync for chunk in chunks])
     overlaps_gather = args.overlap_param_gather and not shards_gradients(vars(args))
     if overlaps_gather and args.align_param_gather:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from flagscale.config.arguments.compat.huggingface.models import config_of
 from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check_refused
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
+from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
 from flagscale.config.arguments.layout import check_layout
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
 from flagscale.config.arguments.rules.context_parallel import is_ring_requested
@@ -57,7 +58,7 @@ from flagscale.config.arguments.rules.precision import (
     check_fp8,
     check_precision,
 )
-from flagscale.config.arguments.rules.sharding import check_sharding
+from flagscale.config.arguments.rules.sharding import check_sharding, shards_gradients
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
@@ -136,6 +137,12 @@ def _check_unsupported_values(values: Values) -> Iterator[Violation]:
             "num_distributed_optimizer_instances",
             "must be 1, because the optimizer is sharded over all data-parallel ranks; found "
             f"{instances}",
+        )
+    if shards_gradients(values) and (uses_meshes(values) or uses_microbatch_split(values)):
+        yield (
+            SHARDING,
+            f"{values[SHARDING]} is not supported in heterogeneous training, in which replicas "
+            "reduce gradients once a step; optim shards the optimizer state alone",
         )
     if values["recompute_granularity"] == "selective":
         for name in values["recompute_modules"] or ():

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from flagscale.train.sharding.bucket import ShardedBucket
+from flagscale.train.sharding.exchange import Exchange
 
 
 class ShardedBuffer:
     """Buckets of the trained weights of one dtype that are sharded over one process group.
 
     It has the attributes of megatron.core's ``_ParamAndGradBuffer`` that its distributed optimizer
-    reads, but no memory of its own: each bucket has its own.
+    reads.
 
     Attributes:
         ddp_config: configuration of data parallelism.
         param_dtype: dtype of the weights.
         grad_dtype: dtype of the gradients.
         data_parallel_group: the ranks.
+        data_parallel_world_size: their number.
         params: all weights.
         buckets: all buckets.
         param_index_map: first and last element (exclusive) of a weight, and the index of its
@@ -35,7 +36,7 @@ class ShardedBuffer:
         ddp_config: DistributedDataParallelConfig,
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        group: dist.ProcessGroup,
+        exchange: Exchange,
         gradient_scaling_factor: float,
         *,
         keeps_weights: bool,
@@ -43,26 +44,25 @@ class ShardedBuffer:
         """Create a buffer without buckets; the arguments are those of its buckets."""
         self.ddp_config = ddp_config
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
-        self.data_parallel_group = group
-        self.data_parallel_world_size = group.size()
+        self.data_parallel_group = exchange.group
+        self.data_parallel_world_size = exchange.ranks
         self.params: list[torch.nn.Parameter] = []
         self.buckets: list[ShardedBucket] = []
         self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
         self.numel = self.numel_unpadded = 0
+        self._exchange = exchange
         self._gradient_scaling_factor = gradient_scaling_factor
         self._keeps_weights = keeps_weights
 
     def add_bucket(self, params: Sequence[torch.nn.Parameter]) -> ShardedBucket:
-        """Move weights into a new bucket and return it."""
+        """Move weights into a new bucket and return it, without gradients so far."""
         bucket = ShardedBucket(
             params,
-            self.data_parallel_group,
-            grad_dtype=self.grad_dtype,
+            self._exchange,
             keeps_weights=self._keeps_weights,
             offset=self.numel,
             bucket_id=len(self.buckets),
             gradient_scaling_factor=self._gradient_scaling_factor,
-            averages=self.ddp_config.average_in_collective,
         )
         for param, (start, end) in bucket.param_to_index.items():
             self.param_index_map[param] = (self.numel + start, self.numel + end, bucket.bucket_id)
@@ -71,3 +71,17 @@ class ShardedBuffer:
         self.numel += bucket.numel
         self.numel_unpadded += bucket.numel_unpadded
         return bucket
+
+    def create_gradients(self, sharing: Sequence[Sequence[ShardedBucket]]) -> None:
+        """Create the gradients of all buckets, in memory that the buckets of each list share."""
+        for buckets in sharing:
+            if self.data_parallel_world_size == 1:
+                for bucket in buckets:
+                    bucket.create_gradients(self._allocate_gradients(bucket.numel))
+            else:
+                memory = self._allocate_gradients(max(bucket.numel for bucket in buckets))
+                for bucket in buckets:
+                    bucket.create_gradients(memory)
+
+    def _allocate_gradients(self, numel: int) -> torch.Tensor:
+        return self._exchange.allocate_shared(numel, self.grad_dtype)

@@ -33,7 +33,8 @@ from flagscale.train.layers.wgrad_accumulation import (
 )
 from flagscale.train.sharding.bucket import ShardedBucket
 from flagscale.train.sharding.buffer import ShardedBuffer
-from flagscale.train.sharding.unit import ShardedUnit
+from flagscale.train.sharding.exchange import create_exchange
+from flagscale.train.sharding.unit import GradientSlot, ShardedUnit
 from flagscale.train.state import unwrap_model
 
 
@@ -77,17 +78,18 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         self.tp_group, self.pp_group = groups["tp_group"], groups["pp_group"]
         self.ep_group = groups["ep_group"]
         self._groups = {False: groups["intra_dp_cp_group"], True: groups["intra_expt_dp_group"]}
+        self._exchanges = {key: create_exchange(group) for key, group in self._groups.items()}
         self._buffers: dict[tuple[bool, torch.dtype, torch.dtype], ShardedBuffer] = {}
         self.params_with_grad = [param for param in module.parameters() if param.requires_grad]
         for param in self.params_with_grad:
-            param.grad_added_to_main_grad = False
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._create_units()
         self.buffers = self._list_buffers(of_experts=False)
         self.expert_parallel_buffers = self._list_buffers(of_experts=True)
         self._accumulated_weights: list[torch.nn.Parameter] = []
         if accumulates_in_layers:
             self._accumulated_weights = bind_accumulators(unwrap_model(self))
-        self._in_backward_pass = False
+        self._in_backward_pass = self._micro_batches_follow = False
         self._add_hooks()
 
     # Construction
@@ -107,13 +109,32 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         )
         before = [param for param in others if param in embedding_parameters and embeds_first_only]
         after = [param for param in others if param not in set(before)]
-        self._unit_before = self._create_unit(before)
-        self._layer_units = [self._create_unit(list(layer.parameters())) for layer in layers]
-        self._unit_after = self._create_unit(after)
+        # When the gradients of a layer are expected, those of the next but one are reduced.
+        outer_slot, layer_slots = GradientSlot(), (GradientSlot(), GradientSlot())
+        self._unit_before = self._create_unit(before, outer_slot)
+        self._layer_units = [
+            self._create_unit(list(layer.parameters()), layer_slots[index % len(layer_slots)])
+            for index, layer in enumerate(layers)
+        ]
+        self._unit_after = self._create_unit(after, outer_slot)
         self._after_is_used_before = not embeds_first_only
+        # The backward pass of the last layer follows its forward pass.
+        self._ends_model = bool(getattr(model, "post_process", False))
         self._units = [self._unit_before, *self._layer_units, self._unit_after]
+        for buffer in self._buffers.values():
+            buffer.create_gradients(self._list_sharing_buckets(buffer))
+        self._synchronize_ranks()
 
-    def _create_unit(self, params: Sequence[torch.nn.Parameter]) -> ShardedUnit:
+    def _list_sharing_buckets(self, buffer: ShardedBuffer) -> list[list[ShardedBucket]]:
+        """Return lists of buckets whose gradients are never needed at the same time."""
+        sharing: dict[tuple[GradientSlot, int], list[ShardedBucket]] = {}
+        for unit in self._units:
+            buckets = [bucket for bucket in unit.buckets if bucket in buffer.buckets]
+            for index, bucket in enumerate(buckets):
+                sharing.setdefault((unit.slot, index), []).append(bucket)
+        return list(sharing.values())
+
+    def _create_unit(self, params: Sequence[torch.nn.Parameter], slot: GradientSlot) -> ShardedUnit:
         by_bucket: dict[Any, list[torch.nn.Parameter]] = {}
         for param in dict.fromkeys(params):
             of_experts = not getattr(param, "allreduce", True)
@@ -129,12 +150,11 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
                 buckets.append(
                     ShardedBucket(
                         bucket_params,
-                        self._groups[of_experts],
-                        grad_dtype=None,
+                        self._exchanges[of_experts],
                         keeps_weights=not self._shards_weights,
                     )
                 )
-        return ShardedUnit(buckets, keeps_weights=not self._shards_weights)
+        return ShardedUnit(buckets, slot, keeps_weights=not self._shards_weights)
 
     def _get_buffer(self, dtype: torch.dtype, of_experts: bool) -> ShardedBuffer:
         grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype
@@ -144,23 +164,20 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
                 self.ddp_config,
                 dtype,
                 grad_dtype,
-                self._groups[of_experts],
-                self._gradient_scaling_factor(of_experts),
+                self._exchanges[of_experts],
+                self._gradient_scaling_factor(),
                 keeps_weights=not self._shards_weights,
             )
         return self._buffers[key]
 
-    def _gradient_scaling_factor(self, of_experts: bool) -> float:
-        """Return the factor that makes the reduced gradients those of the mean loss.
+    def _gradient_scaling_factor(self) -> float:
+        """Return the factor that makes sums over the ranks the gradients of the mean loss.
 
-        It is megatron.core's: the experts of a rank see the tokens of all ranks that share them.
+        It is the same for experts, which see the tokens of all ranks that share them.
         """
         if self.config.calculate_per_token_loss:
             return 1.0
-        ranks = self.dp_cp_group.size()
-        if self.ddp_config.average_in_collective:
-            return self._groups[True].size() / ranks if of_experts else 1.0
-        return 1.0 / ranks
+        return 1.0 / int(self.dp_cp_group.size())
 
     def _list_buffers(self, *, of_experts: bool) -> list[ShardedBuffer]:
         return [buffer for key, buffer in self._buffers.items() if key[0] == of_experts]
@@ -181,15 +198,23 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             for bucket in unit.buckets:
                 for param in bucket.params_list:
                     if param.requires_grad:
-                        param.register_post_accumulate_grad_hook(
+                        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                             partial(self._accumulate_gradient, unit)
                         )
 
     def _before_chunk(self, *_: Any) -> None:
-        self._finish_reduces()
+        self._start_gathering_first()
         self._unit_before.gather()
         if self._after_is_used_before or not self._layer_units:
             self._unit_after.gather()
+
+    def _start_gathering_first(self) -> None:
+        """Start to gather what the forward pass of a micro-batch reads first."""
+        self._unit_before.start_gather()
+        if self._after_is_used_before:
+            self._unit_after.start_gather()
+        for unit in self._layer_units[:1]:
+            unit.start_gather()
 
     def _after_embedding(self, _: Any, __: Any, output: Any) -> None:
         self._on_gradient(output, self._before_embedding_backward)
@@ -208,8 +233,10 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if torch.is_grad_enabled():
             self._on_gradient(output, partial(self._before_layer_backward, index))
         if not self._in_backward_pass:
-            self._layer_units[index].release()
-            if index + 1 == len(self._layer_units):
+            is_last = index + 1 == len(self._layer_units)
+            if not (is_last and self._ends_model and torch.is_grad_enabled()):
+                self._layer_units[index].release()
+            if is_last:
                 self._unit_after.gather()
 
     def _after_chunk(self, _: Any, __: Any, output: Any) -> None:
@@ -227,7 +254,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         has_gradient = False
         for tensor in output if isinstance(output, tuple | list) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(hook)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                 has_gradient = True
         return has_gradient
 
@@ -235,9 +262,9 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if self._in_backward_pass:
             return
         self._in_backward_pass = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._unit_after.gather()
-        self._unit_after.allocate_gradients()
+        self._unit_after.expect_gradients()
 
     def _before_layer_backward(self, index: int, _: torch.Tensor) -> None:
         unit = self._layer_units[index]
@@ -247,10 +274,10 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if not self._after_is_used_before:
             finished.append(self._unit_after)
         self._reduce(finished)
-        unit.allocate_gradients()
+        unit.expect_gradients()
 
     def _before_embedding_backward(self, _: torch.Tensor) -> None:
-        self._unit_before.allocate_gradients()
+        self._unit_before.expect_gradients()
 
     def _start_gather_before(self, index: int) -> None:
         """Start to gather the layer whose backward pass follows that of a layer."""
@@ -259,7 +286,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
 
     def _accumulate_gradient(self, unit: ShardedUnit, param: Any) -> None:
         """Add a gradient from autograd to ``main_grad`` unless the layer has done so."""
-        unit.allocate_gradients()
+        unit.expect_gradients()
         if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
             if take_first_write(param.main_grad):
                 param.main_grad.copy_(param.grad)
@@ -277,6 +304,8 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         for unit in self._units:
             unit.release()
         self._in_backward_pass = False
+        if self._micro_batches_follow:
+            self._start_gathering_first()
 
     def _reduce(self, units: Sequence[ShardedUnit]) -> None:
         """Start to reduce the gradients of units whose backward pass has ended, release their
@@ -308,7 +337,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
     def zero_grad_buffer(self) -> None:
         """Zero the gradients at the start of a step."""
         for param in self.params_with_grad:
-            param.grad_added_to_main_grad = False
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         for weight in self._accumulated_weights:
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         for bucket in self._iter_buckets():
@@ -316,8 +345,13 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context manager without effect: every micro-batch's gradients are reduced."""
+        """Return a context manager for all micro-batches of a step except the last one.
+
+        Gradients are reduced in it as well.
+        """
+        self._micro_batches_follow = True
         yield
+        self._micro_batches_follow = False
 
     def start_grad_sync(self, *_: Any) -> None:
         """Do nothing: the backward pass starts to reduce gradients."""
@@ -326,6 +360,9 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         """Complete this rank's shards of the gradients and expose them as ``main_grad``."""
         assert not force_all_reduce
         self._finish_reduces()
+        # From here on no rank reads the weights of another one, until the optimizer has updated
+        # them.
+        self._synchronize_ranks()
         for bucket in self._iter_buckets():
             bucket.finish_step()
 
@@ -340,10 +377,15 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
 
         The next forward pass gathers them, or this method with ``force_sync``.
         """
+        self._synchronize_ranks()
         for unit in self._units:
             unit.mark_updated()
             if force_sync:
                 unit.gather()
+
+    def _synchronize_ranks(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.synchronize_ranks()
 
     def _iter_buckets(self) -> Iterator[ShardedBucket]:
         for unit in self._units:
@@ -360,9 +402,11 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         for unit in self._units:
             unit.gather()
         yield
+        self._synchronize_ranks()
         for unit in self._units:
             unit.update_shards()
             unit.release()
+        self._synchronize_ranks()
 
     def iter_weight_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield each weight with the flat part of it that is in this rank's shard; maybe empty."""

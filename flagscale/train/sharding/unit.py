@@ -8,20 +8,34 @@ from typing import Any
 from flagscale.train.sharding.bucket import ShardedBucket
 
 
+class GradientSlot:
+    """Memory for the whole gradients of one unit at a time.
+
+    Attributes:
+        user: the unit whose gradients are in it, or None.
+    """
+
+    def __init__(self) -> None:
+        self.user: ShardedUnit | None = None
+
+
 class ShardedUnit:
     """Buckets of a part of the model, such as a transformer layer.
 
     All data-parallel ranks call the methods that start communication in the same order.
     """
 
-    def __init__(self, buckets: Sequence[ShardedBucket], *, keeps_weights: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[ShardedBucket], slot: GradientSlot, *, keeps_weights: bool
+    ) -> None:
         """Create the unit.
 
         Args:
             buckets: its buckets, possibly none.
+            slot: memory of its whole gradients.
             keeps_weights: whether the buckets keep their whole weights.
         """
-        self.buckets = list(buckets)
+        self.buckets, self.slot = list(buckets), slot
         self._keeps_weights = keeps_weights
         self._is_current = keeps_weights
         self._gathers: list[Any] | None = None
@@ -67,13 +81,17 @@ class ShardedUnit:
         for bucket in self.buckets:
             bucket.update_shard()
 
-    def allocate_gradients(self) -> None:
-        """Allocate the gradients of a micro-batch unless that has been done."""
+    def expect_gradients(self) -> None:
+        """Prepare for the gradients of a micro-batch unless that has been done."""
         self.finish_reduce()
-        if not self._has_gradients:
-            for bucket in self.buckets:
-                bucket.allocate_gradients()
-            self._has_gradients = True
+        if self._has_gradients or not self.buckets:
+            return
+        if self.slot.user is not None:
+            self.slot.user.finish_reduce()
+        self.slot.user = self
+        for bucket in self.buckets:
+            bucket.expect_gradients()
+        self._has_gradients = True
 
     def start_reduce(self) -> None:
         """Start to reduce the gradients of a micro-batch, if there are any."""
@@ -81,12 +99,10 @@ class ShardedUnit:
             self._reduces = [bucket.start_reduce() for bucket in self.buckets]
 
     def finish_reduce(self) -> None:
-        """Wait for the gradients that are being reduced, if any, and add them to the shards."""
+        """Wait until the gradients that are being reduced, if any, are in the shards."""
         if self._reduces is not None:
             _wait_all(self._reduces)
-            for bucket in self.buckets:
-                bucket.finish_reduce()
-            self._reduces, self._has_gradients = None, False
+            self._reduces, self._has_gradients, self.slot.user = None, False, None
 
 
 def _wait_all(handles: Sequence[Any]) -> None:

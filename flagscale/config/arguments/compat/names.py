@@ -24,7 +24,6 @@ from flagscale.config.arguments.compat.unsupported_families import (
     UNSUPPORTED_FAMILIES,
     UnsupportedFamily,
 )
-from flagscale.config.arguments.spec.system_arguments import OPTIM_GRADS_PARAMS, SHARDING
 
 Rule = Literal["same", "opposite", "value", "none"]
 
@@ -106,7 +105,7 @@ ALIASES: tuple[Alias, ...] = (
     *_same("overlap_p2p_comm", "overlap_p2p_communication"),
     *_opposite("overlap_p2p_comm", "no_overlap_p2p_communication"),
     *_same("bucket_size", "ddp_bucket_size"),
-    Alias("use_torch_fsdp2", SHARDING, "value", OPTIM_GRADS_PARAMS),
+    Alias("use_torch_fsdp2", "data_parallel_sharding_strategy", "value", "optim_grads_params"),
     *_same("reduce_scatter_with_fp32_accumulation", "ddp_reduce_scatter_with_fp32_accumulation"),
     *_same("average_in_collective", "ddp_average_in_collective"),
     *_same("pad_buckets_for_high_nccl_busbw", "ddp_pad_buckets_for_high_nccl_busbw"),

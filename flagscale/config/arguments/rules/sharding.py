@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flagscale.config.arguments.hetero.meshes import uses_meshes
-from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, captures_steps
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.system_arguments import (
@@ -30,19 +28,10 @@ def shards_weights(values: Values) -> bool:
 
 
 def check_sharding(values: Values) -> Iterator[Violation]:
-    """Check what gradients or weights in shards cannot be combined with."""
-    if not shards_gradients(values):
-        return
-    strategy = values[SHARDING]
-    if captures_steps(values):
+    """Check that steps in which ranks exchange shards are not captured."""
+    if shards_gradients(values) and captures_steps(values):
         yield (
             SHARDING,
-            f"{strategy} is not supported with {CUDA_GRAPH}: local: ranks cannot communicate "
-            "within a captured step; optim shards the optimizer state alone",
-        )
-    if uses_meshes(values) or uses_microbatch_split(values):
-        yield (
-            SHARDING,
-            f"{strategy} is not supported in heterogeneous training, in which replicas reduce "
-            "gradients once a step; optim shards the optimizer state alone",
+            f"{values[SHARDING]} is not supported with {CUDA_GRAPH}: local: ranks cannot "
+            "communicate within a captured step; optim shards the optimizer state alone",
         )
