@@ -10,7 +10,14 @@ from itertools import product
 from typing import Any
 
 from flagscale.config.arguments.rules.optimizer import captures_steps
-from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
+from flagscale.config.arguments.spec.system_arguments import (
+    NO_SHARD,
+    OPTIM,
+    OPTIM_GRADS,
+    OPTIM_GRADS_PARAMS,
+    RECOMPUTE_AUTO,
+    SHARDING,
+)
 from flagscale.estimate.forecast import forecast_step
 
 _GIB = 2**30
@@ -28,10 +35,9 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     """
     tp, is_homogeneous = args.tensor_model_parallel_size, args.meshes is None
     heads = args.num_query_groups or args.num_attention_heads
-    sharding_changes: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
+    is_captured = captures_steps(vars(args))
     microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
     offload_changes: list[dict[str, Any]] = [{}]
-    is_captured = captures_steps(vars(args))  # offloading requires steps that are not
     if args.optimizer == "adam" and not args.optimizer_cpu_offload and not is_captured:
         sharding = {} if args.use_distributed_optimizer else {"use_distributed_optimizer": True}
         offload_changes.append({**sharding, "optimizer_cpu_offload": True})
@@ -45,7 +51,7 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
         if args.data_parallel_size % factor == 0 and heads % (tp * factor) == 0
     ]
     for combination in product(
-        sharding_changes if not args.use_distributed_optimizer else [{}],
+        _sharding_changes(args),
         microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
         recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
         [{}, *(tensor_parallel_changes if is_homogeneous else ())],
@@ -54,9 +60,25 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
         yield {name: value for changes in combination for name, value in changes.items()}
 
 
+def _sharding_changes(args: Namespace) -> list[dict[str, Any]]:
+    """Return changes that shard more over the data-parallel ranks; the first one is empty."""
+    changes: list[dict[str, Any]] = [{}]
+    if not args.use_distributed_optimizer:
+        changes.append({"use_distributed_optimizer": True})
+    is_homogeneous = args.meshes is None and args.shares is None
+    shares_weights = args.data_parallel_size * args.context_parallel_size > 1
+    if is_homogeneous and shares_weights and not captures_steps(vars(args)):
+        strategies = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
+        for strategy in (OPTIM_GRADS, OPTIM_GRADS_PARAMS):
+            if strategies.index(strategy) > strategies.index(args.data_parallel_sharding_strategy):
+                changes.append({"use_distributed_optimizer": True, SHARDING: strategy})
+    return changes
+
+
 def explicit_arguments(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a change without the arguments that follow from others."""
-    return {name: value for name, value in changes.items() if name not in _IMPLIED_ARGUMENTS}
+    implied = _IMPLIED_ARGUMENTS | ({"use_distributed_optimizer"} if SHARDING in changes else set())
+    return {name: value for name, value in changes.items() if name not in implied}
 
 
 def change_arguments(args: Namespace, changes: Mapping[str, Any]) -> Namespace:

@@ -21,6 +21,7 @@ from typing import Any
 from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
+from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.estimate import attention, weights
 from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
 from flagscale.estimate.weights import WeightCount
@@ -95,14 +96,72 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
     if args.peft_type:
         weight_count += trainable
     return MemoryEstimate(
-        weight_count.all * element_bytes(args) + _fp8_copy_bytes(args, part),
-        # Gradients are accumulated in fp32 even if weights have 16 bits.
-        trainable.all * FP32_BYTES,
+        _weight_bytes(args, weight_count, vocabulary_size, part) + _fp8_copy_bytes(args, part),
+        _gradient_bytes(args, trainable, vocabulary_size, part),
         _optimizer_bytes(args, trainable),
         _activation_bytes(args, part),
         _transient_bytes(args, vocabulary_size, part),
         offloaded_weights(args, trainable) * _OFFLOADED_BYTES,
     )
+
+
+def _weight_bytes(
+    args: Any, weight_count: WeightCount, vocabulary_size: int, part: ModelPart
+) -> float:
+    """Return the bytes of a rank's weights; if they are sharded, of its shard and of what is
+    gathered at the same time: a layer, and another one or the head.
+    """
+    if not shards_weights(vars(args)) or _count_shards(args) == (1, 1):
+        return float(weight_count.all * element_bytes(args))
+    layer = max((_count_layer(args, kind).all for kind in part.layers), default=0)
+    outer = max(_count_outer(args, vocabulary_size, part))
+    return float(element_bytes(args) * (_shard(args, weight_count) + layer + max(layer, outer)))
+
+
+def _gradient_bytes(
+    args: Any, trainable: WeightCount, vocabulary_size: int, part: ModelPart
+) -> float:
+    """Return the bytes of a rank's gradients.
+
+    They are accumulated in fp32 even if weights have 16 bits. If they are sharded, the whole ones
+    of two layers and of the embedding or the head are in memory besides the shard.
+    """
+    if not shards_gradients(vars(args)) or _count_shards(args) == (1, 1):
+        return float(trainable.all * FP32_BYTES)
+    whole = trainable.all
+    if not args.peft_type and freezing_argument(vars(args)) is None:
+        layer = max((_count_layer(args, kind).all for kind in part.layers), default=0)
+        whole = min(whole, 2 * layer + max(_count_outer(args, vocabulary_size, part)))
+    return float(FP32_BYTES * (_shard(args, trainable) + whole))
+
+
+def _count_layer(args: Any, kind: LayerKind) -> WeightCount:
+    return weights.layer_weights(args, is_moe=kind.is_moe)
+
+
+def _count_outer(args: Any, vocabulary_size: int, part: ModelPart) -> tuple[int, int]:
+    """Return the weights before the layers and those after them."""
+    before = after = 0
+    for name, count in _outer_weights(args, vocabulary_size, part):
+        if part.has_embedding and name in (EMBEDDING, POSITIONS):
+            before += count.all
+        else:
+            after += count.all
+    return before, after
+
+
+def _count_shards(args: Any) -> tuple[int, int]:
+    """Return the numbers of data-parallel ranks that share weights outside experts and experts."""
+    replicas = args.data_parallel_size * args.context_parallel_size
+    ranks = replicas * args.tensor_model_parallel_size
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return replicas, max(ranks // (expert_tp * args.expert_model_parallel_size), 1)
+
+
+def _shard(args: Any, count: WeightCount) -> float:
+    """Return the number of weights in a rank's shard of ``count``."""
+    replicas, expert_replicas = _count_shards(args)
+    return count.shared / replicas + count.experts / expert_replicas
 
 
 def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
@@ -235,11 +294,7 @@ def count_optimizer_weights(args: Any, trainable: WeightCount) -> float:
     """Return the number of weights that a rank's optimizer updates: all, or its shard."""
     if not args.use_distributed_optimizer:
         return float(trainable.all)
-    replicas = args.data_parallel_size * args.context_parallel_size
-    ranks = replicas * args.tensor_model_parallel_size
-    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    expert_replicas = max(ranks // (expert_tp * args.expert_model_parallel_size), 1)
-    return float(trainable.shared / replicas + trainable.experts / expert_replicas)
+    return float(_shard(args, trainable))
 
 
 def count_microbatch_tokens(args: Any) -> float:

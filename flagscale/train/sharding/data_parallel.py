@@ -269,11 +269,11 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
     def _before_layer_backward(self, index: int, _: torch.Tensor) -> None:
         unit = self._layer_units[index]
         unit.gather()
-        self._start_gather_before(index)
         finished = [*self._layer_units[index + 1 :]]
         if not self._after_is_used_before:
             finished.append(self._unit_after)
         self._reduce(finished)
+        self._start_gather_before(index)
         unit.expect_gradients()
 
     def _before_embedding_backward(self, _: torch.Tensor) -> None:
