@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from flagscale.accelerators.device import current_device
 from flagscale.errors import ConfigError
 from flagscale.train.layers.jit import compiled_if_faster
 from flagscale.train.layers.wgrad_accumulation import accumulate_gradient
@@ -97,7 +98,10 @@ class GroupedWeight(torch.nn.Module):
         """Create the parameter; ``dimension`` is split over the ranks of ``tp_group``."""
         super().__init__()
         self.config, self.tp_group = config, tp_group
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+        device = current_device().torch_device
+        self.weight = torch.nn.Parameter(
+            torch.empty(shape, dtype=config.params_dtype, device=device)
+        )
         set_tensor_model_parallel_attributes(self.weight, True, dimension, 1)
 
     def accumulated_weight(self) -> torch.nn.Parameter:

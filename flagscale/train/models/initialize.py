@@ -15,6 +15,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -58,9 +59,7 @@ def initialize_weights(
         selected: predicate on global names that selects the weights to initialize; None selects
             all.
     """
-    for name, parameter in iter_global_parameters(model, config):
-        if selected is not None and not selected(name):
-            continue
+    for name, parameter in iter_global_parameters(model, config, selected):
         if name.endswith(("bias", lora.LORA_B)):
             parameter.zero_()
         elif parameter.dim() > 1:
@@ -85,18 +84,22 @@ def find_transformer_blocks(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def iter_global_parameters(
-    model: Any, config: TransformerConfig
+    model: Any, config: TransformerConfig, selected: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield parameters with names that are the same in every layout.
 
     Layers and experts are numbered over the whole model. The weight of a tied output layer has the
     name of the embedding. Each expert's matrix of a grouped parameter is yielded by itself.
+    ``selected`` is a predicate on the names; None selects all.
     """
     for names, parameter in iter_parameter_names(model, config):
+        is_selected = [selected is None or selected(name) for name in names]
+        if not any(is_selected):
+            continue
+        parts = [parameter]
         if parameter.dim() == _GROUPED_DIMENSIONS:
-            yield from zip(names, _split_grouped_parameter(parameter), strict=True)
-        else:
-            yield names[0], parameter
+            parts = list(_split_grouped_parameter(parameter))
+        yield from compress(zip(names, parts, strict=True), is_selected)
 
 
 def iter_parameter_names(

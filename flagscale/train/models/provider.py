@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Collection
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from flagscale.train.layers.data_parallel import LayerwiseDataParallel
 from flagscale.train.layers.lora import LoraConfig, attach_adapters, is_adapter
 from flagscale.train.layers.token_dispatcher import use_local_dispatcher
 from flagscale.train.models.attention import select_sdp_kernels
-from flagscale.train.models.base import ChunkSpec, get_model_spec
+from flagscale.train.models.base import ChunkSpec, ModelSpec, get_model_spec
 from flagscale.train.models.config import build_ddp_config, resolve_transformer_impl
 from flagscale.train.models.freezing import freeze_parameters
-from flagscale.train.models.initialize import initialize_weights
+from flagscale.train.models.initialize import initialize_weights, iter_parameter_names
 from flagscale.train.models.optimized import apply_optimizations
 from flagscale.train.recompute import apply_recompute_choices
+from flagscale.train.sharding.bucket import Initialize
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
+from flagscale.train.sharding.deferred import DeferredAllocation
 from flagscale.train.state import unwrap_model
 
 # Variables for Transformer Engine, which is not used here. megatron.core sets them and fails if
@@ -65,12 +69,14 @@ def build_chunks(
     optimized = resolve_transformer_impl(args, device) == "compiled"
     select_sdp_kernels(config, device)
     spec = get_model_spec(args)
-    models: list[Any] = [
-        spec.build(args, config, _build_chunk_spec(vocabulary, stage, optimized=optimized)).to(
-            device.torch_device
-        )
-        for stage in vp_stages
-    ]
+    is_deferred = _can_defer_allocation(args, spec)
+    with DeferredAllocation() if is_deferred else nullcontext():
+        models: list[Any] = [
+            spec.build(args, config, _build_chunk_spec(vocabulary, stage, optimized=optimized)).to(
+                device.torch_device
+            )
+            for stage in vp_stages
+        ]
     for model in models:
         # Attributes that schedules and checkpoints read, for every family.
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
@@ -78,6 +84,8 @@ def build_chunks(
         if targets := adapter_parts(vars(args)):
             attach_adapters(model, targets, _build_lora_config(args))
         _mark_expert_parameters(model)
+        if is_deferred:
+            continue
         on_host = bool(args.use_cpu_initialization)
         if initialize_all:
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
@@ -85,19 +93,65 @@ def build_chunks(
             initialize_weights(model, config, args.seed, on_host=on_host, selected=is_adapter)
     freeze_parameters(models, args, config)
     apply_recompute_choices(args, config, models)
+    unwrapped_models = models
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
     ddp_config = build_ddp_config(args)
+    initializers = [
+        partial(_initialize_parameters, args, config, model, initialize_all=initialize_all)
+        if is_deferred
+        else None
+        for model in unwrapped_models
+    ]
     # If steps are captured, gradients must be accumulated on the capturing stream.
     with device.side_stream() if captures_steps(vars(args)) else nullcontext():
         chunks = [
-            _add_data_parallelism(args, config, ddp_config, model, index, optimized=optimized)
-            for index, model in enumerate(models)
+            _add_data_parallelism(
+                args, config, ddp_config, model, index, initializer, optimized=optimized
+            )
+            for index, (model, initializer) in enumerate(zip(models, initializers, strict=True))
         ]
     if optimized:
         for chunk in chunks:
             apply_optimizations(unwrap_model(chunk), args, config, device)
     return chunks
+
+
+def _can_defer_allocation(args: argparse.Namespace, spec: ModelSpec) -> bool:
+    """Return whether weights can be allocated and initialized layer by layer."""
+    # megatron.core sums the weights that stages share during construction.
+    stages_share_weights = args.pipeline_model_parallel_size > 1 and (
+        not args.untie_embeddings_and_output_weights or args.mtp_num_layers
+    )
+    # A family with an initialization of its own initializes whole models.
+    initializes_by_name = type(spec).initialize is ModelSpec.initialize
+    return shards_weights(vars(args)) and initializes_by_name and not stages_share_weights
+
+
+def _initialize_parameters(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    model: Any,
+    parameters: Collection[torch.nn.Parameter],
+    *,
+    initialize_all: bool,
+) -> None:
+    """Initialize given parameters of an unwrapped model, or only the adapters among them."""
+    names = {
+        name
+        for group_names, parameter in iter_parameter_names(model, config)
+        if parameter in parameters
+        for name in group_names
+        if initialize_all or is_adapter(name)
+    }
+    initialize_weights(
+        model,
+        config,
+        args.seed,
+        norm_init_value=args.norm_init_weight,
+        on_host=bool(args.use_cpu_initialization),
+        selected=names.__contains__,
+    )
 
 
 def _add_data_parallelism(
@@ -106,10 +160,14 @@ def _add_data_parallelism(
     ddp_config: DistributedDataParallelConfig,
     model: Any,
     index: int,
+    initialize: Initialize | None,
     *,
     optimized: bool,
 ) -> DistributedDataParallel:
-    """Wrap a model chunk; ``index`` is its number among this rank's chunks."""
+    """Wrap a model chunk; ``index`` is its number among this rank's chunks.
+
+    ``initialize`` initializes its weights; None if they are.
+    """
     if shards_gradients(vars(args)):
         return ShardedDataParallel(
             config,
@@ -117,6 +175,7 @@ def _add_data_parallelism(
             model,
             shards_weights=shards_weights(vars(args)),
             accumulates_in_layers=optimized,
+            initialize=initialize,
         )
     ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
     # Only the gradients of the first chunk are reduced during the backward pass.

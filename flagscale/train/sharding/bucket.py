@@ -10,13 +10,17 @@ times.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from flagscale.train.layers.wgrad_accumulation import expect_first_write, forget_first_write
+from flagscale.train.sharding.deferred import is_deferred
 from flagscale.train.sharding.exchange import Exchange
+
+Initialize = Callable[[Collection[torch.nn.Parameter]], None]
+"""Function that initializes given weights in place."""
 
 _ALIGNED_ELEMENTS = 64
 """Multiple of the first element of a weight, so that its address is aligned to 128 bytes."""
@@ -56,6 +60,7 @@ class ShardedBucket:
         offset: int = 0,
         bucket_id: int = 0,
         gradient_scaling_factor: float = 1.0,
+        initialize: Initialize | None = None,
     ) -> None:
         """Move weights into the bucket and release their memory, except for this rank's shard.
 
@@ -66,6 +71,7 @@ class ShardedBucket:
             offset: see the class.
             bucket_id: see the class.
             gradient_scaling_factor: see the class.
+            initialize: initializes the weights, or None if they are.
         """
         self.params_list = list(params)
         self.params = set(self.params_list)
@@ -88,10 +94,10 @@ class ShardedBucket:
         self._gradient_parts: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._written_in_place: set[torch.nn.Parameter] = set()
         self._has_first_gradients = False
-        self._move_weights()
+        self._move_weights(initialize)
 
     @torch.no_grad()
-    def _move_weights(self) -> None:
+    def _move_weights(self, initialize: Initialize | None) -> None:
         first = self.params_list[0]
         if self._keeps_weights:
             self.param_data = self._exchange.allocate_shared(self.numel, first.dtype)
@@ -99,8 +105,11 @@ class ShardedBucket:
             self.param_data = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self.param_data.zero_()
         for param in self.params_list:
-            self._view(self.param_data, param).copy_(param.data)
+            if not is_deferred(param.data):
+                self._view(self.param_data, param).copy_(param.data)
             param.data = self._view(self.param_data, param)
+        if initialize is not None:
+            initialize(self.params)
         self.weight_shard = self._local_part(self.param_data)
         if not self._keeps_weights:
             own_part = self.weight_shard

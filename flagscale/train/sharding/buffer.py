@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from flagscale.train.sharding.bucket import ShardedBucket
+from flagscale.train.sharding.bucket import Initialize, ShardedBucket
 from flagscale.train.sharding.exchange import Exchange
 
 
@@ -54,8 +54,13 @@ class ShardedBuffer:
         self._gradient_scaling_factor = gradient_scaling_factor
         self._keeps_weights = keeps_weights
 
-    def add_bucket(self, params: Sequence[torch.nn.Parameter]) -> ShardedBucket:
-        """Move weights into a new bucket and return it, without gradients so far."""
+    def add_bucket(
+        self, params: Sequence[torch.nn.Parameter], initialize: Initialize | None
+    ) -> ShardedBucket:
+        """Move weights into a new bucket and return it, without gradients so far.
+
+        ``initialize`` initializes the weights; None if they are.
+        """
         bucket = ShardedBucket(
             params,
             self._exchange,
@@ -63,6 +68,7 @@ class ShardedBuffer:
             offset=self.numel,
             bucket_id=len(self.buckets),
             gradient_scaling_factor=self._gradient_scaling_factor,
+            initialize=initialize,
         )
         for param, (start, end) in bucket.param_to_index.items():
             self.param_index_map[param] = (self.numel + start, self.numel + end, bucket.bucket_id)

@@ -31,7 +31,7 @@ from flagscale.train.layers.wgrad_accumulation import (
     is_uninitialized,
     take_first_write,
 )
-from flagscale.train.sharding.bucket import ShardedBucket
+from flagscale.train.sharding.bucket import Initialize, ShardedBucket
 from flagscale.train.sharding.buffer import ShardedBuffer
 from flagscale.train.sharding.exchange import create_exchange
 from flagscale.train.sharding.unit import GradientSlot, ShardedUnit
@@ -59,6 +59,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         *,
         shards_weights: bool,
         accumulates_in_layers: bool,
+        initialize: Initialize | None = None,
     ) -> None:
         """Shard a model chunk.
 
@@ -69,10 +70,12 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             shards_weights: shard weights as well, not only gradients.
             accumulates_in_layers: layers add the gradients of their weights to ``main_grad``
                 themselves (:mod:`flagscale.train.layers.wgrad_accumulation`).
+            initialize: initializes given weights of ``module``, which then needs no memory for its
+                matrices before (:mod:`.deferred`). None if they are initialized.
         """
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
-        self._shards_weights = shards_weights
+        self._shards_weights, self._initialize = shards_weights, initialize
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
         self.dp_group, self.dp_cp_group = groups["dp_group"], groups["dp_cp_group"]
         self.tp_group, self.pp_group = groups["tp_group"], groups["pp_group"]
@@ -145,13 +148,16 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         buckets = []
         for (of_experts, dtype, is_trained, _), bucket_params in by_bucket.items():
             if is_trained:
-                buckets.append(self._get_buffer(dtype, of_experts).add_bucket(bucket_params))
+                buckets.append(
+                    self._get_buffer(dtype, of_experts).add_bucket(bucket_params, self._initialize)
+                )
             else:
                 buckets.append(
                     ShardedBucket(
                         bucket_params,
                         self._exchanges[of_experts],
                         keeps_weights=not self._shards_weights,
+                        initialize=self._initialize,
                     )
                 )
         return ShardedUnit(buckets, slot, keeps_weights=not self._shards_weights)
