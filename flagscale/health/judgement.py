@@ -245,6 +245,10 @@ def _judge_broken_pairs(measurements: Measurements) -> Iterator[Finding]:
         if any(pair.rates for pair in measurement.pairs)
     }
     for host, measurement in measurements.hosts.items():
+        if not measurement.has_address:
+            text = "not measured: the names of other hosts do not resolve there; set addr= in a "
+            text += "hostfile"
+            yield Finding(host, EXCHANGE, "", "address", Severity.WARNING, text)
         broken = [pair for pair in measurement.pairs if pair.problem]
         if not broken:
             continue

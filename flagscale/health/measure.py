@@ -24,7 +24,7 @@ from flagscale.hosts import probe
 
 _CPU_RANKS = 2
 """Ranks on a host without devices, so that they can exchange data."""
-_MEASURE_SECONDS = 60.0
+_MEASURE_SECONDS = 45.0
 """Longest measurement of the devices, apart from its windows. The first call of a library may load
 its kernels from a slow disk."""
 _MEET_SECONDS = 15.0

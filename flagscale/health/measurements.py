@@ -14,6 +14,8 @@ class HostMeasurement:
 
     devices: tuple[DeviceMeasurement, ...] = ()
     pairs: tuple[PairMeasurement, ...] = ()
+    has_address: bool = True
+    """False if the host takes no part in pairs, because it has no address for other hosts."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from flagscale.accelerators.health import DeviceReading, Rate
 from flagscale.accelerators.rates import best_rate
@@ -105,9 +107,10 @@ class RankProcesses:
         for number, process in processes.items():
             process.send(jobs[number])
         replies = []
+        deadline = time.monotonic() + timeout
         for number, process in processes.items():
             try:
-                replies.append(process.receive(timeout))
+                replies.append(process.receive(max(0.0, deadline - time.monotonic())))
             except (EOFError, TimeoutError) as error:
                 self._ranks[number] = None
                 replies.append(Problem(process.explain_end(error, timeout)))
@@ -181,7 +184,7 @@ def _run_forked(
 
 def _serve_store(connection: Connection) -> None:
     """Serve the store in which ranks of this and of other hosts meet."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     connection.poll(None)
 
@@ -239,20 +242,21 @@ class _Rank:
     def meet(self, job: ExchangeJob) -> float:
         """Form a group with the other ranks of the job, and return the rate in GB/s."""
         device, timeout = self._device, timedelta(seconds=job.timeout)
-        store = dist.TCPStore(
+        store = TCPStore(
             job.address, job.port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        dist.init_process_group(
-            self._accelerator.default_backend,
-            store=dist.PrefixStore(job.name, store),
-            rank=job.rank,
-            world_size=job.world,
-            timeout=timeout,
-        )
         try:
+            dist.init_process_group(
+                self._accelerator.default_backend,
+                store=PrefixStore(job.name, store),
+                rank=job.rank,
+                world_size=job.world,
+                timeout=timeout,
+            )
             return self._measure_exchange(job, device)
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def _measure_exchange(self, job: ExchangeJob, device: torch.device) -> float:
         size = _MESSAGE_BYTES[self._accelerator.is_host]

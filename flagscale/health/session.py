@@ -28,8 +28,10 @@ from flagscale.hosts.workers.task import WorkerTask
 _WORKER = "flagscale.health.worker:run"
 _READY_SECONDS = 90.0
 """Longest start of a worker: torch may be on a slow file system."""
-_MEASURE_SECONDS = 120.0
+_MEASURE_SECONDS = 240.0
+"""Longest measurement of a host, whose worker gives up hung devices earlier."""
 _PAIR_SECONDS = 60.0
+_NAMES_OF_OTHERS = 4
 _LIFETIME_SECONDS = 900.0
 _END_SECONDS = 5.0
 _QUICK_WINDOW = 0.3
@@ -107,7 +109,7 @@ class HealthSession(Closeable):
         connections, errors = self._hosts.run_on_hosts(lambda _, host: host, indices)
         self._failures = {index: error.message for index, error in errors.items()}
         for index, connection in sorted(connections.items()):
-            others = [i for i in connections if i != index]
+            others = [i for i in connections if i != index][:_NAMES_OF_OTHERS]
             names = tuple(self._targets[i].address or self._targets[i].name for i in others)
             target = self._targets[index]
             self._workers.append(_Worker(index, connection, target, names, self))
@@ -127,6 +129,10 @@ class HealthSession(Closeable):
         for index, pairs in self._exchange(window * _PAIR_SHARE).items():
             if index in hosts:
                 hosts[index] = replace(hosts[index], pairs=tuple(pairs))
+        if len(self._workers) > 1:
+            for worker in self._usable():
+                if worker.index in hosts and worker.ready and not worker.ready.address:
+                    hosts[worker.index] = replace(hosts[worker.index], has_address=False)
         self._passes += 1
         failures = {**self._failures, **{w.index: w.failure for w in self._workers if w.failure}}
         return Measurements(hosts, failures)
@@ -136,7 +142,7 @@ class HealthSession(Closeable):
         workers = [worker for worker in self._usable() if worker.ready and worker.ready.address]
         results: dict[int, list[PairMeasurement]] = {}
         for number, pairs in enumerate(pair_hosts(len(workers), self._passes)):
-            commands = {}
+            commands: dict[int, HealthCommand] = {}
             for first, second in pairs:
                 commands |= self._pair(workers[first], workers[second], number, window)
             for index, event in self._command(commands, _PAIR_SECONDS).items():

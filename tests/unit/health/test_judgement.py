@@ -186,6 +186,14 @@ def test_host_that_cannot_be_measured_is_unclear() -> None:
     assert not row["h01", HARDWARE].ok
 
 
+def test_host_without_an_address_is_said_to_have_no_pairs() -> None:
+    measurements = measured(device(), device())
+    alone = replace(measurements.hosts[1], has_address=False)
+    row = rows_of(replace(measurements, hosts={**measurements.hosts, 1: alone}))["h01", EXCHANGE]
+    assert row.ok and row.warning
+    assert row.text.startswith("not measured: the names of other hosts do not resolve there")
+
+
 @pytest.mark.parametrize(
     ("measurements", "text", "warning"),
     [
