@@ -67,7 +67,7 @@ def check_hosts_health(
         raise ConfigError(f"unknown argument {words[0]}", hint="flagscale health -h")
     if reason := explain_unusable_kind(options.device):
         raise ConfigError(f"--device: {reason}")
-    runner, hosts = _select_hosts(options)
+    runner, hosts = select_hosts(options)
     targets = [HealthTarget(host.name, options.device, host.addr or "") for host in hosts]
     handle = endpoints.make_handle(runner, hosts)
     with endpoints.open_hosts(handle, [host.name for host in hosts]) as connections:
@@ -93,7 +93,7 @@ def check_hosts_health(
     return UnreachableError.exit_code if result.judgement.hosts_with(Severity.UNCLEAR) else 0
 
 
-def _select_hosts(options: argparse.Namespace) -> tuple[Runner, tuple[Host, ...]]:
+def select_hosts(options: argparse.Namespace) -> tuple[Runner, tuple[Host, ...]]:
     """Return the hosts, and the settings of a runner for them."""
     from flagscale.config.schema import Runner
     from flagscale.hosts.hostfile import choose_hosts, parse_host_list, read_hostfile
