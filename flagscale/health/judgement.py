@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flagscale.accelerators.health import DeviceReading
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement
-from flagscale.health.names import DEVICE_STATE, EXCHANGE, HARDWARE
+from flagscale.health.names import DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
 from flagscale.health.slow import MIN_COUNT, Comparison, compare_rates
 
 EXCHANGE_UNIT = "GB/s"
@@ -57,6 +57,7 @@ class Group:
 
     check: str
     product: str
+    """Product and model of the machines."""
     unit: str
     hosts: frozenset[int]
     comparison: Comparison
@@ -106,9 +107,9 @@ def judge(measurements: Measurements) -> Judgement:
                 sample.device.label,
                 "slow",
                 Severity.SICK,
-                f"{sample.device.label}: {sample.value:.3g} {unit}, "
+                f"{sample.device.label}: {format_rate(sample.value)} {unit}, "
                 f"{comparison.shortfall(sample.value):.0%} below the median of "
-                f"{comparison.count} equal ones ({comparison.median:.3g})",
+                f"{comparison.count} equal ones ({format_rate(comparison.median)})",
             )
             for sample in samples
             if comparison.is_slow(sample.value)
@@ -163,9 +164,14 @@ def _collect_samples(
                 rates.append((EXCHANGE, EXCHANGE_UNIT, best_exchange[number]))
             for name, unit, value in rates:
                 if value > 0:
-                    key = (name, device.product, unit)
+                    key = (name, describe_product(device), unit)
                     samples.setdefault(key, []).append(_Sample(host, device, value))
     return samples
+
+
+def describe_product(device: DeviceMeasurement) -> str:
+    """Return the text that equal devices in equal machines share."""
+    return f"{device.product} in {device.machine}" if device.machine else device.product
 
 
 def _best_exchange(measurement: HostMeasurement) -> Mapping[int, float]:
@@ -198,7 +204,7 @@ def _judge_readings(measurements: Measurements) -> Iterator[Finding]:
         for device in measurement.devices:
             if device.reading is not None:
                 entry = (host, device.label, device.reading)
-                equal.setdefault(device.product, []).append(entry)
+                equal.setdefault(describe_product(device), []).append(entry)
     for entries in equal.values():
         for host, label, reading in entries:
             for severity, texts in (

@@ -39,7 +39,10 @@ class HostMeter:
     def __init__(self, settings: WorkerSettings) -> None:
         kind, ranks = _choose_ranks(settings.device)
         cores = len(os.sched_getaffinity(0))
-        self._unit = get_accelerator(kind).unit
+        accelerator = get_accelerator(kind)
+        self._unit = accelerator.unit
+        for name, value in accelerator.default_variables.items():
+            os.environ.setdefault(name, value)
         self._address = _find_address(settings)
         _set_interface(self._address)
         self._count = ranks
@@ -61,7 +64,7 @@ class HostMeter:
         limit = _MEASURE_SECONDS + _WINDOWS_PER_JOB * seconds
         replies = self._ranks.run([MeasureJob(seconds)] * self._count, limit)
         measurements = [
-            DeviceMeasurement(f"{self._unit} {number}", "", problem=reply.reason)
+            DeviceMeasurement(f"{self._unit} {number}", product="", problem=reply.reason)
             if isinstance(reply, Problem)
             else reply
             for number, reply in enumerate(replies)

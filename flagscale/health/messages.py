@@ -60,7 +60,9 @@ class DeviceMeasurement:
     label: str
     """Name of the device on its host, such as ``GPU 3``."""
     product: str
-    """Devices with the same text are equal, so that their rates are compared."""
+    """Vendor's name of the product, with the threads that measured it if it is a CPU."""
+    machine: str = ""
+    """Model of the host. Equal products in equal machines are compared."""
     rates: tuple[Rate, ...] = ()
     reading: DeviceReading | None = None
     problem: str = ""

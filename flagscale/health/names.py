@@ -7,3 +7,8 @@ EXCHANGE = "exchange with hosts"
 DEVICE_STATE = "device state"
 HARDWARE = "hardware"
 """Check that a host could be measured at all."""
+
+
+def format_rate(value: float) -> str:
+    """Return a rate with three digits, or more before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from flagscale.accelerators.cpu import processor_name
 from flagscale.accelerators.health import DeviceReading, Rate
 from flagscale.accelerators.rates import best_rate
 from flagscale.accelerators.registry import get_accelerator
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _MESSAGE_BYTES = {True: 8 << 20, False: 64 << 20}
 """Bytes that a rank sends at once, by whether its memory is that of the host."""
+_MACHINE_MODEL = Path("/sys/class/dmi/id/product_name")
 _REASON_CHARACTERS = 300
 _STORE_SECONDS = 30.0
 
@@ -173,6 +176,14 @@ class _Process:
         return f"the measuring process ended with exit code {code}"
 
 
+def _machine_model() -> str:
+    """Return the vendor's name of this machine's model; empty if the kernel does not report it."""
+    try:
+        return _MACHINE_MODEL.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def _run_forked(
     target: Callable[..., None], connection: Connection, parent: int, *arguments: object
 ) -> None:
@@ -233,11 +244,13 @@ class _Rank:
             device, job.seconds, lambda: readings.append(accelerator.read_health(device))
         )
         reading = readings[0] if readings else accelerator.read_health(device)
-        product = accelerator.product_name(device)
+        product, machine = accelerator.product_name(device), _machine_model()
         if accelerator.is_host:
             product += f", {self._settings.threads} thread(s)"
+        else:
+            machine = ", ".join(filter(None, (machine, processor_name())))
         label = f"{accelerator.unit} {self._settings.local_rank}"
-        return DeviceMeasurement(label, product, tuple(rates), reading)
+        return DeviceMeasurement(label, product, machine, tuple(rates), reading)
 
     def meet(self, job: ExchangeJob) -> float:
         """Form a group with the other ranks of the job, and return the rate in GB/s."""

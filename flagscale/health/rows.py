@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagscale.health.judgement import Group, Severity
-from flagscale.health.names import DEVICE_STATE, HARDWARE
+from flagscale.health.names import DEVICE_STATE, HARDWARE, format_rate
 from flagscale.health.session import HealthResult
 from flagscale.health.slow import FLOOR, MIN_COUNT
 
 _MAX_TEXTS = 3
 _SICK_HINT = "leave the host out, or have it repaired"
-_UNCLEAR_HINT = "experiment.runner.health: off starts without this check"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def _check_rows(result: HealthResult, check: str, groups: list[Group]) -> Iterat
             texts = [finding.text for finding in findings if finding.severity is worst]
             text = "; ".join(texts[:_MAX_TEXTS])
             text += f"; {len(texts) - _MAX_TEXTS} more" if texts[_MAX_TEXTS:] else ""
-            hint = {Severity.SICK: _SICK_HINT, Severity.UNCLEAR: _UNCLEAR_HINT}.get(worst, "")
+            hint = _SICK_HINT if worst is Severity.SICK else ""
             is_warning = worst is Severity.WARNING
             yield HealthRow(name, check, is_warning, text, hint, is_warning)
         elif check == DEVICE_STATE and _has_reading(result, host):
@@ -81,12 +80,12 @@ def _describe_group(group: Group) -> tuple[str, str, bool]:
     """Return the text, hint and warning of a host without a finding."""
     comparison, unit = group.comparison, group.unit
     if comparison.is_decidable:
-        text = f"{comparison.count} equal ones, median {comparison.median:.3g} {unit}: "
+        text = f"{comparison.count} equal ones, median {format_rate(comparison.median)} {unit}: "
         return f"{text}none is more than {comparison.threshold:.0%} below", "", False
     if comparison.count == 1:
-        return f"{comparison.median:.3g} {unit}; nothing to compare it with", "", False
+        return f"{format_rate(comparison.median)} {unit}; nothing to compare it with", "", False
     difference = 1 - comparison.lowest / comparison.highest
-    values = f"{comparison.lowest:.3g} to {comparison.highest:.3g} {unit}"
+    values = f"{format_rate(comparison.lowest)} to {format_rate(comparison.highest)} {unit}"
     if comparison.count < MIN_COUNT:
         text = f"not judged: {values}; {MIN_COUNT} equal ones are needed, not {comparison.count}"
         return text, "", difference > FLOOR
@@ -154,6 +153,7 @@ def _host_json(result: HealthResult, host: int) -> dict[str, Any]:
             {
                 "device": device.label,
                 "product": device.product,
+                "machine": device.machine,
                 "problem": device.problem,
                 "rates": {
                     rate.name: {"value": rate.value, "unit": rate.unit} for rate in device.rates

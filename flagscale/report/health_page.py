@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flagscale.health.judgement import EXCHANGE_UNIT, Group, Severity
+from flagscale.health.judgement import EXCHANGE_UNIT, Group, Severity, describe_product
 from flagscale.health.messages import DeviceMeasurement
+from flagscale.health.names import format_rate
 from flagscale.health.rows import list_rows
 from flagscale.health.session import HealthResult
 from flagscale.hosts.names import compress_names
@@ -86,7 +87,7 @@ def _rate_tables(result: HealthResult) -> Iterator[Html]:
             ]
             for host, measurement in sorted(result.passes[-1].hosts.items())
             for device in measurement.devices
-            if device.product == product
+            if describe_product(device) == product
         ]
         yield table(headings, rows, caption=product, align_numbers=True)
 
@@ -106,7 +107,7 @@ def _rate_cell(result: HealthResult, host: int, device: DeviceMeasurement, group
         and (finding.host, finding.check, finding.device) == (host, group.check, device.label)
         for finding in result.judgement.findings
     )
-    text = f"{value:.3g} ({difference:+.1%})"
+    text = f"{format_rate(value)} ({difference:+.1%})"
     return Cell(element("b", text), "bad") if is_sick else text
 
 
@@ -114,7 +115,7 @@ def _pair_rows(result: HealthResult) -> Iterator[list[object]]:
     for host, measurement in sorted(result.passes[-1].hosts.items()):
         for pair in measurement.pairs:
             if host < pair.partner or pair.problem:
-                rates = ", ".join(f"{rate:.3g}" for rate in pair.rates)
+                rates = ", ".join(map(format_rate, pair.rates))
                 partner = result.names[pair.partner]
                 yield [result.names[host], partner, rates, Cell(pair.problem, "bad")]
 

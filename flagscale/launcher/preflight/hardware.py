@@ -7,6 +7,7 @@ run: measuring would disturb it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from flagscale.config.interpolation import split_references
 from flagscale.config.schema import PROJECT, Experiment
@@ -24,6 +25,8 @@ from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.per_host import HostSettings
 from flagscale.launcher.preflight.checks import Check, merge_equal_rows
 from flagscale.launcher.preflight.host_probe import HostReplies, copies_code, rank_python
+
+_UNCLEAR_HINT = "experiment.runner.health: off starts without this check"
 
 
 def check_hardware(experiment: Experiment, replies: HostReplies, hosts: Hosts) -> list[Check]:
@@ -47,7 +50,9 @@ def check_hardware(experiment: Experiment, replies: HostReplies, hosts: Hosts) -
         ]
         is_full = experiment.runner.health == "full"
         checks += make_checks(check_health(hosts, targets, full=is_full, indices=indices))
-    return checks
+    return [
+        check if check.ok or check.hint else replace(check, hint=_UNCLEAR_HINT) for check in checks
+    ]
 
 
 def make_checks(result: HealthResult) -> list[Check]:

@@ -22,7 +22,7 @@ TIMEOUT = "no answer within 30 s"
 
 def device(rate: float = 800.0, number: int = 0, **more: object) -> DeviceMeasurement:
     rates = (Rate(PRODUCT, rate, "TFLOP/s"),)
-    return replace(DeviceMeasurement(f"GPU {number}", "H200", rates), **more)  # type: ignore[arg-type]
+    return replace(DeviceMeasurement(f"GPU {number}", "H200", rates=rates), **more)  # type: ignore[arg-type]
 
 
 def measured(
@@ -80,7 +80,8 @@ def test_only_suspicions_need_a_second_pass() -> None:
 
 def test_devices_of_other_products_are_compared_apart() -> None:
     old = [device(300.0, product="A100") for _ in range(4)]
-    assert judge(measured(*[device()] * 4, *old)).findings == ()
+    other = [device(500.0, machine="with another bus") for _ in range(4)]
+    assert judge(measured(*[device()] * 4, *old, *other)).findings == ()
 
 
 def test_one_slow_device_of_a_host_is_named() -> None:

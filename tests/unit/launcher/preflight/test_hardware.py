@@ -76,7 +76,7 @@ def test_equal_results_share_a_row() -> None:
     rates = {0: 100.0, 1: 101.0, 2: 70.0, 3: 100.0, 4: 99.0}
     hosts = {
         host: HostMeasurement(
-            (DeviceMeasurement("GPU 0", "H200", (Rate("memory", rate, "GB/s"),)),)
+            (DeviceMeasurement("GPU 0", "H200", rates=(Rate("memory", rate, "GB/s"),)),)
         )
         for host, rate in rates.items()
     }
