@@ -18,6 +18,7 @@ from flagscale.health.names import DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
 from flagscale.health.slow import MIN_COUNT, Comparison, compare_rates
 
 EXCHANGE_UNIT = "GB/s"
+_NOT_MEASURED = "not measured"
 
 
 class Severity(Enum):
@@ -72,8 +73,11 @@ class Judgement:
 
     @property
     def has_suspects(self) -> bool:
-        """True if a second pass is needed."""
-        return any(finding.severity is not Severity.WARNING for finding in self.findings)
+        """True if a second pass is needed, which hosts that failed take no part in."""
+        return any(
+            finding.severity is not Severity.WARNING and finding.aspect != _NOT_MEASURED
+            for finding in self.findings
+        )
 
     def hosts_with(self, severity: Severity) -> list[int]:
         """Return the hosts that have a finding of a severity, in order."""
@@ -89,7 +93,7 @@ class _Sample(NamedTuple):
 def judge(measurements: Measurements) -> Judgement:
     """Judge one pass."""
     findings = [
-        Finding(host, HARDWARE, "", "failed", Severity.UNCLEAR, f"not measured: {reason}")
+        Finding(host, HARDWARE, "", _NOT_MEASURED, Severity.UNCLEAR, f"not measured: {reason}")
         for host, reason in measurements.failures.items()
     ]
     findings += _judge_problems(measurements)

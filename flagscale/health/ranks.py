@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from flagscale.accelerators.rates import best_rate
 from flagscale.accelerators.registry import get_accelerator
 from flagscale.errors import FlagscaleError
 from flagscale.health.messages import DeviceMeasurement
+from flagscale.hosts.connection import Closeable
 from flagscale.hosts.kernel import signal_on_parent_death
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ _MESSAGE_BYTES = {True: 8 << 20, False: 64 << 20}
 """Bytes that a rank sends at once, by whether its memory is that of the host."""
 _MACHINE_MODEL = Path("/sys/class/dmi/id/product_name")
 _REASON_CHARACTERS = 300
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*:\d+\]\s*")
 _STORE_SECONDS = 30.0
 
 
@@ -88,7 +91,7 @@ class Problem:
     reason: str
 
 
-class RankProcesses:
+class RankProcesses(Closeable):
     """The processes of one host. Must be created before this process uses a device."""
 
     def __init__(self, kind: str, count: int, threads: int) -> None:
@@ -119,6 +122,17 @@ class RankProcesses:
                 replies.append(Problem(process.explain_end(error, timeout)))
         return replies
 
+    @property
+    def pids(self) -> list[int]:
+        """Pids of the processes that run, by the number of the rank."""
+        return [process.pid for process in self._ranks if process is not None]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in (self._store, *self._ranks):
+            if process is not None:
+                process.kill()
+
     def _require_rank(self, number: int) -> _Process:
         process = self._ranks[number]
         if process is None or not process.is_alive:
@@ -144,6 +158,14 @@ class _Process:
     @property
     def is_alive(self) -> bool:
         return bool(self._process.is_alive())
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
 
     def send(self, job: object) -> None:
         try:
@@ -208,9 +230,15 @@ def _serve_rank(connection: Connection, settings: RankSettings) -> None:
         try:
             connection.send(rank.execute(job))
         except (FlagscaleError, ImportError, OSError, RuntimeError, ValueError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = lines[0] if lines else type(error).__name__
-            connection.send(Problem(reason[:_REASON_CHARACTERS]))
+            connection.send(Problem(describe_error(error)))
+
+
+def describe_error(error: Exception) -> str:
+    """Return the first line of an error's message, without the place in a library's source that
+    Gloo puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = _SOURCE_PLACE.sub("", lines[0]) if lines else ""
+    return reason[:_REASON_CHARACTERS] or type(error).__name__
 
 
 class _Rank:

@@ -107,7 +107,10 @@ class HealthSession(Closeable):
     def start(self, indices: Sequence[int]) -> None:
         """Start the workers of these hosts, and wait until they are ready."""
         connections, errors = self._hosts.run_on_hosts(lambda _, host: host, indices)
-        self._failures = {index: error.message for index, error in errors.items()}
+        self._failures = {
+            index: error.message.removeprefix(f"{self._targets[index].name}: ")
+            for index, error in errors.items()
+        }
         for index, connection in sorted(connections.items()):
             others = [i for i in connections if i != index][:_NAMES_OF_OTHERS]
             names = tuple(self._targets[i].address or self._targets[i].name for i in others)

@@ -76,6 +76,7 @@ def test_only_suspicions_need_a_second_pass() -> None:
     assert judge(SLOW).has_suspects
     warning = DeviceReading(warnings={"power limit": "the power limit is 500 W"})
     assert not judge(measured(*[device(reading=warning)] * 4)).has_suspects
+    assert not judge(measured(device(), failures={1: "no route"})).has_suspects
 
 
 def test_devices_of_other_products_are_compared_apart() -> None:
