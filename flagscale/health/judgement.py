@@ -14,10 +14,11 @@ from typing import NamedTuple
 from flagscale.accelerators.health import DeviceReading
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement
-from flagscale.health.names import DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
+from flagscale.health.names import ALL_REDUCE, DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
 from flagscale.health.slow import MIN_COUNT, Comparison, compare_rates
 
 EXCHANGE_UNIT = "GB/s"
+_CHECKS_OF_HOSTS = (ALL_REDUCE, EXCHANGE)
 _NOT_MEASURED = "not measured"
 
 
@@ -156,7 +157,10 @@ def _weaken(finding: Finding, reason: str) -> Finding:
 def _collect_samples(
     measurements: Measurements,
 ) -> Mapping[tuple[str, str, str], list[_Sample]]:
-    """Return the comparable rates by check, product and unit, without those of devices in use."""
+    """Return the comparable rates by check, product and unit, without those of devices in use.
+
+    Where the devices of a host share what is measured, the slowest one stands for the host.
+    """
     samples: dict[tuple[str, str, str], list[_Sample]] = {}
     for host, measurement in sorted(measurements.hosts.items()):
         best_exchange = _best_exchange(measurement)
@@ -170,7 +174,20 @@ def _collect_samples(
                 if value > 0:
                     key = (name, describe_product(device), unit)
                     samples.setdefault(key, []).append(_Sample(host, device, value))
-    return samples
+    return {
+        key: _slowest_by_host(members)
+        if key[0] in _CHECKS_OF_HOSTS or members[0].device.is_host
+        else members
+        for key, members in samples.items()
+    }
+
+
+def _slowest_by_host(samples: Sequence[_Sample]) -> list[_Sample]:
+    slowest: dict[int, _Sample] = {}
+    for sample in samples:
+        if sample.host not in slowest or sample.value < slowest[sample.host].value:
+            slowest[sample.host] = sample
+    return list(slowest.values())
 
 
 def describe_product(device: DeviceMeasurement) -> str:

@@ -63,6 +63,8 @@ class DeviceMeasurement:
     """Vendor's name of the product, with the threads that measured it if it is a CPU."""
     machine: str = ""
     """Model of the host. Equal products in equal machines are compared."""
+    is_host: bool = False
+    """True for a process on the CPU, which it shares with the other processes of its host."""
     rates: tuple[Rate, ...] = ()
     reading: DeviceReading | None = None
     problem: str = ""

@@ -278,7 +278,9 @@ class _Rank:
         else:
             machine = ", ".join(filter(None, (machine, processor_name())))
         label = f"{accelerator.unit} {self._settings.local_rank}"
-        return DeviceMeasurement(label, product, machine, tuple(rates), reading)
+        return DeviceMeasurement(
+            label, product, machine, accelerator.is_host, tuple(rates), reading
+        )
 
     def meet(self, job: ExchangeJob) -> float:
         """Form a group with the other ranks of the job, and return the rate in GB/s."""

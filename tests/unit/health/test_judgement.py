@@ -12,7 +12,7 @@ from flagscale.accelerators.health import DeviceReading, Rate
 from flagscale.health.judgement import Severity, confirm, judge
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement, PairMeasurement
-from flagscale.health.names import DEVICE_STATE, EXCHANGE, HARDWARE
+from flagscale.health.names import ALL_REDUCE, DEVICE_STATE, EXCHANGE, HARDWARE
 from flagscale.health.rows import HealthRow, list_rows, list_undecided, to_json
 from flagscale.health.session import HealthResult
 
@@ -83,6 +83,26 @@ def test_devices_of_other_products_are_compared_apart() -> None:
     old = [device(300.0, product="A100") for _ in range(4)]
     other = [device(500.0, machine="with another bus") for _ in range(4)]
     assert judge(measured(*[device()] * 4, *old, *other)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "check", "is_host", "count"),
+    [
+        pytest.param(2, PRODUCT, False, 4, id="devices of two hosts"),
+        pytest.param(2, PRODUCT, True, 2, id="processes on the CPUs of two hosts"),
+        pytest.param(2, ALL_REDUCE, False, 2, id="all_reduce within two hosts"),
+        pytest.param(4, ALL_REDUCE, False, 4, id="all_reduce within four hosts"),
+    ],
+)
+def test_what_devices_share_counts_once_per_host(
+    hosts: int, check: str, is_host: bool, count: int
+) -> None:
+    rates = (Rate(check, 100.0, "GB/s"),)
+    devices = [device(number=n, is_host=is_host, rates=rates) for n in range(2)]
+    slow = [devices[0], device(number=1, is_host=is_host, rates=(Rate(check, 70.0, "GB/s"),))]
+    judgement = judge(measured(slow, *[devices] * (hosts - 1)))
+    assert [group.comparison.count for group in judgement.groups] == [count]
+    assert [finding.device for finding in judgement.findings] == ["GPU 1"] * (count == 4)
 
 
 def test_one_slow_device_of_a_host_is_named() -> None:
