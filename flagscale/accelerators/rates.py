@@ -30,7 +30,7 @@ _BUSY_SECONDS = 0.3
 _HOST_COPY_BYTES = 64 << 20
 _SHARE_OF_COPY = 0.4
 """Window of a copy as a fraction of that of the matrix product, which has to heat the device."""
-_SHARE_OF_HOST_COPY = 0.15
+_SHARE_OF_HOST_COPY = 0.1
 """The same for copies to and from the host, for which the devices of a host take turns."""
 
 

@@ -58,7 +58,7 @@ def check_hosts_health(
     measured, or 4 if one is sick."""
     from flagscale.accelerators.registry import explain_unusable_kind
     from flagscale.health.judgement import Severity
-    from flagscale.health.rows import list_undecided, to_json
+    from flagscale.health.rows import list_undecided, sort_hosts, to_json
     from flagscale.health.session import HealthTarget, check_health
     from flagscale.launcher.preflight.hardware import make_checks
     from flagscale.launcher.runners import endpoints
@@ -73,17 +73,16 @@ def check_hosts_health(
     with endpoints.open_hosts(handle, [host.name for host in hosts]) as connections:
         result = check_health(connections, targets, full=options.full)
     page = write_page(result, options.page) if options.page is not None else None
-    record = to_json(result)
     if options.json:
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print(json.dumps(to_json(result), indent=2, ensure_ascii=False))
     else:
         from flagscale.hosts.names import compress_names
         from flagscale.launcher.show import view
 
         view.make_console().print(view.checks_table(make_checks(result)))
-        for title in ("passing", "failing", "unclear"):
-            if record[title]:
-                print(f"{title}: {compress_names(record[title])}")
+        for title, names in sort_hosts(result).items():
+            if names:
+                print(f"{title}: {compress_names(names)}")
         if undecided := list_undecided(result):
             print(f"not compared (see above): {', '.join(undecided)}")
         if page is not None:

@@ -100,22 +100,23 @@ def list_undecided(result: HealthResult) -> list[str]:
     return list(dict.fromkeys(undecided))
 
 
-def to_json(result: HealthResult) -> dict[str, Any]:
-    """Return the result for programs."""
-    judgement = result.judgement
-    checked = sorted({*result.passes[-1].hosts, *result.passes[-1].failures})
+def sort_hosts(result: HealthResult) -> dict[str, list[str]]:
+    """Return the names of the hosts that were checked, as ``passing``, ``failing`` or ``unclear``
+    ones."""
+    last, judgement = result.passes[-1], result.judgement
     failing = judgement.hosts_with(Severity.SICK)
     unclear = [h for h in judgement.hosts_with(Severity.UNCLEAR) if h not in failing]
+    checked = sorted({*last.hosts, *last.failures})
     passing = [host for host in checked if host not in (*failing, *unclear)]
+    groups = {"passing": passing, "failing": failing, "unclear": unclear}
+    return {title: [result.names[host] for host in hosts] for title, hosts in groups.items()}
 
-    def names(hosts: list[int]) -> list[str]:
-        return [result.names[host] for host in hosts]
 
-    last = result.passes[-1]
+def to_json(result: HealthResult) -> dict[str, Any]:
+    """Return the result for programs."""
+    last, judgement = result.passes[-1], result.judgement
     return {
-        "passing": names(passing),
-        "failing": names(failing),
-        "unclear": names(unclear),
+        **sort_hosts(result),
         "undecided": list_undecided(result),
         "seconds": round(result.seconds, 1),
         "passes": len(result.passes),
@@ -134,7 +135,7 @@ def to_json(result: HealthResult) -> dict[str, Any]:
                 "check": group.check,
                 "product": group.product,
                 "unit": group.unit,
-                "hosts": names(sorted(group.hosts)),
+                "hosts": [result.names[host] for host in sorted(group.hosts)],
                 **vars(group.comparison),
                 "decidable": group.comparison.is_decidable,
             }

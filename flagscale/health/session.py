@@ -20,12 +20,12 @@ from flagscale.health.messages import (
     WorkerSettings,
 )
 from flagscale.health.pairing import pair_hosts
+from flagscale.health.worker import ENTRY_POINT
 from flagscale.hosts.connection import Closeable, HostConnection
 from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.workers.remote import HostPython, RemoteWorker, for_each_worker
 from flagscale.hosts.workers.task import WorkerTask
 
-_WORKER = "flagscale.health.worker:run"
 _READY_SECONDS = 90.0
 """Longest start of a worker: torch may be on a slow file system."""
 _MEASURE_SECONDS = 240.0
@@ -78,7 +78,7 @@ class _Worker(RemoteWorker[HealthEvent]):
         settings = WorkerSettings(
             target.device, dict(target.environment), target.address, others, _LIFETIME_SECONDS
         )
-        task = WorkerTask.create(_WORKER, settings)
+        task = WorkerTask.create(ENTRY_POINT, settings)
         super().__init__(
             target.name, "hardware check", host, task, HealthEvent, listener, target.python
         )

@@ -6,20 +6,24 @@ It sends ``ready`` and then answers commands until its controller ends it.
 from __future__ import annotations
 
 import os
-import sys
+from dataclasses import replace
 
 from flagscale.errors import ConfigError
 from flagscale.health.messages import HealthCommand, WorkerSettings
 from flagscale.hosts import probe
 from flagscale.hosts.workers.control import ControlChannel
+from flagscale.hosts.workers.task import WorkerTask
+
+ENTRY_POINT = "flagscale.health.worker:run"
 
 
 def run(settings: WorkerSettings) -> int:
     """Run a worker until its controller or its lifetime ends it."""
-    _apply_environment(settings)
+    if settings.environment:
+        _restart_in_environment(settings)
     channel = ControlChannel(HealthCommand, settings.seconds, settings.seconds)
     try:
-        # Imports torch, which reads the variables.
+        # Imports torch, of which only the hosts that are measured need one.
         from flagscale.health.measure import HostMeter
 
         meter = HostMeter(settings)
@@ -31,12 +35,13 @@ def run(settings: WorkerSettings) -> int:
         channel.send_event(meter.execute(channel.commands.get()))
 
 
-def _apply_environment(settings: WorkerSettings) -> None:
-    """Set the variables of the ranks before torch and the vendor's libraries read them."""
+def _restart_in_environment(settings: WorkerSettings) -> None:
+    """Replace this process with the same worker in the environment of the ranks, part of which the
+    dynamic linker and Python read only at their start."""
     values = {
         name: probe.fill_references(list(parts), os.environ)
         for name, parts in settings.environment.items()
     }
-    os.environ.update(values)
-    # Packages there may register kinds of devices. The project goes first, as for ranks.
-    sys.path.extend(path for path in values.get("PYTHONPATH", "").split(os.pathsep) if path)
+    task = WorkerTask.create(ENTRY_POINT, replace(settings, environment={}))
+    command = task.command
+    os.execve(command[0], command, {**os.environ, **values, **task.to_environment()})

@@ -9,7 +9,7 @@ from pathlib import Path
 from flagscale.health.judgement import EXCHANGE_UNIT, Group, Severity, describe_product
 from flagscale.health.messages import DeviceMeasurement
 from flagscale.health.names import format_rate
-from flagscale.health.rows import list_rows
+from flagscale.health.rows import list_rows, sort_hosts
 from flagscale.health.session import HealthResult
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.preflight.hardware import make_checks
@@ -46,20 +46,11 @@ def render_health(result: HealthResult) -> str:
 
 
 def _overview(result: HealthResult) -> Html:
-    judgement, last = result.judgement, result.passes[-1]
-    failing = judgement.hosts_with(Severity.SICK)
-    unclear = [h for h in judgement.hosts_with(Severity.UNCLEAR) if h not in failing]
-    checked = {*last.hosts, *last.failures}
-    passing = sorted(checked - {*failing, *unclear})
-
-    def names(hosts: list[int]) -> str:
-        return compress_names(result.names[host] for host in hosts)
-
-    values = {
-        "passing": names(passing),
-        "failing": element("span", names(failing), class_="bad") if failing else "",
-        "unclear": names(unclear),
+    values: dict[str, object] = {
+        title: compress_names(names) for title, names in sort_hosts(result).items()
     }
+    if values["failing"]:
+        values["failing"] = element("span", values["failing"], class_="bad")
     return element("article", element("h2", "Hosts"), definition_list(values), class_="card")
 
 

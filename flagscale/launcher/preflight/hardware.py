@@ -50,9 +50,10 @@ def check_hardware(experiment: Experiment, replies: HostReplies, hosts: Hosts) -
         ]
         is_full = experiment.runner.health == "full"
         checks += make_checks(check_health(hosts, targets, full=is_full, indices=indices))
-    return [
+    checks = [
         check if check.ok or check.hint else replace(check, hint=_UNCLEAR_HINT) for check in checks
     ]
+    return [replace(check, hosts="") for check in checks] if replies.is_local else checks
 
 
 def make_checks(result: HealthResult) -> list[Check]:
