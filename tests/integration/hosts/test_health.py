@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from bed.lab import Bed
 from support.launch_lab import PROJECT
-from support.ssh_lab import SshLab, ssh_lab
+from support.ssh_lab import ssh_lab
 
 from flagscale.launcher.layout import Layout
 
@@ -89,14 +89,6 @@ def test_slow_and_faulty_hosts_are_named(bed: Bed, tmp_path: Path) -> None:
     assert [host.find("flagscale") for host in bed.hosts] == [[]] * 4
 
 
-def configure_run(lab: SshLab, site: Path) -> None:
-    """Write an experiment whose ranks find the package by its ``PYTHONPATH``."""
-    lab.configure(runner={"health": "quick"}, top={"train": {"system": {"device": "demo"}}})
-    path = lab.root / "conf" / "lab.yaml"
-    text = path.read_text(encoding="utf-8").replace("PYTHONPATH: ", f"PYTHONPATH: {site}:")
-    path.write_text(text, encoding="utf-8")
-
-
 @pytest.mark.bed(hosts=4)
 def test_run_does_not_start_on_a_sick_host(
     bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +98,12 @@ def test_run_does_not_start_on_a_sick_host(
     # The launcher has the package as well, so that the YAML can name the device.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(PROJECT)]))
     with ssh_lab(bed, tmp_path / "lab") as lab:
-        configure_run(lab, site)
+        lab.configure(
+            light=False,
+            runner={"health": "quick"},
+            envs={"PYTHONPATH": str(site)},
+            top={"train": {"system": {"device": "demo"}}},
+        )
         result = lab.run_action("run", "experiment.runner.wait_for=none")
         assert result.returncode == 2, result.stdout + result.stderr
         assert "measuring the hardware of h[00-03]" in result.stderr
