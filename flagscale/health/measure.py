@@ -40,6 +40,7 @@ class HostMeter:
         kind, ranks = _choose_ranks(settings.device)
         cores = len(os.sched_getaffinity(0))
         accelerator = get_accelerator(kind)
+        self._kind = kind
         self._unit = accelerator.unit
         for name, value in accelerator.default_variables.items():
             os.environ.setdefault(name, value)
@@ -51,8 +52,13 @@ class HostMeter:
 
     def describe(self) -> HealthEvent:
         """Return the event ``ready``."""
-        port = self._ranks.port
-        return HealthEvent("ready", address=self._address, port=port, ranks=self._count)
+        return HealthEvent(
+            "ready",
+            device=self._kind,
+            address=self._address,
+            port=self._ranks.port,
+            ranks=self._count,
+        )
 
     def execute(self, command: HealthCommand) -> HealthEvent:
         """Execute a command, and return its event."""

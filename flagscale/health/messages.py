@@ -85,6 +85,8 @@ class HealthEvent:
     """Event of a worker: it is ready, or has finished a command."""
 
     kind: Literal["ready", "measured", "paired"]
+    device: str = ""
+    """With ``ready``: kind of the host's devices."""
     address: str = ""
     """With ``ready``: this host's address for other hosts; empty if it has none."""
     port: int = 0

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 
 from flagscale.accelerators.registry import AUTO
 from flagscale.health.judgement import Judgement, confirm, judge
@@ -142,12 +143,21 @@ class HealthSession(Closeable):
 
     def _exchange(self, window: float) -> dict[int, list[PairMeasurement]]:
         """Let the hosts exchange data in rounds of pairs, and return each host's measurements."""
-        workers = [worker for worker in self._usable() if worker.ready and worker.ready.address]
+        # Different kinds of devices have no backend in common.
+        by_kind: dict[str, list[_Worker]] = {}
+        for worker in self._usable():
+            if worker.ready is not None and worker.ready.address:
+                by_kind.setdefault(worker.ready.device, []).append(worker)
+        rounds_by_kind = [
+            [[(workers[first], workers[second]) for first, second in pairs] for pairs in rounds]
+            for workers in by_kind.values()
+            for rounds in [pair_hosts(len(workers), self._passes)]
+        ]
         results: dict[int, list[PairMeasurement]] = {}
-        for number, pairs in enumerate(pair_hosts(len(workers), self._passes)):
+        for number, parts in enumerate(zip_longest(*rounds_by_kind, fillvalue=())):
             commands: dict[int, HealthCommand] = {}
-            for first, second in pairs:
-                commands |= self._pair(workers[first], workers[second], number, window)
+            for leader, follower in chain.from_iterable(parts):
+                commands |= self._pair(leader, follower, number, window)
             for index, event in self._command(commands, _PAIR_SECONDS).items():
                 results.setdefault(index, []).extend(event.pairs)
         return results
