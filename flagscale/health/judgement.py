@@ -98,6 +98,7 @@ def judge(measurements: Measurements) -> Judgement:
         for host, reason in measurements.failures.items()
     ]
     findings += _judge_problems(measurements)
+    findings += _judge_counts(measurements)
     findings += _judge_readings(measurements)
     findings += _judge_broken_pairs(measurements)
     groups = []
@@ -218,6 +219,26 @@ def _judge_problems(measurements: Measurements) -> Iterator[Finding]:
         yield Finding(host, HARDWARE, device.label, "failed", severity, text)
 
 
+def _find_usual(values: Sequence[float]) -> float | None:
+    """Return the value that most of enough values are equal to; None if there is none."""
+    value, count = Counter(values).most_common(1)[0]
+    return value if len(values) >= MIN_COUNT and 2 * count > len(values) else None
+
+
+def _judge_counts(measurements: Measurements) -> Iterator[Finding]:
+    """Yield hosts with fewer devices than most equal hosts: one may have fallen off the bus."""
+    counts: dict[str, dict[int, int]] = {}
+    for host, measurement in measurements.hosts.items():
+        for product, number in Counter(map(describe_product, measurement.devices)).items():
+            counts.setdefault(product, {})[host] = number
+    for product, numbers in counts.items():
+        usual = _find_usual(list(numbers.values()))
+        for host, number in numbers.items():
+            if usual is not None and number < usual:
+                text = f"{number} x {product}, but most equal hosts have {usual:g}"
+                yield Finding(host, HARDWARE, "", "count", Severity.SICK, text)
+
+
 def _judge_readings(measurements: Measurements) -> Iterator[Finding]:
     """Yield what the vendors' libraries report."""
     equal: dict[str, list[tuple[int, str, DeviceReading]]] = {}
@@ -252,11 +273,9 @@ def _compare_readings(
                 for host, label, reading in entries
                 if name in getattr(reading, attribute)
             ]
-            usual, count = Counter(value for _, _, value in values).most_common(1)[0]
-            if len(values) < MIN_COUNT or 2 * count <= len(values):
-                continue
+            usual = _find_usual([value for _, _, value in values])
             for host, label, value in values:
-                if value < usual:
+                if usual is not None and value < usual:
                     text = f"{label}: {name} is {value:g}, that of most equal ones {usual:g}"
                     yield Finding(host, DEVICE_STATE, label, name, severity, text)
 

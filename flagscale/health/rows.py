@@ -72,8 +72,9 @@ def _has_reading(result: HealthResult, host: int) -> bool:
 
 def _describe_reading(result: HealthResult, host: int) -> str:
     devices = result.passes[-1].hosts[host].devices
-    unread = [device.reading.unread for device in devices if device.reading is not None]
-    return f"not read: {unread[0]}" if any(unread) else "no errors"
+    reasons = (device.reading.unread for device in devices if device.reading is not None)
+    reason = next(filter(None, reasons), "")
+    return f"not read: {reason}" if reason else "no errors"
 
 
 def _describe_group(group: Group) -> tuple[str, str, bool]:

@@ -202,6 +202,22 @@ def test_device_that_cannot_compute(failing: int, severity: Severity) -> None:
     assert {f.severity for f in judgement.findings} == {severity}
 
 
+@pytest.mark.parametrize(
+    ("counts", "sick"),
+    [
+        pytest.param([2, 2, 2, 1], [3], id="one is lost"),
+        pytest.param([2, 2, 1], [], id="too few hosts"),
+        pytest.param([2, 2, 1, 1], [], id="no majority"),
+        pytest.param([1, 1, 1, 2], [], id="one more"),
+    ],
+)
+def test_host_with_a_lost_device(counts: list[int], sick: list[int]) -> None:
+    judgement = judge(measured(*[[device(number=n) for n in range(count)] for count in counts]))
+    assert judgement.hosts_with(Severity.SICK) == sick
+    texts = ["1 x H200, but most equal hosts have 2"] if sick else []
+    assert [finding.text for finding in judgement.findings] == texts
+
+
 def test_host_that_cannot_be_measured_is_unclear() -> None:
     row = rows_of(measured(device(), failures={1: "its Python cannot import torch"}))
     assert row["h01", HARDWARE].text == "not measured: its Python cannot import torch"
