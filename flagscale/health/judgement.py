@@ -229,6 +229,8 @@ def _judge_counts(measurements: Measurements) -> Iterator[Finding]:
     """Yield hosts with fewer devices than most equal hosts: one may have fallen off the bus."""
     counts: dict[str, dict[int, int]] = {}
     for host, measurement in measurements.hosts.items():
+        if any(device.problem for device in measurement.devices):
+            continue  # which is reported itself
         for product, number in Counter(map(describe_product, measurement.devices)).items():
             counts.setdefault(product, {})[host] = number
     for product, numbers in counts.items():
