@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
 from flagscale.cli_errors import run_command
-from flagscale.commands import completion, past_runs
+from flagscale.commands import completion, health, past_runs
 from flagscale.commands.argument_types import is_yaml, parse_natural
 from flagscale.commands.flagscale_forms import (
     ActionCall,
@@ -62,6 +62,7 @@ examples
   flagscale stop 20261120                                     by the beginning of its id
   flagscale report 20261120 20261119                          one page: curves, events, failure
   flagscale rerun 20261120 train.model.seed=2                 start a run again, as recorded
+  flagscale health --hosts node[01-16]                        find sick hosts before a run
   flagscale explain experiment.runner.nproc_per_node          show the meaning of a key
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
   flagscale comm list                                         list usable backends
@@ -79,6 +80,7 @@ _TOOLS = (
     "runs",
     "report",
     "rerun",
+    "health",
     "completion",
     "version",
     "comm",
@@ -93,6 +95,7 @@ _TRAIN_HELP = "run, test, plan, query or stop by the name of a model, as FlagSca
 _RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _RERUN_HELP = "start a run again with its recorded configuration, in a new directory"
+_HEALTH_HELP = "measure the hardware of hosts and compare them, without a run"
 _PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -212,6 +215,7 @@ def _create_parser() -> argparse.ArgumentParser:
         ("runs", _RUNS_HELP, past_runs.add_runs_arguments, past_runs.list_runs),
         ("report", _REPORT_HELP, past_runs.add_report_arguments, _write_report),
         ("rerun", _RERUN_HELP, past_runs.add_rerun_arguments, past_runs.rerun),
+        ("health", _HEALTH_HELP, health.add_health_arguments, _check_health),
     ):
         subparser = commands.add_parser(name, help=help_text, description=help_text)
         add_arguments(subparser)
@@ -406,6 +410,12 @@ def _reject_action_override(overrides: Sequence[str], action: Action) -> None:
                 f"{override}: `flagscale {action.name}` is an action already",
                 hint="leave it out, or give another command",
             )
+
+
+def _check_health(options: argparse.Namespace, extra_words: list[str]) -> int:
+    from flagscale.report.health_page import write_health_page
+
+    return health.check_hosts_health(options, extra_words, write_health_page)
 
 
 def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:

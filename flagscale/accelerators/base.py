@@ -22,6 +22,8 @@ from flagscale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from flagscale.accelerators.health import DeviceReading, Rate
+
 _COUNT_TIMEOUT_SECONDS = 20.0
 
 
@@ -267,6 +269,35 @@ class Accelerator:
         supports graphs, otherwise ``work`` itself.
         """
         return work
+
+    # -- health, see :mod:`flagscale.health`
+
+    def read_health(self, device: torch.device) -> DeviceReading | None:
+        """Return the device's state as its vendor's management library reports it; None without
+        such a library. Called while the device is busy, because clocks and links idle otherwise.
+        """
+        return None
+
+    def measure_rates(
+        self, device: torch.device, seconds: float, while_busy: Callable[[], object]
+    ) -> Sequence[Rate]:
+        """Measure a device for a comparison with equal ones, see :func:`.rates.measure_rates`. All
+        devices of a host are measured at the same time.
+
+        Rates with a name that only this kind has are compared as well.
+        """
+        from flagscale.accelerators.rates import measure_rates
+
+        return measure_rates(self, device, seconds, while_busy)
+
+    def measure_host_copies(self, device: torch.device, seconds: float) -> Sequence[Rate]:
+        """Measure copies between a device and its host, see :func:`.rates.measure_host_copies`.
+
+        Devices of a host share its memory and buses, so only one of them is measured at a time.
+        """
+        from flagscale.accelerators.rates import measure_host_copies
+
+        return measure_host_copies(self, device, seconds)
 
     def peak_tflops(self, product: str) -> float | None:
         """Return the peak dense 16-bit TFLOP/s of a product; None if unknown."""

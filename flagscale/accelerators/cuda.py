@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +16,12 @@ from flagscale.accelerators.base import Accelerator
 if TYPE_CHECKING:
     import torch
 
+    from flagscale.accelerators.health import DeviceReading, Rate
+
 _MEMORY_HISTORY_ENTRIES = 200_000
 """Number of the last allocations that are recorded; one takes about 1 KiB of host memory."""
 _DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _COUNT_SCRIPT = """\
 devices=(/proc/driver/nvidia/gpus/*)
 count=${#devices[@]}
@@ -150,6 +154,35 @@ def _find_by_substring(table: Mapping[str, float], product: str) -> float | None
     return next((value for name_part, value in table.items() if name_part in product), None)
 
 
+@contextmanager
+def _run_near(properties: Any) -> Iterator[None]:
+    """Run the block on CPUs of the GPU's socket, as far as the kernel reports them and this process
+    may use them. Memory that is allocated there is near, too.
+    """
+    address = "{:04x}:{:02x}:{:02x}.0".format(
+        *(getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    )
+    usable = os.sched_getaffinity(0)
+    try:
+        text = (_PCI_DEVICES / address / "local_cpulist").read_text(encoding="ascii").strip()
+    except OSError:
+        text = ""
+    os.sched_setaffinity(0, _parse_cpu_list(text) & usable or usable)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    """Return the numbers of a list such as ``0-3,8``."""
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
 class Cuda(Accelerator):
     """Adapter of NVIDIA GPUs."""
 
@@ -257,6 +290,21 @@ class Cuda(Accelerator):
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
+
+    def read_health(self, device: torch.device) -> DeviceReading:
+        """Return what NVML reports (:mod:`.nvml`)."""
+        import torch
+
+        from flagscale.accelerators.nvml import read_gpu
+
+        return read_gpu(str(torch.cuda.get_device_properties(device).uuid))
+
+    def measure_host_copies(self, device: torch.device, seconds: float) -> Sequence[Rate]:
+        """Measure from a CPU next to the GPU: the way through another socket is slower."""
+        import torch
+
+        with _run_near(torch.cuda.get_device_properties(device)):
+            return super().measure_host_copies(device, seconds)
 
     def peak_tflops(self, product: str) -> float | None:
         return _find_by_substring(PEAK_TFLOPS, product)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-from flagscale.commands.argument_types import is_yaml
+from flagscale.commands.argument_types import is_yaml, split_hosts
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError
 
@@ -144,7 +144,7 @@ def program_config(program: Sequence[str], options: argparse.Namespace) -> dict[
     name = options.name if options.name is not None else program_name(program)
     runner: dict[str, Any] = {}
     if options.hosts is not None:
-        runner["hosts"] = _split_hosts(options.hosts)
+        runner["hosts"] = split_hosts(options.hosts)
     if options.nproc is not None:
         runner["nproc_per_node"] = _parse_nproc(options.nproc)
     return {
@@ -178,14 +178,6 @@ def program_name(program: Sequence[str]) -> str:
         script = arguments[0] if first == "-m" and arguments else first
     name = PurePath(script).name.removesuffix(".py")
     return _UNSAFE_CHARACTERS.sub("_", name).strip("._-") or "program"
-
-
-def _split_hosts(text: str) -> list[str]:
-    """Split hosts at commas outside brackets, where ``node[1-4,7]`` has ranges."""
-    hosts = [word for word in re.split(r",(?![^\[]*\])|\s+", text) if word]
-    if not hosts:
-        raise ConfigError("--hosts: expected names with commas between them: --hosts a,b")
-    return hosts
 
 
 def _parse_nproc(text: str) -> int | str:

@@ -50,6 +50,7 @@ from flagscale.config.arguments.spec.train_arguments import GivenArgument, Train
 from flagscale.config.arguments.spec.values import format_value, why_unfit
 from flagscale.config.host_overrides import note_host_overrides
 from flagscale.config.model_files import check_vocabulary_size, fill_from_pretrained
+from flagscale.config.runners import CLOUD_RUNNERS
 from flagscale.config.schema import Environments, Experiment, Slurm
 from flagscale.config.tokenizer_checks import check_tokenizer_files
 from flagscale.config.yaml_file import short_path
@@ -212,6 +213,12 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
     notes += note_host_overrides(experiment.by_type, experiment.by_host, task.entrypoint)
     if runner.type != "slurm" and runner.slurm != Slurm():
         notes.append("experiment.runner.slurm has no effect without type: slurm")
+    if runner.health != "off" and runner.type not in (None, *_RUNNERS_WITH_HEALTH):
+        notes.append(
+            f"experiment.runner.health: {runner.health} has no effect with type: {runner.type}, "
+            "whose hosts are not known before the job starts; `flagscale health --hosts` checks "
+            "hosts that SSH reaches"
+        )
     if not runner.enable_monitoring:
         notes.append(
             "experiment.runner.enable_monitoring: false has no effect: a run's own agents watch it"
@@ -263,6 +270,8 @@ def _entrypoint_text(experiment: Experiment) -> str:
     return str(task.get("entrypoint") or "")
 
 
+_RUNNERS_WITH_HEALTH = ("local", "ssh", *CLOUD_RUNNERS)
+"""Runners that check the hardware of their hosts before a run."""
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish", "ssh"})
 """Programs whose arguments may be shell syntax."""
 _OPERATOR = re.compile(r"&&|\|\|?|;|&|\d?(>>?|<)(&\d)?|&>|\S*[^\\];")

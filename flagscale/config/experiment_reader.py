@@ -247,12 +247,7 @@ def find_program(text: str) -> Path:
 def read_runner(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Runner:
     """Read ``experiment.runner``. Keys that neither the launcher nor torchrun has are reported."""
     prefix = "experiment.runner."
-    settings = dict(data)
-    if isinstance(settings.get("nnodes"), (str, int)):
-        # The text is used because YAML reads an unquoted 2:4 as 124 (minutes and seconds).
-        settings["nnodes"] = reader.scalar_text(f"{prefix}nnodes", settings["nnodes"]).partition(
-            ":"
-        )[0]
+    settings = _undo_yaml_types(reader, data)
     fields = reader.read_fields(schema.Runner, settings, prefix, ignore_unknown=True)
     is_builtin = _check_type(reader, fields)
     if not is_builtin:
@@ -287,8 +282,33 @@ def read_runner(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Runner
             extra |= _read_torchrun_option(
                 reader, f"{prefix}{name}", TORCHRUN_OPTIONS[option], value
             )
+    _read_health(reader, fields)
     _check_runner(reader, fields, data, is_builtin=is_builtin)
     return schema.Runner(**fields, extra=extra)
+
+
+def _undo_yaml_types(reader: SectionReader, data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the runner's section with the texts of values that YAML takes for another type."""
+    settings = dict(data)
+    if isinstance(settings.get("nnodes"), (str, int)):
+        # YAML reads an unquoted 2:4 as 124 (minutes and seconds).
+        text = reader.scalar_text(f"{_RUNNER}nnodes", settings["nnodes"])
+        settings["nnodes"] = text.partition(":")[0]
+    if settings.get("health") is False:
+        settings["health"] = "off"  # which is a boolean in YAML
+    return settings
+
+
+def _read_health(reader: SectionReader, fields: dict[str, Any]) -> None:
+    """Apply FlagScale's name of ``health``, and check what it needs."""
+    key = "experiment.runner.health"
+    if fields.get("enable_gpu_health_check"):
+        if fields.get("health") == "off":
+            reader.add_problem(key, "off contradicts `enable_gpu_health_check: true`; remove one")
+        fields.setdefault("health", "quick")
+    if fields.get("health", "off") != "off" and fields.get("preflight") is False:
+        message = f"{fields['health']} is a part of the checks that `preflight: false` omits"
+        reader.add_problem(key, message)
 
 
 def _note_unused_runner_key(reader: SectionReader, key: str, value: Any) -> None:

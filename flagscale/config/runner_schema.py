@@ -16,6 +16,7 @@ WAIT_STATES = ("none", "joined", "ready", "step")
 MAX_TIMEOUT_SECONDS = 30_000_000
 """Maximum of all timeouts in seconds, about a year. Larger values would overflow the clocks of
 torch and of the shell."""
+HEALTH_CHOICES = ("off", "quick", "full")
 NOTICES = ("failed", "stalled", "restarted", "finished")
 
 
@@ -312,6 +313,21 @@ class Runner:
             "result of a host's Python environment is cached until the environment changes; "
             "`action=check` ignores the cache."
         ),
+    )
+    health: str = field(
+        default="off",
+        metadata=doc(
+            "Check of the hosts' hardware before a run, and by `action=check`: errors that devices "
+            "report, and short measurements of devices, of communication within a host and of "
+            "pairs of hosts, which are compared with those of equal devices. A sick host keeps the "
+            "run from starting. `quick` takes about ten seconds, `full` about a minute. Needs "
+            "torch on the hosts.",
+            choices=HEALTH_CHOICES,
+        ),
+    )
+    enable_gpu_health_check: bool = field(
+        default=False,
+        metadata=doc("FlagScale's name of `health: quick`, which it stands for if it is true."),
     )
     per_node_task: bool = field(
         default=False,

@@ -110,7 +110,9 @@ def _submit_run(
         _refuse_hidden_live_run(ready.plan)
         require_passed(ready.checks)
         ready.copy_code()
-        for text in (*ready.plan.notes, *warning_lines(ready.checks)):
+        hardware_checks = ready.check_hardware()
+        require_passed(hardware_checks)
+        for text in (*ready.plan.notes, *warning_lines([*ready.checks, *hardware_checks])):
             note(text)
         for live_run in runs.find_elsewhere(experiment):
             note(f"run {live_run.run_id} of this configuration lives in {live_run.exp_dir}")

@@ -54,7 +54,7 @@ def print_checks(experiment: Experiment, options: Options) -> int:
     with runner_for_experiment(experiment).prepare(
         experiment, checking=True, fresh=True
     ) as prepared_run:
-        checks = prepared_run.checks
+        checks = [*prepared_run.checks, *prepared_run.check_hardware()]
     if options.json:
         print(json.dumps([vars(check) for check in checks], indent=2, ensure_ascii=False))
         return compute_exit_code(checks)

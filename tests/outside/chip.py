@@ -1,19 +1,23 @@
 """A third-party package with a device type, which tests install under the name ``demo``.
 
 The device is the CPU under another name. A host has one device per file in a directory with the
-host's name, in ``chips`` next to this file; ``DEMO_VISIBLE_DEVICES`` hides devices.
+host's name, in ``chips`` next to this file; ``DEMO_VISIBLE_DEVICES`` hides devices. A file that is
+not empty has the device's rate and its fault as JSON, for checks of the hardware.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from flagscale.accelerators.base import Accelerator
 from flagscale.accelerators.cpu import Cpu
+from flagscale.accelerators.health import DeviceReading, Rate
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,10 +52,25 @@ product='Demo 9000'
     def select(self, local_rank: int) -> torch.device:
         if local_rank >= self.count_visible():
             raise ConfigError(f"local rank {local_rank} has no Demo device")
+        self._selected = local_rank
         return super().select(local_rank)
 
     def product_name(self, device: torch.device) -> str:
         return "Demo 9000"
+
+    def _read_chip(self) -> dict[str, object]:
+        files = sorted((CHIPS / socket.gethostname()).iterdir())
+        return dict(json.loads(files[self._selected].read_text() or "{}"))
+
+    def read_health(self, device: torch.device) -> DeviceReading:
+        fault = self._read_chip().get("fault")
+        return DeviceReading(faults={"defect": str(fault)} if fault else {})
+
+    def measure_rates(
+        self, device: torch.device, seconds: float, while_busy: Callable[[], object]
+    ) -> Sequence[Rate]:
+        while_busy()
+        return [Rate("demo product", float(str(self._read_chip()["rate"])), "TFLOP/s")]
 
     def peak_tflops(self, product: str) -> float | None:
         return 0.5

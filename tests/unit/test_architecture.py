@@ -36,6 +36,7 @@ LAYERS = {
     "estimate": {*COMMON, "accelerators", "config", "tables"},
     "hosts": {*COMMON, "accelerators", "checkpoints", "cli_errors", "config"},
     "comm": {*COMMON, "accelerators"},
+    "health": {*COMMON, "accelerators", "hosts"},
     "launcher": {
         *COMMON,
         "accelerators",
@@ -43,6 +44,7 @@ LAYERS = {
         "checkpoints",
         "config",
         "estimate",
+        "health",
         "hosts",
         "comm",
         "output_streams",
@@ -58,7 +60,7 @@ LAYERS = {
         "estimate",
         "comm",
     },
-    "report": {*COMMON, "config", "hosts", "launcher"},
+    "report": {*COMMON, "config", "health", "hosts", "launcher"},
     "bench": {
         *COMMON,
         "accelerators",
@@ -75,7 +77,7 @@ LAYERS = {
     "api": {*COMMON, "config", "launcher", "report"},
     "sweep": {*COMMON, "config", "launcher", "api", "output_streams"},
     "cli_suggestions": {"config"},
-    "commands": {*COMMON, "config", "hosts", "launcher", "api"},
+    "commands": {*COMMON, "accelerators", "config", "health", "hosts", "launcher", "api"},
     "cli": {
         *COMMON,
         "cli_errors",
@@ -137,7 +139,7 @@ SLOW_IMPORTS = {"torch", "megatron", "numpy"}
 TORCH_PACKAGES = tuple(
     f"flagscale.{part}"
     for part in (
-        *("accelerators", "train", "comm", "bench"),
+        *("accelerators", "train", "comm", "bench", "health.measure", "health.ranks"),
         *("checkpoints", "checkpoint_metadata"),
     )
 )

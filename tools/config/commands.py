@@ -14,7 +14,10 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PAGE = PROJECT / "docs" / "reference" / "commands.md"
 GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Start and check": (("run",), ("test",), ("check",), ("dryrun",), ("estimate",), ("train",)),
+    "Start and check": (
+        *(("run",), ("test",), ("check",), ("health",)),
+        *(("dryrun",), ("estimate",), ("train",)),
+    ),
     "Observe and stop": (("runs",), ("query",), ("logs",), ("stop",), ("report",), ("rerun",)),
     "Configuration": (("init",), ("explain",), ("schema",), ("completion",)),
     "Checkpoints": (("convert",),),

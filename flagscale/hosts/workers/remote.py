@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flagscale.errors import FlagscaleError
@@ -14,7 +15,8 @@ from flagscale.hosts.connection import CommandResult, HostConnection, OutputCall
 from flagscale.hosts.errors import HostError
 from flagscale.hosts.program import shell_assignment
 from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, WorkerLine
-from flagscale.hosts.workers.task import WorkerTask, python_path
+from flagscale.hosts.workers.task import TASK_MODULE, WorkerTask, python_path
+from flagscale.module_command import python_arguments
 from flagscale.records import decode, encode, from_record
 
 _SEND_TIMEOUT_SECONDS = 20.0
@@ -26,7 +28,25 @@ commands=/proc/$pid/fd/$descriptor
 [ "$(readlink "$commands")" = "$pipe" ] || exit 3
 printf '%s\\n' "$line" >"$commands"
 """
+# The text to evaluate activates an environment, whose output is not the worker's.
+_RUN_AFTER_SETUP = 'eval "$1" >/dev/null || exit; shift; cd /; exec "$@"'
 EventT = TypeVar("EventT")
+
+
+@dataclass(frozen=True)
+class HostPython:
+    """Python of a host that differs from this process's: its path or name, the shell commands that
+    activate its environment, and the directory of this project there."""
+
+    executable: str
+    setup: str
+    project: Path
+
+    def command(self, task: WorkerTask) -> list[str]:
+        """Return the command line of a worker."""
+        module = python_arguments(TASK_MODULE, self.project)
+        python = [self.executable, *module, task.function]
+        return ["bash", "-c", _RUN_AFTER_SETUP, "bash", self.setup, *python]
 
 
 def run_on_host(
@@ -34,17 +54,19 @@ def run_on_host(
     task: WorkerTask,
     *,
     timeout: float | None,
+    python: HostPython | None = None,
     on_stdout: OutputCallback | None = None,
     on_stderr: OutputCallback | None = None,
 ) -> CommandResult:
     """Run a task on a host and wait for its end. Closing the connection closes the task's
-    stdout.
+    stdout. ``python`` is the host's Python; None: this process's is at the same path there.
 
     Raises:
         HostError: the host cannot be reached, or was lost.
     """
+    command = ["env", f"PYTHONPATH={python_path()}", *task.command]
     return host.run(
-        ["env", f"PYTHONPATH={python_path()}", *task.command],
+        command if python is None else python.command(task),
         stdin=task.to_stdin(),
         timeout=timeout,
         on_stdout=on_stdout,
@@ -52,13 +74,15 @@ def run_on_host(
     )
 
 
-def explain_task_failure(program: str, stderr: str, exit_status: int) -> str:
+def explain_task_failure(
+    program: str, stderr: str, exit_status: int, executable: str = sys.executable
+) -> str:
     """Return the message for a host whose Python did not run a task.
 
     The last line of stderr has the reason, for example that the project is not there.
     """
     lines = stderr.strip().splitlines() or [f"exit code {exit_status}"]
-    return f"{sys.executable} there cannot run the {program}: {lines[-1]}"
+    return f"{executable} there cannot run the {program}: {lines[-1]}"
 
 
 class WorkerListener(Protocol[EventT]):
@@ -87,6 +111,8 @@ class RemoteWorker(Generic[EventT]):
     event: type[EventT]
     """Dataclass of the events."""
     listener: WorkerListener[EventT]
+    python: HostPython | None = None
+    """Python that runs the worker there; None: this process's."""
     endpoint: ControlEndpoint | None = None
     """Set once the worker reads commands."""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -133,11 +159,15 @@ class RemoteWorker(Generic[EventT]):
                 self.host,
                 self.task,
                 timeout=None,
+                python=self.python,
                 on_stdout=self._read,
                 on_stderr=self._append_stderr,
             )
             if result.exit_status and self.endpoint is None:
-                reason = explain_task_failure(self.program, self._stderr, result.exit_status)
+                executable = self.python.executable if self.python else sys.executable
+                reason = explain_task_failure(
+                    self.program, self._stderr, result.exit_status, executable
+                )
                 self.listener.on_failure(self, reason)
         except FlagscaleError as error:
             self.listener.on_failure(self, error.message.removeprefix(f"{self.name}: "))

@@ -21,6 +21,8 @@ from flagscale.errors import ConfigError
 from flagscale.module_command import python_arguments
 from flagscale.records import decode, encode
 
+TASK_MODULE = "flagscale.hosts.workers.task"
+"""This module, which workers run."""
 TASK_VARIABLE = "FLAGSCALE_WORKER_TASK"
 """Variable that holds a compressed task for workers without stdin."""
 # The kernel limits an environment variable to 128 KiB.
@@ -46,7 +48,7 @@ class WorkerTask:
     @property
     def command(self) -> list[str]:
         """Command line of the worker."""
-        return [sys.executable, *python_arguments("flagscale.hosts.workers.task"), self.function]
+        return [sys.executable, *python_arguments(TASK_MODULE), self.function]
 
     def to_stdin(self) -> bytes:
         """Return the bytes that the worker reads from stdin."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flagscale.accelerators.registry import (
@@ -16,6 +16,7 @@ from flagscale.accelerators.registry import (
 )
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, Problem, RunStateError, UnreachableError
+from flagscale.hosts.names import compress_names
 from flagscale.launcher.planning.assignment import requested_device
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.planning.plan import requested_port
@@ -115,6 +116,17 @@ def check_adapters() -> Check | None:
     """Report device kinds of installed packages that cannot be loaded here, or return None."""
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in list_broken_kinds().items())
     return Check("kinds of devices", True, reasons, warning=True) if reasons else None
+
+
+def merge_equal_rows(rows: Sequence[tuple[str, Check]]) -> Iterator[Check]:
+    """Merge hosts with equal results into one row, in order of first appearance. ``rows`` are pairs
+    of a host's name and its check.
+    """
+    groups: dict[Check, list[str]] = {}
+    for name, check in rows:
+        groups.setdefault(check, []).append(name)
+    for check, names in groups.items():
+        yield replace(check, hosts=compress_names(names))
 
 
 def describe_port_origin(runner: Runner) -> str:

@@ -51,6 +51,8 @@ class HostReplies:
     errors: dict[int, FlagscaleError] = field(default_factory=dict)
     code_digest: str = ""
     """Digest of this machine's code; empty if it was not compared."""
+    is_code_copied: bool = False
+    """True once this machine's code was copied to the hosts."""
 
     @property
     def names(self) -> list[str]:

@@ -26,6 +26,7 @@ from flagscale.launcher.preflight.checks import (
     check_adapters,
     check_devices,
     describe_port_origin,
+    merge_equal_rows,
 )
 from flagscale.launcher.preflight.host_probe import (
     TRAINING_BACKEND,
@@ -80,7 +81,7 @@ def check_hosts(
             (plan.hosts[index].name, check_host(plan.hosts[index], facts))
             for index, facts in sorted(replies.facts.items())
         ]
-        checks += _merge_equal_rows(rows)
+        checks += merge_equal_rows(rows)
     checks += _check_directories(experiment, plan, replies)
     if (adapter_check := check_adapters()) is not None:
         checks.append(adapter_check)
@@ -102,15 +103,6 @@ def require_usable(experiment: Experiment, replies: HostReplies) -> None:
     conflict = find_port_conflict(experiment, replies)
     if conflict is not None:
         raise conflict
-
-
-def _merge_equal_rows(rows: list[tuple[str, Check]]) -> Iterator[Check]:
-    """Merge hosts with equal results into one row, in order of first appearance."""
-    groups: dict[Check, list[str]] = {}
-    for name, check in rows:
-        groups.setdefault(check, []).append(name)
-    for check, names in groups.items():
-        yield replace(check, hosts=compress_names(names))
 
 
 def _check_reachable(replies: HostReplies) -> Iterator[Check]:
@@ -261,7 +253,7 @@ def _check_directories(
             row = _without_exact_space(check, host_paths.output_paths.get(check.name, ""))
             rows.setdefault(check.name, []).append((plan.hosts[rank].name, row))
     for results in rows.values():
-        yield from _merge_equal_rows(results)
+        yield from merge_equal_rows(results)
 
 
 def _without_exact_space(check: Check, path: str) -> Check:

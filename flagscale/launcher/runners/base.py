@@ -48,6 +48,8 @@ class PreparedRun:
     checks: list[Check] = field(default_factory=list)
     copy_code: Callable[[], object] = lambda: None
     """Copies this machine's code to the hosts, if the runner is configured to do so."""
+    check_hardware: Callable[[], list[Check]] = list
+    """Measures the hosts' hardware, if the experiment requests it; needs the code there."""
 
 
 class Runner(Protocol):

@@ -44,6 +44,7 @@ from flagscale.launcher.state import (
 from flagscale.status import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
+    from flagscale.launcher.preflight.checks import Check
     from flagscale.launcher.preflight.host_probe import HostReplies
     from flagscale.launcher.runners.programs.filter_output import FilteredLines, FilterRequest
     from flagscale.launcher.snapshot import EventReader, Snapshot
@@ -107,7 +108,9 @@ class HostRunner:
             notes = () if checking else note_loopback_address(plan.master_addr, len(hosts))
             plan = check_plan(experiment, plan, *notes)
             prepared = PreparedRun(
-                plan, copy_code=lambda: _copy_code(experiment, probe_results, connected_hosts)
+                plan,
+                copy_code=lambda: _copy_code(experiment, probe_results, connected_hosts),
+                check_hardware=lambda: check_hardware(experiment, probe_results, connected_hosts),
             )
             if checking:
                 previous = load_state(plan.layout.state)
@@ -458,6 +461,15 @@ def _start_programs(
     ]
 
 
+def check_hardware(experiment: Experiment, probe_results: HostReplies, hosts: Hosts) -> list[Check]:
+    """Measure the hardware of the hosts, if the experiment requests it."""
+    if experiment.runner.health == "off":
+        return []
+    from flagscale.launcher.preflight import hardware
+
+    return hardware.check_hardware(experiment, probe_results, hosts)
+
+
 def _copy_code(experiment: Experiment, probe_results: HostReplies, hosts: Hosts) -> None:
     """Copy the code to every host whose code differs, if the runner is configured to do so."""
     from flagscale.launcher.preflight.host_probe import copies_code, rank_python
@@ -486,3 +498,4 @@ def _copy_code(experiment: Experiment, probe_results: HostReplies, hosts: Hosts)
 
     _, errors = hosts.run_on_hosts(copy_to_host, outdated)
     raise_host_errors(errors, probe_results.names, "the code could not be copied")
+    probe_results.is_code_copied = True

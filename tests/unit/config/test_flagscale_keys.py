@@ -115,8 +115,6 @@ def test_runner_sections_have_a_sentence() -> None:
         ("heartbeat: {enabled: false, progress_timeout_s: 300}", False),
         ("tracing: {enabled: true, inspector: {enabled: true, dump_dir: d}}", True),
         ("tracing: null", False),
-        ("enable_gpu_health_check: true", True),
-        ("enable_gpu_health_check: false", False),
         ("perf_log_interval: 7", True),
     ],
 )

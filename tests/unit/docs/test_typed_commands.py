@@ -6,6 +6,7 @@ are typed for runs that have ended. Benchmarks and tools parse their command lin
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 from flagscale import cli
+from flagscale.commands.health import add_health_arguments, select_hosts
 from flagscale.config.actions import ACTIONS
 from flagscale.config.load import load
 from flagscale.files import write_json
@@ -181,6 +183,10 @@ def _type_flagscale(words: list[str]) -> None:
         assert _type(["dryrun", *rest])
     elif command == "rerun":
         assert _type([command, *rest, *(() if "--dryrun" in rest else ("--dryrun",))])
+    elif command == "health":
+        parser = argparse.ArgumentParser()
+        add_health_arguments(parser)
+        assert len(select_hosts(parser.parse_args(rest))[1]) in (4, 16)
     elif command in ("comm", "bench"):
         _parse_benchmark(command, rest)
     elif command == "convert":

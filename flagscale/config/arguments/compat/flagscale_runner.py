@@ -94,7 +94,6 @@ _PROFILER = (
 )
 _SERVING = "it belongs to serving or reinforcement learning, and only training is supported"
 UNUSED_RUNNER_KEYS: Mapping[str, str] = {
-    "enable_gpu_health_check": "every host is checked before a run (`preflight`)",
     **dict.fromkeys(_PERFORMANCE_KEYS, _PERFORMANCE),
     "heartbeat": _MONITOR,
     **dict.fromkeys(("nsys_bin_path", "nsys_rep_file_path"), _PROFILER),

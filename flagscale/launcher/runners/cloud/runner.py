@@ -29,7 +29,7 @@ from flagscale.launcher.runners import endpoints
 from flagscale.launcher.runners.base import ConfigTexts, PreparedRun
 from flagscale.launcher.runners.cloud.position import Position, find_position
 from flagscale.launcher.runners.cloud.rendezvous import Agreement, Introduction, agree
-from flagscale.launcher.runners.hosts import HostRunner
+from flagscale.launcher.runners.hosts import HostRunner, check_hardware
 from flagscale.launcher.state import RunState, load_state, new_run_id
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class CloudRunner(HostRunner):
                 checks = check_hosts(local, checked_plan, replies, previous)
                 if position.node_rank:
                     checks = [check for check in checks if check.name != MASTER_PORT]
+                if all(check.ok for check in checks):
+                    # Before the agreement, which tells the other hosts of problems.
+                    checks += check_hardware(local, replies, connected_hosts)
             # A check alone starts nothing, so the other hosts need not be there.
             if not fresh:
                 problem = "; ".join(f"{c.name}: {c.found}" for c in checks if not c.ok)

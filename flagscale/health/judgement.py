@@ -1,0 +1,315 @@
+"""What measurements of equal devices mean for their hosts. Pure functions, standard library alone.
+
+One pass gives suspicions. :func:`confirm` keeps those that two passes agree on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from flagscale.accelerators.health import DeviceReading
+from flagscale.health.measurements import HostMeasurement, Measurements
+from flagscale.health.messages import DeviceMeasurement
+from flagscale.health.names import ALL_REDUCE, DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
+from flagscale.health.slow import MIN_COUNT, Comparison, compare_rates
+
+EXCHANGE_UNIT = "GB/s"
+_CHECKS_OF_HOSTS = (ALL_REDUCE, EXCHANGE)
+_NOT_MEASURED = "not measured"
+
+
+class Severity(Enum):
+    """Effect of a finding."""
+
+    SICK = "sick"
+    """The host is sick."""
+    UNCLEAR = "unclear"
+    """A run would suffer, and it is not clear which host is the cause."""
+    WARNING = "warning"
+    """The user should know; a run can start."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A deviation on a host."""
+
+    host: int
+    check: str
+    """Name of the check, see :mod:`.names`; for a rate its own name."""
+    device: str
+    """Label of the device; empty for the host."""
+    aspect: str
+    """Further distinction between findings of a device."""
+    severity: Severity
+    text: str
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        """Identity of the finding, which two passes must agree on."""
+        return self.host, self.check, self.device, self.aspect
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that were compared by one rate."""
+
+    check: str
+    product: str
+    """Product and model of the machines."""
+    unit: str
+    hosts: frozenset[int]
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Findings and comparisons of one pass, or of all passes together."""
+
+    findings: tuple[Finding, ...] = ()
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def has_suspects(self) -> bool:
+        """True if a second pass is needed, which hosts that failed take no part in."""
+        return any(
+            finding.severity is not Severity.WARNING and finding.aspect != _NOT_MEASURED
+            for finding in self.findings
+        )
+
+    def hosts_with(self, severity: Severity) -> list[int]:
+        """Return the hosts that have a finding of a severity, in order."""
+        return sorted({item.host for item in self.findings if item.severity is severity})
+
+
+class _Sample(NamedTuple):
+    host: int
+    device: DeviceMeasurement
+    value: float
+
+
+def judge(measurements: Measurements) -> Judgement:
+    """Judge one pass."""
+    findings = [
+        Finding(host, HARDWARE, "", _NOT_MEASURED, Severity.UNCLEAR, f"not measured: {reason}")
+        for host, reason in measurements.failures.items()
+    ]
+    findings += _judge_problems(measurements)
+    findings += _judge_counts(measurements)
+    findings += _judge_readings(measurements)
+    findings += _judge_broken_pairs(measurements)
+    groups = []
+    for (check, product, unit), samples in _collect_samples(measurements).items():
+        comparison = compare_rates([sample.value for sample in samples])
+        hosts = frozenset(sample.host for sample in samples)
+        groups.append(Group(check, product, unit, hosts, comparison))
+        findings += [
+            Finding(
+                sample.host,
+                check,
+                sample.device.label,
+                "slow",
+                Severity.SICK,
+                f"{sample.device.label}: {format_rate(sample.value)} {unit}, "
+                f"{comparison.shortfall(sample.value):.0%} below the median of "
+                f"{comparison.count} equal ones ({format_rate(comparison.median)})",
+            )
+            for sample in samples
+            if comparison.is_slow(sample.value)
+        ]
+    return Judgement(tuple(findings), tuple(groups))
+
+
+def confirm(judgements: Sequence[Judgement]) -> Judgement:
+    """Return the judgement of all passes: a host is sick if the last two passes agree on it.
+
+    What only one of them found becomes a warning. A single pass without suspicions stands.
+    """
+    last = judgements[-1]
+    if len(judgements) < 2:
+        return last
+    first = judgements[-2]
+    severities = {finding.key: finding.severity for finding in first.findings}
+    findings = [
+        finding
+        if finding.severity is Severity.WARNING
+        or severities.get(finding.key, Severity.WARNING) is not Severity.WARNING
+        else _weaken(finding, "but not in the measurement before")
+        for finding in last.findings
+    ]
+    repeated = {finding.key for finding in last.findings}
+    findings += [
+        finding
+        if finding.severity is Severity.WARNING
+        else _weaken(finding, "but not when measured again")
+        for finding in first.findings
+        if finding.key not in repeated
+    ]
+    return Judgement(tuple(findings), last.groups)
+
+
+def _weaken(finding: Finding, reason: str) -> Finding:
+    return replace(finding, severity=Severity.WARNING, text=f"{finding.text}, {reason}")
+
+
+def _collect_samples(
+    measurements: Measurements,
+) -> Mapping[tuple[str, str, str], list[_Sample]]:
+    """Return the comparable rates by check, product and unit, without those of devices in use.
+
+    Where the devices of a host share what is measured, the slowest one stands for the host.
+    """
+    samples: dict[tuple[str, str, str], list[_Sample]] = {}
+    for host, measurement in sorted(measurements.hosts.items()):
+        best_exchange = _best_exchange(measurement)
+        for number, device in enumerate(measurement.devices):
+            if device.reading is not None and device.reading.other_processes:
+                continue
+            rates = [(rate.name, rate.unit, rate.value) for rate in device.rates]
+            if number in best_exchange:
+                rates.append((EXCHANGE, EXCHANGE_UNIT, best_exchange[number]))
+            for name, unit, value in rates:
+                if value > 0:
+                    key = (name, describe_product(device), unit)
+                    samples.setdefault(key, []).append(_Sample(host, device, value))
+    return {
+        key: _slowest_by_host(members)
+        if key[0] in _CHECKS_OF_HOSTS or members[0].device.is_host
+        else members
+        for key, members in samples.items()
+    }
+
+
+def _slowest_by_host(samples: Sequence[_Sample]) -> list[_Sample]:
+    slowest: dict[int, _Sample] = {}
+    for sample in samples:
+        if sample.host not in slowest or sample.value < slowest[sample.host].value:
+            slowest[sample.host] = sample
+    return list(slowest.values())
+
+
+def describe_product(device: DeviceMeasurement) -> str:
+    """Return the text that equal devices in equal machines share."""
+    return f"{device.product} in {device.machine}" if device.machine else device.product
+
+
+def _best_exchange(measurement: HostMeasurement) -> Mapping[int, float]:
+    """Return each device's rate with the best partner: the others may be the slow ones."""
+    best: dict[int, float] = {}
+    for pair in measurement.pairs:
+        for number, rate in enumerate(pair.rates):
+            best[number] = max(rate, best.get(number, 0.0))
+    return best
+
+
+def _judge_problems(measurements: Measurements) -> Iterator[Finding]:
+    """Yield devices that could not be measured. If most could not, the cause is not the device."""
+    devices = [
+        (host, device)
+        for host, measurement in measurements.hosts.items()
+        for device in measurement.devices
+    ]
+    failed = [(host, device) for host, device in devices if device.problem]
+    severity = Severity.SICK if 2 * len(failed) < len(devices) else Severity.UNCLEAR
+    for host, device in failed:
+        text = f"{device.label}: {device.problem}"
+        yield Finding(host, HARDWARE, device.label, "failed", severity, text)
+
+
+def _find_usual(values: Sequence[float]) -> float | None:
+    """Return the value that most of enough values are equal to; None if there is none."""
+    value, count = Counter(values).most_common(1)[0]
+    return value if len(values) >= MIN_COUNT and 2 * count > len(values) else None
+
+
+def _judge_counts(measurements: Measurements) -> Iterator[Finding]:
+    """Yield hosts with fewer devices than most equal hosts: one may have fallen off the bus."""
+    counts: dict[str, dict[int, int]] = {}
+    for host, measurement in measurements.hosts.items():
+        if any(device.problem for device in measurement.devices):
+            continue  # which is reported itself
+        for product, number in Counter(map(describe_product, measurement.devices)).items():
+            counts.setdefault(product, {})[host] = number
+    for product, numbers in counts.items():
+        usual = _find_usual(list(numbers.values()))
+        for host, number in numbers.items():
+            if usual is not None and number < usual:
+                text = f"{number} x {product}, but most equal hosts have {usual:g}"
+                yield Finding(host, HARDWARE, "", "count", Severity.SICK, text)
+
+
+def _judge_readings(measurements: Measurements) -> Iterator[Finding]:
+    """Yield what the vendors' libraries report."""
+    equal: dict[str, list[tuple[int, str, DeviceReading]]] = {}
+    for host, measurement in measurements.hosts.items():
+        for device in measurement.devices:
+            if device.reading is not None:
+                entry = (host, device.label, device.reading)
+                equal.setdefault(describe_product(device), []).append(entry)
+    for entries in equal.values():
+        for host, label, reading in entries:
+            for severity, texts in (
+                (Severity.SICK, reading.faults),
+                (Severity.WARNING, reading.warnings),
+            ):
+                for name, text in texts.items():
+                    yield Finding(host, DEVICE_STATE, label, name, severity, f"{label}: {text}")
+            if reading.other_processes:
+                text = f"{label}: in use by {', '.join(reading.other_processes)}; not compared"
+                yield Finding(host, DEVICE_STATE, label, "in use", Severity.WARNING, text)
+        yield from _compare_readings(entries)
+
+
+def _compare_readings(
+    entries: Sequence[tuple[int, str, DeviceReading]],
+) -> Iterator[Finding]:
+    """Yield values that are lower than those of most equal devices."""
+    for severity, attribute in ((Severity.SICK, "widths"), (Severity.WARNING, "limits")):
+        names = {name for _, _, reading in entries for name in getattr(reading, attribute)}
+        for name in sorted(names):
+            values = [
+                (host, label, getattr(reading, attribute)[name])
+                for host, label, reading in entries
+                if name in getattr(reading, attribute)
+            ]
+            usual = _find_usual([value for _, _, value in values])
+            for host, label, value in values:
+                if usual is not None and value < usual:
+                    text = f"{label}: {name} is {value:g}, that of most equal ones {usual:g}"
+                    yield Finding(host, DEVICE_STATE, label, name, severity, text)
+
+
+def _judge_broken_pairs(measurements: Measurements) -> Iterator[Finding]:
+    """Yield hosts that could not exchange data.
+
+    A host is the cause if it failed with at least two partners that succeeded with others.
+    """
+    working = {
+        host
+        for host, measurement in measurements.hosts.items()
+        if any(pair.rates for pair in measurement.pairs)
+    }
+    for host, measurement in measurements.hosts.items():
+        if not measurement.has_address:
+            text = "not measured: the names of other hosts do not resolve there; set addr= in a "
+            text += "hostfile"
+            yield Finding(host, EXCHANGE, "", "address", Severity.WARNING, text)
+        broken = [pair for pair in measurement.pairs if pair.problem]
+        if not broken:
+            continue
+        is_cause = (
+            host not in working
+            and len(broken) > 1
+            and all(pair.partner in working for pair in broken)
+        )
+        partners_are_cause = host in working and all(pair.partner not in working for pair in broken)
+        if partners_are_cause:
+            continue
+        severity = Severity.SICK if is_cause else Severity.UNCLEAR
+        if host in working:
+            severity = Severity.WARNING
+        text = f"{len(broken)} of {len(measurement.pairs)} failed: {broken[0].problem}"
+        yield Finding(host, EXCHANGE, "", "failed", severity, text)
