@@ -113,6 +113,7 @@ LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT_PARALLEL = "--context-parallel-size 2 --recompute-granularity auto"
 OFFLOAD = "--optimizer-cpu-offload"
+SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 TOKENS_256K = (4096, 2, 32)
 """Sequence length, micro-batch size and micro-batches of a step of 262,144 tokens. The update of
 offloaded weights takes the same time for any number of tokens.
@@ -157,6 +158,11 @@ ROWS = (
     GpuRow("dp2", *SEQUENCE_4K, gpus=2),
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),
+    GpuRow("dp2-sharded", *SEQUENCE_4K, gpus=2, options=SHARDED),
+    GpuRow("dp2-sharded-gradients", *SEQUENCE_4K, gpus=2,
+        options="--data-parallel-sharding-strategy optim_grads"),
+    GpuRow("8b-sharded", 32, 4096, 1, 32, gpus=2,
+        options=f"{SHARDED} {OFFLOAD} --optimizer-offload-fraction 0.5"),
     GpuRow("tp2", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2,
         options=f"{TENSOR_PARALLEL} --tp-comm-overlap"),
     GpuRow("tp2-exposed", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options=TENSOR_PARALLEL),
