@@ -132,8 +132,8 @@ def _gradient_bytes(
 ) -> float:
     """Return the bytes of a rank's gradients.
 
-    They are accumulated in fp32 by default, even if weights have 16 bits. If they are sharded, the whole ones
-    of two layers and of the embedding or the head are in memory besides the shard.
+    They are accumulated in fp32 by default, even if weights have 16 bits. If they are sharded, the
+    whole ones of two layers and of the embedding or the head are in memory besides the shard.
     """
     bytes_per_weight = state_formats(vars(args)).gradient_bytes
     if not shards_gradients(vars(args)) or _count_shards(args) == (1, 1):

@@ -207,6 +207,7 @@ HOMOGENEOUS_CASES = (
         "bf16",
         1e-3,
     ),
+    LayoutCase("bf16-dp2-sharded-lean", 2, BF16, f"{SHARD_WEIGHTS} {LEAN_BF16}", "bf16", 1e-2),
     LayoutCase("fp16-dp2-sharded", 2, FP16, SHARD_WEIGHTS, "fp16", 1e-3),
     LayoutCase(
         "moe-grouped-ep2-dp2-sharded",

@@ -128,6 +128,10 @@ LAYOUTS = {
     "bf16-dp2-lean": Layout(
         2, f"{LEAN_MOMENTS} --main-params-dtype bf16 --main-grads-dtype bf16", "bf16"
     ),
+    "bf16-dp2-sharded-lean": Layout(
+        2, f"{SHARDED} {LEAN_MOMENTS} --main-params-dtype bf16 --main-grads-dtype bf16", "bf16"
+    ),
+    # With the default seed, two logits of a token are too close, see moe-last.
     "moe-lora-lean-offload": Layout(
         1,
         f"{LEAN_MOMENTS} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --seed 9",
