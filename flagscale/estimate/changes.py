@@ -37,7 +37,7 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     heads = args.num_query_groups or args.num_attention_heads
     is_captured = captures_steps(vars(args))
     microbatch_changes: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
-    offload_changes: list[dict[str, Any]] = [{}]
+    offload_changes = _state_changes(args)
     if args.optimizer == "adam" and not args.optimizer_cpu_offload and not is_captured:
         sharding = {} if args.use_distributed_optimizer else {"use_distributed_optimizer": True}
         offload_changes.append({**sharding, "optimizer_cpu_offload": True})
@@ -73,6 +73,19 @@ def _sharding_changes(args: Namespace) -> list[dict[str, Any]]:
             if strategies.index(strategy) > strategies.index(args.data_parallel_sharding_strategy):
                 changes.append({"use_distributed_optimizer": True, SHARDING: strategy})
     return changes
+
+
+def _state_changes(args: Namespace) -> list[dict[str, Any]]:
+    """Return possible changes of the number formats of Adam's states: none, those with the same
+    results, and 8-bit moments.
+    """
+    is_possible = args.optimizer == "adam" and args.use_distributed_optimizer and args.bf16
+    if not is_possible or args.optimizer_cpu_offload or args.use_precision_aware_optimizer:
+        return [{}]
+    remainders = {"use_precision_aware_optimizer": True}
+    if args.meshes is not None:
+        return [{}, remainders]
+    return [{}, remainders, {**remainders, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}]
 
 
 def explicit_arguments(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,11 @@ from typing import Any
 from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
+from flagscale.config.arguments.rules.optimizer_states import (
+    StateFormats,
+    model_format,
+    state_formats,
+)
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.estimate import attention, weights
 from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
@@ -95,13 +100,17 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
     trainable = count_trainable_weights(args, vocabulary_size, part)
     if args.peft_type:
         weight_count += trainable
+    formats = state_formats(vars(args))
+    host_weights = offloaded_weights(args, trainable)
+    kept_weights = count_optimizer_weights(args, trainable) - host_weights
+    exact_bytes, exact_host_bytes = _replicated_state_bytes(args, vocabulary_size, part)
     return MemoryEstimate(
         _weight_bytes(args, weight_count, vocabulary_size, part) + _fp8_copy_bytes(args, part),
         _gradient_bytes(args, trainable, vocabulary_size, part),
-        _optimizer_bytes(args, trainable),
+        state_bytes(args) * kept_weights + exact_bytes,
         _activation_bytes(args, part),
         _transient_bytes(args, vocabulary_size, part),
-        offloaded_weights(args, trainable) * _OFFLOADED_BYTES,
+        formats.host_bytes * host_weights + exact_host_bytes,
     )
 
 
@@ -123,16 +132,17 @@ def _gradient_bytes(
 ) -> float:
     """Return the bytes of a rank's gradients.
 
-    They are accumulated in fp32 even if weights have 16 bits. If they are sharded, the whole ones
-    of two layers and of the embedding or the head are in memory besides the shard.
+    They are accumulated in fp32 by default, even if weights have 16 bits. If they are sharded, the
+    whole ones of two layers and of the embedding or the head are in memory besides the shard.
     """
+    bytes_per_weight = state_formats(vars(args)).gradient_bytes
     if not shards_gradients(vars(args)) or _count_shards(args) == (1, 1):
-        return float(trainable.all * FP32_BYTES)
+        return float(trainable.all * bytes_per_weight)
     whole = trainable.all
     if not args.peft_type and freezing_argument(vars(args)) is None:
         layer = max((_count_layer(args, kind).all for kind in part.layers), default=0)
         whole = min(whole, 2 * layer + max(_count_outer(args, vocabulary_size, part)))
-    return float(FP32_BYTES * (_shard(args, trainable) + whole))
+    return float(bytes_per_weight * (_shard(args, trainable) + whole))
 
 
 def _count_layer(args: Any, kind: LayerKind) -> WeightCount:
@@ -271,16 +281,35 @@ def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
     )
 
 
-def _optimizer_bytes(args: Any, trainable: WeightCount) -> float:
-    """Return the bytes of the moments, and of fp32 weights if the model has 16-bit weights."""
-    moments = 2 if args.optimizer == "adam" else int(bool(args.sgd_momentum))
-    kept_weights = count_optimizer_weights(args, trainable) - offloaded_weights(args, trainable)
-    has_masters = element_bytes(args) < FP32_BYTES or args.optimizer_cpu_offload
-    return float(FP32_BYTES * (moments + has_masters) * kept_weights)
+def state_bytes(args: Any) -> float:
+    """Return the bytes per weight of the state in the device's memory: moments, and fp32 weights if
+    the model has 16-bit weights.
+    """
+    if args.optimizer == "adam":
+        return state_formats(vars(args)).device_bytes(model_format(vars(args)))
+    has_masters = element_bytes(args) < FP32_BYTES
+    return float(FP32_BYTES * (bool(args.sgd_momentum) + has_masters))
 
 
-_OFFLOADED_BYTES = 12
-"""Bytes of a weight whose optimizer state is in host memory: an fp32 weight and two moments."""
+def _replicated_state_bytes(
+    args: Any, vocabulary_size: int, part: ModelPart
+) -> tuple[float, float]:
+    """Return the bytes on the device and on the host that are added because the first and the last
+    pipeline stage keep the states of their copies of the embedding in fp32.
+    """
+    is_copied = mtp_depth(args) or not args.untie_embeddings_and_output_weights
+    if not is_copied or part.has_embedding == part.has_head or args.peft_type:
+        return 0.0, 0.0
+    formats = state_formats(vars(args))
+    exact_formats = StateFormats(remainders=formats.remainders)
+    model = model_format(vars(args))
+    embedding = weights.embedding_weights(args, vocabulary_size)
+    host_weights = offloaded_weights(args, embedding)
+    kept_weights = count_optimizer_weights(args, embedding) - host_weights
+    return (
+        (exact_formats.device_bytes(model) - formats.device_bytes(model)) * kept_weights,
+        (exact_formats.host_bytes - formats.host_bytes) * host_weights,
+    )
 
 
 def offloaded_weights(args: Any, trainable: WeightCount) -> float:

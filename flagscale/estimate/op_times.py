@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from flagscale.config.arguments.rules.optimizer import captures_steps
+from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.estimate import arithmetic, attention, memory, weights
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.memory import ModelPart
@@ -74,12 +75,10 @@ _EAGER_LOGIT_ACCESSES = 15
 """Reads and writes per logit if the loss is not compiled."""
 _ACCUMULATE_BYTES = 10
 """Traffic per weight whose gradient a separate kernel adds to the fp32 sum."""
-_OPTIMIZER_BYTES = 40
-"""Traffic per weight of clipping and the optimizer."""
+_GRADIENT_ACCESSES = 4
+"""Accesses per element of gradients by their norm, clipping and the optimizer."""
 _HOST_WEIGHTS_PER_SECOND = 2.9e9
 """Weights that 16 cores of a host update per second, with copies of gradients and weights."""
-_ZERO_BYTES = 4
-"""Traffic per weight of setting its gradient to zero."""
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
 # both passes, and of the end of a step.
 _LAYER_KERNELS = 30
@@ -246,8 +245,11 @@ def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload
     trainable = memory.count_trainable_weights(args, vocabulary_size, part)
     host_weights = memory.offloaded_weights(args, trainable)
     device_weights = memory.count_optimizer_weights(args, trainable) - host_weights
+    gradient_bytes = state_formats(vars(args)).gradient_bytes
+    # States are read and written, and gradients set to zero.
+    bytes_per_weight = _GRADIENT_ACCESSES * gradient_bytes + 2 * memory.state_bytes(args)
     return Workload(
-        traffic_bytes=_OPTIMIZER_BYTES * device_weights + _ZERO_BYTES * trainable.all,
+        traffic_bytes=bytes_per_weight * device_weights + gradient_bytes * trainable.all,
         kernels=_STEP_KERNELS,
         launches=_STEP_KERNELS,
         host_weights=host_weights,

@@ -157,6 +157,12 @@ SHARD_GRADIENTS = "--data-parallel-sharding-strategy optim_grads"
 SHARD_WEIGHTS = "--data-parallel-sharding-strategy optim_grads_params"
 DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
 OFFLOAD = f"{DISTRIBUTED_OPTIMIZER} --optimizer-cpu-offload"
+PRECISION_AWARE = f"{DISTRIBUTED_OPTIMIZER} --use-precision-aware-optimizer"
+LEAN_MOMENTS = f"{PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+LEAN_BF16 = f"{LEAN_MOMENTS} --main-params-dtype bf16 --main-grads-dtype bf16"
+LEAN_FP16 = (
+    f"{PRECISION_AWARE} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
+)
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 AUTO_RECOMPUTE = "--recompute-granularity auto --recompute-memory-gib"
 RECOMPUTE_GRANULARITY = "--recompute-granularity-per-stage-micro-batch"

@@ -204,10 +204,19 @@ def parse_runs(options: argparse.Namespace) -> list[tuple[int, str]]:
             raise ConfigError(
                 f"--precisions: there is no {name!r}", hint=f"there are: {valid_names}"
             )
-    seeds = options.seeds.split(",")
+    return [(seed, name) for seed in parse_seeds(options.seeds) for name in names]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse seeds such as 1,2,3.
+
+    Raises:
+        ConfigError: A seed is not a number.
+    """
+    seeds = text.split(",")
     if not all(seed.strip().isdigit() for seed in seeds):
-        raise ConfigError(f"--seeds: expected numbers such as 1,2,3, found {options.seeds!r}")
-    return [(int(seed), name) for seed in seeds for name in names]
+        raise ConfigError(f"--seeds: expected numbers such as 1,2,3, found {text!r}")
+    return [int(seed) for seed in seeds]
 
 
 def read_earlier_curves(options: argparse.Namespace, setting: dict[str, Any]) -> list[Curve]:

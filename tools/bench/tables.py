@@ -185,6 +185,33 @@ def _offload_table() -> str:
     return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
 
 
+def _optimizer_states_table() -> str:
+    results = _read_results("optimizer-states-cpu")
+    compared = {row["precision"]: row for row in results["compared"]}
+    table_rows = []
+    for name, bytes_per_weight in _STATE_BYTES.items():
+        losses = [c["validation_loss"] for c in results["curves"] if c["precision"] == name]
+        difference = "reference"
+        if row := compared.get(name):
+            low, high = row["low"], row["high"]
+            difference = f"{row['percent']:+.2f} % ({low:+.2f} to {high:+.2f})"
+        mean_loss = f"{sum(losses) / len(losses):.4f}"
+        table_rows.append((name, bytes_per_weight, mean_loss, difference))
+    return _format_table(("States", "bytes a weight", "validation loss", "from fp32"), table_rows)
+
+
+_STATE_BYTES = {
+    "fp32": "2 + 4 + 12",
+    "remainders": "2 + 4 + 10",
+    "bf16 moments": "2 + 4 + 6",
+    "fp8 moments": "2 + 4 + 4",
+    "fp8 moments, bf16 weights and gradients": "2 + 2 + 2",
+}
+"""Bytes of the model's weight, its gradient and the optimizer's states, by name of the format in
+optimizer_states.py; scales of blocks not counted.
+"""
+
+
 def _context_parallel_table() -> str:
     table_rows = [
         (
@@ -291,6 +318,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "long": _long_sequence_table,
     "context": _context_parallel_table,
     "offload": _offload_table,
+    "states": _optimizer_states_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,

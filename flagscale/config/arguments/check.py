@@ -52,6 +52,7 @@ from flagscale.config.arguments.rules.optimizer import (
     check_schedule,
     drop_unused_schedule,
 )
+from flagscale.config.arguments.rules.optimizer_states import check_optimizer_states
 from flagscale.config.arguments.rules.precision import (
     check_compiled_only,
     check_device,
@@ -89,6 +90,7 @@ def check_values(values: Values) -> list[Violation]:
         check_bounded_all_reduce,
         check_family,
         check_optimizer,
+        check_optimizer_states,
         check_refused,
         _check_unsupported_values,
         check_cuda_graphs,

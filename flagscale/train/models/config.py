@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional
 
 from flagscale.config.arguments.rules.context_parallel import select_cp_communication
-from flagscale.config.arguments.rules.optimizer import OPTIMIZER_DTYPES
+from flagscale.config.arguments.rules.optimizer_states import OPTIMIZER_DTYPES, state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.config.arguments.spec.model_arguments import Architecture
 from flagscale.errors import ConfigError
@@ -125,9 +125,10 @@ def _keep_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
 def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """Return the configuration of data parallelism.
 
-    Gradients of 16-bit weights are reduced in fp32.
+    Gradients of 16-bit weights are accumulated and reduced in fp32 unless ``main_grads_dtype`` is
+    bf16.
     """
-    overrides = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
+    overrides = {"grad_reduce_in_fp32": state_formats(vars(args)).gradients == "fp32"}
     if shards_gradients(vars(args)):
         # Forward passes always gather what they need, without megatron.core's hooks.
         overrides["overlap_param_gather"] = False

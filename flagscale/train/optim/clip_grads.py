@@ -33,7 +33,7 @@ def compute_grad_norm(
     order = float(norm_type)
     reduction = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
     if grads:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, order)])
+        norms = torch.stack(torch._foreach_norm(grads, order, dtype=torch.float32))
         total = norms.max() if order == float("inf") else norms.pow(order).sum()
     else:
         total = torch.zeros((), dtype=torch.float32, device=_current_device())

@@ -45,8 +45,8 @@ def _compute_global_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
 
 
 def _sum_squares(gradients: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    norms = torch._foreach_norm(list(gradients)) if gradients else []
-    return torch.stack([norm.float() for norm in norms]).square().sum() if norms else None
+    norms = list(torch._foreach_norm(list(gradients), dtype=torch.float32)) if gradients else []
+    return torch.stack(norms).square().sum() if norms else None
 
 
 def _count_replicas(chained: Any) -> int:

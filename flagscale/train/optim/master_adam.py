@@ -1,9 +1,11 @@
-"""Adam with fp32 master weights of its own, in the device's or in the host's memory.
+"""Adam with weights of its own, in the device's or in the host's memory, of any number format.
 
-With ``optimizer_cpu_offload`` the master weights and both moments of some weights are in host
+With ``optimizer_cpu_offload`` the fp32 weights and both moments of some weights are in host
 memory, 12 bytes a weight, and the host's cores update them (Ren et al., "ZeRO-Offload", 2021).
 Gradients are copied to the host and new weights to the device in pieces, so that copies in both
 directions and the computation overlap, and the staging buffers stay small.
+
+With ``use_precision_aware_optimizer`` weights and moments take fewer bytes (:mod:`.state_formats`).
 
 megatron.core's distributed optimizer treats this class as Transformer Engine's ``FusedAdam`` with
 ``use_precision_aware_optimizer``: the parameters are this rank's shards of the model's weights,
@@ -12,6 +14,7 @@ their gradients are in ``decoupled_grad``, and a step updates the weights in pla
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,30 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flagscale.config.arguments.rules.optimizer_states import FP32_STATES, StateFormats
 from flagscale.train.optim.adam import FusedAdam
+from flagscale.train.optim.lean_update import (
+    AdamFormats,
+    AdamTensors,
+    get_update,
+    hyperparameters,
+    rounding_key,
+)
+from flagscale.train.optim.state_formats import (
+    DEVICE_PART,
+    FIRST_MOMENTS,
+    HOST_PART,
+    NEAREST,
+    SECOND_MOMENTS,
+    Format,
+    InPlaceWeights,
+    Plain,
+    RemainderWeights,
+    SeparateWeights,
+    Tensors,
+    as_rows,
+    block_parts,
+)
 
 MASTER, FIRST_MOMENT, SECOND_MOMENT = "master_param", "exp_avg", "exp_avg_sq"
 """Names of the tensors of a parameter's state."""
@@ -30,16 +56,64 @@ is updated and cast, and its copies take a millisecond.
 """
 _STAGED_PIECES = 4
 """Number of pieces whose gradients or weights are being copied at a time."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class StoredState(NamedTuple):
+    """Values of a parameter's weights, or of one of its moments, in their format.
+
+    The first tensor of weights is the parameter.
+    """
+
+    form: Format
+    tensors: Tensors
+
+    @property
+    def is_fp32(self) -> bool:
+        """True if the last tensor has the values as they are."""
+        is_plain = isinstance(self.form, (Plain, SeparateWeights))
+        return is_plain and self.tensors[-1].dtype == torch.float32
+
+    def to_fp32(self) -> torch.Tensor:
+        """Return the values in fp32: the state's own tensor or, if it has none, one in host memory.
+
+        A checkpoint is written from host memory, and the device may have no space for all states.
+        """
+        if self.is_fp32:
+            return self.tensors[-1]
+        values = torch.empty(self.tensors[0].numel(), dtype=torch.float32)
+        for part in self._parts():
+            values[part].copy_(self.form.read(self._rows(part)).view(-1))
+        return values
+
+    def overwrite(self, values: torch.Tensor) -> None:
+        """Overwrite the values, rounded to nearest."""
+        device = self.tensors[-1].device
+        for part in self._parts():
+            piece = as_rows(values[part]).to(device, torch.float32)
+            self.form.write(self._rows(part), piece, NEAREST)
+
+    def _parts(self) -> Iterator[slice]:
+        is_on_host = self.tensors[-1].device.type == "cpu"
+        return block_parts(self.tensors[0].numel(), HOST_PART if is_on_host else DEVICE_PART)
+
+    def _rows(self, part: slice) -> Tensors:
+        return self.form.rows(self.form.cut(self.tensors, part))
 
 
 class MasterWeightAdam(FusedAdam):
     """Adam, or AdamW with ``adam_w_mode``, of weights of any precision.
 
-    Results equal those of :class:`FusedAdam` on separate fp32 weights.
+    If all states are in fp32, results equal those of :class:`FusedAdam` on separate fp32 weights.
     """
 
     def __init__(
-        self, params: Iterable[Any], *, offload_fraction: float = 0.0, **options: Any
+        self,
+        params: Iterable[Any],
+        *,
+        offload_fraction: float = 0.0,
+        formats: StateFormats = FP32_STATES,
+        **options: Any,
     ) -> None:
         """Create the optimizer; its state is allocated by :meth:`initialize_states` or the first
         step, when the parameter groups are final.
@@ -47,68 +121,97 @@ class MasterWeightAdam(FusedAdam):
         Args:
             params: parameter groups, as torch's optimizers take them.
             offload_fraction: fraction of the weights whose state is in host memory, 0 to 1.
+            formats: number formats of the states.
             options: learning rate, betas, eps, weight decay and ``adam_w_mode``.
         """
         super().__init__(params, **options)
         self._offload_fraction = offload_fraction
+        self._formats = formats
+        self._names: dict[int, str] = {}
+        self._replicated: set[int] = set()
         self._staging: _Staging | None = None
 
     # -- state -------------------------------------------------------------------------------------
 
+    def identify(self, parameter: torch.Tensor, name: str, *, is_replicated: bool = False) -> None:
+        """Name a parameter before it has a state. Ranks that hold the same weight must round it
+        equally.
+
+        Args:
+            parameter: one of the parameters.
+            name: name of the weights, equal on tensor-parallel ranks that hold copies of them.
+            is_replicated: other ranks, whose shards differ, hold copies of the weights. They get
+                the same results only from fp32 states.
+        """
+        self._names[id(parameter)] = name
+        if is_replicated:
+            self._replicated.add(id(parameter))
+
     def initialize_states(self) -> None:
         """Allocate the state of each parameter that has none."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self.state:
-                    self._initialize_state(parameter)
+        for parameter in self._parameters():
+            if parameter not in self.state:
+                self._initialize_state(parameter)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _initialize_state(self, parameter: torch.Tensor) -> None:
-        """Allocate the state of a parameter: its weights in fp32, and zero moments."""
-        device = "cpu" if id(parameter) in self._offloaded_parameters else parameter.device
-        master = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        """Allocate the state of a parameter: its weights, and zero moments."""
+        is_on_host = id(parameter) in self._offloaded_parameters
+        device = torch.device("cpu") if is_on_host else parameter.device
+        formats = self._formats_of(parameter)
+        size, weights = parameter.numel(), parameter.detach()
+        master = _weights_format(formats, parameter.dtype, is_on_host=is_on_host)
+        first, second = FIRST_MOMENTS[formats.first_moment], SECOND_MOMENTS[formats.second_moment]
         self.state[parameter] = {
-            MASTER: master,
-            FIRST_MOMENT: torch.zeros_like(master),
-            SECOND_MOMENT: torch.zeros_like(master),
+            MASTER: StoredState(master, (weights, *master.allocate(size, device))),
+            FIRST_MOMENT: StoredState(first, first.allocate(size, device)),
+            SECOND_MOMENT: StoredState(second, second.allocate(size, device)),
         }
-        _copy_in_pieces(master, parameter)
+        self.state[parameter][MASTER].overwrite(weights)
+
+    def _formats_of(self, parameter: torch.Tensor) -> StateFormats:
+        if id(parameter) in self._replicated:
+            return StateFormats(remainders=self._formats.remainders)
+        return self._formats
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the states in host memory, allocated or not."""
-        weights = sum(
-            parameter.numel()
-            for group in self.param_groups
-            for parameter in group["params"]
+        return sum(
+            math.ceil(parameter.numel() * self._formats_of(parameter).host_bytes)
+            for parameter in self._parameters()
             if id(parameter) in self._offloaded_parameters
         )
-        return int(weights * 3 * torch.float32.itemsize)
 
     def reset_master_weights(self) -> None:
         """Copy the model's weights, which have been loaded, to the master weights."""
         for parameter, state in self.state.items():
-            _copy_in_pieces(state[MASTER], parameter)
+            state[MASTER].overwrite(parameter.detach())
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a tensor of a parameter's state; megatron.core's checkpoints read it."""
-        tensor: torch.Tensor = self.state[parameter][name]
-        return tensor
+        """Return the values of a parameter's state in fp32; megatron.core's checkpoints read it."""
+        state: StoredState = self.state[parameter][name]
+        return state.to_fp32()
 
     def set_scaled_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Overwrite a tensor of a parameter's state with that of a checkpoint."""
+        """Overwrite the values of a parameter's state with those of a checkpoint."""
         if parameter not in self.state:
             self._initialize_state(parameter)
-        self.state[parameter][name].copy_(value)
+        self.state[parameter][name].overwrite(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load parameter groups and states. A state stays on its device and in fp32."""
+        """Load parameter groups, and the states of another optimizer of this class. A state stays
+        on its device and in its format.
+        """
         for group, loaded_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in loaded_group.items() if key != "params"})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, tensors in state_dict["state"].items():
-            for name, value in tensors.items():
-                if value is not self.state.get(parameters[index], {}).get(name):
-                    self.set_scaled_state(parameters[index], name, value)
+        parameters = self._parameters()
+        for index, states in state_dict["state"].items():
+            for name, state in states.items():
+                if state is not self.state.get(parameters[index], {}).get(name):
+                    self.set_scaled_state(parameters[index], name, state.to_fp32())
 
     @cached_property
     def _offloaded_parameters(self) -> set[int]:
@@ -116,7 +219,7 @@ class MasterWeightAdam(FusedAdam):
 
         They are the first ones, until they have ``offload_fraction`` of the weights.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         remaining = self._offload_fraction * sum(parameter.numel() for parameter in parameters)
         offloaded = set()
         for parameter in parameters:
@@ -130,30 +233,75 @@ class MasterWeightAdam(FusedAdam):
 
     def _update_group(self, group: dict[str, Any]) -> None:
         host_parameters: list[Any] = []
-        device_parameters: list[Any] = []
+        lean_parameters: list[Any] = []
+        fp32_parameters: list[Any] = []
         for parameter in group["params"]:
             if getattr(parameter, "decoupled_grad", None) is None:
                 continue
             if parameter not in self.state:
                 self._initialize_state(parameter)
-            is_host = self.state[parameter][MASTER].device.type == "cpu"
-            (host_parameters if is_host else device_parameters).append(parameter)
-        if device_parameters:
-            self._update_on_device(group, device_parameters)
+            if id(parameter) in self._offloaded_parameters:
+                host_parameters.append(parameter)
+            elif self._is_fp32(parameter):
+                fp32_parameters.append(parameter)
+            else:
+                lean_parameters.append(parameter)
+        if fp32_parameters:
+            self._update_fp32_states(group, fp32_parameters)
+        if lean_parameters:
+            self._update_lean_states(group, lean_parameters)
         if host_parameters:
             self._update_on_host(group, host_parameters)
 
-    def _update_on_device(self, group: dict[str, Any], parameters: list[Any]) -> None:
+    def _is_fp32(self, parameter: torch.Tensor) -> bool:
+        """Return True if all states are fp32 tensors, which torch's fused kernel updates."""
+        return all(state.is_fp32 for state in self.state[parameter].values())
+
+    def _update_fp32_states(self, group: dict[str, Any], parameters: list[Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
-        masters = [state[MASTER] for state in states]
+        masters = [state[MASTER].tensors[-1] for state in states]
         self._run_kernel(
             group,
             masters,
             [parameter.decoupled_grad.float() for parameter in parameters],
-            [state[FIRST_MOMENT] for state in states],
-            [state[SECOND_MOMENT] for state in states],
+            [state[FIRST_MOMENT].tensors[0] for state in states],
+            [state[SECOND_MOMENT].tensors[0] for state in states],
         )
-        torch._foreach_copy_(parameters, masters)
+        pairs = [
+            (state[MASTER].tensors[0], master)
+            for state, master in zip(states, masters, strict=True)
+            if len(state[MASTER].tensors) > 1
+        ]
+        if pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def _update_lean_states(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        options = self._hyperparameters(group, parameters[0].device)
+        for parameter in parameters:
+            formats, tensors = self._adam_tensors(parameter)
+            key = self._rounding_key(group, parameter)
+            update = get_update(formats, is_decoupled=self.adam_w_mode)
+            update(tensors, parameter.decoupled_grad, options, key)
+
+    def _hyperparameters(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
+        return hyperparameters(group, is_decoupled=self.adam_w_mode, device=device)
+
+    def _adam_tensors(self, parameter: torch.Tensor) -> tuple[AdamFormats, AdamTensors]:
+        states = [self.state[parameter][name] for name in (MASTER, FIRST_MOMENT, SECOND_MOMENT)]
+        return (
+            AdamFormats(*(state.form for state in states)),
+            AdamTensors(*(state.tensors for state in states)),
+        )
+
+    def _rounding_key(self, group: dict[str, Any], parameter: torch.Tensor) -> int:
+        if id(parameter) not in self._names:
+            self._names.update(
+                (id(parameter), str(index))
+                for index, parameter in enumerate(self._parameters())
+                if id(parameter) not in self._names
+            )
+        return rounding_key(self._names[id(parameter)], group["step"])
 
     def _update_on_host(self, group: dict[str, Any], parameters: list[Any]) -> None:
         """Update states in host memory, piece by piece.
@@ -170,21 +318,59 @@ class MasterWeightAdam(FusedAdam):
     def _update_pieces(
         self, group: dict[str, Any], pieces: Sequence[_Piece], staging: _Staging
     ) -> None:
+        options = self._hyperparameters(group, torch.device("cpu"))
         staging.begin()
         for index, piece in enumerate(pieces[:_STAGED_PIECES]):
             staging.start_gradient(index, piece)
         for index, piece in enumerate(pieces):
-            state, part = self.state[piece.parameter], piece.part
-            master = state[MASTER][part]
             gradient = staging.wait_for_gradient(index, piece)
-            self._run_kernel(
-                group, [master], [gradient], [state[FIRST_MOMENT][part]],
-                [state[SECOND_MOMENT][part]],
-            )  # fmt: skip
+            weights = staging.wait_for_weights(index, piece)
+            self._update_piece(group, piece, gradient, weights, options)
             if index + _STAGED_PIECES < len(pieces):
                 staging.start_gradient(index + _STAGED_PIECES, pieces[index + _STAGED_PIECES])
-            staging.start_weights(index, piece, master)
+            staging.start_weights(index, piece)
         staging.finish()
+
+    def _update_piece(
+        self,
+        group: dict[str, Any],
+        piece: _Piece,
+        gradient: torch.Tensor,
+        weights: torch.Tensor,
+        options: torch.Tensor,
+    ) -> None:
+        """Update a piece in host memory, and write its new weights to ``weights``."""
+        parameter, part = piece
+        formats, all_tensors = self._adam_tensors(parameter)
+        tensors = all_tensors.cut(formats, part)
+        master = tensors.weights[-1]
+        if self._is_fp32(parameter):
+            self._run_kernel(
+                group, [master], [gradient.float()], [tensors.first_moment[0]],
+                [tensors.second_moment[0]],
+            )  # fmt: skip
+            weights.copy_(master)
+            return
+        tensors = tensors._replace(weights=(weights, master))
+        key = self._rounding_key(group, parameter) ^ part.start
+        update = get_update(
+            formats, is_decoupled=self.adam_w_mode, compiles_on_host=parameter.device.type != "cpu"
+        )
+        update(tensors, gradient, options, key)
+
+
+def _weights_format(
+    formats: StateFormats, model_dtype: torch.dtype, *, is_on_host: bool
+) -> InPlaceWeights | SeparateWeights | RemainderWeights:
+    """Return the format of the weights that are updated, for weights of the model of a dtype."""
+    dtype = torch.float32 if model_dtype == torch.float32 else _DTYPES[formats.main_params]
+    if is_on_host:
+        return SeparateWeights(Plain(dtype))
+    if dtype == model_dtype:
+        return InPlaceWeights(dtype)
+    if formats.remainders and model_dtype == torch.bfloat16:
+        return RemainderWeights()
+    return SeparateWeights(Plain(dtype))
 
 
 @contextmanager
@@ -221,12 +407,6 @@ def _cut_in_pieces(parameters: Iterable[torch.Tensor]) -> Iterator[_Piece]:
             yield _Piece(parameter, slice(begin, min(begin + _PIECE_WEIGHTS, size)))
 
 
-def _copy_in_pieces(master: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Copy weights to fp32 without a second copy of all of them on either side."""
-    for piece in _cut_in_pieces([parameter.detach()]):
-        master[piece.part].copy_(piece.parameter[piece.part])
-
-
 class _Staging:
     """Buffers for copies between device and host. They are used in turn.
 
@@ -235,9 +415,7 @@ class _Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._is_host = device.type == "cpu"
-        self._gradients = torch.empty(
-            (_STAGED_PIECES, _PIECE_WEIGHTS), dtype=torch.float32, pin_memory=not self._is_host
-        )
+        self._gradients: dict[torch.dtype, torch.Tensor] = {}
         self._weights: dict[torch.dtype, torch.Tensor] = {}
         if not self._is_host:
             module: Any = torch.get_device_module(device)
@@ -262,35 +440,47 @@ class _Staging:
 
     def start_gradient(self, index: int, piece: _Piece) -> None:
         """Start to copy the gradient of piece ``index`` to the host."""
-        slot = index % _STAGED_PIECES
         gradient = piece.parameter.decoupled_grad[piece.part]
+        staged = self._buffer(self._gradients, index, gradient)
         if self._is_host:
-            self._gradients[slot, : piece.size].copy_(gradient)
+            staged.copy_(gradient)
             return
         with self._module.stream(self._to_host):
-            self._gradients[slot, : piece.size].copy_(gradient, non_blocking=True)
-            self._gradient_events[slot].record()
+            staged.copy_(gradient, non_blocking=True)
+            self._gradient_events[index % _STAGED_PIECES].record()
 
     def wait_for_gradient(self, index: int, piece: _Piece) -> torch.Tensor:
-        """Return the gradient of piece ``index`` in host memory, fp32."""
-        slot = index % _STAGED_PIECES
+        """Return the gradient of piece ``index`` in host memory."""
         if not self._is_host:
-            self._gradient_events[slot].synchronize()
-        return self._gradients[slot, : piece.size]
+            self._gradient_events[index % _STAGED_PIECES].synchronize()
+        return self._buffer(self._gradients, index, piece.parameter.decoupled_grad[piece.part])
 
-    def start_weights(self, index: int, piece: _Piece, master: torch.Tensor) -> None:
-        """Cast the new weights of piece ``index``, and start to copy them to the device."""
-        weights = piece.parameter[piece.part]
+    def wait_for_weights(self, index: int, piece: _Piece) -> torch.Tensor:
+        """Return host memory for the new weights of piece ``index``, when an earlier piece has been
+        copied from it.
+        """
+        weights: torch.Tensor = piece.parameter.detach()[piece.part]
         if self._is_host:
-            weights.copy_(master)
+            return weights
+        self._weight_events[index % _STAGED_PIECES].synchronize()
+        return self._buffer(self._weights, index, weights)
+
+    def start_weights(self, index: int, piece: _Piece) -> None:
+        """Start to copy the new weights of piece ``index`` to the device."""
+        if self._is_host:
             return
-        if weights.dtype not in self._weights:
-            self._weights[weights.dtype] = torch.empty_like(
-                self._gradients, dtype=weights.dtype, pin_memory=True
-            )
-        slot = index % _STAGED_PIECES
-        self._weight_events[slot].synchronize()  # the copy of an earlier piece from this buffer
-        staged = self._weights[weights.dtype][slot, : piece.size].copy_(master)
+        weights = piece.parameter.detach()[piece.part]
         with self._module.stream(self._to_device):
-            weights.copy_(staged, non_blocking=True)
-            self._weight_events[slot].record()
+            weights.copy_(self._buffer(self._weights, index, weights), non_blocking=True)
+            self._weight_events[index % _STAGED_PIECES].record()
+
+    def _buffer(
+        self, buffers: dict[torch.dtype, torch.Tensor], index: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the buffer of piece ``index`` with the size and dtype of a tensor."""
+        if like.dtype not in buffers:
+            buffers[like.dtype] = torch.empty(
+                (_STAGED_PIECES, _PIECE_WEIGHTS), dtype=like.dtype, pin_memory=not self._is_host
+            )
+        buffer: torch.Tensor = buffers[like.dtype][index % _STAGED_PIECES, : like.numel()]
+        return buffer

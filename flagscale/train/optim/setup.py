@@ -23,6 +23,7 @@ from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
+from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.train.device import Device
 from flagscale.train.models.config import build_optimizer_config
@@ -62,7 +63,7 @@ def build_optimizer(
     replace_fallbacks()
     config = build_optimizer_config(args)
     with ExitStack() as replacements:
-        if args.optimizer_cpu_offload:
+        if args.optimizer_cpu_offload or args.use_precision_aware_optimizer:
             replacements.enter_context(_use_master_weight_adam(args, config))
         if shards_gradients(vars(args)):
             replacements.enter_context(_use_sharded_optimizer())
@@ -112,8 +113,10 @@ def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -
     # megatron.core's own options would require Transformer Engine. This attribute, which it derives
     # from them, makes its distributed optimizer leave master weights to the optimizer.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    fraction = args.optimizer_offload_fraction
-    core_optimizer.Adam = partial(MasterWeightAdam, offload_fraction=fraction)
+    fraction = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
+    core_optimizer.Adam = partial(
+        MasterWeightAdam, offload_fraction=fraction, formats=state_formats(vars(args))
+    )
     try:
         yield
     finally:
@@ -123,16 +126,47 @@ def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -
 def _keep_master_weights(distributed_optimizer: Any) -> None:
     """Connect a distributed optimizer to the state of its :class:`MasterWeightAdam`."""
     adam: MasterWeightAdam = distributed_optimizer.optimizer
+    _identify_parameters(distributed_optimizer)
 
-    def reset_master_weights(_state_dict: Any = None) -> None:
+    take_over_weights = distributed_optimizer._copy_model_params_to_main_params
+
+    def reset_master_weights(state_dict: Any = None) -> None:
+        take_over_weights(state_dict)
         # megatron.core expects that there are no master weights before the first step.
         adam.reset_master_weights()
 
     def initialize_states(_optimizer: Any, _config: Any = None) -> None:
         adam.initialize_states()
 
+    load_state_dict = distributed_optimizer.load_state_dict
+
+    def initialize_and_load(state_dict: Any) -> None:
+        # megatron.core would allocate fp32 states on the device for an optimizer without any.
+        adam.initialize_states()
+        load_state_dict(state_dict)
+
+    distributed_optimizer.load_state_dict = initialize_and_load
     distributed_optimizer._copy_model_params_to_main_params = reset_master_weights
     distributed_optimizer.init_state_fn = initialize_states
+
+
+def _identify_parameters(distributed_optimizer: Any) -> None:
+    """Give the shards of a distributed optimizer names that are equal where weights are."""
+    names = {
+        parameter: f"{index}.{name}"
+        for index, chunk in enumerate(distributed_optimizer.model_chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+    adam: MasterWeightAdam = distributed_optimizer.optimizer
+    for parameter, (group, order) in distributed_optimizer.model_param_group_index_map.items():
+        start = distributed_optimizer._get_model_param_range_map(parameter)["param"].start
+        # The first and the last pipeline stage hold copies of a tied embedding.
+        is_replicated = getattr(parameter, "shared_embedding", False)
+        adam.identify(
+            adam.param_groups[group]["params"][order],
+            f"{names[parameter]}[{start}]",
+            is_replicated=is_replicated,
+        )
 
 
 def _init_sgd_momentum(optimizer: Any, _config: Any = None) -> None:

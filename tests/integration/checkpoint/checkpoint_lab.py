@@ -29,6 +29,8 @@ LLAMA = """
 MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 DIST_OPT = "--use-distributed-optimizer"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
+PRECISION_AWARE = f"{DIST_OPT} --use-precision-aware-optimizer"
+LEAN_MOMENTS = f"{PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 OVERLAP = DIST_OPT + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 MESHES = "--enable-hetero --hetero-process-meshes"
@@ -121,6 +123,19 @@ LAYOUTS = {
     "bf16-dp2-do": Layout(2, DIST_OPT, "bf16"),
     "bf16-offload": Layout(
         1, f"{DIST_OPT} --optimizer-cpu-offload --optimizer-offload-fraction 0.7", "bf16"
+    ),
+    "bf16-remainders": Layout(1, PRECISION_AWARE, "bf16"),
+    "bf16-dp2-lean": Layout(
+        2, f"{LEAN_MOMENTS} --main-params-dtype bf16 --main-grads-dtype bf16", "bf16"
+    ),
+    "bf16-dp2-sharded-lean": Layout(
+        2, f"{SHARDED} {LEAN_MOMENTS} --main-params-dtype bf16 --main-grads-dtype bf16", "bf16"
+    ),
+    # With the default seed, two logits of a token are too close, see moe-last.
+    "moe-lora-lean-offload": Layout(
+        1,
+        f"{LEAN_MOMENTS} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --seed 9",
+        "moe-lora",
     ),
     "sgd-one": Layout(1, "--optimizer sgd --lr 0.1"),
     "sgd-tp2": Layout(2, f"{TP2} --optimizer sgd --lr 0.1"),

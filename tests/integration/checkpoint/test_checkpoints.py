@@ -48,6 +48,8 @@ RESHARDED_PAIRS = (
     ("dp2-do", "cp2-do"),
     ("bf16-dp2-do", "bf16-offload"),
     ("bf16-offload", "bf16-dp2-do"),
+    ("bf16-dp2-do", "bf16-remainders"),
+    ("bf16-remainders", "bf16-offload"),
     ("tied-meshes-do", "tied-pp2-do"),
     ("tied-pp2-do", "tied-meshes-do"),
     ("tied-meshes-do", "tied-meshes-turned-do"),
@@ -156,6 +158,25 @@ def get_result(training_results: dict[str, Any], name: str) -> dict[str, Any]:
     results: dict[str, Any] = training_results[name]
     assert "error" not in results, results["error"]
     return results
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "note"),
+    [
+        ("bf16-remainders", "bf16-dp2-lean", "main_params_dtype from 'fp32' to 'bf16'"),
+        ("bf16-dp2-lean", "bf16-remainders", "exp_avg_sq_dtype from 'fp8' to 'fp32'"),
+    ],
+)
+def test_optimizer_states_are_converted(
+    source: str, target: str, note: str, training_results: dict[str, Any]
+) -> None:
+    """Losses are those of either run, up to what rounding changes in three steps."""
+    resumed = get_result(training_results, f"{source} > {target}")
+    assert "the optimizer's states are converted, rounded to nearest: " in resumed["report"]
+    assert note in resumed["report"]
+    for name in (source, target):
+        uninterrupted = get_result(training_results, f"{name} whole")
+        assert resumed["loss"] == pytest.approx(uninterrupted["loss"][STEPS:], rel=1e-2), name
 
 
 @pytest.mark.parametrize("name", mark_slow(LAYOUT_NAMES))

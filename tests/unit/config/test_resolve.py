@@ -26,6 +26,7 @@ def make_arguments(**changes: Any) -> Namespace:
 
 
 MTP = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+LEAN = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
@@ -243,7 +244,42 @@ def test_swiglu_width_is_two_thirds() -> None:
         ({"bf16": True, "fp16": True}, "fp16: cannot be combined with bf16"),
         ({"cross_entropy_loss_fusion": True}, "cross_entropy_loss_fusion: requires bf16"),
         ({"fp8": "hybrid"}, "fp8: hybrid requires bf16:"),
-        ({"exp_avg_dtype": "bf16"}, "exp_avg_dtype: 'bf16' requires Transformer Engine"),
+        (
+            {"exp_avg_dtype": "bf16"},
+            "exp_avg_dtype: bf16 requires use_precision_aware_optimizer: true",
+        ),
+        (
+            {"use_precision_aware_optimizer": True},
+            "use_precision_aware_optimizer: requires use_distributed_optimizer: true",
+        ),
+        (
+            {**LEAN, "optimizer": "sgd"},
+            "use_precision_aware_optimizer: requires optimizer: adam, found sgd",
+        ),
+        (
+            {**LEAN, "bf16": True, "main_params_dtype": "fp16"},
+            "main_params_dtype: fp16 is not supported for a model in bf16; use fp32, which takes 2",
+        ),
+        (
+            {**LEAN, "main_params_dtype": "bf16"},
+            "main_params_dtype: bf16 is not supported for a model in fp32; use fp32",
+        ),
+        (
+            {**LEAN, "fp16": True, "main_params_dtype": "fp8"},
+            "main_params_dtype: fp8 is not supported for a model in fp16; use fp32 or fp16",
+        ),
+        (
+            {**LEAN, "main_grads_dtype": "bf16"},
+            "main_grads_dtype: bf16 requires a model in bf16, found fp32",
+        ),
+        (
+            {**LEAN, "bf16": True, "main_grads_dtype": "fp16"},
+            "main_grads_dtype: fp16 is not supported; use fp32 or bf16",
+        ),
+        (
+            {**LEAN, "bf16": True, "main_grads_dtype": "bf16", "grad_reduce_in_fp32": True},
+            "main_grads_dtype: bf16 cannot be combined with accumulate_allreduce_grads_in_fp32",
+        ),
         ({"gradient_accumulation_fusion": True, "transformer_impl": "local"}, "Apex"),
         ({"reset_attention_mask": True, "attention_backend": "fused"}, "cannot separate documents"),
         ({"min_lr": 1.0}, "min_lr: 1.0 exceeds lr 0.001"),

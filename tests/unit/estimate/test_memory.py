@@ -74,6 +74,54 @@ def test_the_8b_model_has_8_billion_weights() -> None:
     assert stage.memory.optimizer == 12 * 8_030_261_248
 
 
+AWARE = "--use-precision-aware-optimizer"
+FP8_MOMENTS = f"{AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+SCALE = 1 / 128
+
+
+@pytest.mark.parametrize(
+    ("options", "gradients", "device", "host"),
+    [
+        (AWARE, 4, 10, 0),
+        (f"{AWARE} --no-store-param-remainders", 4, 12, 0),
+        (f"{AWARE} --main-grads-dtype bf16 --main-params-dtype bf16", 2, 8, 0),
+        (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16", 4, 6 + SCALE, 0),
+        (f"{FP8_MOMENTS} --main-params-dtype bf16", 4, 2 + 2 * SCALE, 0),
+        ("--optimizer-cpu-offload", 4, 0, 12),
+        (f"{FP8_MOMENTS} --optimizer-cpu-offload", 4, 0, 6 + 2 * SCALE),
+        (f"{FP8_MOMENTS} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", 4,
+         2 + SCALE, 3 + SCALE),
+    ],
+)  # fmt: skip
+def test_states_take_the_bytes_of_their_formats(
+    options: str, gradients: float, device: float, host: float
+) -> None:
+    memory = forecast_llama(f"{WHOLE} {options}").stages[0].memory
+    per_weight = (memory.gradients, memory.optimizer, memory.host)
+    assert [value / 8_030_261_248 for value in per_weight] == pytest.approx(
+        [gradients, device, host]
+    )
+
+
+def test_copies_of_the_embedding_keep_fp32_moments() -> None:
+    tied = LLAMA.replace("--untie-embeddings-and-output-weights", "")
+    arguments = f"{tied} {WHOLE} --pipeline-model-parallel-size 2 {FP8_MOMENTS}"
+    stages = forecast_step(derive_arguments(parse_arguments(arguments.split()), 2), VOCABULARY)
+    embedding = 128256 * 4096
+    for stage in stages.stages:
+        lean_bytes = (stage.weights - embedding) * (4 + 2 * SCALE)
+        assert stage.memory.optimizer == pytest.approx(lean_bytes + embedding * 10)
+
+
+def test_lean_states_take_less_time() -> None:
+    device = [DevicePeaks(989e12, 3.35e12)]
+    seconds = [
+        forecast_llama(f"{COMPILED} {WHOLE} {options}").simulate(device).seconds
+        for options in ("", AWARE, FP8_MOMENTS)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_flops_of_stages_add_up() -> None:
     forecast = forecast_llama(f"{WHOLE} {TP2_PP2}", 4)
     stage_flops = sum(sum(stage.flops) * stage.ranks for stage in forecast.stages)

@@ -35,7 +35,8 @@ def test_norm_of_a_single_tensor_and_of_no_gradients() -> None:
 
 
 def test_norm_of_16_bit_gradients_is_fp32() -> None:
-    assert compute_grad_norm([torch.ones(4, dtype=torch.bfloat16)]).dtype == torch.float32
+    norm = compute_grad_norm([torch.ones(1001, dtype=torch.bfloat16)])
+    assert norm.item() == pytest.approx(math.sqrt(1001), rel=1e-6)  # bf16 has 31.625
 
 
 @pytest.mark.parametrize("convert", [float, torch.tensor], ids=["number", "tensor"])

@@ -236,7 +236,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "onnx_safe": "export to ONNX is not supported",
     "init_method_xavier_uniform": "weights are initialized from a normal distribution with "
     "standard deviation `init_method_std`",
-    "grad_reduce_in_bf16": "gradients of 16-bit weights are accumulated in fp32",
+    "grad_reduce_in_bf16": "use `main_grads_dtype: bf16` with `use_precision_aware_optimizer`",
     "use_tp_pp_dp_mapping": "the order of ranks is tensor, context, data, pipeline",
     "fake_process_group": "running without communication is not supported",
     "data_parallel_random_init": "all replicas start from the same weights",

@@ -156,14 +156,12 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "optimizer": (
         (
-            "use_precision_aware_optimizer",
-            "store_param_remainders",
             "overlap_cpu_optimizer_d2h_h2d",
             "pin_cpu_grads",
             "pin_cpu_params",
             "use_torch_optimizer_for_cpu_offload",
         ),
-        "the optimizer's state is in fp32, and offloading it always overlaps copies and updates",
+        "offloading the optimizer's state always overlaps copies and updates",
     ),
     "data": (
         (
@@ -233,6 +231,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("optimizer", "sgd_momentum", ("sgd",)),
     Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam",)),
     Requirement("optimizer_cpu_offload", "optimizer_offload_fraction"),
+    Requirement("use_precision_aware_optimizer", "store_param_remainders"),
     Requirement(
         "fp8",
         "fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 "

@@ -112,15 +112,7 @@ def exact_reductions(values: Values, name: str) -> Iterator[Violation]:
         )
 
 
-OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Precisions of the optimizer state. Only Transformer Engine's optimizer supports others than
-fp32."""
-
-
 def check_optimizer(values: Values) -> Iterator[Violation]:
-    for name in OPTIMIZER_DTYPES:
-        if str(values.get(name) or "fp32").rpartition(".")[2] not in ("fp32", "float32"):
-            yield name, f"{values[name]!r} requires Transformer Engine's optimizer; leave it out"
     if values["optimizer"] not in ("adam", "sgd"):
         yield (
             "optimizer",

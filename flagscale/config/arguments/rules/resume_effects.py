@@ -27,6 +27,8 @@ class Effect(Enum):
     SCHEDULE = "the schedule"
     """A hyperparameter of the optimizer or of its schedule: refused, unless the user chooses
     between the checkpoint and the arguments."""
+    STATES = "the optimizer's number formats"
+    """Determines the format of the optimizer's states: converted, and noted."""
     TRAINING = "training"
     """Changes the following steps: taken from the arguments, and noted."""
     DATA = "the data"
@@ -83,6 +85,7 @@ _NAMES: Mapping[Effect, str] = {
     Effect.ADAPTERS: "peft_type lora_dim lora_alpha lora_target_modules",
     Effect.OPTIMIZER: "optimizer use_distributed_optimizer fp16 bf16 freeze_parameters "
     "data_parallel_sharding_strategy trainable_parameters",
+    Effect.STATES: "main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     Effect.SCHEDULE: """
     adam_beta1 adam_beta2 adam_eps decoupled_lr decoupled_min_lr end_weight_decay lr lr_decay_iters
     lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
@@ -93,7 +96,7 @@ _NAMES: Mapping[Effect, str] = {
     apply_query_key_layer_scaling apply_wd_to_qk_layernorm attention_dropout
     attention_softmax_in_fp32 calculate_per_token_loss clip_grad decoupled_weight_decay
     enable_autocast first_last_layers_bf16 fp8 fp8_recipe fp8_wgrad global_batch_size
-    grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout
+    grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout main_grads_dtype
     lora_dropout_position loss_scale loss_scale_window make_vocab_size_divisible_by min_loss_scale
     moe_aux_loss_coeff moe_enable_routing_replay moe_expert_capacity_factor moe_input_jitter_eps
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
@@ -139,7 +142,8 @@ _NAMES: Mapping[Effect, str] = {
     no_save_optim no_save_rng num_dataset_builder_threads num_distributed_optimizer_instances
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
     num_layers_per_virtual_pipeline_stage num_microbatches_with_partial_activation_checkpoints
-    num_virtual_stages_per_pipeline_rank num_workers overlap_grad_reduce overlap_p2p_comm
+    num_virtual_stages_per_pipeline_rank num_workers optimizer_cpu_offload
+    optimizer_offload_fraction overlap_grad_reduce overlap_p2p_comm
     overlap_p2p_comm_warmup_flush overlap_param_gather overlap_param_gather_with_optimizer_step
     override_opt_param_scheduler pad_buckets_for_high_nccl_busbw peak_tflops
     pipeline_model_parallel_layout pipeline_model_parallel_size pretrained_checkpoint profile
@@ -149,15 +153,16 @@ _NAMES: Mapping[Effect, str] = {
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation save
     save_best save_interval save_retain_interval sequence_parallel skip_train
-    standalone_embedding_stage
+    standalone_embedding_stage store_param_remainders
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler
-    use_cpu_initialization use_fused_weighted_squared_relu use_pytorch_profiler
+    use_cpu_initialization use_fused_weighted_squared_relu use_precision_aware_optimizer
+    use_pytorch_profiler
     variable_seq_lengths verify_checkpoint virtual_pipeline_model_parallel_size wandb_entity
     wandb_exp_name wandb_project wandb_save_dir
     """,
 }
-RECORDED = (Effect.TRAINING, Effect.DATA, Effect.START)
+RECORDED = (Effect.STATES, Effect.TRAINING, Effect.DATA, Effect.START)
 """Effects of arguments that a checkpoint records so that a later run can note their changes."""
 
 

@@ -16,6 +16,7 @@ from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, eff
 from flagscale.config.arguments.rules.adapters import describe_adapters, first_differing_weight
 from flagscale.config.arguments.rules.freezing import describe_freezing, freezing_differences
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
+from flagscale.config.arguments.rules.optimizer_states import OPTIMIZER_DTYPES, model_format
 from flagscale.config.arguments.rules.resume_effects import (
     FUNCTION,
     RECORDED,
@@ -117,7 +118,7 @@ def describe_arguments(values: Values, world_size: int) -> dict[str, Any]:
         "arguments": _recorded_arguments(values),
         "layout": _layout_of(values, world_size),
         "adapters": describe_adapters(values),
-        "precision": _precision_of(values),
+        "precision": model_format(values),
         "distributed_optimizer": bool(values["use_distributed_optimizer"]),
         "experts_apart": True,
         "freezing": describe_freezing(values),
@@ -160,10 +161,6 @@ def _layout_of(values: Values, world_size: int) -> dict[str, int | str]:
     if values["shares"] is not None and values["pipeline_model_parallel_size"] > 1:
         sizes["order"] = "replica by replica"
     return sizes
-
-
-def _precision_of(values: Values) -> str:
-    return "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
 
 
 def _schedule_of(values: Values) -> dict[str, Any]:
@@ -232,7 +229,8 @@ def parts_to_load(
             "generators start from the seed"
         )
     if not values["skip_train"]:
-        notes += _note_changes(content.get("arguments", {}), current["arguments"])
+        recorded = content.get("arguments", {})
+        notes += _note_changes(recorded, current["arguments"], optimizer=optimizer)
     return PartsToLoad(
         optimizer=optimizer,
         progress=True,
@@ -248,6 +246,7 @@ def loads_optimizer(values: Values) -> bool:
 
 
 _CHANGE_NOTES: Mapping[Effect, str] = {
+    Effect.STATES: "the optimizer's states are converted, rounded to nearest: {}",
     Effect.TRAINING: "changed since the checkpoint: {}",
     Effect.DATA: "data changed since the checkpoint: {}; the position in it is kept, so samples "
     "may be repeated or left out",
@@ -255,9 +254,20 @@ _CHANGE_NOTES: Mapping[Effect, str] = {
 }
 
 
-def _note_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each effect of arguments that differ from those of the checkpoint."""
+def _note_changes(
+    recorded: Mapping[str, Any], current: Mapping[str, Any], *, optimizer: bool
+) -> Iterator[str]:
+    """Yield a note for each effect of arguments that differ from those of the checkpoint.
+
+    Args:
+        recorded: arguments that the checkpoint records. Older ones had fp32 states.
+        current: arguments of the run.
+        optimizer: whether the optimizer's state is loaded.
+    """
+    saved = {**dict.fromkeys(OPTIMIZER_DTYPES, "fp32"), **recorded}
     for effect, text in _CHANGE_NOTES.items():
+        if effect is Effect.STATES and not optimizer:
+            continue
         changes = [
             f"{name} from {format_value(saved[name])} to {format_value(value)}"
             for name, value in current.items()

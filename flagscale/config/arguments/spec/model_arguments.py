@@ -176,6 +176,49 @@ class LearningRate:
     )
 
 
+_FORMATS_OF_MOMENTS = ("fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """Number formats of Adam's states."""
+
+    use_precision_aware_optimizer: bool = arg(
+        False,
+        "Keep Adam's states and gradients in the formats of main_params_dtype, exp_avg_dtype, "
+        "exp_avg_sq_dtype and main_grads_dtype. With their defaults and bf16 weights, results are "
+        "those of fp32 states, and a weight takes 2 bytes less. Requires use_distributed_optimizer",
+    )
+    store_param_remainders: bool = arg(
+        True,
+        "With use_precision_aware_optimizer, main_params_dtype: fp32 and bf16: store of each fp32 "
+        "weight only the 16 bits that the bf16 weight lacks",
+    )
+    main_params_dtype: str = arg(
+        "fp32",
+        "Format of the weights that Adam updates: fp32, or the model's, bf16 or fp16. The latter "
+        "need no second copy and are rounded stochastically",
+        choices=_FORMATS_OF_MOMENTS,
+    )
+    main_grads_dtype: str = arg(
+        "fp32",
+        "Format in which gradients are accumulated and reduced: fp32, or bf16 with bf16: true",
+        choices=_FORMATS_OF_MOMENTS,
+    )
+    exp_avg_dtype: str = arg(
+        "fp32",
+        "Format of Adam's first moment, rounded stochastically. fp16 and fp8: blocks of 128 values "
+        "share a scale; fp8 has 4 bits of exponent and 3 of significand",
+        choices=_FORMATS_OF_MOMENTS,
+    )
+    exp_avg_sq_dtype: str = arg(
+        "fp32",
+        "Format of Adam's second moment, as exp_avg_dtype; fp8 has no sign, 5 bits of exponent and "
+        "3 of significand",
+        choices=_FORMATS_OF_MOMENTS,
+    )
+
+
 SINKHORN = "sinkhorn"
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", SINKHORN, "none")
 """Types of load balancing over experts."""

@@ -31,6 +31,7 @@ from flagscale.config.arguments.spec.model_arguments import (
     Latent,
     LearningRate,
     Model,
+    OptimizerStates,
     TrainingLength,
 )
 from flagscale.config.arguments.spec.system_arguments import (
@@ -66,6 +67,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Latent, "model"),
     (TrainingLength, "model"),
     (LearningRate, "model"),
+    (OptimizerStates, "model"),
     (Freezing, "model"),
     (Adapters, "model"),
     (Data, "data"),
