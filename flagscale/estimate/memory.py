@@ -13,7 +13,7 @@ real runs (``tests/unit/estimate/test_measured.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
+from flagscale.config.arguments.rules.recompute import module_choice
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
-from flagscale.estimate import attention, weights
+from flagscale.estimate import attention, module_recompute, weights
 from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
 from flagscale.estimate.weights import WeightCount
 
@@ -306,12 +307,18 @@ def _activation_bytes(args: Any, part: ModelPart) -> float:
     """Return the bytes kept for backward passes.
 
     With full recomputation these are the inputs of recomputed layers, or of each group of
-    ``recompute_num_layers`` layers.
+    ``recompute_num_layers`` layers; with selective recomputation everything but the modules that
+    are recomputed.
     """
-    layer_bytes = [_layer_activation_bytes(args, layer) for layer in part.layers]
+    layer_bytes = [
+        _layer_activation_bytes(args, layer) - discarded
+        for layer, discarded in zip(part.layers, _discarded_bytes(args, part), strict=True)
+    ]
     if part.has_head and (mtp_layers := mtp_depth(args)):
+        last = list_layer_kinds(args)[-1]
+        discarded = discarded_bytes(args, last, module_choice(args).of_layer(len(part.layers)))
         layer_bytes += [
-            _layer_activation_bytes(args, list_layer_kinds(args)[-1]) + 4 * _layer_input_bytes(args)
+            _layer_activation_bytes(args, last) - discarded + 4 * _layer_input_bytes(args)
         ] * mtp_layers
     if args.recompute_granularity != "full":
         return part.microbatches_in_flight * sum(layer_bytes)
@@ -321,6 +328,28 @@ def _activation_bytes(args: Any, part: ModelPart) -> float:
     else:
         inputs, unrecomputed = math.ceil(len(layer_bytes) / group_size), 0.0
     return part.microbatches_in_flight * (unrecomputed + inputs * _layer_input_bytes(args))
+
+
+def _discarded_bytes(args: Any, part: ModelPart) -> list[float]:
+    """Return the bytes of each layer's activations that selective recomputation does not keep."""
+    choice = module_choice(args)
+    return [
+        discarded_bytes(args, layer, choice.of_layer(index))
+        for index, layer in enumerate(part.layers)
+    ]
+
+
+def discarded_bytes(args: Any, layer: LayerKind, modules: Collection[str]) -> float:
+    """Return the bytes per micro-batch that a layer does not keep if it recomputes modules."""
+    elements = module_recompute.discarded_elements(
+        args, layer, modules, is_compiled=uses_compiled_layers(args)
+    )
+    return count_microbatch_tokens(args) * element_bytes(args) * elements
+
+
+def whole_layer_saving(args: Any, layer: LayerKind) -> float:
+    """Return the bytes per micro-batch that a layer does not keep if it is recomputed whole."""
+    return _layer_activation_bytes(args, layer) - _layer_input_bytes(args)
 
 
 def _layer_input_bytes(args: Any) -> float:
@@ -341,23 +370,10 @@ def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
     """
     tp = args.tensor_model_parallel_size
     # Tensors of hidden size that norms and residual connections keep.
-    norms = 6 if args.sandwich_norm else 4
-    ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
-    mlp_elements = (fc1_width_factor(args) + (not layer.is_fp8)) * ffn_size / tp
-    if layer.is_moe:
-        expert_tp = args.expert_tensor_parallel_size or tp
-        ffn_size = args.moe_ffn_hidden_size or ffn_size
-        shared_expert_size = args.moe_shared_expert_intermediate_size or 0
-        elements_per_expert = args.hidden_size + (fc1_width_factor(args) + 1) * ffn_size
-        # With expert parallelism a rank receives as many tokens as it sends.
-        mlp_elements = (
-            args.moe_router_topk * elements_per_expert / max(expert_tp, 1)
-            + (fc1_width_factor(args) + 1) * shared_expert_size / tp
-        )
-    if layer.is_fp8:
-        norms -= 1 if layer.is_moe else 2
+    norms = (6 if args.sandwich_norm else 4) - 2 + module_recompute.norm_outputs(layer)
     norm_elements = norms * args.hidden_size / (tp if args.sequence_parallel else 1)
     # The masks of both dropouts of a layer have one byte per element, half of an activation's.
+    mlp_elements = module_recompute.mlp_elements(args, layer)
     mask_elements = 0.5 * 2 * args.hidden_size * (args.hidden_dropout > 0)
     return float(
         count_microbatch_tokens(args)
@@ -446,4 +462,6 @@ def _layer_transient_bytes(args: Any, part: ModelPart) -> float:
         transient += sum(
             _layer_activation_bytes(args, layer) for layer in part.layers[:recomputed_layers]
         )
+    else:
+        transient += max(_discarded_bytes(args, part))
     return float(transient)

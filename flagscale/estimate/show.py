@@ -72,7 +72,9 @@ def _stage_times(estimate: Estimate) -> list[tuple[str, ...]]:
 
 def _format_layers(stage: StageForecast) -> str:
     recomputed = stage.recomputed_layers * len(stage.flops)
-    return f"{stage.layers}, {recomputed} recomputed" if recomputed else str(stage.layers)
+    has_modules = bool(stage.recomputed_modules)
+    text = f"{stage.layers}, {recomputed} recomputed" if recomputed else str(stage.layers)
+    return f"{text}, modules too" if has_modules else text
 
 
 def _format_device(device: DeviceSpec | None) -> str:

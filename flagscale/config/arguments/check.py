@@ -12,7 +12,7 @@ the argument to change and a description of the problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -64,13 +64,6 @@ from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
-
-_NOT_RECOMPUTED: Mapping[str, str] = {
-    "layernorm": "requires Transformer Engine",
-    "moe_act": "requires Transformer Engine's grouped experts",
-    "mla_up_proj": "is not supported",
-}
-"""Modules of ``recompute_modules`` that cannot be recomputed, with the problem."""
 
 
 def check_values(values: Values) -> list[Violation]:
@@ -144,10 +137,6 @@ def _check_unsupported_values(values: Values) -> Iterator[Violation]:
             f"{values[SHARDING]} is not supported in heterogeneous training, in which replicas "
             "reduce gradients once a step; optim shards the optimizer state alone",
         )
-    if values["recompute_granularity"] == "selective":
-        for name in values["recompute_modules"] or ():
-            if name in _NOT_RECOMPUTED:
-                yield "recompute_modules", f"{name} {_NOT_RECOMPUTED[name]}"
 
 
 def _check_export_directories(values: Values) -> Iterator[Violation]:

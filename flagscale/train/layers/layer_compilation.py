@@ -27,8 +27,6 @@ from flagscale.train.layers.jit import explain_missing_compiler
 
 def explain_uncompiled_layers(config: TransformerConfig) -> str | None:
     """Return the reason why layers of this configuration cannot be compiled as a whole, or None."""
-    if config.recompute_granularity == "selective":
-        return "recompute_granularity: selective recomputes parts of a layer"
     if config.attention_backend == AttnBackend.local:
         return (
             "attention_backend: local is megatron.core's attention, which requires several graphs"

@@ -70,6 +70,8 @@ def build_transformer_config(args: argparse.Namespace, device: Device) -> Transf
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
+        "recompute_granularity": "full" if args.recompute_granularity == "full" else None,
+        "moe_layer_recompute": False,
         "fp8": None,
         "moe_grouped_gemm": False,
         "cuda_graph_impl": "none",

@@ -88,7 +88,13 @@ VALID: dict[str, dict[str, Any]] = {
     "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
     "softmax-vanilla": {"softmax_type": "vanilla"},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    "not-recomputed": {"recompute_modules": ["layernorm"]},
+    "recompute-experts": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "moe_act", "core_attn"],
+        "num_moe_experts": 2,
+        "moe_grouped_gemm": True,
+        "add_bias_linear": False,
+    },
     "flex": {
         "moe_token_dispatcher_type": "flex",
         "num_moe_experts": 2,

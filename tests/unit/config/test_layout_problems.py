@@ -276,10 +276,24 @@ PROBLEMS: Problems = {
         f"recompute-{name}": (
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", name]},
             "recompute_modules",
-            f"{name} {'is not supported' if name == 'mla_up_proj' else 'requires'}",
+            f"{name} requires {required}; leave it out",
         )
-        for name in ("layernorm", "moe_act", "mla_up_proj")
+        for name, required in (
+            ("moe_act", "moe_grouped_gemm"),
+            ("mla_up_proj", "multi_latent_attention"),
+        )
     },
+    "recompute-part-of-experts": (
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe", "moe_act"],
+            "num_experts": 4,
+            "moe_grouped_gemm": True,
+            "disable_bias_linear": True,
+        },
+        "recompute_modules",
+        "moe_act is a part of moe, which is recomputed as a whole; leave one out",
+    ),
     "sgd": (
         {"optimizer": "sgd", "use_distributed_optimizer": True},
         "optimizer",

@@ -20,6 +20,8 @@ def test_savings_are_differences_of_estimates() -> None:
     expected = {
         "recompute_granularity: full": "--recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
+        "recompute_granularity: selective and recompute_modules: [layernorm, mlp]": "--recompute-"
+        "granularity selective --recompute-modules layernorm mlp",
         "micro_batch_size: 1": "--micro-batch-size 1",
         "tensor_model_parallel_size: 2": "--tensor-model-parallel-size 2 --sequence-parallel",
     }

@@ -231,7 +231,6 @@ def test_grouped_gemm_equals_a_gemm_per_expert(counts: list[int], dtype: Any) ->
         ({}, None),
         ({"recompute_granularity": "full"}, None),
         ({"attention_dropout": 0.1, "sequence_parallel": True}, None),
-        ({"recompute_granularity": "selective"}, "recompute_granularity"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"cpu_offloading": True}, "offloading"),
         ({"attention_backend": AttnBackend.local}, "attention_backend"),
