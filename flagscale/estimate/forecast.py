@@ -321,6 +321,7 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
         is_last,
         in_flight / len(chunks),
         tuple(number for chunk in numbers for number in chunk),
+        tuple(len(chunk) for chunk in chunks),
     )
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
@@ -362,7 +363,8 @@ def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
         for index, kind in enumerate(chunk)
         if index >= whole_layers and choice
     ]
-    return sum(layer_loads, PassLoads()) + PassLoads(backward=sum(recomputed, Workload()))
+    copies = Workload(copied_bytes=sum(memory.offloaded_bytes(rank_args, chunk)))
+    return sum(layer_loads, PassLoads()) + PassLoads(copies, sum(recomputed, Workload()) + copies)
 
 
 def _count_recomputed(args: Any, layers: int) -> int:

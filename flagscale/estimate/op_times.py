@@ -81,6 +81,10 @@ _OPTIMIZER_BYTES = 40
 """Traffic per weight of clipping and the optimizer."""
 _HOST_WEIGHTS_PER_SECOND = 2.9e9
 """Weights that 16 cores of a host update per second, with copies of gradients and weights."""
+_COPIED_BYTES_PER_SECOND = 45e9
+"""Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
+the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.
+"""
 _ZERO_BYTES = 4
 """Traffic per weight of setting its gradient to zero."""
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
@@ -108,7 +112,8 @@ class Workload:
     reachable fraction of the device's 16-bit peak. ``traffic_bytes`` is memory traffic, ``kernels``
     the number of kernels, ``launches`` the number of those that the host launches one by one, and
     ``exchanged_bytes`` are received from other ranks without overlap with computation, and
-    ``host_weights`` are updated by the host's cores.
+    ``host_weights`` are updated by the host's cores. ``copied_bytes`` are copied to or from the
+    host while the device computes.
     """
 
     gemm_flops: float = 0.0
@@ -119,6 +124,7 @@ class Workload:
     launches: float = 0.0
     exchanged_bytes: float = 0.0
     host_weights: float = 0.0
+    copied_bytes: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -140,6 +146,7 @@ class Workload:
         device_seconds = max(
             compute_seconds + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS
         )
+        device_seconds = max(device_seconds, self.copied_bytes / _COPIED_BYTES_PER_SECOND)
         return device_seconds + self.host_weights / _HOST_WEIGHTS_PER_SECOND
 
 
@@ -288,7 +295,7 @@ def head_load(args: Any, vocabulary_size: int) -> PassLoads:
     """Return the load of the output layer and the loss."""
     tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
     gemm_flops = tokens / tp * arithmetic.head_flops(args, vocabulary_size)
-    accesses = _LOGIT_ACCESSES if memory.uses_compiled_layers(args) else _EAGER_LOGIT_ACCESSES
+    accesses = _LOGIT_ACCESSES if memory.uses_compiled_loss(args) else _EAGER_LOGIT_ACCESSES
     traffic_bytes = tokens * vocabulary_size / tp * accesses * memory.element_bytes(args)
     return PassLoads(
         Workload(*_forward_gemms(args, gemm_flops, 0))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.recompute import (
     RecomputeChoice,
     module_choice,
@@ -26,6 +27,7 @@ from flagscale.errors import ConfigError
 from flagscale.estimate.forecast import StageForecast, forecast_step, with_recomputed_layers
 from flagscale.estimate.memory import usable_bytes
 from flagscale.train.device import Device
+from flagscale.train.layers.activation_offload import LayerOffload, Transfers
 from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.layers.selective_recompute import recompute_modules
 from flagscale.train.models.initialize import find_transformer_blocks
@@ -102,7 +104,7 @@ def _describe_stage(stage: StageForecast, limit_bytes: float) -> str:
 def apply_recompute_choices(
     args: argparse.Namespace, config: TransformerConfig, models: Sequence[Any]
 ) -> None:
-    """Recompute the layers of this rank according to the arguments for its stage.
+    """Recompute or offload activations of this rank's layers according to the arguments.
 
     megatron.core reads its configuration in each forward pass of a chunk's layers. A hook therefore
     writes the choice for the micro-batch to the configuration just before that pass.
@@ -127,6 +129,24 @@ def apply_recompute_choices(
                 block.register_forward_pre_hook(_RecomputeHook(config, choices))
         for block in find_transformer_blocks(model).values():
             _check_divisible(choices, len(block.layers))
+    if offloads_activations(vars(args)):
+        _offload_activations(args, models)
+
+
+def _offload_activations(args: argparse.Namespace, models: Sequence[Any]) -> None:
+    """Keep activations of the layers of each chunk in host memory between their passes."""
+    transfers = Transfers(next(models[0].parameters()).device)
+    modules = args.offload_modules if args.fine_grained_activation_offloading else None
+    for model in models:
+        for block in find_transformer_blocks(model).values():
+            layers = list(block.layers)
+            LayerOffload(
+                layers,
+                args.cpu_offloading_num_layers or len(layers),
+                transfers,
+                smallest=args.min_offloaded_tensor_size,
+                modules=modules,
+            )
 
 
 def _recompute_modules(args: argparse.Namespace, model: Any) -> None:

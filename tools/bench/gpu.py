@@ -158,6 +158,9 @@ ROWS = (
     GpuRow("offload-256k", 8, *TOKENS_256K, options=OFFLOAD),
     GpuRow("8b-offload", 32, *TOKENS_256K, options=f"{OFFLOAD} --recompute-granularity auto "
         "--recompute-memory-gib 64"),
+    GpuRow("offload-layers-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 2"),
+    GpuRow("offload-all-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 7 "
+        f"{SELECTIVE} layernorm mlp"),
     GpuRow("dp2", *SEQUENCE_4K, gpus=2),
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),

@@ -22,6 +22,7 @@ from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
 from flagscale.config.arguments.layout import check_layout
+from flagscale.config.arguments.rules.activation_offload import check_activation_offload
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
 from flagscale.config.arguments.rules.context_parallel import is_ring_requested
 from flagscale.config.arguments.rules.data import (
@@ -85,6 +86,7 @@ def check_values(values: Values) -> list[Violation]:
         check_refused,
         _check_unsupported_values,
         check_cuda_graphs,
+        check_activation_offload,
         check_local_attention,
         check_layer_options,
         check_attention,

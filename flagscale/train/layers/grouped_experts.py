@@ -7,6 +7,7 @@ the same as of megatron.core's sequential experts, which have one module per exp
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,10 +127,11 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     """Experts of a rank, in place of megatron.core's ``SequentialMLP``.
 
     With ``recompute_activation`` the outputs of the activation function are recomputed in the
-    backward pass.
+    backward pass. ``activation_context`` is entered while that function runs.
     """
 
     recompute_activation = False
+    activation_context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self, num_local_experts: int, config: Any, submodules: Any = None, *, pg_collection: Any
@@ -194,7 +196,9 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             gated=config.gated_linear_unit,
         )
         if not self.recompute_activation:
-            output: torch.Tensor = self.linear_fc2(activate(hidden, weights), ends)
+            with self.activation_context():
+                hidden = activate(hidden, weights)
+            output: torch.Tensor = self.linear_fc2(hidden, ends)
             return output
         checkpoint = OutputCheckpoint()
         output = self.linear_fc2(checkpoint.checkpoint(activate, hidden, weights), ends)

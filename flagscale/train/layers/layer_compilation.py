@@ -33,8 +33,6 @@ def explain_uncompiled_layers(config: TransformerConfig) -> str | None:
         )
     if config.attention_dropout and not config.sequence_parallel:
         return "attention_dropout uses a separate RNG state for each tensor-parallel rank"
-    if config.fine_grained_activation_offloading or config.cpu_offloading:
-        return "offloading moves parts of a layer's activations"
     if (
         config.multi_latent_attention
         and config.sequence_parallel

@@ -226,7 +226,8 @@ class ActivationMeter:
 
     def __init__(self, models: list[Any]) -> None:
         parameters = [parameter for model in models for parameter in model.parameters()]
-        buffers = [*parameters, *(p.main_grad for p in parameters if p.requires_grad)]
+        gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
+        buffers = [tensor for tensor in (*parameters, *gradients) if tensor is not None]
         self._excluded = {tensor.untyped_storage().data_ptr() for tensor in buffers}
         self._tensors: list[Any] = []
         self.measured_bytes: int | None = None

@@ -311,3 +311,41 @@ def test_parameters_of_the_whole_model(
     stages = forecast_step(args, vocabulary).stages
     if world == 1:
         assert [stage.weights for stage in stages] == [8_030_261_248]
+
+
+EIGHT_LAYERS = f"{COMPILED} --device cuda --num-layers 8 --global-batch-size 16"
+
+
+@pytest.mark.parametrize(
+    ("options", "elements", "layers"),
+    [
+        ("--cpu-offloading-num-layers 2", 4 * 4096 + 14336 + 3 * 14336, 2),
+        (f"--cpu-offloading-num-layers 7 {SELECTIVE} layernorm mlp", 2 * 4096 + 14336, 7),
+        ("--transformer-impl local --fine-grained-activation-offloading --offload-modules "
+         "core_attn attn_proj mlp_norm", 14336 + 4096, 7),
+    ],
+    ids=["layers", "what-is-not-recomputed", "modules"],
+)  # fmt: skip
+def test_offloaded_activations_are_on_the_host(options: str, elements: int, layers: int) -> None:
+    kept_options = " ".join(
+        word for word in options.split() if not word.startswith("--cpu-off") and word not in "27"
+    )
+    kept_options = kept_options.partition("--fine")[0]
+    kept = forecast_llama(f"{EIGHT_LAYERS} {kept_options}").stages[0]
+    offloaded = forecast_llama(f"{EIGHT_LAYERS} {options}").stages[0]
+    layer_bytes = 2 * TOKENS * elements
+    assert kept.memory.activations - offloaded.memory.activations == layers * layer_bytes
+    assert offloaded.memory.host == layers * layer_bytes
+    assert offloaded.passes[0].forward.copied_bytes == layers * layer_bytes
+    assert offloaded.passes[0].backward.copied_bytes == layers * layer_bytes
+
+
+def test_copies_take_time_only_if_they_take_longer_than_the_passes() -> None:
+    chip = DevicePeaks(989e12, 3.35e12)
+    seconds = [
+        forecast_llama(f"{EIGHT_LAYERS} --cpu-offloading-num-layers {count}")
+        .simulate([chip])
+        .seconds
+        for count in (0, 2, 7)
+    ]
+    assert seconds[0] == seconds[1] < seconds[2]

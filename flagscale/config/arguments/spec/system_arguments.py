@@ -328,6 +328,16 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
 )
 """megatron.core's names of modules that selective recomputation can recompute."""
+OFFLOAD_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+)
+"""megatron.core's names of modules whose activations can be offloaded."""
 
 
 @dataclass(frozen=True)
