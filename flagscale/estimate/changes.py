@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.recompute import NO_MODULES, ModuleChoice
 from flagscale.config.arguments.spec.system_arguments import (
@@ -19,7 +20,11 @@ from flagscale.config.arguments.spec.system_arguments import (
     RECOMPUTE_AUTO,
     SHARDING,
 )
-from flagscale.estimate.forecast import forecast_step, select_cheap_modules
+from flagscale.estimate.forecast import (
+    count_hidden_offloads,
+    forecast_step,
+    select_cheap_modules,
+)
 
 _GIB = 2**30
 _IMPLIED_ARGUMENTS = {
@@ -34,7 +39,7 @@ _DETAILS = {"recompute_modules"}
 """Arguments that are listed with another one of the same change."""
 _LEAST_SAVING = 0.02
 """Smallest saving that is worth a suggestion, as a fraction of a rank's memory."""
-_MAX_SAVINGS = 4
+_MAX_SAVINGS = 5
 
 
 def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -63,6 +68,16 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
         offload_changes,
     ):
         yield {name: value for changes in combination for name, value in changes.items()}
+    yield from _offload_changes(args)
+
+
+def _offload_changes(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the offload of as many layers as can be copied without taking time."""
+    is_possible = args.recompute_granularity in (None, "selective") and not (
+        captures_steps(vars(args)) or offloads_activations(vars(args))
+    )
+    if is_possible and (count := count_hidden_offloads(args)):
+        yield {"cpu_offloading_num_layers": count}
 
 
 def _sharding_changes(args: Namespace) -> list[dict[str, Any]]:
@@ -91,6 +106,8 @@ def _recompute_changes(args: Namespace) -> Iterator[dict[str, Any]]:
             "recompute_modules": list(modules),
             "recomputed_modules": ModuleChoice(modules),
         }
+    if offloads_activations(vars(args)):
+        return  # it requires layers that are not recomputed whole
     yield {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -293,6 +293,22 @@ def select_cheap_modules(args: Namespace) -> tuple[str, ...]:
     return _order_modules(args, arithmetic.list_layer_kinds(args)[-1])[-1]
 
 
+def count_hidden_offloads(args: Namespace) -> int:
+    """Return how many layers of each model chunk can be copied to the host and back while the chunk
+    computes.
+
+    The kind of the model's last layer and the smallest chunk decide.
+    """
+    counts = [count for stage in layers_of_stages(vars(args)) for count in stage if count]
+    kind = arithmetic.list_layer_kinds(args)[-1]
+    trial = copy(args)
+    trial.cpu_offloading_num_layers = 1
+    layer_bytes = memory.offloaded_bytes(trial, [kind, kind])[0]
+    forward = op_times.layer_load(args, kind).forward.duration(_NOMINAL_DEVICE)
+    copied = Workload(copied_bytes=layer_bytes).duration(_NOMINAL_DEVICE)
+    return max(min(int(min(counts) * forward / copied), min(counts) - 1), 0)
+
+
 def with_recomputed_layers(
     args: Namespace, layers: int, modules: ModuleChoice = NO_MODULES
 ) -> Namespace:

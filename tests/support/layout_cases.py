@@ -178,6 +178,13 @@ HOMOGENEOUS_CASES = (
         1e-6,
     ),
     LayoutCase("tp2-sp-offload-layers", 2, LLAMA, f"{TP2_SP} {OFFLOAD_LAYERS} 2", "llama"),
+    LayoutCase(
+        "compiled-dp2-sharded-selective-offload",
+        2,
+        LLAMA,
+        f"{COMPILED} {SHARD_WEIGHTS} {SELECTIVE} layernorm mlp {OFFLOAD_LAYERS} 3",
+        "llama",
+    ),
     LayoutCase("pp2-offload-layers", 2, TIED, f"{PP2} {OFFLOAD_LAYERS} 1", "tied"),
     LayoutCase(
         "offload-modules",

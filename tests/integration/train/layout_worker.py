@@ -134,8 +134,12 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     activations = ActivationMeter(state.modules())
     overflow_rank, overflow_step = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
-        overflows = step == overflow_step and rank.rank == overflow_rank
-        with infinite_gradient(state.modules()[0], overflows), activations.measure():
+        with (
+            infinite_gradient(
+                state.modules()[0], (step, rank.rank) == (overflow_step, overflow_rank)
+            ),
+            activations.measure(),
+        ):
             deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
         mtp_losses += stepper.mtp_losses.pop_averages().values()
         scales.append(float(state.optimizer.get_loss_scale()))
