@@ -153,7 +153,7 @@ def layer_flops(args: Any, layer: LayerKind) -> float:
 
 def linear_flops(args: Any, *, is_moe: bool) -> float:
     """Return the forward FLOP of one token in the GEMMs of a layer's weights, over all ranks."""
-    mlp = _active_moe_weights(args) if is_moe else dense_mlp_weights(args)
+    mlp = active_moe_weights(args) if is_moe else dense_mlp_weights(args)
     return float(2 * (projection_weights(args) + mlp))
 
 
@@ -235,7 +235,7 @@ def dense_mlp_weights(args: Any) -> int:
     return int(mlp_matrix_count(args) * args.hidden_size * ffn_size)
 
 
-def _active_moe_weights(args: Any) -> float:
+def active_moe_weights(args: Any) -> float:
     """Return the weights of a mixture of experts that one token passes: top-k experts, shared
     expert, router.
     """

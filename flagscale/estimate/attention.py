@@ -31,6 +31,14 @@ def projection_weights(args: Any) -> int:
     return int(query_weights + kv_down_weights + kv_up_weights + heads * args.v_head_dim * hidden)
 
 
+def up_projection_weights(args: Any) -> int:
+    """Return the weights of the up-projections of latent attention over all ranks."""
+    heads, query_rank = args.num_attention_heads, args.q_lora_rank or args.hidden_size
+    query_width = args.qk_head_dim + args.qk_pos_emb_head_dim
+    kv_width_per_head = args.qk_head_dim + args.v_head_dim
+    return int(heads * (query_rank * query_width + args.kv_lora_rank * kv_width_per_head))
+
+
 def query_and_value_width(args: Any) -> int:
     """Return the elements of a token's queries and values over all heads.
 
@@ -54,19 +62,37 @@ def activation_elements(args: Any) -> float:
     and values, or those of the whole sequence for a part of the heads.
     """
     tp = args.tensor_model_parallel_size
-    heads = args.num_attention_heads
     kv_size = kv_width(args)
-    output_size = heads * (args.v_head_dim if args.multi_latent_attention else head_dim(args))
-    query_size = query_and_value_width(args) - output_size  # as wide as keys
-    elements = query_size + kv_size + 2 * output_size
+    query_size = query_and_value_width(args) - _output_width(args)  # as wide as keys
+    elements = query_and_kv_elements(args) + core_elements(args, output_copies=2)
     if args.multi_latent_attention:
         latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
-        return float(elements / tp + latent)
+        return float(elements + latent)
     if args.qk_layernorm:
-        elements += query_size + kv_size / 2
+        elements += (query_size + kv_size / 2) / tp
+    return float(elements)
+
+
+def query_and_kv_elements(args: Any) -> float:
+    """Return the elements per token of a rank's queries, keys and values."""
+    query_size = query_and_value_width(args) - _output_width(args)
+    return float((query_size + kv_width(args)) / args.tensor_model_parallel_size)
+
+
+def core_elements(args: Any, *, output_copies: int) -> float:
+    """Return the elements per token that a rank keeps of attention itself, after its queries, keys
+    and values: ``output_copies`` of the output, and with softcapping all scores.
+    """
+    elements = output_copies * _output_width(args)
     if args.attn_logit_softcapping:
-        elements += _SOFTCAP_ELEMENTS * heads * args.seq_length
-    return float(elements / tp)
+        elements += _SOFTCAP_ELEMENTS * args.num_attention_heads * args.seq_length
+    return float(elements / args.tensor_model_parallel_size)
+
+
+def _output_width(args: Any) -> int:
+    """Return the elements of a token's output of attention over all heads."""
+    width = args.v_head_dim if args.multi_latent_attention else head_dim(args)
+    return int(args.num_attention_heads * width)
 
 
 def kv_width(args: Any) -> int:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.optimizer import captures_steps
+from flagscale.config.arguments.rules.recompute import NO_MODULES, ModuleChoice
 from flagscale.config.arguments.spec.system_arguments import (
     NO_SHARD,
     OPTIM,
@@ -18,15 +20,26 @@ from flagscale.config.arguments.spec.system_arguments import (
     RECOMPUTE_AUTO,
     SHARDING,
 )
-from flagscale.estimate.forecast import forecast_step
+from flagscale.estimate.forecast import (
+    count_hidden_offloads,
+    forecast_step,
+    select_cheap_modules,
+)
 
 _GIB = 2**30
-_IMPLIED_ARGUMENTS = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
+_IMPLIED_ARGUMENTS = {
+    "recompute_method",
+    "recompute_num_layers",
+    "recomputed_modules",
+    "sequence_parallel",
+}
 """Arguments that follow from other arguments and are not listed, see the configuration reference.
 """
+_DETAILS = {"recompute_modules"}
+"""Arguments that are listed with another one of the same change."""
 _LEAST_SAVING = 0.02
 """Smallest saving that is worth a suggestion, as a fraction of a rank's memory."""
-_MAX_SAVINGS = 3
+_MAX_SAVINGS = 5
 
 
 def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -41,10 +54,7 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     if args.optimizer == "adam" and not args.optimizer_cpu_offload and not is_captured:
         sharding = {} if args.use_distributed_optimizer else {"use_distributed_optimizer": True}
         offload_changes.append({**sharding, "optimizer_cpu_offload": True})
-    recompute_changes: list[dict[str, Any]] = [
-        {},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ]
+    recompute_changes = list(_recompute_changes(args))
     tensor_parallel_changes = [
         {"tensor_model_parallel_size": tp * factor, "sequence_parallel": True}
         for factor in (2, 4, 8)
@@ -53,11 +63,21 @@ def possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     for combination in product(
         _sharding_changes(args),
         microbatch_changes if is_homogeneous and args.micro_batch_size > 1 else [{}],
-        recompute_changes if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
+        recompute_changes,
         [{}, *(tensor_parallel_changes if is_homogeneous else ())],
         offload_changes,
     ):
         yield {name: value for changes in combination for name, value in changes.items()}
+    yield from _offload_changes(args)
+
+
+def _offload_changes(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the offload of as many layers as can be copied without taking time."""
+    is_possible = args.recompute_granularity in (None, "selective") and not (
+        captures_steps(vars(args)) or offloads_activations(vars(args))
+    )
+    if is_possible and (count := count_hidden_offloads(args)):
+        yield {"cpu_offloading_num_layers": count}
 
 
 def _sharding_changes(args: Namespace) -> list[dict[str, Any]]:
@@ -88,10 +108,35 @@ def _state_changes(args: Namespace) -> list[dict[str, Any]]:
     return [{}, remainders, {**remainders, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}]
 
 
+def _recompute_changes(args: Namespace) -> Iterator[dict[str, Any]]:
+    yield {}
+    if args.recompute_granularity in ("full", RECOMPUTE_AUTO) or args.moe_layer_recompute:
+        return
+    modules = select_cheap_modules(args)
+    if modules and args.recompute_granularity is None and not captures_steps(vars(args)):
+        yield {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(modules),
+            "recomputed_modules": ModuleChoice(modules),
+        }
+    if offloads_activations(vars(args)):
+        return  # it requires layers that are not recomputed whole
+    yield {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recomputed_modules": NO_MODULES,
+    }
+
+
 def explicit_arguments(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a change without the arguments that follow from others."""
-    implied = _IMPLIED_ARGUMENTS | ({"use_distributed_optimizer"} if SHARDING in changes else set())
-    return {name: value for name, value in changes.items() if name not in implied}
+    """Return a change without the arguments that follow from others or are details of others."""
+    left_out = _implied_arguments(changes) | _DETAILS
+    return {name: value for name, value in changes.items() if name not in left_out}
+
+
+def _implied_arguments(changes: Mapping[str, Any]) -> set[str]:
+    return _IMPLIED_ARGUMENTS | ({"use_distributed_optimizer"} if SHARDING in changes else set())
 
 
 def change_arguments(args: Namespace, changes: Mapping[str, Any]) -> Namespace:
@@ -106,11 +151,15 @@ def change_arguments(args: Namespace, changes: Mapping[str, Any]) -> Namespace:
 def format_change(changes: Mapping[str, Any]) -> str:
     """Format a change as a YAML has it."""
     return " and ".join(
-        f"{name}: {_format_yaml(value)}" for name, value in explicit_arguments(changes).items()
+        f"{name}: {_format_yaml(value)}"
+        for name, value in changes.items()
+        if name not in _implied_arguments(changes)
     )
 
 
 def _format_yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -149,10 +198,11 @@ def list_savings(args: Namespace, vocabulary_size: int, stage_index: int | None)
     for all_changes in possible_changes(args):
         changes = {n: value for n, value in all_changes.items() if getattr(args, n) != value}
         (name, *others) = explicit_arguments(changes) or [""]
-        if not name or others or name in savings:
+        key = format_change(changes) if name == "recompute_granularity" else name
+        if not name or others or key in savings:
             continue  # of several tensor-parallel sizes, the smallest one
         bytes_saved = current - memory_of(change_arguments(args, changes))
         if bytes_saved >= _LEAST_SAVING * current:
-            savings[name] = Saving(format_change(changes), bytes_saved)
+            savings[key] = Saving(format_change(changes), bytes_saved)
     ordered = sorted(savings.values(), key=lambda saving: -saving.bytes_saved)
     return ordered[:_MAX_SAVINGS]

@@ -25,7 +25,15 @@ from flagscale.config.arguments.spec.model_arguments import Architecture, Latent
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.estimate.costs import RankCosts
 
-_ADDITIONAL_ARGUMENTS = ("transformer_impl", "seq_length", "device", "recompute_granularity")
+_ADDITIONAL_ARGUMENTS = (
+    "transformer_impl",
+    "seq_length",
+    "device",
+    "recompute_granularity",
+    "recompute_modules",
+    "cpu_offloading_num_layers",
+    "offload_modules",
+)
 _IRRELEVANT_ARGUMENTS = {
     "num_layers",
     "moe_layer_freq",

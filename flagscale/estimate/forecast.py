@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import repeat
-from typing import Any
+from itertools import pairwise, repeat
+from typing import Any, NamedTuple
 
 from flagscale.config.arguments.derive import rank_arguments
 from flagscale.config.arguments.hetero.meshes import Meshes
 from flagscale.config.arguments.rules.parallel_layout import layers_of_stages
-from flagscale.config.arguments.rules.recompute import recompute_plan
+from flagscale.config.arguments.rules.recompute import (
+    NO_MODULES,
+    ModuleChoice,
+    module_choice,
+    recompute_plan,
+)
 from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
-from flagscale.estimate import arithmetic, memory, op_times
+from flagscale.estimate import arithmetic, memory, module_recompute, op_times
 from flagscale.estimate.arithmetic import LayerKind, training_factor
 from flagscale.estimate.memory import MemoryEstimate, ModelPart
 from flagscale.estimate.op_times import DevicePeaks, PassLoads, Workload
@@ -34,7 +40,8 @@ class StageForecast:
     ``name`` is for messages. ``flops`` are the model's FLOP per micro-batch in both passes, by
     model chunk. ``passes`` is the load on the rank's device by model chunk, including
     recomputation. ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the
-    number of recomputed layers per chunk, if it was chosen here. ``weights`` is the number of
+    number of recomputed layers per chunk and ``recomputed_modules`` the choice of modules in the
+    other layers, if they were chosen here. ``weights`` is the number of
     weights of a rank, without adapters.
     """
 
@@ -47,6 +54,22 @@ class StageForecast:
     optimizer_load: Workload
     recomputed_layers: int = 0
     weights: int = 0
+    recomputed_modules: ModuleChoice = NO_MODULES
+
+    def describe_recomputation(self) -> list[str]:
+        """Return what recomputation was chosen here, such as ``["3 layers", "mlp of 5"]``."""
+        chunks = len(self.flops)
+        layers = self.layers // chunks
+        modules = self.recomputed_modules
+        parts = [f"{self.recomputed_layers} layers"] if self.recomputed_layers else []
+        first = layers if modules.layers is None else modules.layers
+        for names, count in (
+            (modules.modules, first - self.recomputed_layers),
+            (modules.other_modules, layers - first),
+        ):
+            if names and count > 0:
+                parts.append(f"{'+'.join(names)} of {count}")
+        return parts
 
 
 @dataclass(frozen=True)
@@ -99,8 +122,8 @@ def forecast_step(
         args: result of :func:`flagscale.config.arguments.derive.derive_arguments`.
         vocabulary_size: the padded vocabulary size.
         memory_limits: bytes that a rank of each stage may use. With ``recompute_granularity: auto``
-            as few layers are recomputed as fit into them; if nothing fits, the choice with the
-            least memory is used. None means unlimited.
+            the cheapest recomputation is used that fits into them; if nothing fits, the one with
+            the least memory. None means unlimited.
     """
     limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
@@ -159,23 +182,145 @@ def _forecast_fitting_stage(
     rank_args = _unify_recomputation(rank_args, position.stage_index, len(position.layer_counts))
     if rank_args.recompute_granularity != RECOMPUTE_AUTO:
         return _forecast_stage(position, rank_args)
-    candidates = [
-        replace(
-            _forecast_stage(position, with_recomputed_layers(rank_args, layers)),
-            recomputed_layers=layers,
+
+    def forecast(choice: _Choice) -> StageForecast:
+        changed_args = with_recomputed_layers(rank_args, choice.layers, choice.modules)
+        return replace(
+            _forecast_stage(position, changed_args),
+            recomputed_layers=choice.layers,
+            recomputed_modules=choice.modules,
         )
-        for layers in range(max(position.layer_counts[position.stage_index]) + 1)
+
+    smallest = None
+    for choices in _recompute_choices(position, rank_args):
+        strongest = forecast(choices[-1])
+        if strongest.memory.total <= limit_bytes:
+            return _first_fitting(choices, forecast, limit_bytes)
+        if smallest is None or strongest.memory.total < smallest.memory.total:
+            smallest = strongest
+    assert smallest is not None
+    return smallest
+
+
+def _first_fitting(
+    choices: Sequence[_Choice], forecast: Callable[[_Choice], StageForecast], limit_bytes: float
+) -> StageForecast:
+    """Return the stage with the first choice that fits, if each takes less memory than the one
+    before and the last one fits.
+    """
+    stages: dict[int, StageForecast] = {}
+
+    def fits(index: int) -> bool:
+        stages[index] = forecast(choices[index])
+        return stages[index].memory.total <= limit_bytes
+
+    index = bisect_left(range(len(choices) - 1), True, key=fits)
+    return stages[index] if index in stages else forecast(choices[index])
+
+
+class _Choice(NamedTuple):
+    """Number of layers of each chunk to recompute whole, and modules of the other layers."""
+
+    layers: int
+    modules: ModuleChoice
+
+
+def _recompute_choices(
+    position: _StagePosition, rank_args: Namespace
+) -> Iterator[Sequence[_Choice]]:
+    """Yield choices of recomputation, from the cheapest to those with the least memory.
+
+    They go through a list of levels, from nothing over more and more modules to whole layers, and
+    raise one more layer of a chunk at a time. The choices of a level are yielded together.
+    """
+    layers = max(position.layer_counts[position.stage_index])
+    first = sum(sum(counts) for counts in position.layer_counts[: position.stage_index])
+    kind = position.layer_kinds[min(first + layers, len(position.layer_kinds)) - 1]
+    levels = _order_modules(rank_args, kind)
+    counts = range(1, layers + 1)
+    yield [_Choice(0, NO_MODULES)]
+    for lower, upper in pairwise(levels):
+        yield [
+            _Choice(0, ModuleChoice(upper, None if count == layers else count, lower))
+            for count in counts
+        ]
+    yield [_Choice(count, ModuleChoice(levels[-1])) for count in counts]
+
+
+_NOMINAL_DEVICE = DevicePeaks(989e12, 3.35e12)
+"""Device on which costs of recomputation are compared, if the actual one is not known: an H100."""
+
+
+_MAX_RELATIVE_COST = 0.9
+"""Cost of recomputing a module, relative to that of whole layers, up to which it is worthwhile."""
+
+
+def _order_modules(rank_args: Namespace, kind: LayerKind) -> list[tuple[str, ...]]:
+    """Return sets of modules to recompute, each of which contains the previous ones.
+
+    Modules are ordered by their cost: seconds of recomputation per byte that is not kept. Modules
+    that cost more than whole layers are left out.
+    """
+
+    def cost(load: Workload, saved_bytes: float) -> float:
+        # Launches overlap with the rest of the layer.
+        seconds = replace(load, launches=0.0).duration(_NOMINAL_DEVICE)
+        return seconds / saved_bytes if saved_bytes else math.inf
+
+    whole_cost = cost(
+        op_times.layer_load(rank_args, kind).forward, memory.whole_layer_saving(rank_args, kind)
+    )
+    costs = {
+        module: cost(
+            op_times.module_recompute_load(rank_args, kind, [module]),
+            memory.discarded_bytes(rank_args, kind, [module]),
+        )
+        for module in module_recompute.candidate_modules(rank_args, [kind])
+    }
+    cheap_modules = [
+        module
+        for module in sorted(costs, key=costs.__getitem__)
+        if costs[module] < _MAX_RELATIVE_COST * whole_cost
     ]
-    smallest = min(candidates, key=lambda way: way.memory.total)
-    return next((way for way in candidates if way.memory.total <= limit_bytes), smallest)
+    return [tuple(cheap_modules[:count]) for count in range(len(cheap_modules) + 1)]
 
 
-def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
-    """Return arguments that recompute the first ``layers`` layers of each model chunk."""
+def select_cheap_modules(args: Namespace) -> tuple[str, ...]:
+    """Return the modules that cost less to recompute than whole layers, per byte that is not kept.
+
+    The kind of the model's last layer decides.
+    """
+    return _order_modules(args, arithmetic.list_layer_kinds(args)[-1])[-1]
+
+
+def count_hidden_offloads(args: Namespace) -> int:
+    """Return how many layers of each model chunk can be copied to the host and back while the chunk
+    computes.
+
+    The kind of the model's last layer and the smallest chunk decide.
+    """
+    counts = [count for stage in layers_of_stages(vars(args)) for count in stage if count]
+    kind = arithmetic.list_layer_kinds(args)[-1]
+    trial = copy(args)
+    trial.cpu_offloading_num_layers = 1
+    layer_bytes = memory.offloaded_bytes(trial, [kind, kind])[0]
+    forward = op_times.layer_load(args, kind).forward.duration(_NOMINAL_DEVICE)
+    copied = Workload(copied_bytes=layer_bytes).duration(_NOMINAL_DEVICE)
+    return max(min(int(min(counts) * forward / copied), min(counts) - 1), 0)
+
+
+def with_recomputed_layers(
+    args: Namespace, layers: int, modules: ModuleChoice = NO_MODULES
+) -> Namespace:
+    """Return arguments that recompute the first ``layers`` layers of each model chunk, and
+    ``modules`` of the others.
+    """
     new_args = copy(args)
-    new_args.recompute_granularity = "full" if layers else None
+    rest = "selective" if modules else None
+    new_args.recompute_granularity = "full" if layers else rest
     new_args.recompute_method = "block" if layers else None
     new_args.recompute_num_layers = layers or None
+    new_args.recomputed_modules = modules
     return new_args
 
 
@@ -192,6 +337,7 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
         is_last,
         in_flight / len(chunks),
         tuple(number for chunk in numbers for number in chunk),
+        tuple(len(chunk) for chunk in chunks),
     )
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
@@ -225,10 +371,16 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
 def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
     """Return the load of a chunk's layers."""
     layer_loads = [op_times.layer_load(rank_args, kind) for kind in chunk]
-    recomputed = [
-        loads.forward for loads in layer_loads[: _count_recomputed(rank_args, len(chunk))]
+    whole_layers = _count_recomputed(rank_args, len(chunk))
+    choice = module_choice(rank_args)
+    recomputed = [loads.forward for loads in layer_loads[:whole_layers]]
+    recomputed += [
+        op_times.module_recompute_load(rank_args, kind, choice.of_layer(index))
+        for index, kind in enumerate(chunk)
+        if index >= whole_layers and choice
     ]
-    return sum(layer_loads, PassLoads()) + PassLoads(backward=sum(recomputed, Workload()))
+    copies = Workload(copied_bytes=sum(memory.offloaded_bytes(rank_args, chunk)))
+    return sum(layer_loads, PassLoads()) + PassLoads(copies, sum(recomputed, Workload()) + copies)
 
 
 def _count_recomputed(args: Any, layers: int) -> int:

@@ -13,12 +13,14 @@ real runs (``tests/unit/estimate/test_measured.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
+from itertools import compress, islice
 from typing import Any
 
 from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
 from flagscale.config.arguments.rules.optimizer_states import (
@@ -26,8 +28,9 @@ from flagscale.config.arguments.rules.optimizer_states import (
     model_format,
     state_formats,
 )
+from flagscale.config.arguments.rules.recompute import module_choice
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
-from flagscale.estimate import attention, weights
+from flagscale.estimate import activation_offload, attention, module_recompute, weights
 from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
 from flagscale.estimate.weights import WeightCount
 
@@ -39,7 +42,8 @@ class ModelPart:
     """Part of the model that a rank holds.
 
     ``layers`` are its layers, chunk by chunk, and ``layer_numbers`` their numbers in the model
-    (empty: counted from 0). ``has_embedding`` and ``has_head`` are True if it has
+    (empty: counted from 0). ``chunk_sizes`` are the numbers of layers of its chunks (empty: one
+    chunk). ``has_embedding`` and ``has_head`` are True if it has
     the embedding and the head. ``microbatches_in_flight`` is the maximum number of micro-batches
     between their forward and backward pass.
     """
@@ -49,6 +53,18 @@ class ModelPart:
     has_head: bool
     microbatches_in_flight: float = 1.0
     layer_numbers: tuple[int, ...] = ()
+    chunk_sizes: tuple[int, ...] = ()
+
+    def chunks(self) -> Iterator[tuple[LayerKind, ...]]:
+        """Yield the layers of each chunk."""
+        layers = iter(self.layers)
+        for size in self.chunk_sizes or (len(self.layers),):
+            yield tuple(islice(layers, size))
+
+    def positions(self) -> Iterator[int]:
+        """Yield the index of each layer in its chunk."""
+        for chunk in self.chunks():
+            yield from range(len(chunk))
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class MemoryEstimate:
 
     ``weights`` includes their FP8 copies. ``transient`` is memory that exists only within one
     forward or backward pass, including the logits. ``host`` is memory of the host, in addition to
-    the device's: the optimizer's offloaded state.
+    the device's: the optimizer's offloaded state, and offloaded activations.
     """
 
     weights: float
@@ -110,7 +126,7 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
         state_bytes(args) * kept_weights + exact_bytes,
         _activation_bytes(args, part),
         _transient_bytes(args, vocabulary_size, part),
-        formats.host_bytes * host_weights + exact_host_bytes,
+        formats.host_bytes * host_weights + exact_host_bytes + _offloaded_activations(args, part),
     )
 
 
@@ -335,21 +351,81 @@ def _activation_bytes(args: Any, part: ModelPart) -> float:
     """Return the bytes kept for backward passes.
 
     With full recomputation these are the inputs of recomputed layers, or of each group of
-    ``recompute_num_layers`` layers.
+    ``recompute_num_layers`` layers; with selective recomputation everything but the modules that
+    are recomputed.
     """
-    layer_bytes = [_layer_activation_bytes(args, layer) for layer in part.layers]
+    layer_bytes = _kept_bytes(args, part)
+    offloaded = [size for chunk in part.chunks() for size in offloaded_bytes(args, chunk)]
+    layer_bytes = [kept - away for kept, away in zip(layer_bytes, offloaded, strict=True)]
     if part.has_head and (mtp_layers := mtp_depth(args)):
+        last = list_layer_kinds(args)[-1]
+        discarded = discarded_bytes(args, last, module_choice(args).of_layer(len(part.layers)))
         layer_bytes += [
-            _layer_activation_bytes(args, list_layer_kinds(args)[-1]) + 4 * _layer_input_bytes(args)
+            _layer_activation_bytes(args, last) - discarded + 4 * _layer_input_bytes(args)
         ] * mtp_layers
     if args.recompute_granularity != "full":
         return part.microbatches_in_flight * sum(layer_bytes)
     group_size = max(args.recompute_num_layers or 1, 1)
     if args.recompute_method == "block":
-        inputs, unrecomputed = min(group_size, len(layer_bytes)), sum(layer_bytes[group_size:])
+        indices = [*part.positions(), *[group_size] * (len(layer_bytes) - len(part.layers))]
+        kept = [index >= group_size for index in indices]
+        inputs, unrecomputed = kept.count(False), sum(compress(layer_bytes, kept))
     else:
         inputs, unrecomputed = math.ceil(len(layer_bytes) / group_size), 0.0
     return part.microbatches_in_flight * (unrecomputed + inputs * _layer_input_bytes(args))
+
+
+def _kept_bytes(args: Any, part: ModelPart) -> list[float]:
+    """Return the bytes of each layer's activations that are kept on the device or the host."""
+    return [
+        _layer_activation_bytes(args, layer) - discarded
+        for layer, discarded in zip(part.layers, _discarded_bytes(args, part), strict=True)
+    ]
+
+
+def _offloaded_activations(args: Any, part: ModelPart) -> float:
+    """Return the bytes of activations in host memory."""
+    chunk_bytes = [sum(offloaded_bytes(args, chunk)) for chunk in part.chunks()]
+    return part.microbatches_in_flight * sum(chunk_bytes)
+
+
+def offloaded_bytes(args: Any, layers: Sequence[LayerKind]) -> list[float]:
+    """Return the bytes of each layer's activations per micro-batch that are in host memory between
+    its passes, for the layers of a chunk.
+    """
+    if not offloads_activations(vars(args)):
+        return [0.0] * len(layers)
+    part = ModelPart(tuple(layers), has_embedding=False, has_head=False)
+    count = activation_offload.offloaded_layers(args, len(layers))
+    scale = count_microbatch_tokens(args) * element_bytes(args)
+    return [
+        scale * activation_offload.offloaded_elements(args, layer, kept / scale)
+        if index < count
+        else 0.0
+        for index, (layer, kept) in enumerate(zip(layers, _kept_bytes(args, part), strict=True))
+    ]
+
+
+def _discarded_bytes(args: Any, part: ModelPart) -> list[float]:
+    """Return the bytes of each layer's activations that selective recomputation does not keep."""
+    choice = module_choice(args)
+    return [
+        discarded_bytes(args, layer, choice.of_layer(index))
+        for index, layer in zip(part.positions(), part.layers, strict=True)
+    ]
+
+
+def discarded_bytes(args: Any, layer: LayerKind, modules: Collection[str]) -> float:
+    """Return the bytes per micro-batch that a layer does not keep if it recomputes modules."""
+    elements = module_recompute.discarded_elements(
+        args, layer, modules, is_compiled=uses_compiled_layers(args)
+    )
+    return count_microbatch_tokens(args) * element_bytes(args) * elements
+
+
+def whole_layer_saving(args: Any, layer: LayerKind) -> float:
+    """Return the bytes per micro-batch that a layer does not keep if it is recomputed whole."""
+    return _layer_activation_bytes(args, layer) - _layer_input_bytes(args)
 
 
 def _layer_input_bytes(args: Any) -> float:
@@ -370,23 +446,10 @@ def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
     """
     tp = args.tensor_model_parallel_size
     # Tensors of hidden size that norms and residual connections keep.
-    norms = 6 if args.sandwich_norm else 4
-    ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
-    mlp_elements = (fc1_width_factor(args) + (not layer.is_fp8)) * ffn_size / tp
-    if layer.is_moe:
-        expert_tp = args.expert_tensor_parallel_size or tp
-        ffn_size = args.moe_ffn_hidden_size or ffn_size
-        shared_expert_size = args.moe_shared_expert_intermediate_size or 0
-        elements_per_expert = args.hidden_size + (fc1_width_factor(args) + 1) * ffn_size
-        # With expert parallelism a rank receives as many tokens as it sends.
-        mlp_elements = (
-            args.moe_router_topk * elements_per_expert / max(expert_tp, 1)
-            + (fc1_width_factor(args) + 1) * shared_expert_size / tp
-        )
-    if layer.is_fp8:
-        norms -= 1 if layer.is_moe else 2
+    norms = (6 if args.sandwich_norm else 4) - 2 + module_recompute.norm_outputs(layer)
     norm_elements = norms * args.hidden_size / (tp if args.sequence_parallel else 1)
     # The masks of both dropouts of a layer have one byte per element, half of an activation's.
+    mlp_elements = module_recompute.mlp_elements(args, layer)
     mask_elements = 0.5 * 2 * args.hidden_size * (args.hidden_dropout > 0)
     return float(
         count_microbatch_tokens(args)
@@ -401,9 +464,14 @@ def fc1_width_factor(args: Any) -> int:
 
 
 def uses_compiled_layers(args: Any) -> bool:
-    """Return True if layers and loss are compiled (``transformer_impl: compiled``) on an
+    """Return True if layers are compiled as a whole (``transformer_impl: compiled``) on an
     accelerator.
     """
+    return uses_compiled_loss(args) and not args.fine_grained_activation_offloading
+
+
+def uses_compiled_loss(args: Any) -> bool:
+    """Return True if the loss is compiled (``transformer_impl: compiled``) on an accelerator."""
     return args.transformer_impl in ("auto", "compiled") and args.device != "cpu"
 
 
@@ -434,7 +502,7 @@ def _head_transient_bytes(args: Any, vocabulary_size: int) -> float:
     already and is no longer used.
     """
     bytes_per_logit = (
-        element_bytes(args) if uses_compiled_layers(args) else FP32_BYTES + element_bytes(args)
+        element_bytes(args) if uses_compiled_loss(args) else FP32_BYTES + element_bytes(args)
     )
     name = OUTPUT_LAYER if args.untie_embeddings_and_output_weights else EMBEDDING
     is_trained = not args.peft_type and not frozen_predicate(vars(args))(name)
@@ -475,4 +543,8 @@ def _layer_transient_bytes(args: Any, part: ModelPart) -> float:
         transient += sum(
             _layer_activation_bytes(args, layer) for layer in part.layers[:recomputed_layers]
         )
+    else:
+        transient += max(_discarded_bytes(args, part))
+    # A layer that is being copied in addition to the one that computes.
+    transient += max(size for chunk in part.chunks() for size in offloaded_bytes(args, chunk))
     return float(transient)

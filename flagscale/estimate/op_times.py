@@ -12,6 +12,7 @@ the estimate with each of these runs.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -51,6 +52,8 @@ _FORWARD_FRACTION = 1 / 3
 # Reads and writes per element by compiled operations, in both passes together.
 _HIDDEN_ACCESSES = 50
 """Accesses per element of a layer's hidden state: norms, residuals, copies."""
+_NORM_ACCESSES = 12
+"""Accesses per element of a layer's hidden state by its two norms alone."""
 _QKV_ACCESSES = 9
 """Accesses per element of queries, keys and values: rotary positions, and again for their norms if
 there are any.
@@ -79,6 +82,12 @@ _GRADIENT_ACCESSES = 4
 """Accesses per element of gradients by their norm, clipping and the optimizer."""
 _HOST_WEIGHTS_PER_SECOND = 2.9e9
 """Weights that 16 cores of a host update per second, with copies of gradients and weights."""
+_COPIED_BYTES_PER_SECOND = 45e9
+"""Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
+the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.
+"""
+_ZERO_BYTES = 4
+"""Traffic per weight of setting its gradient to zero."""
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
 # both passes, and of the end of a step.
 _LAYER_KERNELS = 30
@@ -104,7 +113,8 @@ class Workload:
     reachable fraction of the device's 16-bit peak. ``traffic_bytes`` is memory traffic, ``kernels``
     the number of kernels, ``launches`` the number of those that the host launches one by one, and
     ``exchanged_bytes`` are received from other ranks without overlap with computation, and
-    ``host_weights`` are updated by the host's cores.
+    ``host_weights`` are updated by the host's cores. ``copied_bytes`` are copied to or from the
+    host while the device computes.
     """
 
     gemm_flops: float = 0.0
@@ -115,6 +125,7 @@ class Workload:
     launches: float = 0.0
     exchanged_bytes: float = 0.0
     host_weights: float = 0.0
+    copied_bytes: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
         return Workload(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -136,6 +147,7 @@ class Workload:
         device_seconds = max(
             compute_seconds + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS
         )
+        device_seconds = max(device_seconds, self.copied_bytes / _COPIED_BYTES_PER_SECOND)
         return device_seconds + self.host_weights / _HOST_WEIGHTS_PER_SECOND
 
 
@@ -196,6 +208,76 @@ def layer_load(args: Any, kind: LayerKind) -> PassLoads:
     )
 
 
+def module_recompute_load(args: Any, kind: LayerKind, modules: Collection[str]) -> Workload:
+    """Return the load of recomputing ``modules`` of a layer in its backward pass."""
+    is_compiled = memory.uses_compiled_layers(args)
+    load = Workload()
+    if "layernorm" in modules:
+        load += _recomputed_part(args, kind, _NORM_ACCESSES * args.hidden_size, kernels=4)
+    if "core_attn" in modules and not (is_compiled and "mla_up_proj" in modules):
+        flops = arithmetic.attention_flops(args, kind.window) / _attention_efficiency(args)
+        load += Workload(attention_flops=_tokens_per_rank(args) * flops)
+        load += _recomputed_part(args, kind, 0.0, kernels=2)
+    if "mla_up_proj" in modules:
+        width = attention.query_and_value_width(args) / 2 + attention.kv_width(args)
+        up_weights = attention.up_projection_weights(args)
+        load += _recomputed_part(args, kind, _QKV_ACCESSES * width, up_weights, kernels=4)
+    if not kind.is_moe:
+        ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
+        return load + _recomputed_mlp(args, kind, ffn_size) if "mlp" in modules else load
+    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
+    activation_accesses = args.moe_router_topk * ffn_size * _fc1_accesses(args)
+    if "moe" in modules:
+        accesses = activation_accesses + args.moe_router_topk * _EXPERT_ACCESSES * args.hidden_size
+        moe_weights = arithmetic.active_moe_weights(args)
+        bf16_kind = kind._replace(is_fp8=False)
+        return load + _recomputed_part(
+            args, bf16_kind, accesses, moe_weights, kernels=_EXPERT_KERNELS
+        )
+    if "moe_act" in modules:
+        load += _recomputed_part(args, kind, activation_accesses, kernels=3)
+    if "shared_experts" in modules:
+        load += _recomputed_mlp(args, kind, args.moe_shared_expert_intermediate_size or 0)
+    return load
+
+
+def _recomputed_mlp(args: Any, kind: LayerKind, ffn_size: int) -> Workload:
+    """Return the load of recomputing an MLP.
+
+    Compiled layers do not repeat its last GEMM, because its output is not needed.
+    """
+    repeats_all = kind.is_moe or not memory.uses_compiled_layers(args)
+    matrices = arithmetic.mlp_matrix_count(args) - (not repeats_all)
+    mlp_weights = matrices * ffn_size * args.hidden_size
+    load = _recomputed_part(args, kind, ffn_size * _fc1_accesses(args), mlp_weights, kernels=4)
+    exchanges = (1 + repeats_all) * _exchange_bytes(args, kind._replace(is_moe=False))
+    return load + Workload(exchanged_bytes=exchanges)
+
+
+def _recomputed_part(
+    args: Any, kind: LayerKind, accesses: float, part_weights: float = 0.0, *, kernels: float
+) -> Workload:
+    """Return the load of a forward pass of a part of a layer.
+
+    ``accesses`` are those per token of both passes, ``part_weights`` is the number of weights that
+    a token passes, and ``kernels`` the number of kernels.
+    """
+    tokens_per_rank = _tokens_per_rank(args)
+    flops = 2.0 * tokens_per_rank * part_weights
+    gemms = _forward_gemms(args, *((0.0, flops) if kind.is_fp8 else (flops, 0.0)))
+    traffic_bytes = _FORWARD_FRACTION * memory.element_bytes(args) * tokens_per_rank * accesses
+    traffic_bytes *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+    return Workload(*gemms) + _overhead_load(args, traffic_bytes, kernels)
+
+
+def _fc1_accesses(args: Any) -> int:
+    return _FC1_ACCESSES[memory.fc1_width_factor(args)]
+
+
+def _tokens_per_rank(args: Any) -> float:
+    return memory.count_microbatch_tokens(args) / int(args.tensor_model_parallel_size)
+
+
 def _exchange_bytes(args: Any, kind: LayerKind) -> float:
     """Return the bytes that a rank receives in one exchange of the hidden state.
 
@@ -214,7 +296,7 @@ def head_load(args: Any, vocabulary_size: int) -> PassLoads:
     """Return the load of the output layer and the loss."""
     tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
     gemm_flops = tokens / tp * arithmetic.head_flops(args, vocabulary_size)
-    accesses = _LOGIT_ACCESSES if memory.uses_compiled_layers(args) else _EAGER_LOGIT_ACCESSES
+    accesses = _LOGIT_ACCESSES if memory.uses_compiled_loss(args) else _EAGER_LOGIT_ACCESSES
     traffic_bytes = tokens * vocabulary_size / tp * accesses * memory.element_bytes(args)
     return PassLoads(
         Workload(*_forward_gemms(args, gemm_flops, 0))

@@ -292,15 +292,16 @@ def describe_excess(estimate: Estimate) -> Iterator[str]:
 
 def _suggest_changes(estimate: Estimate) -> Iterator[str]:
     """Yield minimal changes of arguments with which every stage fits, fewest arguments first."""
-    working_changes: list[dict[str, Any]] = []
+    working_changes: list[dict[str, Any]] = []  # explicit arguments alone
     for changes in sorted(
         possible_changes(estimate.args), key=lambda changes: len(explicit_arguments(changes))
     ):
-        # A superset of a working change is not listed, and neither is a higher tensor parallel
-        # size.
-        if not changes or any(smaller.keys() <= changes.keys() for smaller in working_changes):
+        # A superset of a working change is not listed, and neither are a higher tensor parallel
+        # size and more recomputation.
+        explicit = explicit_arguments(changes)
+        if not explicit or any(smaller.keys() <= explicit.keys() for smaller in working_changes):
             continue
         args = change_arguments(estimate.args, changes)
         if not any(Estimate(args, estimate.vocabulary_size, estimate.devices).excess_bytes):
-            working_changes.append(changes)
+            working_changes.append(explicit)
             yield format_change(changes)

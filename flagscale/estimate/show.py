@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.estimate import replicas
 from flagscale.estimate.forecast import StageForecast
 from flagscale.estimate.notes import describe_excess, explain_unknown_time
@@ -72,7 +74,9 @@ def _stage_times(estimate: Estimate) -> list[tuple[str, ...]]:
 
 def _format_layers(stage: StageForecast) -> str:
     recomputed = stage.recomputed_layers * len(stage.flops)
-    return f"{stage.layers}, {recomputed} recomputed" if recomputed else str(stage.layers)
+    has_modules = bool(stage.recomputed_modules)
+    text = f"{stage.layers}, {recomputed} recomputed" if recomputed else str(stage.layers)
+    return f"{text}, modules too" if has_modules else text
 
 
 def _format_device(device: DeviceSpec | None) -> str:
@@ -95,8 +99,8 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
     )
     if host_bytes := max(stage.memory.host for stage in forecast.stages):
         yield (
-            f"in addition {host_bytes / GIB:.1f} GiB of the host's memory a rank, for the "
-            "optimizer's state"
+            f"in addition {host_bytes / GIB:.1f} GiB of the host's memory a rank, for "
+            f"{_describe_host_memory(args)}"
         )
     if estimate.step_time is not None:
         yield _format_speed(
@@ -110,6 +114,12 @@ def _iter_lines(estimate: Estimate) -> Iterator[str]:
     if not estimate.vocabulary_size:
         yield "without embedding and head: vocab_size is not given, and no tokenizer.json is here"
     yield from describe_excess(estimate)
+
+
+def _describe_host_memory(args: Namespace) -> str:
+    parts = ["the optimizer's state"] if args.optimizer_cpu_offload else []
+    parts += ["activations"] if offloads_activations(vars(args)) else []
+    return " and ".join(parts)
 
 
 def _format_model_size(estimate: Estimate) -> str:

@@ -16,12 +16,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.rules.recompute import RecomputeChoice, recompute_plan
+from flagscale.config.arguments.rules.activation_offload import offloads_activations
+from flagscale.config.arguments.rules.recompute import (
+    RecomputeChoice,
+    module_choice,
+    recompute_plan,
+)
 from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
 from flagscale.errors import ConfigError
 from flagscale.estimate.forecast import StageForecast, forecast_step, with_recomputed_layers
 from flagscale.estimate.memory import usable_bytes
 from flagscale.train.device import Device
+from flagscale.train.layers.activation_offload import LayerOffload, Transfers
+from flagscale.train.layers.layer_compilation import find_transformer_layers
+from flagscale.train.layers.selective_recompute import recompute_modules
 from flagscale.train.models.initialize import find_transformer_blocks
 
 _GIB = 2**30
@@ -42,8 +50,8 @@ def resolve_auto_recompute(
         log: logs a line, once per job.
 
     Returns:
-        The arguments with full recomputation of a number of layers, or unchanged ``args`` if the
-        granularity is not ``auto``.
+        The arguments with recomputation of a number of whole layers and of modules of the others,
+        or unchanged ``args`` if the granularity is not ``auto``.
     """
     if args.recompute_granularity != RECOMPUTE_AUTO:
         return args
@@ -52,7 +60,8 @@ def resolve_auto_recompute(
     stages = forecast_step(args, vocabulary, stage_limits_bytes).stages
     for stage, limit_bytes in zip(stages, stage_limits_bytes, strict=True):
         log(_describe_stage(stage, limit_bytes))
-    return with_recomputed_layers(args, stages[rank_stage].recomputed_layers)
+    stage = stages[rank_stage]
+    return with_recomputed_layers(args, stage.recomputed_layers, stage.recomputed_modules)
 
 
 def _memory_limit(args: argparse.Namespace, device: Device) -> float:
@@ -84,17 +93,18 @@ def _describe_stage(stage: StageForecast, limit_bytes: float) -> str:
     memory_use = f"{stage.memory.total / _GIB:.1f} of {limit_bytes / _GIB:.1f} GiB by calculation"
     if stage.memory.total > limit_bytes:
         memory_use = f"{memory_use}, which is too much: `flagscale estimate` shows what would fit"
-    if not stage.recomputed_layers:
+    parts = stage.describe_recomputation()
+    if not parts:
         return f"{stage.name}: nothing is recomputed: {memory_use}"
     chunk = " of a chunk" if len(stage.flops) > 1 else ""
-    layers = f"{stage.recomputed_layers} of {stage.layers // len(stage.flops)} layers{chunk}"
-    return f"{stage.name}: {layers} are recomputed: {memory_use}"
+    layers = f"of {stage.layers // len(stage.flops)} layers{chunk}"
+    return f"{stage.name}: {', '.join(parts)} {layers} are recomputed: {memory_use}"
 
 
 def apply_recompute_choices(
     args: argparse.Namespace, config: TransformerConfig, models: Sequence[Any]
 ) -> None:
-    """Recompute the layers of this rank according to the arguments for its stage.
+    """Recompute or offload activations of this rank's layers according to the arguments.
 
     megatron.core reads its configuration in each forward pass of a chunk's layers. A hook therefore
     writes the choice for the micro-batch to the configuration just before that pass.
@@ -111,6 +121,7 @@ def apply_recompute_choices(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stage_count = parallel_state.get_pipeline_model_parallel_world_size()
     for index, model in enumerate(models):
+        _recompute_modules(args, model)
         choices = [_configured_choice(config)]
         if choices_per_chunk is not None:
             choices = list(choices_per_chunk[stage_count * index + stage])
@@ -118,6 +129,36 @@ def apply_recompute_choices(
                 block.register_forward_pre_hook(_RecomputeHook(config, choices))
         for block in find_transformer_blocks(model).values():
             _check_divisible(choices, len(block.layers))
+    if offloads_activations(vars(args)):
+        _offload_activations(args, models)
+
+
+def _offload_activations(args: argparse.Namespace, models: Sequence[Any]) -> None:
+    """Keep activations of the layers of each chunk in host memory between their passes."""
+    transfers = Transfers(next(models[0].parameters()).device)
+    modules = args.offload_modules if args.fine_grained_activation_offloading else None
+    for model in models:
+        for block in find_transformer_blocks(model).values():
+            layers = list(block.layers)
+            LayerOffload(
+                layers,
+                args.cpu_offloading_num_layers or len(layers),
+                transfers,
+                smallest=args.min_offloaded_tensor_size,
+                modules=modules,
+            )
+
+
+def _recompute_modules(args: argparse.Namespace, model: Any) -> None:
+    """Recompute modules of the layers of a chunk that are not recomputed whole.
+
+    Layers of multi-token prediction follow the others.
+    """
+    modules = module_choice(args)
+    whole_layers = args.recompute_num_layers if args.recompute_granularity == "full" else 0
+    for index, layer in enumerate(find_transformer_layers(model) if modules else ()):
+        if index >= whole_layers:
+            recompute_modules(layer, modules.of_layer(index))
 
 
 class _RecomputeHook:

@@ -32,6 +32,10 @@ WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = TP2 + " --sequence-parallel"
 TP_OVERLAP = "--tp-comm-overlap"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+OFFLOAD_LAYERS = "--min-offloaded-tensor-size 256 --cpu-offloading-num-layers"
+OFFLOAD_MODULES = """--min-offloaded-tensor-size 256 --fine-grained-activation-offloading
+--offload-modules"""
 UNIFORM_RECOMPUTE, BLOCK_RECOMPUTE = (
     f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1"
     for method in ("uniform", "block")
@@ -143,6 +147,29 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16-local-attention": (1, "--bf16 --attention-backend local", "bf16", 2e-2),
     "bf16-fused-loss": (1, "--bf16 --cross-entropy-loss-fusion", "bf16", 2e-2),
     "bf16-recompute": (1, f"--bf16 {UNIFORM_RECOMPUTE}", "bf16", 1e-3),
+    "bf16-selective": (1, f"--bf16 {SELECTIVE} layernorm mlp core_attn", "bf16", 1e-3),
+    "bf16-fp8-selective": (
+        1,
+        f"--bf16 --fp8 hybrid {SELECTIVE} layernorm mlp core_attn",
+        "bf16-fp8",
+        1e-2,
+    ),
+    "fp32-tp2-sp-selective": (2, f"{SP} {SELECTIVE} layernorm mlp", "fp32", 1e-4),
+    "moe-grouped-selective": (
+        1,
+        f"{MOE} --moe-grouped-gemm {SELECTIVE} layernorm moe_act",
+        "moe",
+        2e-2,
+    ),
+    "bf16-offload-layers": (1, f"--bf16 {OFFLOAD_LAYERS} 1", "bf16", 1e-3),
+    "bf16-offload-layers-selective": (
+        1,
+        f"--bf16 {OFFLOAD_LAYERS} 1 {SELECTIVE} layernorm mlp",
+        "bf16",
+        1e-3,
+    ),
+    "fp32-offload-modules": (1, f"{OFFLOAD_MODULES} core_attn attn_proj mlp_norm", "fp32", 1e-4),
+    "fp32-pp2-offload-layers": (2, f"{PP2} {OFFLOAD_LAYERS} 1", "fp32", 1e-4),
     "cuda-graph-bf16": (1, f"--bf16 {CUDA_GRAPH}", "bf16", 1e-3),
     "cuda-graph-fp32": (1, f"{CUDA_GRAPH} --micro-batch-size 2", "fp32", 1e-4),
     "cuda-graph-local-layers": (1, f"--bf16 {CUDA_GRAPH} --transformer-impl local", "bf16", 2e-2),

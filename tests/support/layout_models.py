@@ -164,6 +164,10 @@ LEAN_FP16 = (
     f"{PRECISION_AWARE} --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
 )
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+OFFLOAD_LAYERS = "--min-offloaded-tensor-size 256 --cpu-offloading-num-layers"
+OFFLOAD_MODULES = """--min-offloaded-tensor-size 256 --fine-grained-activation-offloading
+--offload-modules"""
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 AUTO_RECOMPUTE = "--recompute-granularity auto --recompute-memory-gib"
 RECOMPUTE_GRANULARITY = "--recompute-granularity-per-stage-micro-batch"
 RECOMPUTE_METHOD = "--recompute-method-per-stage-micro-batch"

@@ -112,6 +112,7 @@ LLAMA_1B = """--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32
 """Layers of Llama-3.2-1B. An odd vocabulary must not slow down the output layer."""
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT_PARALLEL = "--context-parallel-size 2 --recompute-granularity auto"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--optimizer-cpu-offload"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 PRECISION_AWARE = "--use-precision-aware-optimizer"
@@ -142,6 +143,9 @@ ROWS = (
     GpuRow("fp8-8k", *SEQUENCE_8K, options="--fp8 hybrid"),
     GpuRow("bf16-recompute", *SEQUENCE_4K, options="--recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1"),
+    GpuRow("bf16-norms", *SEQUENCE_4K, options=f"{SELECTIVE} layernorm"),
+    GpuRow("bf16-norms-mlp", *SEQUENCE_4K, options=f"{SELECTIVE} layernorm mlp"),
+    GpuRow("bf16-core-attention", *SEQUENCE_4K, options=f"{SELECTIVE} core_attn"),
     GpuRow("bf16-auto", *SEQUENCE_4K, options="--recompute-granularity auto "
         "--recompute-memory-gib 50"),
     GpuRow("mixtral", 2, 4096, 2, 8, model=MIXTRAL_ARGUMENTS),
@@ -168,6 +172,9 @@ ROWS = (
         "--recompute-memory-gib 64"),
     GpuRow("offload-lean-256k", 8, *TOKENS_256K, options=f"{OFFLOAD} {FP8_MOMENTS} "
         "--main-params-dtype bf16"),
+    GpuRow("offload-layers-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 2"),
+    GpuRow("offload-all-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 7 "
+        f"{SELECTIVE} layernorm mlp"),
     GpuRow("dp2", *SEQUENCE_4K, gpus=2),
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),

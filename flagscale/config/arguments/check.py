@@ -12,7 +12,7 @@ the argument to change and a description of the problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
 from flagscale.config.arguments.layout import check_layout
+from flagscale.config.arguments.rules.activation_offload import check_activation_offload
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
 from flagscale.config.arguments.rules.context_parallel import is_ring_requested
 from flagscale.config.arguments.rules.data import (
@@ -66,13 +67,6 @@ from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 
-_NOT_RECOMPUTED: Mapping[str, str] = {
-    "layernorm": "requires Transformer Engine",
-    "moe_act": "requires Transformer Engine's grouped experts",
-    "mla_up_proj": "is not supported",
-}
-"""Modules of ``recompute_modules`` that cannot be recomputed, with the problem."""
-
 
 def check_values(values: Values) -> list[Violation]:
     """Return the violations that do not depend on the number of ranks.
@@ -94,6 +88,7 @@ def check_values(values: Values) -> list[Violation]:
         check_refused,
         _check_unsupported_values,
         check_cuda_graphs,
+        check_activation_offload,
         check_local_attention,
         check_layer_options,
         check_attention,
@@ -146,10 +141,6 @@ def _check_unsupported_values(values: Values) -> Iterator[Violation]:
             f"{values[SHARDING]} is not supported in heterogeneous training, in which replicas "
             "reduce gradients once a step; optim shards the optimizer state alone",
         )
-    if values["recompute_granularity"] == "selective":
-        for name in values["recompute_modules"] or ():
-            if name in _NOT_RECOMPUTED:
-                yield "recompute_modules", f"{name} {_NOT_RECOMPUTED[name]}"
 
 
 def _check_export_directories(values: Values) -> Iterator[Violation]:

@@ -27,6 +27,7 @@ from flagscale.config.arguments.layout import (
 from flagscale.config.arguments.rules.adapters import note_adapters
 from flagscale.config.arguments.rules.optimizer import drop_unused_schedule, rampup_of
 from flagscale.config.arguments.rules.parallel_layout import virtual_chunks
+from flagscale.config.arguments.rules.recompute import select_modules
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.model_arguments import gated_ffn_width
 from flagscale.config.arguments.spec.registry import arguments
@@ -43,6 +44,7 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
     ``skip_train``, a learning rate of 0 in place of every schedule. Adds attributes:
 
     - ``rampup``: the :class:`.BatchSizeRampup`; None without one.
+    - ``recomputed_modules``: the :class:`.ModuleChoice` of selective recomputation.
     - ``remarks``: a note for each value that is substituted or has no effect.
     - ``meshes``: the :class:`.Meshes`; None unless training uses heterogeneous meshes. With meshes,
       ``data_parallel_size`` is that of the first mesh.
@@ -55,6 +57,7 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
     violations = check_values(vars(args))
     out = argparse.Namespace(**drop_unused_schedule(apply_substitutions(vars(args))))
     out.remarks = _collect_remarks(vars(args))
+    out.recomputed_modules = select_modules(vars(out))
     violations = violations or check_world_size(vars(out), world_size)
     if not violations:
         _set_batch(out, world_size)

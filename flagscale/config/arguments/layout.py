@@ -31,6 +31,7 @@ from flagscale.config.arguments.hetero.microbatch_split import (
     split_batch_size,
     uses_microbatch_split,
 )
+from flagscale.config.arguments.rules.activation_offload import check_offloaded_chunks
 from flagscale.config.arguments.rules.optimizer import check_rampup_sizes
 from flagscale.config.arguments.rules.parallel_layout import (
     check_batches,
@@ -174,7 +175,11 @@ def _check_recomputed_steps(values: Values, world_size: int) -> list[Violation]:
     sequences = meshes.sequences if meshes else values["micro_batch_size"]
     sequences *= 1 if meshes else data_parallel_size(values, world_size)
     count = global_batch_size(values, world_size) // sequences
-    return list(check_recompute_steps(values, count, _chunk_layers(values, meshes), stages))
+    layers = _chunk_layers(values, meshes)
+    return [
+        *check_recompute_steps(values, count, layers, stages),
+        *check_offloaded_chunks(values, layers),
+    ]
 
 
 def pad_vocabulary(size: int, values: Values) -> int:

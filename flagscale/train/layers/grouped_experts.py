@@ -7,7 +7,9 @@ the same as of megatron.core's sequential experts, which have one module per exp
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from flagscale.accelerators.device import current_device
 from flagscale.errors import ConfigError
 from flagscale.train.layers.jit import compiled_if_faster
+from flagscale.train.layers.selective_recompute import OutputCheckpoint
 from flagscale.train.layers.wgrad_accumulation import accumulate_gradient
 
 ROW_ALIGNMENT = 16
@@ -125,7 +128,14 @@ def multiply_experts(
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """Experts of a rank, in place of megatron.core's ``SequentialMLP``."""
+    """Experts of a rank, in place of megatron.core's ``SequentialMLP``.
+
+    With ``recompute_activation`` the outputs of the activation function are recomputed in the
+    backward pass. ``activation_context`` is entered while that function runs.
+    """
+
+    recompute_activation = False
+    activation_context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self, num_local_experts: int, config: Any, submodules: Any = None, *, pg_collection: Any
@@ -184,10 +194,19 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             tokens = (tokens * weights[:, None]).to(tokens.dtype)
             weights = torch.ones_like(weights)
         hidden = self.linear_fc1(tokens, ends)
-        hidden = _weighted_activation(
-            hidden, weights, config.activation_func, config.gated_linear_unit
+        activate = partial(
+            _weighted_activation,
+            activation=config.activation_func,
+            gated=config.gated_linear_unit,
         )
-        output: torch.Tensor = self.linear_fc2(hidden, ends)
+        if not self.recompute_activation:
+            with self.activation_context():
+                hidden = activate(hidden, weights)
+            output: torch.Tensor = self.linear_fc2(hidden, ends)
+            return output
+        checkpoint = OutputCheckpoint()
+        output = self.linear_fc2(checkpoint.checkpoint(activate, hidden, weights), ends)
+        checkpoint.discard_output_and_register_recompute(output)
         return output
 
     def backward_dw(self) -> None:

@@ -27,16 +27,12 @@ from flagscale.train.layers.jit import explain_missing_compiler
 
 def explain_uncompiled_layers(config: TransformerConfig) -> str | None:
     """Return the reason why layers of this configuration cannot be compiled as a whole, or None."""
-    if config.recompute_granularity == "selective":
-        return "recompute_granularity: selective recomputes parts of a layer"
     if config.attention_backend == AttnBackend.local:
         return (
             "attention_backend: local is megatron.core's attention, which requires several graphs"
         )
     if config.attention_dropout and not config.sequence_parallel:
         return "attention_dropout uses a separate RNG state for each tensor-parallel rank"
-    if config.fine_grained_activation_offloading or config.cpu_offloading:
-        return "offloading moves parts of a layer's activations"
     if (
         config.multi_latent_attention
         and config.sequence_parallel

@@ -97,7 +97,7 @@ def list_build_notes(
             "computes 16-bit GEMMs a hundred times slower than 32-bit ones; false is faster"
         )
     if resolve_transformer_impl(args, device) == "compiled":
-        reason = explain_uncompiled_layers(config) or _explain_uncompiled_adapters(args)
+        reason = explain_uncompiled_layers(config) or _explain_uncompiled_options(args)
         if reason is not None and device.compiles:
             yield f"the layers are not compiled, which costs speed: {reason}"
         if args.fp8:
@@ -114,8 +114,12 @@ def _lacks_fast_16_bit_matmul() -> bool:
     return x86 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
-def _explain_uncompiled_adapters(args: argparse.Namespace) -> str | None:
-    """Return the reason why layers with adapters cannot be compiled as a whole, or None."""
+def _explain_uncompiled_options(args: argparse.Namespace) -> str | None:
+    """Return the reason why arguments that are no fields of the configuration exclude compiling,
+    or None.
+    """
+    if args.fine_grained_activation_offloading:
+        return "fine_grained_activation_offloading offloads parts of a layer"
     if not (args.peft_type and args.lora_dropout):
         return None
     if args.tensor_model_parallel_size > 1:
@@ -145,7 +149,7 @@ def apply_optimizations(
     if (
         device.compiles
         and explain_uncompiled_layers(config) is None
-        and _explain_uncompiled_adapters(args) is None
+        and _explain_uncompiled_options(args) is None
     ):
         compile_layers(model)
     if args.fp8:

@@ -123,18 +123,22 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     reference_values = compute_reference(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, model_chunks=len(state.chunks))
     with whole_parameters(args, state.chunks):
-        weights = iter_global_parameters(state.modules()[0], config)
         weight_statistics = {
-            name: [float(weight.std()), float(weight.mean())] for name, weight in weights
+            name: [float(weight.std()), float(weight.mean())]
+            for name, weight in iter_global_parameters(state.modules()[0], config)
         }
-    norm = compute_parameters_norm(state.chunks)
+    initial_norm = compute_parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
     deferred_metrics, scales, mtp_losses = DeferredMetrics(), [], list[float]()
     layer_counter = LayerCounter(state.modules()) if recomputes else None
+    activations = ActivationMeter(state.modules())
     overflow_rank, overflow_step = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
-        with infinite_gradient(
-            state.modules()[0], step == overflow_step and rank.rank == overflow_rank
+        with (
+            infinite_gradient(
+                state.modules()[0], (step, rank.rank) == (overflow_step, overflow_rank)
+            ),
+            activations.measure(),
         ):
             deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
         mtp_losses += stepper.mtp_losses.pop_averages().values()
@@ -148,7 +152,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     reset_megatron_state()
     return {
         "initial_statistics": weight_statistics,
-        "weight_norm": [norm],
+        "weight_norm": [initial_norm],
         "torch_reference": reference_values,
         "loss": [metrics.loss for metrics in step_metrics],
         "norm": [metrics.grad_norm for metrics in step_metrics],
@@ -171,6 +175,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         "stage_layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
         "skipped": [metrics.host.skip_reason for metrics in step_metrics],
         "recomputed": recomputed,
+        "activation_bytes": activations.measured_bytes,
         "loss_scales": scales,
         "graphs": count_graphs() if case.get("graphs") else 0,
     }
@@ -216,6 +221,44 @@ def infinite_gradient(model: Any, enabled: bool) -> Iterator[None]:
     hook = weight.register_hook(lambda gradient: gradient * float("inf"))
     yield
     hook.remove()
+
+
+class ActivationMeter:
+    """Measures the memory of the tensors that autograd keeps on the device for the first backward
+    pass, without parameters and gradients.
+    """
+
+    def __init__(self, models: list[Any]) -> None:
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        gradients = [getattr(parameter, "main_grad", None) for parameter in parameters]
+        buffers = [tensor for tensor in (*parameters, *gradients) if tensor is not None]
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in buffers}
+        self._tensors: list[Any] = []
+        self.measured_bytes: int | None = None
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure within a step, unless the memory is known already."""
+        import torch
+
+        if self.measured_bytes is not None:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, self._add_up):
+            yield
+
+    def _keep(self, tensor: Any) -> Any:
+        if self.measured_bytes is None:
+            self._tensors.append(tensor)
+        return tensor
+
+    def _add_up(self, tensor: Any) -> Any:
+        if self.measured_bytes is None:
+            storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors}
+            sizes = [s.nbytes() for s in storages.values() if s.data_ptr() not in self._excluded]
+            self.measured_bytes = sum(sizes)
+            self._tensors.clear()
+        return tensor
 
 
 class LayerCounter:

@@ -145,7 +145,7 @@ def test_small_model_of_an_example_learns(name: str, results: dict[str, Any]) ->
 # Recomputed layers of each micro-batch of a step, per rank and model chunk.
 RECOMPUTED_LAYERS = {
     "recompute-full": [[[4, 4, 4, 4]]],
-    "recompute-auto": [[[3, 3, 3, 3]]],
+    "recompute-auto": [[[1, 1, 1, 1]]],
     "pp2-recompute-auto": [[[1, 1, 1, 1]], [[0, 0, 0, 0]]],
     "mesh-recompute-auto": [[[2, 2]], [[2, 2]], [[0, 0]], [[0, 0]]],
     "pp2-vpp2-recompute-per-stage": [
@@ -169,6 +169,22 @@ def test_configured_layers_are_recomputed(name: str, results: dict[str, Any]) ->
         for chunks in rank_counts
         for counts in chunks
     )
+
+
+# Activations of a micro-batch relative to those of the reference case, at most.
+ACTIVATIONS = {
+    "selective": 0.5,
+    "moe-aux-loss-selective": 0.75,
+    "mla-moe-selective": 0.75,
+    "compiled-mla-moe-selective": 0.95,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_recomputed_modules_keep_less(name: str, results: dict[str, Any]) -> None:
+    (case,) = (case for case in HOMOGENEOUS_CASES if case.name == name)
+    sizes = [results[key]["activation_bytes"] for key in (name, case.reference)]
+    assert sizes[0] < ACTIVATIONS[name] * sizes[1]
 
 
 @pytest.mark.parametrize(

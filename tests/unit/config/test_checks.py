@@ -88,7 +88,24 @@ VALID: dict[str, dict[str, Any]] = {
     "softmax": {"softmax_type": "off-by-one", "attention_backend": "local"},
     "softmax-vanilla": {"softmax_type": "vanilla"},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    "not-recomputed": {"recompute_modules": ["layernorm"]},
+    "offloaded-layers": {"cpu_offloading_num_layers": 2, "cpu_offloading_double_buffering": True},
+    "offloaded-kept-activations": {
+        "cpu_offloading": True,
+        "cpu_offloading_num_layers": 2,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp"],
+    },
+    "offloaded-modules": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "attn_proj"],
+    },
+    "recompute-experts": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm", "moe_act", "core_attn"],
+        "num_moe_experts": 2,
+        "moe_grouped_gemm": True,
+        "add_bias_linear": False,
+    },
     "flex": {
         "moe_token_dispatcher_type": "flex",
         "num_moe_experts": 2,

@@ -276,10 +276,92 @@ PROBLEMS: Problems = {
         f"recompute-{name}": (
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", name]},
             "recompute_modules",
-            f"{name} {'is not supported' if name == 'mla_up_proj' else 'requires'}",
+            f"{name} requires {required}; leave it out",
         )
-        for name in ("layernorm", "moe_act", "mla_up_proj")
+        for name, required in (
+            ("moe_act", "moe_grouped_gemm"),
+            ("mla_up_proj", "multi_latent_attention"),
+        )
     },
+    **{
+        f"offload-{name}": (values, key, message)
+        for name, (values, key, message) in {
+            "no-layers": (
+                {"cpu_offloading": True},
+                "cpu_offloading_num_layers",
+                "is required by cpu_offloading: true",
+            ),
+            "all-layers": (
+                {"cpu_offloading_num_layers": 4, "num_layers": 4},
+                "cpu_offloading_num_layers",
+                "fewer than num_layers 4, because the last layer is needed at once; found 4",
+            ),
+            "weights": (
+                {"cpu_offloading_weights": True},
+                "cpu_offloading_weights",
+                "weights stay on the device; leave it out",
+            ),
+            "nothing": (
+                {"cpu_offloading_num_layers": 1, "cpu_offloading_activations": False},
+                "cpu_offloading_activations",
+                "false leaves nothing to offload",
+            ),
+            "both": (
+                {
+                    "cpu_offloading_num_layers": 1,
+                    "fine_grained_activation_offloading": True,
+                    "offload_modules": ["core_attn"],
+                },
+                "fine_grained_activation_offloading",
+                "cannot be combined with cpu_offloading_num_layers; leave one out",
+            ),
+            "recomputed": (
+                {"cpu_offloading_num_layers": 1, "recompute_granularity": "auto"},
+                "cpu_offloading_num_layers",
+                "is not supported with recompute_granularity: auto, which keeps the inputs",
+            ),
+            "captured": (
+                {**FULL_CUDA_GRAPH, "cpu_offloading_num_layers": 1},
+                "cpu_offloading_num_layers",
+                "is not supported with cuda_graph_impl: local; leave one out",
+            ),
+            "no-modules": (
+                {"fine_grained_activation_offloading": True},
+                "offload_modules",
+                "is required by fine_grained_activation_offloading: true",
+            ),
+            "projection-alone": (
+                {"fine_grained_activation_offloading": True, "offload_modules": ["attn_proj"]},
+                "offload_modules",
+                "attn_proj requires core_attn, which keeps the same tensor; add core_attn",
+            ),
+            "no-experts": (
+                {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+                "offload_modules",
+                "moe_act requires moe_grouped_gemm; leave it out",
+            ),
+            "one-graph": (
+                {
+                    "fine_grained_activation_offloading": True,
+                    "offload_modules": ["core_attn"],
+                    "transformer_impl": "compiled",
+                },
+                "fine_grained_activation_offloading",
+                "transformer_impl: compiled, whose layers are one graph each; use cpu_offloading_n",
+            ),
+        }.items()
+    },
+    "recompute-part-of-experts": (
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe", "moe_act"],
+            "num_experts": 4,
+            "moe_grouped_gemm": True,
+            "disable_bias_linear": True,
+        },
+        "recompute_modules",
+        "moe_act is a part of moe, which is recomputed as a whole; leave one out",
+    ),
     "sgd": (
         {"optimizer": "sgd", "use_distributed_optimizer": True},
         "optimizer",

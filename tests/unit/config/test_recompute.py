@@ -145,6 +145,12 @@ REFUSED = {
         1,
         "recompute_granularity: full, found selective",
     ),
+    "offloaded-stage": (
+        f"{PP2} --cpu-offloading-num-layers 4",
+        2,
+        "cpu_offloading_num_layers: 4 layers of each pipeline stage (or virtual stage) must be "
+        "fewer than its 4 layers",
+    ),
     "full-how": ("--recompute-granularity full", 1, "recompute_method: is required by"),
     "full-what": (
         "--recompute-granularity full --recompute-method block",

@@ -129,6 +129,7 @@ VALUES: dict[str, list[Any]] = {
     "fp8_recipe": ["rowwise", "blockwise"],
     "qk_pos_emb_head_dim": [32],
     "recompute_granularity": ["full"],
+    "offload_modules": [["core_attn"]],
     "moe_ffn_hidden_size": [32],
     "moe_aux_loss_coeff": [0.01],
     "num_moe_experts": [8],
@@ -149,7 +150,12 @@ NAMED_DIFFERENTLY = {
 """Names in messages of arguments that only determine another argument."""
 ONLY_IN = {"seq_length": "rope", "global_batch_size": "samples"}
 """The run in which an argument is changed. In others it determines arguments that are refused."""
-CHANGED_WITH = {"sft": {"data_path": ["web"], "chat_template": None}}
+CHANGED_WITH: dict[str, dict[str, Any]] = {
+    "sft": {"data_path": ["web"], "chat_template": None},
+    "cpu_offloading": {"cpu_offloading_num_layers": 1},
+    "fine_grained_activation_offloading": {"offload_modules": ["core_attn"]},
+    "offload_modules": {"fine_grained_activation_offloading": True},
+}
 """Further changes without which a value is not valid."""
 NOTED = ("finetune", "no_load_optim", "skip_train")
 """Arguments that choose parts of a checkpoint: they do not influence a resumed run otherwise."""

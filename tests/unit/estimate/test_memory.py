@@ -152,34 +152,85 @@ def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
     assert memory.activations == 8 * 4096 * 4096 * 2
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+
+
 @pytest.mark.parametrize(
     ("gib", "expected"),
-    [(20, None), (42, [8, 2, 0, 5]), (46, [6, 0, 0, 0]), (60, [0, 0, 0, 0])],
+    [
+        (20, ["8 layers"] * 4),
+        (
+            42,
+            ["5 layers, layernorm+mlp of 3", "layernorm of 8", "",
+             "layernorm+mlp of 7, layernorm of 1"],
+        ),
+        (46, ["layernorm+mlp of 7, layernorm of 1", "", "", ""]),
+        (60, [""] * 4),
+    ],
     ids=["too-little", "most", "first-stage", "enough"],
-)
-def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | None) -> None:
-    pipeline = f"{WHOLE} --pipeline-model-parallel-size 4 --recompute-granularity"
-    stages = forecast_step(
-        llama_arguments(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4
+)  # fmt: skip
+def test_the_cheapest_recomputation_that_fits_is_chosen(gib: int, expected: list[str]) -> None:
+    pipeline = f"{COMPILED} {WHOLE} --pipeline-model-parallel-size 4 --device cuda"
+    args = llama_arguments(f"{pipeline} --recompute-granularity auto", 4)
+    stages = forecast_step(args, VOCABULARY, [gib * 2.0**30] * 4).stages
+    assert [", ".join(stage.describe_recomputation()) for stage in stages] == expected
+    whole = forecast_llama(
+        f"{pipeline} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 8",
+        4,
     ).stages
+    for stage, whole_stage in zip(stages, whole, strict=True):
+        fits = stage.memory.total <= gib * 2**30
+        assert fits or stage.memory.total == whole_stage.memory.total
+        chip = DevicePeaks(989e12)
+        recomputed, whole_recomputed = (s.passes[0].backward for s in (stage, whole_stage))
+        assert recomputed.duration(chip) <= whole_recomputed.duration(chip)
 
-    def otherwise(index: int, count: int) -> float:
-        block = f"full --recompute-method block --recompute-num-layers {count}" if count else ""
-        options = f"{pipeline} {block}" if count else pipeline.rpartition(" ")[0]
-        return forecast_llama(options, 4).stages[index].memory.total
 
-    for index, stage in enumerate(stages):
-        other_forecasts = [otherwise(index, count) for count in range(9)]
-        assert stage.memory.total == other_forecasts[stage.recomputed_layers]
-        if expected is None:
-            assert stage.memory.total == min(other_forecasts)
-        else:
-            assert stage.recomputed_layers == expected[index]
-            assert (
-                stage.memory.total
-                <= gib * 2**30
-                < min(other_forecasts[: stage.recomputed_layers], default=1e18)
-            )
+def test_chosen_numbers_equal_those_of_the_same_arguments() -> None:
+    auto = llama_arguments(f"{COMPILED} {WHOLE} --device cuda --recompute-granularity auto")
+    options = f"{COMPILED} {WHOLE} --device cuda {SELECTIVE} layernorm mlp"
+    (selective,) = forecast_llama(options).stages
+    (stage,) = forecast_step(auto, VOCABULARY, [selective.memory.total]).stages
+    assert (stage.memory, stage.passes) == (selective.memory, selective.passes)
+
+
+QWEN_MOE = """--num-layers 2 --global-batch-size 16 --num-experts 8 --moe-router-topk 2
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 1024
+--moe-shared-expert-intermediate-size 2048"""
+LATENT = """--num-layers 2 --global-batch-size 16 --multi-latent-attention --q-lora-rank 1536
+--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"""
+TOKENS = 4096
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "elements"),
+    [
+        ("--num-layers 2 --global-batch-size 16", "layernorm", 2 * 4096),
+        ("--num-layers 2 --global-batch-size 16", "mlp", 3 * 14336),
+        ("--num-layers 2 --global-batch-size 16", "core_attn", 2 * 4096),
+        ("--num-layers 2 --global-batch-size 16 --fp8 hybrid", "layernorm mlp", 2 * 14336),
+        (QWEN_MOE, "moe_act", 2 * 1024),
+        (QWEN_MOE, "shared_experts mlp", 3 * 2048),
+        (QWEN_MOE, "moe", 2 * 4096 + 3 * (2 * 1024 + 2048)),
+        (LATENT, "mla_up_proj", 32 * (2 * 192 + 128)),
+        (LATENT, "mla_up_proj core_attn", 32 * (2 * 192 + 128)),
+    ],
+)
+def test_recomputed_modules_keep_no_outputs(model: str, modules: str, elements: int) -> None:
+    """Bytes and arithmetic per token and layer, by hand."""
+    kept, recomputed = (
+        forecast_llama(f"{COMPILED} --device cuda {model} {more}").stages[0]
+        for more in ("", f"{SELECTIVE} {modules}")
+    )
+    saved_bytes = kept.memory.activations - recomputed.memory.activations
+    assert saved_bytes == 2 * 2 * TOKENS * elements
+    assert recomputed.passes[0].forward == kept.passes[0].forward
+    chip = DevicePeaks(989e12, 3.35e12)
+    added_seconds = recomputed.passes[0].backward.duration(chip) - kept.passes[0].backward.duration(
+        chip
+    )
+    assert 0 < added_seconds < kept.passes[0].forward.duration(chip)
 
 
 @pytest.mark.parametrize(
@@ -308,3 +359,41 @@ def test_parameters_of_the_whole_model(
     stages = forecast_step(args, vocabulary).stages
     if world == 1:
         assert [stage.weights for stage in stages] == [8_030_261_248]
+
+
+EIGHT_LAYERS = f"{COMPILED} --device cuda --num-layers 8 --global-batch-size 16"
+
+
+@pytest.mark.parametrize(
+    ("options", "elements", "layers"),
+    [
+        ("--cpu-offloading-num-layers 2", 4 * 4096 + 14336 + 3 * 14336, 2),
+        (f"--cpu-offloading-num-layers 7 {SELECTIVE} layernorm mlp", 2 * 4096 + 14336, 7),
+        ("--transformer-impl local --fine-grained-activation-offloading --offload-modules "
+         "core_attn attn_proj mlp_norm", 14336 + 4096, 7),
+    ],
+    ids=["layers", "what-is-not-recomputed", "modules"],
+)  # fmt: skip
+def test_offloaded_activations_are_on_the_host(options: str, elements: int, layers: int) -> None:
+    kept_options = " ".join(
+        word for word in options.split() if not word.startswith("--cpu-off") and word not in "27"
+    )
+    kept_options = kept_options.partition("--fine")[0]
+    kept = forecast_llama(f"{EIGHT_LAYERS} {kept_options}").stages[0]
+    offloaded = forecast_llama(f"{EIGHT_LAYERS} {options}").stages[0]
+    layer_bytes = 2 * TOKENS * elements
+    assert kept.memory.activations - offloaded.memory.activations == layers * layer_bytes
+    assert offloaded.memory.host == layers * layer_bytes
+    assert offloaded.passes[0].forward.copied_bytes == layers * layer_bytes
+    assert offloaded.passes[0].backward.copied_bytes == layers * layer_bytes
+
+
+def test_copies_take_time_only_if_they_take_longer_than_the_passes() -> None:
+    chip = DevicePeaks(989e12, 3.35e12)
+    seconds = [
+        forecast_llama(f"{EIGHT_LAYERS} --cpu-offloading-num-layers {count}")
+        .simulate([chip])
+        .seconds
+        for count in (0, 2, 7)
+    ]
+    assert seconds[0] == seconds[1] < seconds[2]

@@ -9,6 +9,7 @@ from unit.estimate.test_memory import VOCABULARY, WHOLE, forecast_llama, llama_a
 
 from flagscale.estimate import changes
 from flagscale.estimate.changes import Saving, change_arguments, list_savings
+from flagscale.estimate.op_times import DevicePeaks
 
 GIB = 2**30
 
@@ -20,6 +21,10 @@ def test_savings_are_differences_of_estimates() -> None:
     expected = {
         "recompute_granularity: full": "--recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
+        "recompute_granularity: selective and recompute_modules: [layernorm, mlp]": "--recompute-"
+        "granularity selective --recompute-modules layernorm mlp",
+        "data_parallel_sharding_strategy: optim_grads": "--use-distributed-optimizer "
+        "--data-parallel-sharding-strategy optim_grads",
         "micro_batch_size: 1": "--micro-batch-size 1",
         "tensor_model_parallel_size: 2": "--tensor-model-parallel-size 2 --sequence-parallel",
     }
@@ -28,6 +33,31 @@ def test_savings_are_differences_of_estimates() -> None:
         after = forecast_llama(f"{options} {expected[saving.change]}", 8).stages[0].memory.total
         assert saving.bytes_saved == pytest.approx(before - after)
     assert savings == sorted(savings, key=lambda saving: -saving.bytes_saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [
+        ("--transformer-impl compiled --device cuda", 8),
+        ("--transformer-impl compiled --device cuda --recompute-granularity selective "
+         "--recompute-modules layernorm mlp", 26),
+        ("--cpu-offloading-num-layers 2", None),
+        ("--recompute-granularity auto", None),
+    ],
+    ids=["everything-kept", "mlp-recomputed", "offloaded", "whole-layers-recomputed"],
+)  # fmt: skip
+def test_as_many_layers_are_offloaded_as_take_no_time(options: str, layers: int | None) -> None:
+    savings = list_savings(llama_arguments(f"{WHOLE} {options}"), VOCABULARY, 0)
+    offloads = [saving for saving in savings if saving.change.startswith("cpu_offloading")]
+    if layers is None:
+        assert offloads == []
+        return
+    assert [saving.change for saving in offloads] == [f"cpu_offloading_num_layers: {layers}"]
+    offloaded = f"{WHOLE} {options} --cpu-offloading-num-layers {layers}"
+    device = DevicePeaks(989e12, 3.35e12)
+    seconds = [forecast_llama(more).simulate([device]).seconds
+               for more in (f"{WHOLE} {options}", offloaded)]  # fmt: skip
+    assert seconds[0] == seconds[1]
 
 
 @pytest.mark.parametrize(

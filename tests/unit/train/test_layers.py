@@ -231,9 +231,7 @@ def test_grouped_gemm_equals_a_gemm_per_expert(counts: list[int], dtype: Any) ->
         ({}, None),
         ({"recompute_granularity": "full"}, None),
         ({"attention_dropout": 0.1, "sequence_parallel": True}, None),
-        ({"recompute_granularity": "selective"}, "recompute_granularity"),
         ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"cpu_offloading": True}, "offloading"),
         ({"attention_backend": AttnBackend.local}, "attention_backend"),
     ],
 )
@@ -243,7 +241,6 @@ def test_reason_why_layers_are_not_compiled(
     monkeypatch.setattr(layer_compilation, "explain_missing_compiler", lambda: None)
     defaults = {
         "recompute_granularity": None, "attention_dropout": 0.0, "sequence_parallel": False,
-        "fine_grained_activation_offloading": False, "cpu_offloading": False,
         "attention_backend": AttnBackend.auto, "multi_latent_attention": False,
     }  # fmt: skip
     actual_reason = layer_compilation.explain_uncompiled_layers(

@@ -353,8 +353,8 @@ _TRL: Mapping[str, Entry] = {
     "pad_token": advice(_TOKENIZER_FILES),
     "model_init_kwargs": advice("leave it out: config.json describes the model"),
     "activation_offloading": advice(
-        "offloading activations is not implemented; `train.system.recompute_granularity: full` "
-        "recomputes them"
+        "set `train.system.cpu_offloading_num_layers` to a number of layers; "
+        "`train.system.recompute_granularity: auto` recomputes activations"
     ),
     "use_peft": by_value(
         "train.model.peft_type",

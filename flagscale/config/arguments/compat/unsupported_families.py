@@ -152,7 +152,7 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"activation_offload_fraction|delay_offload_until_cuda_graph|"
         r"delta_offload_bytes_across_pp_ranks|fine_grained_offloading_\w+|"
         r"cpu_offloading_retain_pinned_cpu_buffers",
-        "offloading of activations requires Transformer Engine",
+        "copies of offloaded activations are spread over the passes",
         unused=True,
     ),
     UnsupportedFamily(

@@ -26,7 +26,6 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "Engine",
     "fp4": "fp4 requires Transformer Engine",
     "fp4_param": "fp4 requires Transformer Engine",
-    "cpu_offloading": "offloading activations requires Transformer Engine",
     "masked_softmax_fusion": "it requires Apex's CUDA extension; the default, "
     "scaled_dot_product_attention, is fused",
     "fp8_param": _16_BIT_WEIGHTS,
@@ -36,7 +35,6 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "fp8_multi_head_attention": "attention is computed in 16 bits",
     "activation_func_fp8_input_store": "it requires Transformer Engine",
     "memory_efficient_layer_norm": "it requires Apex",
-    "fine_grained_activation_offloading": "offloading activations requires Transformer Engine",
     "heterogeneous_block_specs": "all layers are equal",
     "experimental_attention_variant": "only softmax attention is implemented",
     "inference_fuse_tp_communication": "inference is not supported",
@@ -177,6 +175,10 @@ UNUSED_ARGUMENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "this log is not written",
     ),
     "tokenizers": (("legacy_tokenizer",), "each tokenizer has a single class"),
+    "activations": (
+        ("cpu_offloading_double_buffering",),
+        "copies always run ahead of the backward pass",
+    ),
     "meshes": (("use_partial_reduce_for_shared_embedding",), "partial reduction is always used"),
     "hosts": (("hetero_current_device_type",), "it is set by type= in the hostfile"),
 }
@@ -215,12 +217,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement("use_kitchen_attention", "kitchen_attention_backend"),
     Requirement("fp4", "fp4_recipe fp4_quantizer_factory"),
-    Requirement(
-        "cpu_offloading",
-        "cpu_offloading_activations cpu_offloading_double_buffering "
-        "cpu_offloading_num_layers cpu_offloading_weights",
-    ),
-    Requirement("fine_grained_activation_offloading", "offload_modules min_offloaded_tensor_size"),
+    Requirement("fine_grained_activation_offloading", "offload_modules"),
+    Requirement("cpu_offloading_num_layers", "cpu_offloading_activations"),
     Requirement("sequence_parallel", "tp_comm_overlap"),
     Requirement(
         "optimizer",

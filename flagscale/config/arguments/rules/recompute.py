@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.system_arguments import (
@@ -28,9 +29,12 @@ _NEEDED = {
     "recompute_method": "uniform or block",
     "recompute_num_layers": "a number of layers, 1 or more",
 }
+_DEFAULT_MODULES = ("core_attn",)
 _NEEDED_BY_MODULES = {
     "moe": "num_moe_experts",
     "shared_experts": "moe_shared_expert_intermediate_size",
+    "moe_act": "moe_grouped_gemm",
+    "mla_up_proj": "multi_latent_attention",
 }
 _ROW = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})+")
 
@@ -42,6 +46,47 @@ class RecomputeChoice:
 
     method: str
     layers: int
+
+
+@dataclass(frozen=True)
+class ModuleChoice:
+    """Modules that are recomputed in the layers of a model chunk that are not recomputed whole.
+
+    ``modules`` are recomputed in the first ``layers`` layers (None: in all), ``other_modules`` in
+    the layers after them.
+    """
+
+    modules: tuple[str, ...] = ()
+    layers: int | None = None
+    other_modules: tuple[str, ...] = ()
+
+    def of_layer(self, index: int) -> tuple[str, ...]:
+        """Return the modules to recompute in a layer, by its index in the chunk."""
+        is_first = self.layers is None or index < self.layers
+        return self.modules if is_first else self.other_modules
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.other_modules)
+
+
+NO_MODULES = ModuleChoice()
+"""No module is recomputed alone."""
+
+
+def select_modules(values: Values) -> ModuleChoice:
+    """Return the modules that the arguments recompute in every layer."""
+    modules: tuple[str, ...] = ()
+    if values["recompute_granularity"] == "selective" or values["moe_layer_recompute"]:
+        modules = tuple(values["recompute_modules"] or _DEFAULT_MODULES)
+    if values["moe_layer_recompute"] and "moe" not in modules:
+        modules = (*modules, "moe")
+    return ModuleChoice(modules)
+
+
+def module_choice(args: Any) -> ModuleChoice:
+    """Return the modules that are recomputed, from derived arguments."""
+    choice: ModuleChoice = args.recomputed_modules
+    return choice
 
 
 RecomputePlan = tuple[tuple[RecomputeChoice | None, ...], ...]
@@ -130,6 +175,11 @@ def _check_recompute_modules(values: Values) -> Iterator[Violation]:
     for name, required in _NEEDED_BY_MODULES.items():
         if name in modules and not values[required]:
             yield "recompute_modules", f"{name} requires {required}; leave it out"
+    if "moe" in modules and (inner := sorted({"moe_act", "shared_experts"} & set(modules))):
+        yield (
+            "recompute_modules",
+            f"{inner[0]} is a part of moe, which is recomputed as a whole; leave one out",
+        )
     has_shared_experts = values["moe_shared_expert_intermediate_size"]
     recomputes_shared_experts = "shared_experts" in modules and has_shared_experts
     if recomputes_shared_experts and values["moe_shared_expert_overlap"]:

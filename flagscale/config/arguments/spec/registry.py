@@ -35,6 +35,7 @@ from flagscale.config.arguments.spec.model_arguments import (
     TrainingLength,
 )
 from flagscale.config.arguments.spec.system_arguments import (
+    OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     Checkpointing,
     ContextParallelism,
@@ -107,6 +108,8 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "cpu_offloading_num_layers",
+    "min_offloaded_tensor_size",
     "lr",
     "decoupled_lr",
     "decoupled_min_lr",
@@ -128,6 +131,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "moe_router_load_balancing_type": LOAD_BALANCING,
     "recompute_modules": RECOMPUTE_MODULES,
+    "offload_modules": OFFLOAD_MODULES,
 }
 """Choices of megatron.core's arguments whose types do not list them."""
 _CORE_LIST = Path(__file__).with_name("generated") / "megatron_core.json"

@@ -328,6 +328,16 @@ RECOMPUTE_MODULES = (
     "mla_up_proj",
 )
 """megatron.core's names of modules that selective recomputation can recompute."""
+OFFLOAD_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+)
+"""megatron.core's names of modules whose activations can be offloaded."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +399,8 @@ class Recomputation:
         None,
         "Activation recomputation. full: recompute whole layers in the backward pass, as set by "
         "recompute_method and recompute_num_layers; selective: recompute recompute_modules; auto: "
-        "full, for as few layers of each stage as necessary to fit the memory of its devices",
+        "the cheapest of these that fits the memory of the devices of each stage, by calculation: "
+        "modules of some or all layers where they cost less than whole layers, then whole layers",
         choices=("full", "selective", RECOMPUTE_AUTO),
     )
     recompute_memory_gib: float | None = arg(
