@@ -71,6 +71,24 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open", action="store_true", help="show it in a browser")
 
 
+def add_code_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a start that stand for keys about its code. Their overrides are collected
+    in ``key_options``.
+    """
+    for flag, help_text in (
+        ("--require-clean", "refuse to start if files of the code are changed or untracked"),
+        ("--snapshot", "run a copy of the code as it is now"),
+    ):
+        key = flag.removeprefix("--").replace("-", "_")
+        parser.add_argument(
+            flag,
+            dest="key_options",
+            action="append_const",
+            const=f"experiment.runner.{key}=true",
+            help=help_text,
+        )
+
+
 def add_rerun_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``flagscale rerun``."""
     parser.add_argument(
@@ -90,6 +108,7 @@ def add_rerun_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
     )
+    add_code_arguments(parser)
 
 
 def list_runs(options: argparse.Namespace, rest: list[str]) -> int:
@@ -145,7 +164,7 @@ def rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale rerun -h")
-    overrides = [*options.overrides, *extra_words]
+    overrides = [*options.overrides, *extra_words, *(options.key_options or ())]
     if is_yaml(options.run) and not options.best:
         state = find_run_of_yaml(options.run, [])
     else:

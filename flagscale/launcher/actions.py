@@ -21,6 +21,7 @@ from flagscale.errors import RunStateError
 from flagscale.hosts.kernel import handle_hangup
 from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
+from flagscale.launcher.code_version import read_checkouts, require_clean
 from flagscale.launcher.launch_record import make_launch_record
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
@@ -103,6 +104,8 @@ def _submit_run(
     """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
     from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
+    if experiment.runner.require_clean:
+        require_clean(experiment)
     config_texts = make_config_texts(experiment, rerun_of)
     runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
@@ -250,11 +253,14 @@ def make_config_texts(experiment: Experiment, rerun_of: str = "") -> ConfigTexts
 
     config = redact(restore_references(experiment.resolved))
     overrides = redact_overrides(experiment.overrides)
+    checkouts = read_checkouts(experiment.task, experiment.exp_dir)
+    code = [state.version for state in checkouts]
     return ConfigTexts(
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
-        make_launch_record(experiment, rerun_of).format(),
+        make_launch_record(experiment, code, rerun_of).format(),
         yaml.safe_dump(_composed_config(experiment), sort_keys=False, allow_unicode=True),
+        "\n".join(filter(None, (state.format_diff() for state in checkouts))),
     )
 
 

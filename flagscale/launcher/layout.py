@@ -12,6 +12,7 @@
           config.yaml overrides.yaml plan.json    as in scripts, but never overwritten
           composed.yaml                           the same with references between keys, for rerun
           launch.json                             time, code, working directory, YAML
+          changes.diff                            uncommitted changes of the code, without secrets
           state.json                              its last state, after a later run has started
         host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
@@ -120,6 +121,7 @@ class RunFiles:
     plan = _SubPath("plan.json")
     composed = _SubPath("composed.yaml")
     launch = _SubPath("launch.json")
+    changes = _SubPath("changes.diff")
     state = _SubPath("state.json")
 
 

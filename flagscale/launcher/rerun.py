@@ -22,12 +22,8 @@ from flagscale.config.sweeps import EXP_DIR
 from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import read_json
 from flagscale.launcher import actions, preview, runs
-from flagscale.launcher.launch_record import (
-    LaunchRecord,
-    describe_code_changes,
-    read_code_versions,
-    read_launch_record,
-)
+from flagscale.launcher.code_version import describe_code_changes, read_code_versions
+from flagscale.launcher.launch_record import LaunchRecord, read_launch_record
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState
 from flagscale.launcher.sweep_runs import find_best, find_sweep
@@ -239,5 +235,7 @@ def _describe(
 
     if record.version != __version__:
         yield f"  differs: flagscale was {record.version}, and is {__version__}"
-    for sentence in describe_code_changes(record.code, read_code_versions(experiment.task)):
+    for sentence in describe_code_changes(
+        record.code, read_code_versions(experiment.task, experiment.exp_dir)
+    ):
         yield f"  differs: {sentence}"

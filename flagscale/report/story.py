@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flagscale.config.schema import Options
-from flagscale.launcher.launch_record import CodeVersion
+from flagscale.launcher.code_version import CodeVersion
 from flagscale.launcher.state import RunState
 from flagscale.report.run import RunReport, collect_run
 from flagscale.report.timeline import TimelineEvent
