@@ -460,9 +460,14 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
                 raise ConfigError(
                     f"{text} is a sweep: it has a page of its own", hint="name it alone"
                 )
+            if options.json:
+                message = f"{text} is a sweep, whose table is printed by another command"
+                raise ConfigError(message, hint=f"flagscale runs {shlex.quote(texts[0])} --json")
             return command.write_sweep_report(sweep, options.output, show=options.open)
     subjects = [_find_subject(text, overrides) for text in texts]
     distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
+    if options.json:
+        return command.print_records(list(distinct_subjects.values()))
     return command.write_report(list(distinct_subjects.values()), options.output, show=options.open)
 
 

@@ -69,6 +69,12 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "of all that is reported)",
     )
     parser.add_argument("--open", action="store_true", help="show it in a browser")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write no page; print what the runs were (code, software, hardware, data) and what "
+        "differs between them, for programs",
+    )
 
 
 def add_code_arguments(parser: argparse.ArgumentParser) -> None:

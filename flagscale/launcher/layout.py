@@ -23,6 +23,7 @@
           script agent.json exit.json             supervising processes, exit of the job
           liveness.json                           on host 0: attempt, hosts, first failure
           status/rank_<rank>.{jsonl,place}        events and progress of the ranks
+          status/host.jsonl                       software, devices, data of the host
           status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, after a later run has begun
@@ -43,6 +44,8 @@ EXIT_FILE = "exit.json"
 SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
+HOST_RECORD_FILE = "host.jsonl"
+"""File of a status directory with the software, devices and inputs of the host."""
 EARLIER_STATUS_PREFIX = "status-before-"
 """Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flagscale.errors import FlagscaleError
 from flagscale.files import read_json
@@ -16,6 +16,7 @@ from flagscale.launcher.snapshot import HostObservation, Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.report import history, setting
 from flagscale.report.history import Attempt
+from flagscale.report.record import RunRecord, collect_record
 from flagscale.report.setting import RunSettings
 from flagscale.report.timeline import TimelineEvent, list_events
 
@@ -40,6 +41,7 @@ class RunReport:
     registered_failures: Sequence[tuple[int, str]] = ()
     launch: LaunchRecord | None = None
     """Record of the start; None for a run of an older version."""
+    record: RunRecord = field(default_factory=RunRecord)
     runs: Sequence[RunReport] = ()
     """All runs of the directory, oldest first, if this is their story (:mod:`.story`)."""
     label: str = ""
@@ -78,6 +80,7 @@ def collect_run(state: RunState) -> RunReport:
         # With a scheduler, hosts have names after they are allocated.
         state = reload_state(state)
     attempts = history.read_attempts(state, current.events)
+    launch = read_launch_record(layout, state.run_id)
     return RunReport(
         state=state,
         snapshot=replace(current, events={}),
@@ -88,7 +91,8 @@ def collect_run(state: RunState) -> RunReport:
         config=entry.config if entry is not None else "",
         query_error=query_error,
         registered_failures=ended.failures if ended is not None else (),
-        launch=read_launch_record(layout, state.run_id),
+        launch=launch,
+        record=collect_record(state, launch, attempts),
     )
 
 

@@ -47,6 +47,7 @@ LAYERS = {
         "comm",
         "output_streams",
         "tables",
+        "tokenizer_files",
     },
     "train": {
         *COMMON,
@@ -58,7 +59,7 @@ LAYERS = {
         "estimate",
         "comm",
     },
-    "report": {*COMMON, "config", "hosts", "launcher"},
+    "report": {*COMMON, "config", "hosts", "launcher", "output_streams"},
     "bench": {
         *COMMON,
         "accelerators",
@@ -103,7 +104,8 @@ LAUNCHER_LAYERS = {
     "layout": set[str](),
     "log_lines": set[str](),
     "liveness": {"layout"},
-    "agent": {"layout", "liveness", "notify"},
+    "host_record": {"layout", "liveness"},
+    "agent": {"layout", "liveness", "notify", "host_record"},
     "rank_processes": set(),
     "planning": {"layout", "liveness"},
     "state": PLANNING,

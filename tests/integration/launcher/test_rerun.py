@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from flagscale.report.story import collect_story
 
 pytestmark = pytest.mark.integration
 
-# Continues after the last step that an earlier run has left in its directory.
+# Continues after the last step that an earlier run has left in its directory, and does not end
+# before its host is recorded.
 PROGRAM = """\
-import sys
+import os, sys, time
 from pathlib import Path
 from flagscale.status import StatusWriter
 done, steps = Path(sys.argv[1], "done"), int(sys.argv[2])
@@ -30,6 +33,9 @@ for event in ("started", "joined", "ready"):
 for step in range(int(done.read_text()) + 1 if done.exists() else 1, steps + 1):
     status.write("progress", step=step, train_steps=steps, loss=9.0 - step)
 done.write_text(str(steps))
+record, end = Path(os.environ["FLAGSCALE_STATUS_DIR"], "host.jsonl"), time.monotonic() + 60
+while time.monotonic() < end and not (record.exists() and b"\\n" in record.read_bytes()):
+    time.sleep(0.02)
 """
 
 
@@ -66,6 +72,9 @@ def test_a_continued_run_is_one_story_and_can_be_started_again(
     assert change.text.partition("; ")[2].startswith(
         "changed: experiment.task.command steps.py out 3 → steps.py out 5, steps 3 → 5"
     )
+    record = story.record.sections
+    assert record["software"]["python"] == platform.python_version()
+    assert record["packages"]["numpy"] == version("numpy")
     yaml_file.write_text("changed since")
     first_id = story.runs[0].state.run_id
     assert _flagscale("rerun", first_id, "steps=2") == 0
