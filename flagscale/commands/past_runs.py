@@ -165,6 +165,9 @@ def find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
 
 def rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Start a run again, and return the exit code."""
+    from flagscale.launcher.code_snapshot import continue_in_snapshot
+    from flagscale.launcher.launch_record import read_launch_record
+    from flagscale.launcher.layout import Layout
     from flagscale.launcher.rerun import find_run_to_repeat
     from flagscale.launcher.rerun import rerun as start_again
 
@@ -175,4 +178,7 @@ def rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
         state = find_run_of_yaml(options.run, [])
     else:
         state = find_run_to_repeat(options.run, best=options.best)
+    record = read_launch_record(Layout(state.exp_dir), state.run_id)
+    if not any(override.endswith("snapshot=false") for override in overrides):
+        continue_in_snapshot(record, ["rerun", *options.words])
     return start_again(state, overrides, only_plan=options.dryrun)

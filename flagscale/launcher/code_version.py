@@ -40,6 +40,8 @@ _NEW_FILE_SUFFIXES = frozenset(
     }
 )
 """Untracked files with these suffixes count as code: their content is recorded."""
+_SCRIPT_SUFFIXES = (".py", ".sh")
+_INTERPRETERS = ("python", "bash", "sh", "env", "torchrun")
 _MAX_NAMED_FILES = 20
 _READ_BYTES = 64 << 10
 _STATE_PARTS = Layout(Path("exp")).state.parts[-2:]
@@ -106,7 +108,7 @@ def read_code_versions(task: Task, exp_dir: Path | None = None) -> tuple[CodeVer
 
 def find_checkouts(task: Task) -> list[Path]:
     """Return the Git checkouts that hold this project and the task's program."""
-    return list(dict.fromkeys(filter(None, map(_find_checkout, _code_directories(task)))))
+    return list(dict.fromkeys(filter(None, map(find_checkout, _code_directories(task)))))
 
 
 def require_clean(experiment: Experiment) -> None:
@@ -118,7 +120,7 @@ def require_clean(experiment: Experiment) -> None:
     """
     task, problems = experiment.task, []
     for directory in _code_directories(task):
-        checkout = _find_checkout(directory)
+        checkout = find_checkout(directory)
         if checkout is None:
             problems.append(Problem(short_path(directory), "is not part of a Git checkout"))
     for checkout in find_checkouts(task):
@@ -141,6 +143,23 @@ def require_clean(experiment: Experiment) -> None:
         raise ConfigError(problems, hint=hint)
 
 
+def list_code_files(checkout: Path, exp_dir: Path) -> list[str] | None:
+    """Return the tracked files of a Git checkout and of its submodules, and the untracked ones that
+    are not ignored, without outputs of runs; None for a directory that is no checkout.
+    """
+    if not (checkout / ".git").exists():
+        return None
+    tracked = _run_git(checkout, "ls-files", "-z", "--cached", "--recurse-submodules")
+    untracked = _run_git(checkout, "ls-files", "-z", "--others", "--exclude-standard")
+    if tracked is None or untracked is None:
+        return None
+    names = [name for name in os.fsdecode(untracked).split("\0") if name]
+    return [
+        *filter(None, dict.fromkeys(os.fsdecode(tracked).split("\0"))),
+        *_without_outputs(names, checkout, exp_dir),
+    ]
+
+
 def describe_code_changes(
     recorded: Sequence[CodeVersion], current: Sequence[CodeVersion]
 ) -> Iterator[str]:
@@ -160,13 +179,28 @@ def _code_directories(task: Task) -> Iterator[Path]:
     if (PROJECT / ".git").exists():
         yield PROJECT  # An installed package may lie below a checkout of something else.
     if task.is_command:
-        files = (Path(word) for word in task.command if "/" in word or word.endswith(".py"))
-        yield next((file.absolute().parent for file in files if file.is_file()), Path.cwd())
+        program = find_program_file(task)
+        yield Path.cwd() if program is None else program.parent
     elif task.external:
         yield task.entrypoint.absolute().parent
 
 
-def _find_checkout(directory: Path) -> Path | None:
+def find_program_file(task: Task) -> Path | None:
+    """Return the absolute path of the script of a command, or else of its first file other than an
+    interpreter; None without any.
+    """
+    files = [Path(word).absolute() for word in task.command if _is_file(word)]
+    scripts = (file for file in files if file.suffix in _SCRIPT_SUFFIXES)
+    others = (file for file in files if not file.name.startswith(_INTERPRETERS))
+    return next(scripts, next(others, None))
+
+
+def _is_file(word: str) -> bool:
+    return ("/" in word or word.endswith(_SCRIPT_SUFFIXES)) and Path(word).is_file()
+
+
+def find_checkout(directory: Path) -> Path | None:
+    """Return the Git checkout that a directory is in, or None."""
     candidates = (directory, *directory.parents)
     return next((path for path in candidates if (path / ".git").exists()), None)
 
@@ -192,12 +226,7 @@ def _read_checkout(checkout: Path, exp_dir: Path | None) -> CheckoutState | None
     status = _read_status(checkout)
     if status is None:
         return None
-    outputs = _output_directories(status.untracked)
-    if exp_dir is not None:
-        outputs.add(PurePosixPath(os.path.relpath(exp_dir, checkout)))
-    # A run in the checkout itself is no reason to ignore all of it.
-    outputs.discard(PurePosixPath())
-    untracked = [n for n in status.untracked if outputs.isdisjoint(PurePosixPath(n).parents)]
+    untracked = _without_outputs(status.untracked, checkout, exp_dir)
     names = [*status.changed, *untracked]
     digest, diff = hashlib.sha256(), bytearray()
     is_readable = not status.changed or _read_diff(checkout, digest, diff)
@@ -216,6 +245,16 @@ def _read_checkout(checkout: Path, exp_dir: Path | None) -> CheckoutState | None
     files = tuple(os.fsencode(name).decode(errors="backslashreplace") for name in names)
     version = CodeVersion(str(checkout), status.commit, changes, files[:_MAX_FILES], len(files))
     return CheckoutState(version, _finish_diff(bytes(diff)))
+
+
+def _without_outputs(untracked: Sequence[str], checkout: Path, exp_dir: Path | None) -> list[str]:
+    """Return the untracked files that runs have not written."""
+    outputs = _output_directories(untracked)
+    if exp_dir is not None:
+        outputs.add(PurePosixPath(os.path.relpath(exp_dir, checkout)))
+    # A run in the checkout itself is no reason to ignore all of it.
+    outputs.discard(PurePosixPath())
+    return [name for name in untracked if outputs.isdisjoint(PurePosixPath(name).parents)]
 
 
 def _output_directories(untracked: Sequence[str]) -> set[PurePosixPath]:

@@ -20,6 +20,20 @@ from flagscale.records import from_record
 
 
 @dataclass(frozen=True)
+class RecordedSnapshot:
+    """Copies of code that a run was started with (:mod:`.code_snapshot`).
+
+    ``project`` is the copy of this project. ``copy`` is that of the directory ``origin``, which has
+    a ``program`` of the user; the three are empty for a program of this project.
+    """
+
+    project: str
+    origin: str = ""
+    copy: str = ""
+    program: str = ""
+
+
+@dataclass(frozen=True)
 class LaunchRecord:
     """Record of a start.
 
@@ -35,14 +49,31 @@ class LaunchRecord:
     code: tuple[CodeVersion, ...]
     rerun_of: str
     host: str = ""
+    snapshot: RecordedSnapshot | None = None
 
     def format(self) -> str:
         """Return the record as the text of its file."""
         return format_json(to_plain(self))
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """Run that is started again; none by default.
+
+    ``record`` is its record if its copies of the code are used again, and ``changes`` are the
+    recorded changes of that code.
+    """
+
+    run_id: str = ""
+    record: LaunchRecord | None = None
+    changes: str = ""
+
+
 def make_launch_record(
-    experiment: Experiment, code: Sequence[CodeVersion], rerun_of: str = ""
+    experiment: Experiment,
+    code: Sequence[CodeVersion],
+    rerun_of: str = "",
+    snapshot: RecordedSnapshot | None = None,
 ) -> LaunchRecord:
     """Return the record of a start of an experiment at this moment, with this code."""
     return LaunchRecord(
@@ -53,6 +84,7 @@ def make_launch_record(
         code=tuple(code),
         rerun_of=rerun_of,
         host=os.uname().nodename,
+        snapshot=snapshot,
     )
 
 
@@ -68,4 +100,4 @@ def _with_defaults(record: dict[str, Any]) -> dict[str, Any]:
     if isinstance(code, list):
         missing: dict[str, Any] = {"files": [], "file_count": 0}
         code = [{**missing, **item} if isinstance(item, dict) else item for item in code]
-    return {"host": "", **record, "code": code}
+    return {"host": "", "snapshot": None, **record, "code": code}

@@ -14,6 +14,7 @@
           launch.json                             time, code, working directory, YAML
           changes.diff                            uncommitted changes of the code, without secrets
           state.json                              its last state, after a later run has started
+        code/<name>-<digest>/                     copies of code (runner.snapshot)
         host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
@@ -151,6 +152,7 @@ class Layout:
     config = _SubPath("logs/scripts/config.yaml")
     overrides = _SubPath("logs/scripts/overrides.yaml")
     runs = _SubPath("logs/runs")
+    code = _SubPath("logs/code")
     checkpoints = _SubPath("checkpoints")
     tensorboard = _SubPath("tensorboard")
     wandb = _SubPath("wandb")

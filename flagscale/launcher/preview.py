@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 def print_dry_run(experiment: Experiment, options: Options) -> int:
     """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
+    if experiment.runner.snapshot:
+        from flagscale.launcher.code_snapshot import use_snapshot
+
+        experiment = use_snapshot(experiment, create=False).experiment
     plan = runner_for_experiment(experiment).plan(experiment)
     hosts = plan.hosts if options.host is None else (_find_host(options.host, plan.hosts),)
     if options.json:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from flagscale.cli import main
+from flagscale.config.schema import PROJECT
 from flagscale.launcher import runs
 from flagscale.launcher.launch_record import read_launch_record
 from flagscale.launcher.layout import Layout
@@ -91,3 +94,31 @@ def _flagscale(*words: str) -> int:
     with pytest.raises(SystemExit) as end:
         main(words)
     return end.value.code if isinstance(end.value.code, int) else 0
+
+
+def test_a_rerun_runs_the_code_of_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program, its modules and this project are those of the first start."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "show.py").write_text(
+        "import flagscale, words\nprint(words.TEXT, flagscale.__file__)\n"
+    )
+    (code / "words.py").write_text("TEXT = 'then'\n")
+    monkeypatch.chdir(code)
+    words = ["--exp-dir", str(tmp_path / "out"), "--snapshot", "--", "python", "show.py"]
+    assert _flagscale("test", *words) == 0
+    (code / "words.py").write_text("TEXT = 'now'\n")
+    (run,) = runs.find_history(tmp_path / "out")
+    program = "import sys; from flagscale.cli import main; main(sys.argv[1:])"
+    arguments = [sys.executable, "-c", program, "rerun", run.run_id, "runner.foreground=true"]
+    outputs = []
+    for more in ([], ["runner.snapshot=false"]):
+        result = subprocess.run([*arguments, *more], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        outputs.append(result.stdout)
+    copies = (tmp_path / "out_rerun_1" / "logs" / "code").glob("flagscale-*")
+    assert f"then {next(copies)}/flagscale/__init__.py" in outputs[0]
+    assert f"  code:      the copy of then, {tmp_path}/out/logs/code/flagscale-" in outputs[0]
+    assert "note: its copy of the code is not used" in outputs[1]
+    assert f"now {PROJECT}/flagscale/__init__.py" in outputs[1]
