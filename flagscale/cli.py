@@ -264,7 +264,7 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
                 choices=documented_fields(Options)[name].metadata["choices"],
                 help=option.help,
             )
-    if action.purpose == "launch":
+    if action.name in PROGRAM_ACTIONS:
         past_runs.add_code_arguments(parser)
     if action.purpose is not None:
         add_sweep_options(parser)

@@ -248,7 +248,9 @@ def test_unknown_code_is_refused_with_its_files(checkout: Path, tmp_path: Path) 
         require_clean(_experiment(tmp_path / "elsewhere"))
 
 
-@pytest.mark.parametrize("words", [["test"], ["run"], ["run", "-m", "experiment.runner.tee=1,2"]])
+@pytest.mark.parametrize(
+    "words", [["test"], ["run"], ["check"], ["run", "-m", "experiment.runner.tee=1,2"]]
+)
 def test_option_refuses_to_start(
     checkout: Path, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
