@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import cache_from_source
@@ -23,7 +23,7 @@ from flagscale.config.schema import PROJECT, Experiment, Task
 from flagscale.config.sources import find_location
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
-from flagscale.files import make_private_directory
+from flagscale.files import make_private_directory, require_private
 from flagscale.hosts import probe
 from flagscale.launcher.code_version import find_checkout, find_program_file, list_code_files
 from flagscale.launcher.launch_record import LaunchRecord, RecordedSnapshot
@@ -35,9 +35,11 @@ KEY = "experiment.runner.snapshot"
 _DIGEST_CHARACTERS = 12
 _MAX_BYTES = 1 << 30
 _MAX_FILES = 50_000
-_SKIPPED_DIRECTORIES = frozenset({"__pycache__", ".git", ".venv", "node_modules"})
+_CACHES = frozenset({"__pycache__"})
+_SKIPPED_DIRECTORIES = _CACHES | {".git", ".venv", "node_modules"}
 _PYTHON_PATH = "PYTHONPATH"
 _PROJECT_NAME = "flagscale"
+_CHANGED = "this copy of the code is incomplete or was changed"
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,19 @@ def use_snapshot(
             origin, source = _find_root(program, earlier)
             if program.is_relative_to(source):
                 program = origin / program.relative_to(source)
-            files = _list_program_files(source, experiment)
+            files = _list_program_files(source, experiment, is_copy=source != origin)
+            notes += [
+                f"{KEY}: {name} is a Git repository of its own, which is not part of the copy"
+                for name in files
+                if name.endswith("/")
+            ]
             copy = _copy_files(source, files, layout.code, origin.name, create=create)
             copies = RecordedSnapshot(str(project), str(origin), str(copy), str(program))
             task = _use_copy(experiment, _Copied(origin, source, copy), program, notes)
         elif task.is_command:
             notes.append(f"{KEY}: {task.program} is not part of the copy: it is no file of yours")
+        if earlier is not None:
+            _require_same(earlier, copies)
     runner = replace(experiment.runner, build_dir=project)
     if runner.no_shared_fs:
         runner = replace(runner, sync="code")
@@ -94,18 +103,35 @@ def use_snapshot(
 
 def continue_in_snapshot(record: LaunchRecord | None, words: Sequence[str]) -> None:
     """Replace this process with the ``flagscale`` command of a run's copy, if the run has one that
-    is not this one already. ``words`` are the arguments.
+    is not this one already, and no other user could have written it. ``words`` are the arguments.
     """
     if record is None or record.snapshot is None:
         return
     project = Path(record.snapshot.project)
     if project == PROJECT or not (project / "flagscale" / "cli.py").is_file():
         return
+    try:
+        for directory in (project, project.parent):
+            require_private(directory)
+    except OSError:
+        return  # the caller reports that the copy is not used
     path = [str(project / probe.CODE_ROOTS[1]), str(project), os.environ.get(_PYTHON_PATH, "")]
     environment = {**os.environ, _PYTHON_PATH: os.pathsep.join(filter(None, path))}
     sys.stdout.flush()
     arguments = python_arguments("flagscale.cli", project)
     os.execve(sys.executable, [sys.executable, *arguments, *words], environment)
+
+
+def _require_same(earlier: RecordedSnapshot, copies: RecordedSnapshot) -> None:
+    """Check that copies of copies have their names, which follow from their content.
+
+    Raises:
+        ConfigError: An earlier copy was changed.
+    """
+    for old, new in ((earlier.project, copies.project), (earlier.copy, copies.copy)):
+        if old and Path(old).name != Path(new).name:
+            hint = "runner.snapshot=false runs the present code"
+            raise ConfigError(f"{old}: {_CHANGED}", hint=hint)
 
 
 def _problem(experiment: Experiment, text: str, hint: str) -> ConfigError:
@@ -156,15 +182,16 @@ def _find_root(program: Path, earlier: RecordedSnapshot | None) -> tuple[Path, P
     return root, root
 
 
-def _list_program_files(source: Path, experiment: Experiment) -> list[str]:
+def _list_program_files(source: Path, experiment: Experiment, *, is_copy: bool) -> list[str]:
     """Return the files of a program's code, relative to its directory.
 
     Raises:
         ConfigError: They are too many or too large to be code.
     """
-    names = list_code_files(source, experiment.exp_dir)
+    names = None if is_copy else list_code_files(source, experiment.exp_dir)
     if names is None:
-        names = list(_walk_files(source, experiment.exp_dir))
+        skipped_names = _CACHES if is_copy else _SKIPPED_DIRECTORIES
+        names = list(_walk_files(source, skipped_names, experiment.exp_dir))
     sizes = 0
     for name in names[:_MAX_FILES]:
         with suppress(OSError):
@@ -177,15 +204,19 @@ def _list_program_files(source: Path, experiment: Experiment) -> list[str]:
     return names
 
 
-def _walk_files(source: Path, exp_dir: Path | None = None) -> Iterator[str]:
+def _walk_files(
+    source: Path, skipped_names: Collection[str], exp_dir: Path | None = None
+) -> Iterator[str]:
+    """Yield the files and symbolic links below a directory, and stop beyond the limit."""
     count = 0
     for directory, subdirectories, names in os.walk(source):
         subdirectories[:] = sorted(
             name
             for name in subdirectories
-            if name not in _SKIPPED_DIRECTORIES and Path(directory, name) != exp_dir
+            if name not in skipped_names and Path(directory, name) != exp_dir
         )
-        for name in sorted(names):
+        links = [name for name in subdirectories if Path(directory, name).is_symlink()]
+        for name in sorted([*names, *links]):
             yield os.path.relpath(os.path.join(directory, name), source)  # noqa: PTH118 - fast
             count += 1
         if count > _MAX_FILES:
@@ -249,7 +280,7 @@ def _python_path(experiment: Experiment) -> Iterator[Path]:
 def _list_project_files() -> Iterator[str]:
     """Yield the files of this project and of the adapted backend, relative to the project."""
     for root in probe.CODE_ROOTS:
-        for name in _walk_files(PROJECT / root):
+        for name in _walk_files(PROJECT / root, _SKIPPED_DIRECTORIES):
             yield f"{root}/{name}"
 
 
@@ -279,10 +310,7 @@ def _copy_files(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     if _digest_files(target, names) != digest:
-        hint = "remove the directory"
-        raise ConfigError(
-            f"{target}: this copy of the code is incomplete or was changed", hint=hint
-        )
+        raise ConfigError(f"{target}: {_CHANGED}", hint="remove the directory")
     return target
 
 

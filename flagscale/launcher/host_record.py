@@ -38,6 +38,14 @@ _IMAGE_VARIABLES = (IMAGE_VARIABLE, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINE
 _MAX_HASHED_BYTES = 64 << 30
 """Bytes of data that are read for checksums; files beyond have a size only."""
 _READ_BYTES = 1 << 20
+_LIBRARY_PREFIXES = (
+    *("ASCEND_", "CUBLAS", "CUDA_", "CUDNN_", "FI_", "FSCCL_", "GLOO_", "HCCL_", "HIP_", "HSA_"),
+    *("MKL_", "MUSA_", "NCCL_", "NVTE_", "OMP_", "OMPI_MCA_", "PYTORCH_", "RCCL_", "TORCH"),
+    *("TRITON_", "UCC_", "UCX_"),
+)
+"""Beginnings of the names of variables that steer libraries."""
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_ELASTIC_")
+_MAX_VALUE_CHARACTERS = 1000
 _LOWEST_PRIORITY = 19
 _TORCH_VERSION = re.compile(
     r"^(cuda|hip|git_version)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE
@@ -50,7 +58,8 @@ class HostRecord:
 
     ``packages`` are those of the Python that starts the ranks, ``torch`` its build (``cuda``,
     ``hip``, ``git_version``), ``drivers`` the versions by kind of device, and ``devices`` the
-    numbers of devices by product. ``code`` has digests of this project and of the adapted backend.
+    numbers of devices by product. ``environment`` has the variables that steer libraries, without
+    secrets, and ``code`` digests of this project and of the adapted backend.
     """
 
     host: str = ""
@@ -66,6 +75,7 @@ class HostRecord:
     executable: str = ""
     torch: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -113,6 +123,7 @@ class HostRecorder:
                 [sys.executable, *python_arguments(__name__), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what it cannot read is no matter of the run's log
                 env=environment,
                 start_new_session=True,
                 preexec_fn=signal_on_parent_death(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - one thread
@@ -290,7 +301,18 @@ def _read_host() -> HostRecord:
         executable=sys.executable,
         torch=_read_torch_build(torch_directory),
         packages=packages,
+        environment=dict(_iter_library_variables(os.environ)),
     )
+
+
+def _iter_library_variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the variables that steer libraries of training and communication, by name."""
+    from flagscale.config.secrets import is_secret
+
+    for name, value in sorted(environment.items()):
+        is_wanted = name.startswith(_LIBRARY_PREFIXES) and not name.startswith(_LAUNCHER_PREFIXES)
+        if is_wanted and not is_secret(name, value):
+            yield name, value[:_MAX_VALUE_CHARACTERS]
 
 
 def _read_field(path: str, pattern: str) -> str:

@@ -23,7 +23,7 @@ _MAX_NAMED_CHANGES = 4
 NOT_RECORDED = "(none)"
 """Value of an entry that one of several runs or hosts lacks."""
 _LIBRARY_NAMES = {"cuda": "CUDA", "nccl": "NCCL", "hip": "HIP", "git_version": "torch commit"}
-_COMPARED_SECTIONS = ("software", "data", "packages")
+_COMPARED_SECTIONS = ("software", "data", "packages", "environment")
 """Sections in which a run is compared with the one before; the record of the start has its code."""
 _MAX_VALUE_CHARACTERS = 80
 _CHECKSUM = ", sha256 "
@@ -32,9 +32,11 @@ _DIGEST_NAME = "files of"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run. ``sections`` have values by name: ``code``, ``software``, ``hardware``,
-    ``data`` and ``packages``. A value that differs between hosts names them. ``files`` are the
-    changed and untracked files of the code.
+    """Record of a run.
+
+    ``sections`` have values by name: ``code``, ``software``, ``hardware``, ``data``, ``packages``
+    and ``environment``. A value that differs between hosts names them. ``files`` are the changed
+    and untracked files of the code.
     """
 
     sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -111,9 +113,11 @@ def describe_record_changes(before: RunRecord, after: RunRecord) -> Iterator[str
 
 
 def collect_record(
-    state: RunState, launch: LaunchRecord | None, attempts: Sequence[Attempt]
+    state: RunState, launch: LaunchRecord | None, attempts: Sequence[Attempt], image: str = ""
 ) -> RunRecord:
-    """Collect the record of a run from its files."""
+    """Collect the record of a run from its files. ``image`` is the container image that its
+    configuration names.
+    """
     hosts: dict[str, HostRecord] = {}
     inputs: dict[str, InputRecord] = {}
     for host in state.hosts:
@@ -124,11 +128,12 @@ def collect_record(
     sections = {
         "code": {**_describe_code(launch), **_fold(_code_digests(hosts))},
         "software": _fold(
-            {name: _software(r, libraries.get(name, {})) for name, r in hosts.items()}
+            {name: _software(r, libraries.get(name, {}), image) for name, r in hosts.items()}
         ),
         "hardware": _fold({name: _hardware(record) for name, record in hosts.items()}),
         "data": _describe_inputs(inputs),
         "packages": _fold({name: dict(record.packages) for name, record in hosts.items()}),
+        "environment": _fold({name: dict(record.environment) for name, record in hosts.items()}),
     }
     code = () if launch is None else launch.code
     files = [f"{Path(version.checkout).name}: {name}" for version in code for name in version.files]
@@ -165,7 +170,7 @@ def _code_digests(hosts: Mapping[str, HostRecord]) -> dict[str, dict[str, str]]:
     }
 
 
-def _software(record: HostRecord, libraries: Mapping[str, str]) -> dict[str, str]:
+def _software(record: HostRecord, libraries: Mapping[str, str], image: str) -> dict[str, str]:
     build = {name: text for name, text in record.torch.items() if name != "git_version"}
     versions = {"torch": record.packages.get("torch", ""), **build, **libraries}
     if "nccl" not in versions:
@@ -175,7 +180,7 @@ def _software(record: HostRecord, libraries: Mapping[str, str]) -> dict[str, str
         "python": record.python,
         **{_LIBRARY_NAMES.get(name, name): text for name, text in versions.items()},
         **{f"driver ({kind})": version for kind, version in record.drivers.items()},
-        "container": record.container,
+        "container": image or record.container,
         "os": record.os,
         "kernel": record.kernel,
         "interpreter": record.executable,

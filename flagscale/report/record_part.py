@@ -23,6 +23,7 @@ _MAX_ROWS = 500
 _TABLES = {
     "data": ("files and blends of data", ("file or blend", "size and checksum")),
     "packages": ("packages", ("package", "version")),
+    "environment": ("variables of libraries", ("variable", "value")),
 }
 """Sections of a record that may be long: the title and the headings of their tables."""
 

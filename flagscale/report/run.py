@@ -20,6 +20,9 @@ from flagscale.report.record import RunRecord, collect_record
 from flagscale.report.setting import RunSettings
 from flagscale.report.timeline import TimelineEvent, list_events
 
+CONTAINER_IMAGE = "experiment.runner.slurm.container.image"
+"""Key of the configuration that names a container's image."""
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -81,18 +84,20 @@ def collect_run(state: RunState) -> RunReport:
         state = reload_state(state)
     attempts = history.read_attempts(state, current.events)
     launch = read_launch_record(layout, state.run_id)
+    settings = setting.read_settings(state)
+    image = settings.options.get(CONTAINER_IMAGE, "")
     return RunReport(
         state=state,
         snapshot=replace(current, events={}),
         attempts=attempts,
-        settings=setting.read_settings(state),
+        settings=settings,
         timeline=list_events(state, current, attempts),
         collected_at=now,
         config=entry.config if entry is not None else "",
         query_error=query_error,
         registered_failures=ended.failures if ended is not None else (),
         launch=launch,
-        record=collect_record(state, launch, attempts),
+        record=collect_record(state, launch, attempts, image),
     )
 
 

@@ -56,6 +56,9 @@ def program(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "link.py").symlink_to("train.py")
+    (root / "links").symlink_to("lib")
+    (root / "node_modules").mkdir()
+    (root / "node_modules" / "z.js").touch()
     subprocess.run(["git", "init", "--quiet"], cwd=root, check=True)
     subprocess.run(["git", "add", "train.py", "link.py"], cwd=root, check=True)
     return root / "train.py"
@@ -77,7 +80,9 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 def _names(directory: Path) -> list[str]:
     return sorted(
-        str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir()
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if path.is_symlink() or not path.is_dir()
     )
 
 
@@ -132,7 +137,10 @@ def test_program_and_its_modules_are_those_of_the_start(
     copies, task = _copies(snapshot), snapshot.experiment.task
     copy = Path(copies.copy)
     assert (copies.origin, copies.program) == (str(program.parent), str(program))
-    assert _names(copy) == [".gitignore", "lib/__init__.py", "lib/m.py", "link.py", "train.py"]
+    assert {*_names(copy)} == {
+        *(".gitignore", "lib/__init__.py", "lib/m.py", "link.py", "links"),
+        *("node_modules/z.js", "train.py"),
+    }
     expected = [str(copy / "train.py"), "data/big.bin"]
     assert [*task.command][-2:] == expected, "files that are no code stay where they are"
     if form == "script":
@@ -163,6 +171,20 @@ def test_earlier_copies_are_copied_again(
     assert (again.origin, again.program) == (first.origin, first.program)
     assert Path(again.copy).name == Path(first.copy).name
     assert Path(again.copy).parent == tmp_path / "exp_rerun_1" / "logs" / "code"
+
+
+def test_a_changed_copy_is_not_copied_again(
+    project: Path, program: Path, configure: Configure, tmp_path: Path
+) -> None:
+    experiment = configure("python", program)
+    first = _copies(use_snapshot(experiment, create=True))
+    record = make_launch_record(experiment, [], snapshot=first)
+    module = Path(first.copy, "lib", "m.py")
+    module.chmod(0o600)
+    module.write_text("x = 'edited'\n")
+    experiment = replace(experiment, exp_dir=tmp_path / "exp_rerun_1")
+    with pytest.raises(ConfigError, match=r"user code-\w+: this copy of the code .* was changed"):
+        use_snapshot(experiment, create=True, record=record)
 
 
 def test_script_runs_the_copies(project: Path, program: Path, configure: Configure) -> None:

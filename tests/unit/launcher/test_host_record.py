@@ -44,7 +44,8 @@ def _command(inputs: Path) -> list[str]:
 def _record(directory: Path, command: list[str], node_rank: int = 0) -> None:
     words = (str(directory / HOST_RECORD_FILE), str(node_rank), *command)
     arguments = python_arguments("flagscale.launcher.host_record")
-    environment = {**os.environ, IMAGE_VARIABLE: "registry/image:1"}
+    variables = {"NCCL_DEBUG": "INFO", "OMP_API_KEY": "secret", "TORCHELASTIC_RUN_ID": "x"}
+    environment = {**os.environ, IMAGE_VARIABLE: "registry/image:1", **variables}
     subprocess.run([sys.executable, *arguments, *words], check=True, env=environment)
 
 
@@ -55,6 +56,8 @@ def test_record_of_a_host(inputs: Path) -> None:
     assert (host.host, host.container) == (os.uname().nodename, "registry/image:1")
     assert host.packages["numpy"] == version("numpy")
     assert {*host.code} >= {"flagscale"}
+    assert host.environment["NCCL_DEBUG"] == "INFO"
+    assert host.environment.keys().isdisjoint({"OMP_API_KEY", "TORCHELASTIC_RUN_ID", "HOME"})
     assert files.mixtures == {"data_path": ("0.3", f"{inputs}/a", "0.7", f"{inputs}/missing")}
     by_name = {Path(file.path).name: file for file in files.files}
     assert [*by_name] == ["a.bin", "a.idx", "tokenizer"]
