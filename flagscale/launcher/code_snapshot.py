@@ -69,35 +69,25 @@ def use_snapshot(
     _refuse_other_directories(experiment)
     _refuse_modules(experiment)
     earlier = record.snapshot if record is not None else None
-    layout, task, notes = Layout(experiment.exp_dir), experiment.task, list[str]()
+    layout, task = Layout(experiment.exp_dir), experiment.task
+    notes = list(_note_user_code(experiment))
     with convert_disk_errors(layout):
-        project_files = list(_list_project_files())
-        project = _copy_files(PROJECT, project_files, layout.code, _PROJECT_NAME, create=create)
+        files = list(_list_project_files())
+        project = _copy_files(PROJECT, files, layout.code, _PROJECT_NAME, create=create)
         copies = RecordedSnapshot(str(project))
         program = _find_program(task)
         if program is not None:
-            origin, source = _find_root(program, earlier)
-            if program.is_relative_to(source):
-                program = origin / program.relative_to(source)
-            files = _list_program_files(source, experiment, is_copy=source != origin)
-            notes += [
-                f"{KEY}: {name} is a Git repository of its own, which is not part of the copy"
-                for name in files
-                if name.endswith("/")
-            ]
-            copy = _copy_files(source, files, layout.code, origin.name, create=create)
-            copies = RecordedSnapshot(str(project), str(origin), str(copy), str(program))
-            task = _use_copy(experiment, _Copied(origin, source, copy), program, notes)
-        elif task.is_command:
-            notes.append(f"{KEY}: {task.program} is not part of the copy: it is no file of yours")
-        if earlier is not None:
-            _require_same(earlier, copies)
+            copied = _copy_program(experiment, program, earlier, notes, create=create)
+            program = copied.original(program)
+            copies = RecordedSnapshot(
+                str(project), str(copied.origin), str(copied.copy), str(program)
+            )
+            task = _use_copy(experiment, copied, program, notes)
+    if earlier is not None:
+        _require_same(earlier, copies)
     runner = replace(experiment.runner, build_dir=project)
     if runner.no_shared_fs:
         runner = replace(runner, sync="code")
-        if program is not None and runner.names_hosts:
-            text = "the copy of the program is on this machine, and the hosts share no files"
-            raise _problem(experiment, text, f"leave {KEY} out, or use a shared file system")
     return CodeSnapshot(replace(experiment, runner=runner, task=task), copies, notes)
 
 
@@ -160,6 +150,25 @@ def _refuse_modules(experiment: Experiment) -> None:
         raise _problem(experiment, text, "give the file of the program, or leave out the snapshot")
 
 
+def _note_user_code(experiment: Experiment) -> Iterator[str]:
+    """Yield notes about code of the user that is not copied."""
+    from flagscale.launcher.preflight import user_code
+
+    task = experiment.task
+    names = (
+        []
+        if task.is_command
+        else [
+            f"{part.argument} {words[0]}"
+            for part in user_code.USER_CODE
+            if (words := part.query_arguments(experiment))
+        ]
+    )
+    yield from (f"{KEY}: {name} is not part of the copy" for name in names)
+    if task.is_command and find_program_file(task) is None:
+        yield f"{KEY}: {task.program} is not part of the copy: it is no file of yours"
+
+
 # -- programs of users -----------------------------------------------------------------------------
 
 
@@ -180,6 +189,32 @@ def _find_root(program: Path, earlier: RecordedSnapshot | None) -> tuple[Path, P
             return origin, copy
     root = find_checkout(program.parent) or program.parent
     return root, root
+
+
+def _copy_program(
+    experiment: Experiment,
+    program: Path,
+    earlier: RecordedSnapshot | None,
+    notes: list[str],
+    *,
+    create: bool,
+) -> _Copied:
+    """Copy the code of a program. Repositories in it that are not copied are noted."""
+    runner = experiment.runner
+    if runner.no_shared_fs and runner.names_hosts:
+        text = "the copy of the program is on this machine, and the hosts share no files"
+        raise _problem(experiment, text, f"leave {KEY} out, or use a shared file system")
+    origin, source = _find_root(program, earlier)
+    files = _list_program_files(source, experiment, is_copy=source != origin)
+    notes += [
+        f"{KEY}: {name} is a Git repository of its own, which is not part of the copy"
+        for name in files
+        if name.endswith("/")
+    ]
+    directory = Layout(experiment.exp_dir).code
+    return _Copied(
+        origin, source, _copy_files(source, files, directory, origin.name, create=create)
+    )
 
 
 def _list_program_files(source: Path, experiment: Experiment, *, is_copy: bool) -> list[str]:
@@ -232,6 +267,11 @@ class _Copied:
     origin: Path
     source: Path
     copy: Path
+
+    def original(self, path: Path) -> Path:
+        """Return the path of the code itself that a path of an earlier copy stands for."""
+        is_copied = path.is_relative_to(self.source)
+        return self.origin / path.relative_to(self.source) if is_copied else path
 
     def find(self, path: Path) -> Path | None:
         """Return the path in the copy that stands for a path of the code; None if there is none."""

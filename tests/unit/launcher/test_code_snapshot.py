@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flagscale import api
-from flagscale.config.schema import PROJECT, Experiment
+from flagscale.config.arguments.spec.train_arguments import read_arguments
+from flagscale.config.schema import PROJECT, Experiment, Task
 from flagscale.errors import ConfigError
 from flagscale.launcher import code_snapshot
 from flagscale.launcher.code_snapshot import CodeSnapshot, use_snapshot
@@ -195,6 +196,21 @@ def test_script_runs_the_copies(project: Path, program: Path, configure: Configu
     (host,) = plan.hosts
     assert host.program[-1] == f"{_copies(snapshot).copy}/train.py"
     assert host.python_path[-1] == _copies(snapshot).project
+
+
+def test_code_that_is_not_copied_is_noted(
+    project: Path, program: Path, configure: Configure, tmp_path: Path
+) -> None:
+    subprocess.run(["git", "init", "--quiet", "inner"], cwd=program.parent, check=True)
+    (program.parent / "inner" / "i.py").touch()
+    notes = use_snapshot(configure("python", program), create=True).notes
+    text = "inner/ is a Git repository of its own, which is not part of the copy"
+    assert notes == [f"experiment.runner.snapshot: {text}"]
+    (tmp_path / "mine.py").touch()
+    values = {"dataloader_type": "external", "external_data": f"{tmp_path}/mine.py:make"}
+    own = replace(configure(), task=Task(), train=read_arguments(values).arguments)
+    (note,) = use_snapshot(own, create=True).notes
+    assert note.endswith(f"external_data {tmp_path}/mine.py:make is not part of the copy")
 
 
 def _refusals(
