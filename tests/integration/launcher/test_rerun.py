@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.launch_lab import Lab
+from support.training_lab import PROGRAM as PROGRAM_FILE
+from support.training_lab import read_losses, train_sections
 
 from flagscale.cli import main
 from flagscale.config.schema import PROJECT
@@ -122,3 +125,34 @@ def test_a_rerun_runs_the_code_of_then(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"  code:      the copy of then, {tmp_path}/out/logs/code/flagscale-" in outputs[0]
     assert "note: its copy of the code is not used" in outputs[1]
     assert f"now {PROJECT}/flagscale/__init__.py" in outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_rerun_from_the_copy_has_the_same_losses(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(lab.root / "state"))
+    runner = {"nproc_per_node": 2, "snapshot": True}
+    lab.configure(
+        "", task={"entrypoint": str(PROGRAM_FILE)}, runner=runner, train=train_sections(10)
+    )
+    result = lab.run_action("test", timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    program = "import sys; from flagscale.cli import main; main(sys.argv[1:])"
+    words = ["rerun", str(lab.exp_dir), "runner.foreground=true"]
+    result = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=lab.root,
+        env=lab.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    again = Lab(lab.root, lab.exp_dir.with_name(f"{lab.exp_dir.name}_rerun_1"))
+    assert again.state().hosts[0].script.read_text().count(f"{again.exp_dir}/logs/code/") > 3
+    losses = read_losses(lab)
+    assert [step for step, *_ in losses] == [*range(1, 11)]
+    assert read_losses(again) == losses
