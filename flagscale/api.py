@@ -68,10 +68,11 @@ def plan(config: Config, overrides: Sequence[str] = ()) -> LaunchPlan:
     Raises:
         ConfigError: the configuration is wrong; has every problem.
     """
+    from flagscale.launcher.code_snapshot import use_snapshot
     from flagscale.launcher.runners.base import runner_for_experiment
 
     with _convert_file_errors():
-        experiment = load(config, overrides, "plan")
+        experiment = use_snapshot(load(config, overrides, "plan"), create=False).experiment
         return runner_for_experiment(experiment).plan(experiment)
 
 

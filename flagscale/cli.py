@@ -268,6 +268,8 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
                 choices=documented_fields(Options)[name].metadata["choices"],
                 help=option.help,
             )
+    if action.name in PROGRAM_ACTIONS:
+        past_runs.add_code_arguments(parser)
     if action.purpose is not None:
         add_sweep_options(parser)
         # Without a default the error message of argparse would call them required.
@@ -322,6 +324,7 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     action = ACTIONS[options.command]
     positional_words = [*filter(None, (getattr(options, "config", None),))]
     positional_words += [*getattr(options, "overrides", ())]
+    key_overrides: list[str] = getattr(options, "key_options", None) or []
     if action.name == "run" and not options.program:
         call = read_run_form(options)
         if call is not None:
@@ -341,7 +344,8 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
         return call_function(action.function, Options(action=action.name, **given_options))
     is_sweep = options.multirun or options.jobs is not None
     if options.program:
-        return _run_program(options, [*positional_words, *extra_words], is_sweep=is_sweep)
+        words = [*positional_words, *extra_words, *key_overrides]
+        return _run_program(options, words, is_sweep=is_sweep)
     if options.config is None and action.purpose == "find":
         from flagscale.launcher.runs import choose_run
 
@@ -351,7 +355,7 @@ def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
         raise ConfigError(text, hint=f"flagscale {action.name} -h")
     if action.name in PROGRAM_ACTIONS:
         reject_program_options(options)
-    overrides = [*options.overrides, *extra_words]
+    overrides = [*options.overrides, *extra_words, *key_overrides]
     if action.purpose == "find" and not is_sweep and not is_yaml(options.config):
         if overrides:
             raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
@@ -466,9 +470,14 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
                 raise ConfigError(
                     f"{text} is a sweep: it has a page of its own", hint="name it alone"
                 )
+            if options.json:
+                message = f"{text} is a sweep, whose table is printed by another command"
+                raise ConfigError(message, hint=f"flagscale runs {shlex.quote(texts[0])} --json")
             return command.write_sweep_report(sweep, options.output, show=options.open)
     subjects = [_find_subject(text, overrides) for text in texts]
     distinct_subjects = {tuple(s.run_id for s in subject.states): subject for subject in subjects}
+    if options.json:
+        return command.print_records(list(distinct_subjects.values()))
     return command.write_report(list(distinct_subjects.values()), options.output, show=options.open)
 
 

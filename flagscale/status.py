@@ -10,7 +10,8 @@ Events and their fields, in addition to ``time`` (Unix seconds) and ``event``:
 ==========  ===============================================================================
 started     rank, local_rank, world_size, host, pid, device: the process is up
 joined      backend, seconds: every rank has joined the process group; place: in a
-            heterogeneous job, a description of this rank's part for users
+            heterogeneous job, a description of this rank's part for users; libraries: on one
+            rank of a host, the versions of torch and of what it uses
 ready       seconds: since the join; model, data and checkpoint are loaded, training begins
 progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_seconds,
             tokens_per_second, tokens_per_second_per_gpu, tflops_per_gpu, mfu, memory_gib;

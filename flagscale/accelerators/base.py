@@ -76,6 +76,14 @@ class Accelerator:
         lines = process.stdout.split()
         return int(lines[-1]) if lines and lines[-1].isdigit() else 0
 
+    def list_products(self) -> list[str]:
+        """Return the product of each device of this machine, or the kind where it is unknown."""
+        return [self.display_name] * self.count_devices()
+
+    def driver_version(self) -> str:
+        """Return the version of the driver of this machine's devices; empty if unknown."""
+        return ""
+
     @property
     def display_name(self) -> str:
         """Display name of the kind in messages."""
@@ -130,6 +138,12 @@ class Accelerator:
         if self.plugin is not None:
             importlib.import_module(self.plugin)
         return torch.get_device_module(self.torch_type)
+
+    def library_versions(self) -> dict[str, str]:
+        """Return the versions of torch and of the libraries that it uses on such devices."""
+        import torch
+
+        return {"torch": torch.__version__}
 
     def explain_unavailable(self) -> str | None:
         """Return the reason why ranks on this machine cannot use such devices; None if they can."""

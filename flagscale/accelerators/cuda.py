@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,10 @@ _MEMORY_HISTORY_ENTRIES = 200_000
 """Number of the last allocations that are recorded; one takes about 1 KiB of host memory."""
 _DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
+_DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION = re.compile(r"(?<=\s)\d+\.\d+(\.\d+)?(?=\s)")
+_MODEL = re.compile(r"^Model:\s*(.+?)\s*$", re.MULTILINE)
+_QUERY_TIMEOUT_SECONDS = 20
 _COUNT_SCRIPT = """\
 devices=(/proc/driver/nvidia/gpus/*)
 count=${#devices[@]}
@@ -150,6 +155,21 @@ def _get_side_stream(purpose: str) -> Any:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
+def _query_nvidia_smi(field: str) -> list[str]:
+    """Return a property of each GPU; empty without ``nvidia-smi``."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_TIMEOUT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listing.stdout.splitlines()
+
+
 def _find_by_substring(table: Mapping[str, float], product: str) -> float | None:
     return next((value for name_part, value in table.items() if name_part in product), None)
 
@@ -221,11 +241,42 @@ class Cuda(Accelerator):
             return 0
         try:
             listing = subprocess.run(
-                [tool, "-L"], capture_output=True, text=True, timeout=20, check=True
+                [tool, "-L"],
+                capture_output=True,
+                text=True,
+                timeout=_QUERY_TIMEOUT_SECONDS,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return 0
         return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))
+
+    def list_products(self) -> list[str]:
+        """Return the model of each GPU, from the driver's entries in /proc or ``nvidia-smi``."""
+        texts = []
+        with suppress(OSError):
+            entries = sorted(_DRIVER_DIRECTORY.iterdir())
+            texts = [(entry / "information").read_text(encoding="utf-8") for entry in entries]
+        models = [match[1] for text in texts if (match := _MODEL.search(text))]
+        return models or _query_nvidia_smi("name")
+
+    def driver_version(self) -> str:
+        """Return the version of NVIDIA's kernel module."""
+        with suppress(OSError):
+            text = _DRIVER_VERSION_FILE.read_text(encoding="utf-8")
+            if match := _DRIVER_VERSION.search(text):
+                return match[0]
+        return next(iter(_query_nvidia_smi("driver_version")), "")
+
+    def library_versions(self) -> dict[str, str]:
+        """Return the versions of torch, CUDA and NCCL."""
+        import torch
+
+        versions = {**super().library_versions(), "cuda": str(torch.version.cuda)}
+        if torch.distributed.is_nccl_available():
+            numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            versions["nccl"] = ".".join(map(str, numbers))
+        return versions
 
     def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Copy on a side stream into pinned memory."""

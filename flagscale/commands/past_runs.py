@@ -69,6 +69,30 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "of all that is reported)",
     )
     parser.add_argument("--open", action="store_true", help="show it in a browser")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write no page; print what the runs were (code, software, hardware, data) and what "
+        "differs between them, for programs",
+    )
+
+
+def add_code_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a start that stand for keys about its code. Their overrides are collected
+    in ``key_options``.
+    """
+    for flag, help_text in (
+        ("--require-clean", "refuse to start if files of the code are changed or untracked"),
+        ("--snapshot", "run a copy of the code as it is now"),
+    ):
+        key = flag.removeprefix("--").replace("-", "_")
+        parser.add_argument(
+            flag,
+            dest="key_options",
+            action="append_const",
+            const=f"experiment.runner.{key}=true",
+            help=help_text,
+        )
 
 
 def add_rerun_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +114,7 @@ def add_rerun_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dryrun", action="store_true", help="print the plan and the scripts; start nothing"
     )
+    add_code_arguments(parser)
 
 
 def list_runs(options: argparse.Namespace, rest: list[str]) -> int:
@@ -140,14 +165,20 @@ def find_run_of_yaml(text: str, overrides: Sequence[str]) -> RunState:
 
 def rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Start a run again, and return the exit code."""
+    from flagscale.launcher.code_snapshot import continue_in_snapshot
+    from flagscale.launcher.launch_record import read_launch_record
+    from flagscale.launcher.layout import Layout
     from flagscale.launcher.rerun import find_run_to_repeat
     from flagscale.launcher.rerun import rerun as start_again
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale rerun -h")
-    overrides = [*options.overrides, *extra_words]
+    overrides = [*options.overrides, *extra_words, *(options.key_options or ())]
     if is_yaml(options.run) and not options.best:
         state = find_run_of_yaml(options.run, [])
     else:
         state = find_run_to_repeat(options.run, best=options.best)
+    record = read_launch_record(Layout(state.exp_dir), state.run_id)
+    if not any(override.endswith("snapshot=false") for override in overrides):
+        continue_in_snapshot(record, ["rerun", *options.words])
     return start_again(state, overrides, only_plan=options.dryrun)

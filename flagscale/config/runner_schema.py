@@ -329,6 +329,24 @@ class Runner:
         default=False,
         metadata=doc("FlagScale's name of `health: quick`, which it stands for if it is true."),
     )
+    require_clean: bool = field(
+        default=False,
+        metadata=doc(
+            "Whether a run is refused if Git does not know its code: if a file of this project's "
+            "or the program's checkout is changed or untracked, or the program is in no checkout. "
+            "`flagscale run --require-clean` sets it. Files that runs have written do not count."
+        ),
+    )
+    snapshot: bool = field(
+        default=False,
+        metadata=doc(
+            "Whether the ranks run a copy of the code as it was at the start, so that later edits "
+            "do not change the run or its restarts. The copy is below `<exp_dir>/logs/code`; runs "
+            "with the same code share it. It has this project, the adapted backend, and the Git "
+            "checkout (or directory) of an external program or a command, without ignored files. "
+            "`flagscale run --snapshot` sets it; `flagscale rerun` starts from it."
+        ),
+    )
     per_node_task: bool = field(
         default=False,
         metadata=doc(

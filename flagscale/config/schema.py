@@ -105,6 +105,8 @@ class Task:
     packages: tuple[Path, ...] = ()
     """Directories with packages of an external program's checkout. Its `flagscale` and `megatron`
     are imported from there, not from this project."""
+    is_copied: bool = False
+    """True if ``entrypoint`` is in a copy of the code, which has the same path on every host."""
 
     @property
     def is_command(self) -> bool:

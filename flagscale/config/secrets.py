@@ -185,12 +185,18 @@ def hide_passwords(text: str) -> str:
     values of secret names in the query of a URL or in pairs ``name=value``, as in
     ``https://host/data?sig=…`` and ``AccountName=me;AccountKey=…``.
     """
+    return _NAME_VALUE_PAIR.sub(_hide_parameter_value, hide_url_passwords(text))
+
+
+def hide_url_passwords(text: str) -> str:
+    """Return a text with the passwords and secret parameters of its URLs, and the values of
+    ``Authorization:`` headers, hidden.
+    """
     hidden = _URL_PASSWORD.sub(rf"\g<user>{HIDDEN}@", text)
     hidden = _AUTHORIZATION_HEADER.sub(rf"\g<upto>{HIDDEN}", hidden)
-    hidden = _URL_QUERY.sub(
+    return _URL_QUERY.sub(
         lambda query: _QUERY_PARAMETER.sub(_hide_parameter_value, query[0]), hidden
     )
-    return _NAME_VALUE_PAIR.sub(_hide_parameter_value, hidden)
 
 
 def _hide_parameter_value(parameter: re.Match[str]) -> str:

@@ -69,11 +69,19 @@ class EnvironmentScan:
             if not directory or not self.depend_on(directory) or not os.path.isdir(directory):
                 continue
             for name in os.listdir(directory):
-                stem, ending = os.path.splitext(name)
-                package, _, version = stem.partition("-")
-                package = package.lower().replace(".", "_")
-                if ending in (".dist-info", ".egg-info") and package in PACKAGES:
-                    self.packages.setdefault(package, version.split("-py")[0])
+                package, version = parse_metadata_name(name)
+                if package in PACKAGES:
+                    self.packages.setdefault(package, version)
+
+
+def parse_metadata_name(name: str) -> tuple[str, str]:
+    """Return package and version of a metadata directory, such as ``torch-2.9.0.dist-info``; empty
+    texts for other names."""
+    stem, ending = os.path.splitext(name)
+    package, _, version = stem.partition("-")
+    if ending not in (".dist-info", ".egg-info"):
+        return "", ""
+    return package.lower().replace(".", "_").replace("-", "_"), version.split("-py")[0]
 
 
 def stat_text(status: os.stat_result) -> str:

@@ -21,7 +21,9 @@ from flagscale.errors import RunStateError
 from flagscale.hosts.kernel import handle_hangup
 from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
-from flagscale.launcher.launch_record import make_launch_record
+from flagscale.launcher.code_snapshot import use_snapshot
+from flagscale.launcher.code_version import read_checkouts, require_clean
+from flagscale.launcher.launch_record import RecordedSnapshot, Rerun, make_launch_record
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
@@ -35,6 +37,7 @@ from flagscale.output_streams import (
     lossy_standard_streams,
 )
 
+NO_RERUN = Rerun()
 _LIVE_PHASES = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
 
 
@@ -42,20 +45,20 @@ def _print_note(note: str) -> None:
     print(escape_controls(f"note: {note}"), file=sys.stderr)
 
 
-def run_experiment(experiment: Experiment, options: Options, *, rerun_of: str = "") -> int:
-    """Start the run. ``rerun_of`` is the id of the run whose recorded configuration it is.
+def run_experiment(experiment: Experiment, options: Options, *, rerun: Rerun = NO_RERUN) -> int:
+    """Start the run. ``rerun`` is the run whose recorded configuration it is.
 
     In the background, return when it has reached ``runner.wait_for``. In the foreground, return the
     job's exit code after it has ended. Output that cannot be written does not end the run.
     """
     with lossy_standard_streams():
-        return _run_experiment(experiment, options, rerun_of)
+        return _run_experiment(experiment, options, rerun)
 
 
-def _run_experiment(experiment: Experiment, options: Options, rerun_of: str) -> int:
+def _run_experiment(experiment: Experiment, options: Options, rerun: Rerun) -> int:
     foreground = experiment.runner.foreground or options.action == "test"
     code = 0
-    with _submit_run(experiment, foreground=foreground, rerun_of=rerun_of) as (
+    with _submit_run(experiment, foreground=foreground, rerun=rerun) as (
         runner,
         plan,
         state,
@@ -96,14 +99,18 @@ def _submit_run(
     experiment: Experiment,
     *,
     foreground: bool = False,
-    rerun_of: str = "",
+    rerun: Rerun = NO_RERUN,
     started: Callable[[RunState], object] = lambda _state: None,
     note: Callable[[str], object] = _print_note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
     """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
     from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
-    config_texts = make_config_texts(experiment, rerun_of)
+    if experiment.runner.require_clean and rerun.record is None:
+        require_clean(experiment)
+    snapshot = use_snapshot(experiment, create=True, record=rerun.record)
+    config_texts = make_config_texts(experiment, rerun, snapshot.copies)
+    experiment = snapshot.experiment
     runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
         # A live run is no mistake in the configuration, so it is reported first.
@@ -112,7 +119,8 @@ def _submit_run(
         ready.copy_code()
         hardware_checks = ready.check_hardware()
         require_passed(hardware_checks)
-        for text in (*ready.plan.notes, *warning_lines([*ready.checks, *hardware_checks])):
+        warnings = warning_lines([*ready.checks, *hardware_checks])
+        for text in (*snapshot.notes, *ready.plan.notes, *warnings):
             note(text)
         for live_run in runs.find_elsewhere(experiment):
             note(f"run {live_run.run_id} of this configuration lives in {live_run.exp_dir}")
@@ -246,17 +254,26 @@ def run_on_existing(experiment: Experiment, options: Options) -> int:
     )
 
 
-def make_config_texts(experiment: Experiment, rerun_of: str = "") -> ConfigTexts:
-    """Return the files that are stored with a run."""
+def make_config_texts(
+    experiment: Experiment, rerun: Rerun = NO_RERUN, snapshot: RecordedSnapshot | None = None
+) -> ConfigTexts:
+    """Return the files that are stored with a run, which uses these copies of its code."""
     import yaml
 
     config = redact(restore_references(experiment.resolved))
     overrides = redact_overrides(experiment.overrides)
+    if rerun.record is not None:
+        code, changes = list(rerun.record.code), rerun.changes
+    else:
+        checkouts = read_checkouts(experiment.task, experiment.exp_dir)
+        code = [state.version for state in checkouts]
+        changes = "\n".join(filter(None, (state.format_diff() for state in checkouts)))
     return ConfigTexts(
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
-        make_launch_record(experiment, rerun_of).format(),
+        make_launch_record(experiment, code, rerun.run_id, snapshot).format(),
         yaml.safe_dump(_composed_config(experiment), sort_keys=False, allow_unicode=True),
+        changes,
     )
 
 

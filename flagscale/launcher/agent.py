@@ -35,12 +35,14 @@ from flagscale.hosts.kernel import (
     handle_hangup,
     signal_on_parent_death,
 )
+from flagscale.launcher.host_record import HostRecorder
 from flagscale.launcher.layout import (
     AGENT_FILE,
     EXIT_FILE,
     LIVENESS_FILE,
     OUTPUT_TIMES_FILE,
     HostFiles,
+    status_directory,
 )
 from flagscale.launcher.liveness import identity, secret
 from flagscale.launcher.liveness.agent_log import log_line, write_record
@@ -130,7 +132,9 @@ class Agent:
             reports_status=options.reports_status,
         )
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
-        self.member.other_children = lambda: self._notifier.pids
+        self._command = command_line.command
+        self._recorder = HostRecorder()
+        self.member.other_children = lambda: {*self._notifier.pids, *self._recorder.pids}
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
             names = [options.name] if is_single_host else options.names
@@ -172,6 +176,8 @@ class Agent:
             # final.
             self._write_summary(self._coordinator, time.monotonic())
         self.member.start_attempt(0)
+        directory = self._host.run_dir / status_directory(0)
+        self._recorder.start(directory, self._options.node_rank, self._command)
         while not self.member.is_over:
             self._run_once(wakeup)
         self._finish_communication(wakeup)
@@ -247,6 +253,7 @@ class Agent:
                 return
             self.member.attempt.on_child_exit(pid, status)
             self._notifier.record_exit(pid, status)
+            self._recorder.record_exit(pid, status)
 
     def _handle_signals(self, now: float) -> None:
         for number in self._signals.take():
@@ -414,6 +421,7 @@ class Agent:
     def _record_end(self, code: int, started: float, oom_kills: int | None) -> int:
         """Record the end of the job; no peer is connected any more that could change it."""
         self._output_times.record(time.monotonic(), final=True)
+        self._recorder.stop()
         member = self.member
         failure = member.stop_cause or member.failure
         if self._coordinator is not None and member.stop_signal is None:

@@ -12,7 +12,9 @@
           config.yaml overrides.yaml plan.json    as in scripts, but never overwritten
           composed.yaml                           the same with references between keys, for rerun
           launch.json                             time, code, working directory, YAML
+          changes.diff                            uncommitted changes of the code, without secrets
           state.json                              its last state, after a later run has started
+        code/<name>-<digest>/                     copies of code (runner.snapshot)
         host_<rank>_<host>.output                 everything that the host's script prints
         scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
@@ -22,6 +24,7 @@
           script agent.json exit.json             supervising processes, exit of the job
           liveness.json                           on host 0: attempt, hosts, first failure
           status/rank_<rank>.{jsonl,place}        events and progress of the ranks
+          status/host.jsonl                       software, devices, data of the host
           status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
           output                                  the host's output, after a later run has begun
@@ -42,6 +45,8 @@ EXIT_FILE = "exit.json"
 SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
+HOST_RECORD_FILE = "host.jsonl"
+"""File of a status directory with the software, devices and inputs of the host."""
 EARLIER_STATUS_PREFIX = "status-before-"
 """Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"
@@ -120,6 +125,7 @@ class RunFiles:
     plan = _SubPath("plan.json")
     composed = _SubPath("composed.yaml")
     launch = _SubPath("launch.json")
+    changes = _SubPath("changes.diff")
     state = _SubPath("state.json")
 
 
@@ -146,6 +152,7 @@ class Layout:
     config = _SubPath("logs/scripts/config.yaml")
     overrides = _SubPath("logs/scripts/overrides.yaml")
     runs = _SubPath("logs/runs")
+    code = _SubPath("logs/code")
     checkpoints = _SubPath("checkpoints")
     tensorboard = _SubPath("tensorboard")
     wandb = _SubPath("wandb")

@@ -19,10 +19,15 @@ from flagscale.output_streams import format_for_terminal
 
 if TYPE_CHECKING:
     from flagscale.launcher.planning.model import HostPlan
+    from flagscale.launcher.preflight.checks import Check
 
 
 def print_dry_run(experiment: Experiment, options: Options) -> int:
     """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
+    if experiment.runner.snapshot:
+        from flagscale.launcher.code_snapshot import use_snapshot
+
+        experiment = use_snapshot(experiment, create=False).experiment
     plan = runner_for_experiment(experiment).plan(experiment)
     hosts = plan.hosts if options.host is None else (_find_host(options.host, plan.hosts),)
     if options.json:
@@ -55,6 +60,8 @@ def print_checks(experiment: Experiment, options: Options) -> int:
         experiment, checking=True, fresh=True
     ) as prepared_run:
         checks = [*prepared_run.checks, *prepared_run.check_hardware()]
+    if experiment.runner.require_clean:
+        checks = [*checks, _check_clean(experiment)]
     if options.json:
         print(json.dumps([vars(check) for check in checks], indent=2, ensure_ascii=False))
         return compute_exit_code(checks)
@@ -64,6 +71,18 @@ def print_checks(experiment: Experiment, options: Options) -> int:
     for note in prepared_run.plan.notes:
         print(f"note: {note}")
     return compute_exit_code(checks)
+
+
+def _check_clean(experiment: Experiment) -> Check:
+    """Return the check that commits identify the code."""
+    from flagscale.launcher.code_version import require_clean
+    from flagscale.launcher.preflight.checks import Check
+
+    try:
+        require_clean(experiment)
+    except ConfigError as error:
+        return Check("known code", False, error.message, error.hint or "")
+    return Check("known code", True, "no file is changed or untracked")
 
 
 def print_estimate(experiment: Experiment, options: Options) -> int:

@@ -16,22 +16,20 @@ from typing import Any
 from flagscale.config.actions import Purpose
 from flagscale.config.load import load
 from flagscale.config.overrides import assigned_keys
-from flagscale.config.schema import Experiment, Options
+from flagscale.config.schema import OWN_PROGRAM, PROJECT, Experiment, Options
 from flagscale.config.secrets import HIDDEN, redact_overrides
 from flagscale.config.sweeps import EXP_DIR
 from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import read_json
 from flagscale.launcher import actions, preview, runs
-from flagscale.launcher.launch_record import (
-    LaunchRecord,
-    describe_code_changes,
-    read_code_versions,
-    read_launch_record,
-)
+from flagscale.launcher.code_snapshot import use_snapshot
+from flagscale.launcher.code_version import describe_code_changes, read_code_versions
+from flagscale.launcher.launch_record import LaunchRecord, Rerun, read_launch_record
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState
 from flagscale.launcher.sweep_runs import find_best, find_sweep
 
+_ENTRYPOINT = "experiment.task.entrypoint"
 _SUFFIX = re.compile(r"_rerun_\d+$")
 _DIRECTORY_ARGUMENTS = ("save", "load", "tensorboard_dir", "wandb_save_dir", "profile_dir")
 """Arguments that name directories of a run, to which it writes or from which it continues."""
@@ -49,6 +47,8 @@ class _RecordedConfig:
     hidden_keys: Sequence[str] = ()
     sections: Sequence[str] = ()
     """Top-level keys that are sections."""
+    has_entrypoint: bool = False
+    """True if ``experiment.task.entrypoint`` is set, for a task that is no command."""
 
 
 def find_run_to_repeat(text: str, *, best: bool) -> RunState:
@@ -100,7 +100,8 @@ def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False)
     if recorded.record is not None and Path(recorded.record.directory).is_dir():
         # Relative paths refer to it.
         os.chdir(recorded.record.directory)
-    all_overrides = [*secret_overrides, *added_overrides, *overrides]
+    program_overrides = _program_overrides(recorded, given_keys)
+    all_overrides = [*secret_overrides, *program_overrides, *added_overrides, *overrides]
     purpose: Purpose = "plan" if only_plan else "launch"
     experiment = load(recorded.file.parent, recorded.file.name, all_overrides, purpose).experiment
     config_file = recorded.file
@@ -110,13 +111,49 @@ def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False)
         experiment, config_file=config_file, overrides=(*added_overrides, *overrides)
     )
     _refuse_directories_of(state, experiment)
-    lines = list(_describe(recorded, experiment, overrides, secret_overrides))
+    repeated = _repeated_run(recorded, experiment)
+    lines = list(_describe(recorded, experiment, repeated, overrides, secret_overrides))
     if Path.cwd() != present_directory:
         lines.insert(1, f"  in:        {Path.cwd()}, to which relative paths refer")
     print("\n".join(lines), flush=True)
     if only_plan:
+        experiment = use_snapshot(experiment, create=False, record=repeated.record).experiment
+        without_snapshot = replace(experiment.runner, snapshot=False)
+        experiment = replace(experiment, runner=without_snapshot)
         return preview.print_dry_run(experiment, Options(action="dryrun"))
-    return actions.run_experiment(experiment, Options(action="run"), rerun_of=state.run_id)
+    return actions.run_experiment(experiment, Options(action="run"), rerun=repeated)
+
+
+def _repeated_run(recorded: _RecordedConfig, experiment: Experiment) -> Rerun:
+    """Return the run that is repeated: with its record, if this process runs its copy of the code
+    (:func:`.code_snapshot.continue_in_snapshot`).
+    """
+    record, state = recorded.record, recorded.state
+    if not experiment.runner.snapshot or record is None or not _is_snapshot(record):
+        return Rerun(state.run_id)
+    file = Layout(state.exp_dir).run_files(state.run_id).changes
+    changes = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return Rerun(state.run_id, record, changes)
+
+
+def _is_snapshot(record: LaunchRecord) -> bool:
+    """Return True if this process runs the copy of this project that a run has recorded."""
+    return record.snapshot is not None and Path(record.snapshot.project) == PROJECT
+
+
+def _program_overrides(recorded: _RecordedConfig, given_keys: Mapping[str, str]) -> Iterator[str]:
+    """Yield the override that names the program in the copies of the code: the recorded path is
+    that of the code itself.
+    """
+    record = recorded.record
+    if record is None or record.snapshot is None or not _is_snapshot(record):
+        return
+    if not recorded.has_entrypoint or _ENTRYPOINT in given_keys:
+        return
+    program, snapshot = OWN_PROGRAM, record.snapshot
+    if snapshot.program:
+        program = Path(snapshot.copy, Path(snapshot.program).relative_to(snapshot.origin))
+    yield f"{_ENTRYPOINT}={program}"
 
 
 def _read_recorded(state: RunState) -> _RecordedConfig:
@@ -142,6 +179,17 @@ def _read_recorded(state: RunState) -> _RecordedConfig:
         read_launch_record(layout, state.run_id),
         hidden_keys=list(_hidden_keys(config)),
         sections=[key for key, value in config.items() if isinstance(value, dict)],
+        has_entrypoint=_has_entrypoint(config),
+    )
+
+
+def _has_entrypoint(config: Mapping[Any, Any]) -> bool:
+    experiment = config.get("experiment")
+    task = experiment.get("task") if isinstance(experiment, dict) else None
+    return (
+        isinstance(task, dict)
+        and task.get("type") != "command"
+        and task.get("entrypoint") is not None
     )
 
 
@@ -216,6 +264,7 @@ def _refuse_directories_of(state: RunState, experiment: Experiment) -> None:
 def _describe(
     recorded: _RecordedConfig,
     experiment: Experiment,
+    repeated: Rerun,
     overrides: Sequence[str],
     secret_overrides: Sequence[str],
 ) -> Iterator[str]:
@@ -239,5 +288,12 @@ def _describe(
 
     if record.version != __version__:
         yield f"  differs: flagscale was {record.version}, and is {__version__}"
-    for sentence in describe_code_changes(record.code, read_code_versions(experiment.task)):
+    if repeated.record is not None:
+        yield f"  code:      the copy of then, {PROJECT}"
+        return
+    if record.snapshot is not None:
+        yield "  note: its copy of the code is not used"
+    for sentence in describe_code_changes(
+        record.code, read_code_versions(experiment.task, experiment.exp_dir)
+    ):
         yield f"  differs: {sentence}"

@@ -327,7 +327,12 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
 
 
 def save_plan(
-    plan: LaunchPlan, config: str, overrides: str, launch: str = "", composed: str = ""
+    plan: LaunchPlan,
+    config: str,
+    overrides: str,
+    launch: str = "",
+    composed: str = "",
+    changes: str = "",
 ) -> None:
     """Write plan, configuration and overrides on the launching machine.
 
@@ -341,6 +346,7 @@ def save_plan(
         overrides: Text of the overrides.
         launch: Text of the record of the start (:mod:`.launch_record`).
         composed: Text of the configuration from which the run can be started again.
+        changes: Uncommitted changes of the code as a diff.
     """
     layout = plan.layout
     run_files = layout.run_files(plan.run_id)
@@ -353,7 +359,11 @@ def save_plan(
         write_atomic(files.plan, plan_text, durable=False)
         write_atomic(files.config, config, durable=False)
         write_atomic(files.overrides, overrides, durable=False)
-    for path, text in ((run_files.launch, launch), (run_files.composed, composed)):
+    for path, text in (
+        (run_files.launch, launch),
+        (run_files.composed, composed),
+        (run_files.changes, changes),
+    ):
         if text:
             write_atomic(path, text, durable=False)
 

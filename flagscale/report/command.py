@@ -7,19 +7,24 @@ import hashlib
 import os
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.errors import ConfigError
+from flagscale.files import strict_json
 from flagscale.launcher.state import RunState
 from flagscale.launcher.sweep_runs import StoredSweep
+from flagscale.output_streams import escape_controls
 from flagscale.report.pages import write_reports
+from flagscale.report.record import Difference, find_differences
+from flagscale.report.run import RunReport
 from flagscale.report.story import collect_story
 from flagscale.report.sweep_page import write_sweep_page
 
 _MAX_NAMED_SUBJECTS = 3
 _MAX_NAME_CHARACTERS = 200
+_MAX_DIFFERENCES = 20
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,62 @@ def write_report(subjects: Sequence[Subject], output: Path | None, *, show: bool
         has_stories = any(len(subject.states) > 1 for subject in subjects)
         title = f"{len(subjects)} {'experiments' if has_stories else 'runs'}"
 
-    def write() -> None:
-        write_reports([collect_story(subject.states) for subject in subjects], path)
+    stories = [collect_story(subject.states) for subject in subjects]
+    code = _write_page(lambda: write_reports(stories, path), path, title, show=show)
+    if len(stories) > 1:
+        print("\n".join(_difference_lines(stories)), flush=True)
+    return code
 
-    return _write_page(write, path, title, show=show)
+
+def print_records(subjects: Sequence[Subject]) -> int:
+    """Print the records of these subjects and their differences as JSON."""
+    stories = [collect_story(subject.states) for subject in subjects]
+    print(strict_json(_to_json(stories), indent=2))
+    return 0
+
+
+def _to_json(stories: Sequence[RunReport]) -> dict[str, object]:
+    return {
+        "runs": [
+            {
+                "run_id": story.state.run_id,
+                "name": story.state.name,
+                "directory": str(story.state.exp_dir),
+                "started": story.state.started,
+                "state": story.snapshot.phase.value,
+                "rerun_of": story.launch.rerun_of if story.launch is not None else "",
+                **story.record.sections,
+                "changed_files": list(story.record.files),
+            }
+            for story in stories
+        ],
+        "differences": {row.key: list(row.values) for row in _list_differences(stories)},
+    }
+
+
+def _list_differences(stories: Sequence[RunReport]) -> list[Difference]:
+    """Return the entries of configuration and record that differ, as far as all have one."""
+    differences = []
+    for texts in (
+        [story.settings.options for story in stories],
+        [story.record.values for story in stories],
+    ):
+        differences += find_differences(texts) if all(texts) else []
+    return differences
+
+
+def _difference_lines(stories: Sequence[RunReport]) -> Iterator[str]:
+    for story in stories:
+        if not story.record.values:
+            yield f"note: run {story.state.run_id} has no record of its code and software"
+    differences = _list_differences(stories)
+    if not differences:
+        yield "nothing that was recorded of all differs"
+        return
+    yield "these differ:"
+    yield from (escape_controls(f"  {row}") for row in differences[:_MAX_DIFFERENCES])
+    if len(differences) > _MAX_DIFFERENCES:
+        yield f"  and {len(differences) - _MAX_DIFFERENCES} more, on the page"
 
 
 def write_sweep_report(sweep: StoredSweep, output: Path | None, *, show: bool = False) -> int:

@@ -28,6 +28,7 @@ from flagscale.report.html import (
     table,
 )
 from flagscale.report.plot import MARKS, SIGNS, render_plot
+from flagscale.report.record_part import render_records
 from flagscale.report.run import RunReport, collect_run, find_backend, list_devices, make_labels
 from flagscale.report.run_table import (
     describe_code,
@@ -116,6 +117,7 @@ def render_runs(
         _section_per_run(run_reports, names, "Hosts and layout", _hosts_part)
         if overview is None
         else "",
+        render_records(configured_runs, configured_names),
         _configuration_section(configured_runs, configured_names),
         _section_per_run(run_reports, names, "Files", _files) if overview is None else "",
     ]

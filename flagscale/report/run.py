@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flagscale.errors import FlagscaleError
 from flagscale.files import read_json
@@ -16,8 +16,12 @@ from flagscale.launcher.snapshot import HostObservation, Phase, Snapshot
 from flagscale.launcher.state import RunState, reload_state
 from flagscale.report import history, setting
 from flagscale.report.history import Attempt
+from flagscale.report.record import RunRecord, collect_record
 from flagscale.report.setting import RunSettings
 from flagscale.report.timeline import TimelineEvent, list_events
+
+CONTAINER_IMAGE = "experiment.runner.slurm.container.image"
+"""Key of the configuration that names a container's image."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class RunReport:
     registered_failures: Sequence[tuple[int, str]] = ()
     launch: LaunchRecord | None = None
     """Record of the start; None for a run of an older version."""
+    record: RunRecord = field(default_factory=RunRecord)
     runs: Sequence[RunReport] = ()
     """All runs of the directory, oldest first, if this is their story (:mod:`.story`)."""
     label: str = ""
@@ -78,17 +83,21 @@ def collect_run(state: RunState) -> RunReport:
         # With a scheduler, hosts have names after they are allocated.
         state = reload_state(state)
     attempts = history.read_attempts(state, current.events)
+    launch = read_launch_record(layout, state.run_id)
+    settings = setting.read_settings(state)
+    image = settings.options.get(CONTAINER_IMAGE, "")
     return RunReport(
         state=state,
         snapshot=replace(current, events={}),
         attempts=attempts,
-        settings=setting.read_settings(state),
+        settings=settings,
         timeline=list_events(state, current, attempts),
         collected_at=now,
         config=entry.config if entry is not None else "",
         query_error=query_error,
         registered_failures=ended.failures if ended is not None else (),
-        launch=read_launch_record(layout, state.run_id),
+        launch=launch,
+        record=collect_record(state, launch, attempts, image),
     )
 
 

@@ -16,6 +16,7 @@ from flagscale.report.story import (
     last_step,
     list_changes,
     list_code_changes,
+    list_record_changes,
 )
 
 _CODE_COLUMN = 6
@@ -69,6 +70,7 @@ def _describe_changes(previous: RunReport, run: RunReport) -> str:
         return _NOT_RECORDED if run.settings.missing_reason else ""
     changes: list[Change] = list_changes(previous, run)
     texts = [*describe_changes(changes), *list_code_changes(previous, run)]
+    texts += list_record_changes(previous, run)
     return "; ".join(texts).removeprefix("changed: ") or "nothing"
 
 

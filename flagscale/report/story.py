@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flagscale.config.schema import Options
-from flagscale.launcher.launch_record import CodeVersion
+from flagscale.launcher.code_version import CodeVersion
 from flagscale.launcher.state import RunState
+from flagscale.report.record import describe_record_changes
 from flagscale.report.run import RunReport, collect_run
 from flagscale.report.timeline import TimelineEvent
 
@@ -96,7 +97,7 @@ def _start_event(
     else:
         progress = f"it continued at step {step}"
     changes = list_changes(previous, run)
-    code_changes = list(list_code_changes(previous, run))
+    code_changes = [*list_code_changes(previous, run), *list_record_changes(previous, run)]
     text = f"run {number} was started, {run.state.run_id}: {progress}"
     return replace(
         event,
@@ -154,6 +155,11 @@ def list_code_changes(previous: RunReport, run: RunReport) -> Iterator[str]:
                 yield f"code of {name} {earlier_version} → {version}"
             else:
                 yield f"code of {name}: other uncommitted changes"
+
+
+def list_record_changes(previous: RunReport, run: RunReport) -> Iterator[str]:
+    """Yield texts about software and data that differ from those of the run before."""
+    return describe_record_changes(previous.record, run.record)
 
 
 def _by_checkout(code: Sequence[CodeVersion]) -> Mapping[str, CodeVersion]:

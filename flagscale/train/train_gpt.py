@@ -106,6 +106,7 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
         backend=default_group.backend,
         seconds=round(default_group.init_seconds, 3),
         place=layout_position,
+        libraries=device.accelerator.library_versions() if rank.local_rank == 0 else None,
     )
     join_time = time.monotonic()
     # megatron.core reads the selected device at import time.

@@ -49,6 +49,7 @@ LAYERS = {
         "comm",
         "output_streams",
         "tables",
+        "tokenizer_files",
     },
     "train": {
         *COMMON,
@@ -60,7 +61,7 @@ LAYERS = {
         "estimate",
         "comm",
     },
-    "report": {*COMMON, "config", "health", "hosts", "launcher"},
+    "report": {*COMMON, "config", "health", "hosts", "launcher", "output_streams"},
     "bench": {
         *COMMON,
         "accelerators",
@@ -105,7 +106,8 @@ LAUNCHER_LAYERS = {
     "layout": set[str](),
     "log_lines": set[str](),
     "liveness": {"layout"},
-    "agent": {"layout", "liveness", "notify"},
+    "host_record": {"layout", "liveness"},
+    "agent": {"layout", "liveness", "notify", "host_record"},
     "rank_processes": set(),
     "planning": {"layout", "liveness"},
     "state": PLANNING,

@@ -16,6 +16,7 @@ from flagscale.launcher.layout import (
     AGENT_FILE,
     EARLIER_STATUS_PREFIX,
     EXIT_FILE,
+    HOST_RECORD_FILE,
     LIVENESS_FILE,
     RANKS_DIRECTORY,
     status_directory,
@@ -65,7 +66,9 @@ def _remove_stale_files(run_dir: Path, *, keep_renamed: bool) -> None:
     """Remove the files of an earlier run of the script, except renamed reports if
     ``keep_renamed``.
     """
-    reports = list(run_dir.glob(f"{status_directory(0)}*/rank_*"))
+    directories = f"{status_directory(0)}*"
+    reports = [*run_dir.glob(f"{directories}/rank_*")]
+    reports += run_dir.glob(f"{directories}/{HOST_RECORD_FILE}")
     renamed_reports = [
         path
         for path in reports

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flagscale.config.arguments.spec.train_arguments import TrainArguments
-from flagscale.config.schema import PROJECT, Experiment, HostOverride
+from flagscale.config.schema import PROJECT, Experiment, HostOverride, Task
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.program import read_source
 
@@ -103,6 +103,11 @@ def resolve_all_settings(experiment: Experiment, hosts: Iterable[Host]) -> tuple
             resolved[key] = resolve_settings(experiment, host)
         settings_of_hosts.append(resolved[key])
     return tuple(settings_of_hosts)
+
+
+def program_path(task: Task, project: Path) -> Path:
+    """Return the path of a task's program on a host with this project in ``project``."""
+    return task.entrypoint if task.is_copied else rebase_path(task.entrypoint, project)
 
 
 def rebase_path(path: Path, project: Path) -> Path:

@@ -35,7 +35,7 @@ from flagscale.launcher.planning.model import (
     Machine,
     RunnerHandle,
 )
-from flagscale.launcher.planning.per_host import HostSettings, rebase_path, resolve_all_settings
+from flagscale.launcher.planning.per_host import HostSettings, program_path, resolve_all_settings
 from flagscale.launcher.planning.supervision import AgentRendezvous
 from flagscale.module_command import python_arguments
 
@@ -163,7 +163,7 @@ def program_arguments(
     arguments = command_line(
         args.with_added(directories.entries), external=experiment.task.external
     )
-    return (str(rebase_path(experiment.task.entrypoint, project)), *arguments)
+    return (str(program_path(experiment.task, project)), *arguments)
 
 
 def default_directories(layout: Layout, given_names: Container[str]) -> dict[str, str]:
@@ -308,5 +308,5 @@ def _command_arguments(task: Task, machine: Machine) -> tuple[str, ...]:
     if first == "-m":
         return (machine.python, first, *arguments)
     if first == str(task.entrypoint):
-        return (machine.python, str(rebase_path(task.entrypoint, machine.project)), *arguments)
+        return (machine.python, str(program_path(task, machine.project)), *arguments)
     return task.command

@@ -168,7 +168,8 @@ def _required_paths(
             return key_by_path
     if not (is_code_copied and program.is_relative_to(PROJECT / probe.CODE_ROOTS[0])):
         key = "command" if task.is_command else "entrypoint"
-        key_by_path[str(rebase_path(program, project))] = f"experiment.task.{key}"
+        path = program if task.is_copied else rebase_path(program, project)
+        key_by_path[str(path)] = f"experiment.task.{key}"
     if not (is_code_copied or external):
         key_by_path[str(project / BACKEND_DIRECTORY / "megatron" / "core")] = TRAINING_BACKEND
     return key_by_path

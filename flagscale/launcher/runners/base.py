@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 class ConfigTexts:
     """Texts of the files that are stored with a run, without secrets.
 
-    These are the resolved configuration, the overrides, the record of the start, and the
-    configuration with which the run can be started again.
+    These are the resolved configuration, the overrides, the record of the start, the configuration
+    with which the run can be started again, and the uncommitted changes of the code.
     """
 
     config: str = ""
     overrides: str = ""
     launch: str = ""
     composed: str = ""
+    changes: str = ""
 
 
 @dataclass

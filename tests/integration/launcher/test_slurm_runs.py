@@ -22,6 +22,8 @@ from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
 
 import flagscale
+from flagscale.launcher.host_record import read_host_record
+from flagscale.launcher.layout import STATUS_DIRECTORY
 from flagscale.launcher.runners.slurm import scheduler
 
 pytestmark = pytest.mark.integration
@@ -188,8 +190,14 @@ def test_container_command_with_a_fake_apptainer(
     # APPTAINER_CONTAINER is set for the ranks. Their parent, the agent, runs `python3`: the default
     # with an image, instead of the launcher's own Python.
     assert f"h01:1: {program} python3" in result.stdout.splitlines()
-    # `stop` signals the pid that the script in the container has recorded.
-    assert lab.run_action("run").returncode == 0
+    # `stop` signals the pid that the script in the container has recorded. The nodes run a copy of
+    # the code, which the container has to see.
+    result = lab.run_action("run", "experiment.runner.snapshot=true")
+    assert result.returncode == 0, result.stdout + result.stderr
+    status_directories = [host.run_dir / STATUS_DIRECTORY for host in lab.state().hosts]
+    wait_for(lambda: all(read_host_record(path)[0] for path in status_directories))
+    records = [read_host_record(path)[0] for path in status_directories]
+    assert {record and record.container for record in records} == {str(program)}
     assert lab.run_action("stop").returncode == 0
     assert {"h00: saved 0", "h01: saved 1"} <= set(lab.run_action("logs").stdout.splitlines())
     (container_check,) = (c for c in lab.run_preflight() if c.name == "container")

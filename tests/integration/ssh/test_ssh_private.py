@@ -17,6 +17,8 @@ from bed.lab import Bed
 from support.launch_lab import PROJECT, wait_for
 from support.ssh_lab import SshLab, ssh_lab
 
+from flagscale.launcher.layout import HOST_RECORD_FILE
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.bed(hosts=2, root="private", shared=[]),
@@ -45,6 +47,8 @@ def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
     # Twice: data that was fetched before is not fetched or printed again.
     lines = lab.run_action("logs", "rank=1").stdout.splitlines()
     assert [line for line in lines if "works" in line] == ["h01:1: rank 1 works"]
+    records = [host.run_dir / "status" / HOST_RECORD_FILE for host in state.hosts]
+    wait_for(lambda: lab.query() and all(b'"code"' in _read(record) for record in records))
     living = write_page(lab)
     assert "lab may have gone on since" in living
     assert living.count(">running<") == 3, "the run and both hosts"
@@ -53,6 +57,25 @@ def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
     assert lab.query()["state"] == "stopped"
     assert "s3cr3t" not in living
     assert 'role="img"' in write_page(lab), "a run that was stopped has its curves"
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def test_hosts_run_the_copy_of_the_code(lab: SshLab) -> None:
+    command = ["python", "-c", "import flagscale; print(flagscale.__file__)"]
+    task = {"type": "command", "command": command, "entrypoint": None}
+    runner = {"no_shared_fs": True, "snapshot": True, "nproc_per_node": 1}
+    lab.configure(task=task, runner=runner)
+    result = lab.run_action("test")
+    assert result.returncode == 0, result.stderr
+    assert "python is not part of the copy" in result.stderr
+    (copy,) = (lab.exp_dir / "logs" / "code").iterdir()
+    lines = {line for line in result.stdout.splitlines() if "__init__.py" in line}
+    assert lines == {f"h0{n}:{n}: {copy}/flagscale/__init__.py" for n in (0, 1)}
+    for host in lab.bed.hosts:
+        assert (host.local_path(copy) / "flagscale" / "launcher" / "agent.py").is_file()
 
 
 def test_hosts_filter_their_output(lab: SshLab) -> None:

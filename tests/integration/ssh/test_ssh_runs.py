@@ -222,3 +222,15 @@ def test_program_without_yaml_on_two_hosts(lab: SshLab) -> None:
         assert f"{host}:{rank}: {rank} 4 -m ${{x}}" in output
     assert "completed" in flagscale("query", "outputs_show")
     assert "h01:3: 3 4 -m ${x}" in flagscale("logs", "./outputs_show", "--rank", "3")
+
+
+def test_ranks_run_the_copy_of_the_program(lab: SshLab) -> None:
+    lab.configure(runner={"snapshot": True})
+    result = lab.run_action("run")
+    assert result.returncode == 0, result.stderr
+    copies = sorted(path.name for path in (lab.exp_dir / "logs" / "code").iterdir())
+    assert [name.rpartition("-")[0] for name in copies] == ["flagscale", lab.root.name]
+    for host in lab.bed.hosts:
+        assert host.find(f"/logs/code/{copies[1]}/program.py")
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flagscale.accelerators import cuda
 from flagscale.accelerators.registry import (
     choose_kind,
     explain_unusable_kind,
@@ -121,3 +122,35 @@ def test_kinds_of_packages_and_load_errors(tmp_path: Path) -> None:
     }
     assert broken_reason == broken["raises"]
     assert known_kinds == ["auto", "cpu", "cuda", *sorted([*broken, "good"])]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15\n"
+            "GCC version:  gcc version 12.3.0",
+            "535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+            "580.65.06",
+        ),
+        ("NVRM version: something else\n", ""),
+    ],
+    ids=["proprietary", "open", "unknown"],
+)
+def test_driver_and_products_of_nvidia(
+    text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = get_accelerator("cuda")
+    (tmp_path / "version").write_text(text)
+    for number in range(2):
+        (tmp_path / "gpus" / str(number)).mkdir(parents=True)
+        information = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 5\n"
+        (tmp_path / "gpus" / str(number) / "information").write_text(information)
+    monkeypatch.setattr(cuda, "_DRIVER_VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(cuda, "_DRIVER_DIRECTORY", tmp_path / "gpus")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert adapter.driver_version() == version
+    assert adapter.list_products() == ["NVIDIA H100 80GB HBM3"] * 2

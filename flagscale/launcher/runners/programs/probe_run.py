@@ -115,7 +115,7 @@ def render_probe(state: RunState, host: HostState, request: ProbeRequest) -> str
 
 def _local_sizes(host: HostState) -> Iterable[tuple[Path, int]]:
     """Yield the followed files that exist on this machine, with their sizes."""
-    for path in (host.output, *host.run_dir.glob(f"{STATUS_DIRECTORY}*/rank_*.jsonl")):
+    for path in (host.output, *host.run_dir.glob(f"{STATUS_DIRECTORY}*/*.jsonl")):
         try:
             yield path, path.stat().st_size
         except FileNotFoundError:

@@ -72,7 +72,7 @@ send_files() {
         count=$((size - offset))
         if ((count > max_bytes)); then count=$max_bytes; report more yes; fi
         send_chunk "$path" "$offset" "$count"
-    done < <(list_sizes "${followed_files[@]}" "$run_dir/$status"*/rank_*.jsonl)
+    done < <(list_sizes "${followed_files[@]}" "$run_dir/$status"*/*.jsonl)
     while read -r size path; do
         send_chunk "$path" 0 "$size"
     done < <(list_sizes "$run_dir"/*.json "$run_dir/$status"*/rank_*.place)
