@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flagscale.accelerators.counters import DeviceCounters
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +74,13 @@ class Accelerator:
             return 0
         lines = process.stdout.split()
         return int(lines[-1]) if lines and lines[-1].isdigit() else 0
+
+    def read_counters(self) -> Sequence[DeviceCounters]:
+        """Return the counters of this host's devices (use, memory, power); empty if they are not
+        available. The agents of a run serve them with the metrics of the run
+        (``experiment.runner.metrics_port``).
+        """
+        return ()
 
     @property
     def display_name(self) -> str:
