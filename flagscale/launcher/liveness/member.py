@@ -24,7 +24,7 @@ from flagscale.launcher.liveness.diagnosis import (
 )
 from flagscale.launcher.liveness.messages import HostMessage, HostProgress, HostStatus, Order
 from flagscale.launcher.liveness.rank_exits import RankExits
-from flagscale.launcher.liveness.watch import RankWatch, StackDump, file_size
+from flagscale.launcher.liveness.watch import RankWatch, RecordPoll, StackDump, file_size
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 REFRESH_SECONDS = 0.25
@@ -56,6 +56,9 @@ class Member:
         self.other_children: Callable[[], Collection[int]] | None = None
         """Returns the pids of children of this process that are no part of the run; if None, those
         that it has when an attempt starts."""
+        self._reports_status = reports_status
+        self.hang_detection_timeout = 0.0
+        """Seconds after which an operation that has not ended is overdue; 0: never."""
         self._min_run_seconds = MIN_RUN_SECONDS if reports_status else 0.0
         self.attempt = Attempt(run_id, grace_seconds)
         self.stop_signal: int | None = None
@@ -75,6 +78,7 @@ class Member:
         self._earlier_starts = earlier_starts
         self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
+        self._record_poll = self._create_poll()
         self._rank_exits = RankExits(host, self.attempt, self._watch.directory)
         self._last_refresh_at = 0.0
         self._oom_kills_at_start: int | None = None
@@ -93,6 +97,7 @@ class Member:
         self.attempt = Attempt(self._run_id, self._grace_seconds, self.other_children)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
+        self._record_poll = self._create_poll()
         self._rank_exits = RankExits(self.host, self.attempt, directory)
         self._oom_kills_at_start = count_oom_kills()
         self._output_start = file_size(self.host.output)
@@ -111,6 +116,20 @@ class Member:
             log_line(f"cannot start {self._command[0]}: {error.strerror}")
             self.attempt.exit_code, self.attempt.stage = 127, Stage.OVER
             self.attempt.end_time = time.time()
+
+    def _poll_records(self, now: float) -> None:
+        was_overdue = self._record_poll.overdue_since is not None
+        self._record_poll.tick(now)
+        if was_overdue is not (self._record_poll.overdue_since is not None):
+            self.outgoing.append(self.heartbeat())
+
+    def _create_poll(self) -> RecordPoll:
+        return RecordPoll(
+            self.host,
+            self._watch,
+            self.hang_detection_timeout,
+            reports_status=self._reports_status,
+        )
 
     @property
     def is_over(self) -> bool:
@@ -134,6 +153,8 @@ class Member:
                 self._watch.refresh()
                 self._rank_exits.refresh(now)
                 self._send_early_failure()
+            if self.attempt.stage is Stage.RUNNING and self._stack_dump is None:
+                self._poll_records(now)
         if self._stack_dump is not None and (
             self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
         ):
@@ -177,6 +198,7 @@ class Member:
             failure_report=self._failure_report,
             ended_ranks=len(self._rank_exits.ended_ranks),
             early_exits=self._rank_exits.find_early_exits(watch.finished_ranks, now),
+            overdue_since=self._record_poll.overdue_since,
         )
 
     @property
@@ -260,7 +282,12 @@ class Member:
             case messages.DumpStacks() if order.attempt == self.attempt_number:
                 if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
                     self._stack_dump_at = now
-                    self._stack_dump = StackDump(self.host, self._watch, self.attempt.find_ranks())
+                    self._stack_dump = StackDump(
+                        self.host,
+                        self._watch,
+                        self.attempt.find_ranks(),
+                        sends_signals=self._reports_status,
+                    )
 
     def stop(
         self, signal_number: int, *, send_message: bool = True, cause: Failure | None = None

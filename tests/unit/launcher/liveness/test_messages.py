@@ -111,7 +111,7 @@ def test_renamed_fields_keep_their_names_on_the_wire() -> None:
     assert record.keys() == {"kind", "host", "attempt", "sent", "position"}
     assert list(record["position"]) == [
         *("status", "joined", "nproc", "moves", "busy", "lived", "ended", "report"),
-        *("ended_ranks", "early_exits"),
+        *("ended_ranks", "early_exits", "overdue_since"),
     ]
     record = json.loads(encode(RankFailed(*HEAD, REPORT)))
     assert record.keys() == {"kind", "host", "attempt", "sent", "report"}
