@@ -28,6 +28,8 @@ RAW_PREFIX = "rank_"
 """Prefix of the files in it; ``torchfrtrace -p`` needs it."""
 RAW_REQUEST = "raw"
 """Beginning of a request for the raw entries as well."""
+FAILURE_REQUEST = "failure"
+"""Request that a rank's last digest has, which it writes without one when it fails."""
 _MAX_DIGEST_BYTES = 1 << 18
 _MAX_RANKS = 1 << 20
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from flagscale.files import make_private_directory
 from flagscale.flight_records import (
+    FAILURE_REQUEST,
     RAW_REQUEST,
     FlightRecord,
     RecordedGroup,
@@ -51,6 +52,13 @@ def start() -> bool:
     directory, rank = os.environ.get(STATUS_DIR_VARIABLE), os.environ.get("RANK", "")
     if not directory or not rank.isdigit():
         return False
+    previous_hook = sys.excepthook
+
+    def report_exception(*exception: Any) -> None:
+        record_failure()
+        previous_hook(*exception)
+
+    sys.excepthook = report_exception
     thread = threading.Thread(
         target=_answer_requests,
         args=(Path(directory), int(rank)),
@@ -59,6 +67,15 @@ def start() -> bool:
     )
     thread.start()
     return True
+
+
+def record_failure() -> None:
+    """Write this rank's last digest, because the rank fails."""
+    directory, rank = os.environ.get(STATUS_DIR_VARIABLE), os.environ.get("RANK", "")
+    with suppress(Exception):
+        if directory and _is_rank_of_process_group(int(rank)):
+            record = build_record(int(rank), FAILURE_REQUEST, read_entries(), list_groups())
+            write_digest(Path(directory), record)
 
 
 def _answer_requests(status_directory: Path, rank: int) -> None:

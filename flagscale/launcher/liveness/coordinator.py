@@ -22,7 +22,11 @@ from typing import Any
 from flagscale.files import to_plain
 from flagscale.launcher.liveness import messages
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
-from flagscale.launcher.liveness.hang import HangFinding, explain_hang
+from flagscale.launcher.liveness.hang import (
+    HangFinding,
+    explain_failed_collective,
+    explain_hang,
+)
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
@@ -114,6 +118,7 @@ class Coordinator:
         self._hang_explained = False  # what is overdue now, as far as it can be
         self._hang_report: FailureReport | None = None  # its cause, if it is known
         self._blamed_in_collective = False
+        self._mismatch = ""  # description of the ranks that disagreed about a collective
         self._hang_remark = ""
 
     @property
@@ -126,6 +131,9 @@ class Coordinator:
             if self._first_failure is not None and self._early_exit:
                 # On a line of its own: the first one is compared with the ranks' own reports.
                 reason = f"{self._first_failure.reason}\nbefore that, {self._early_exit}"
+                self._first_failure = replace(self._first_failure, reason=reason)
+            if self._first_failure is not None and self._mismatch:
+                reason = f"{self._first_failure.reason}\n{self._mismatch}"
                 self._first_failure = replace(self._first_failure, reason=reason)
         return self._stop_cause or self._first_failure
 
@@ -162,6 +170,8 @@ class Coordinator:
                 self._add_failure_report(host, message.failure_report, now)
             case messages.RankStacks():
                 host.rank_stacks = message.ranks
+            case messages.LastRecords():
+                host.last_records = message.ranks
 
     def _update_host(self, host: JobHost, progress: HostProgress, now: float) -> None:
         ended_ranks = progress.ended_ranks, progress.early_exits
@@ -482,10 +492,18 @@ class Coordinator:
         elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
         else:
+            self._explain_failed_collective()
             self._failed_starts_in_a_row = (
                 0 if self._start_succeeded else self._failed_starts_in_a_row + 1
             )
             self._restart_or_fail(now)
+
+    def _explain_failed_collective(self) -> None:
+        """Add to the failure which ranks disagreed about the collective that it happened in."""
+        ranks = [rank for host in self.hosts for rank in host.last_records]
+        if self._hang_report is None and (finding := explain_failed_collective(ranks)) is not None:
+            self._mismatch, self._first_failure_outdated = finding.describe(), True
+            self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
     def _restart_or_fail(self, now: float) -> None:
         obstacle = self._find_restart_obstacle()
@@ -523,14 +541,14 @@ class Coordinator:
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
         self._stacks_requested_at, self._last_progress_at = None, now
-        self._early_exit = self._early_exit_remark = ""
+        self._early_exit = self._early_exit_remark = self._mismatch = ""
         self._forget_hang()
         self._active_hosts = set(range(len(self.hosts)))
         for host in self.hosts:
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
-            host.overdue_since = None
+            host.overdue_since, host.last_records = None, ()
         self._send_order(messages.StartAttempt(self.attempt))
 
     def _finish_job(self, notice: Notice) -> None:

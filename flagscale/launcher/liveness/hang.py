@@ -20,7 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flagscale.flight_records import RecordedGroup, RecordedOperation, format_ranks, parse_ranks
+from flagscale.flight_records import (
+    FAILURE_REQUEST,
+    RecordedGroup,
+    RecordedOperation,
+    format_ranks,
+    parse_ranks,
+)
 from flagscale.launcher.liveness.messages import RankProgress
 from flagscale.status import BUSY_ACTIVITIES
 
@@ -99,6 +105,18 @@ def explain_hang(ranks: Sequence[RankProgress]) -> HangFinding | None:
     if edges:
         return _explain_missing(calls, edges, by_rank) or _explain_circle(edges, by_rank)
     return _explain_incomplete(calls[0], by_rank) if calls else None
+
+
+def explain_failed_collective(ranks: Sequence[RankProgress]) -> HangFinding | None:
+    """Return the ranks that disagreed about a collective in which ranks failed; None if none did.
+
+    Args:
+        ranks: Ranks with the records that they wrote when they failed.
+    """
+    by_rank = {progress.rank: progress for progress in ranks}
+    calls = sorted(_collect_collectives(by_rank), key=lambda call: call.since)
+    findings = (_explain_mismatch(call, by_rank) for call in calls)
+    return next((finding for finding in findings if finding is not None), None)
 
 
 # -- who has called what -------------------------------------------------------------------------
@@ -377,6 +395,8 @@ def describe_place(progress: RankProgress | None) -> str:
     activity = f" ({progress.doing})" if progress.doing in BUSY_ACTIVITIES else ""
     if progress.place:
         return f"it is in {progress.place}{activity}"
+    if progress.record is not None and progress.record.request == FAILURE_REQUEST:
+        return "it failed there"
     return f"it did not report its stack{activity}"
 
 

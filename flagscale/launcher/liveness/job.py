@@ -44,6 +44,9 @@ class JobHost:
     rank_stacks: tuple[RankProgress, ...] | None = None
     """Progress and stack of each rank, in reply to the last request; None until it arrives."""
 
+    last_records: tuple[RankProgress, ...] = ()
+    """Ranks that wrote their flight record when they failed."""
+
     @property
     def is_over(self) -> bool:
         return self.is_lost or self.exit_code is not None

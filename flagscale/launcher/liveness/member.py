@@ -24,7 +24,13 @@ from flagscale.launcher.liveness.diagnosis import (
 )
 from flagscale.launcher.liveness.messages import HostMessage, HostProgress, HostStatus, Order
 from flagscale.launcher.liveness.rank_exits import RankExits
-from flagscale.launcher.liveness.watch import RankWatch, RecordPoll, StackDump, file_size
+from flagscale.launcher.liveness.watch import (
+    RankWatch,
+    RecordPoll,
+    StackDump,
+    file_size,
+    read_last_records,
+)
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
 REFRESH_SECONDS = 0.25
@@ -165,6 +171,9 @@ class Member:
         if self.attempt.stage is Stage.OVER and not self._end_sent:
             self._end_sent = True
             self._failure_report = self._diagnose_end() or self._failure_report
+            last_records = read_last_records(self.host, self._watch)
+            if last_records:
+                self.outgoing.append(messages.LastRecords(*self._message_fields(), last_records))
             self.outgoing.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
 
     # -- messages --------------------------------------------------------------------------

@@ -176,6 +176,13 @@ class RankStacks(HostMessage):
 
 
 @dataclass(frozen=True)
+class LastRecords(HostMessage):
+    """Flight records that the ranks of a host wrote when they failed."""
+
+    ranks: tuple[RankProgress, ...]
+
+
+@dataclass(frozen=True)
 class StopSignalled(HostMessage):
     """Notice that a signal stops the job on this host.
 
@@ -241,6 +248,7 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     AttemptEnded: "Ended",
     RankFailed: "Reported",
     RankStacks: "Stacks",
+    LastRecords: "LastRecords",
     StopSignalled: "Stopping",
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",

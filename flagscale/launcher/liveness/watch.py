@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flagscale.flight_records import (
+    FAILURE_REQUEST,
     RAW_REQUEST,
     FlightRecord,
     RecordedOperation,
@@ -291,6 +292,26 @@ class StackDump:
             return ""
         start = text.rfind("Current thread ")
         return text[start:].rstrip()[:MAX_STACK_CHARACTERS] if start >= 0 else ""
+
+
+def read_last_records(host: HostFiles, watch: RankWatch) -> tuple[RankProgress, ...]:
+    """Return the ranks of a host that wrote their flight record when they failed."""
+    records = (read_digest(watch.directory, rank, FAILURE_REQUEST) for rank in host.ranks)
+    return tuple(
+        RankProgress(
+            host=host.name,
+            rank=record.rank,
+            step=watch.step_of(record.rank),
+            doing=watch.activity_of(record.rank),
+            stopped=False,
+            answered=True,
+            stack="",
+            log=rank_log(host, record.rank),
+            record=replace(record, stack=""),
+        )
+        for record in records
+        if record is not None
+    )
 
 
 def file_size(path: Path) -> int:
