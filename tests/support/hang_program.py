@@ -136,6 +136,7 @@ def main() -> None:
     """Run the rank."""
     kind, backend, timeout = sys.argv[1:]
     getattr(Program(backend, float(timeout)), kind)()
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -172,6 +172,7 @@ class Coordinator:
                 host.rank_stacks = message.ranks
             case messages.LastRecords():
                 host.last_records = message.ranks
+                host.finished_ranks = message.finished_ranks
 
     def _update_host(self, host: JobHost, progress: HostProgress, now: float) -> None:
         ended_ranks = progress.ended_ranks, progress.early_exits
@@ -402,9 +403,12 @@ class Coordinator:
         ]
 
     def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
-        """Return the cause of a hang, with the host of its rank also if that has ended."""
+        """Return the cause of a hang, with the host of its rank, also if that has ended."""
         finding = explain_hang(ranks)
-        if finding is None or finding.host:
+        return self._complete_host(finding) if finding is not None else None
+
+    def _complete_host(self, finding: HangFinding) -> HangFinding:
+        if finding.host:
             return finding
         rank_count, host_name = 0, self.hosts[0].name
         for host in self.hosts:
@@ -501,8 +505,11 @@ class Coordinator:
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
         ranks = [rank for host in self.hosts for rank in host.last_records]
-        if self._hang_report is None and (finding := explain_failed_collective(ranks)) is not None:
-            self._mismatch, self._first_failure_outdated = finding.describe(), True
+        finished_ranks = [rank for host in self.hosts for rank in host.finished_ranks]
+        finding = explain_failed_collective(ranks, finished_ranks)
+        if self._hang_report is None and finding is not None:
+            self._mismatch = self._complete_host(finding).describe()
+            self._first_failure_outdated = True
             self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
     def _restart_or_fail(self, now: float) -> None:
@@ -548,7 +555,7 @@ class Coordinator:
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
-            host.overdue_since, host.last_records = None, ()
+            host.overdue_since, host.last_records, host.finished_ranks = None, (), ()
         self._send_order(messages.StartAttempt(self.attempt))
 
     def _finish_job(self, notice: Notice) -> None:

@@ -16,7 +16,7 @@ import itertools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class _Call:
 
     @property
     def since(self) -> float:
-        return min(self.by_rank[rank].time for rank in self.waiting)
+        return min(self.by_rank[rank].time for rank in self.waiting or self.by_rank)
 
     def describe(self) -> str:
         return f"{self.operation.name} #{self.operation.sequence} of {describe_group(self.group)}"
@@ -107,23 +107,48 @@ def explain_hang(ranks: Sequence[RankProgress]) -> HangFinding | None:
     return _explain_incomplete(calls[0], by_rank) if calls else None
 
 
-def explain_failed_collective(ranks: Sequence[RankProgress]) -> HangFinding | None:
-    """Return the ranks that disagreed about a collective in which ranks failed; None if none did.
+def explain_failed_collective(
+    ranks: Sequence[RankProgress], finished_ranks: Collection[int] = ()
+) -> HangFinding | None:
+    """Return why ranks failed in a collective: they disagreed about it, or a rank had ended before
+    it. None if the records do not show it.
 
     Args:
         ranks: Ranks with the records that they wrote when they failed.
+        finished_ranks: Ranks that ended with exit code 0.
     """
     by_rank = {progress.rank: progress for progress in ranks}
-    calls = sorted(_collect_collectives(by_rank), key=lambda call: call.since)
-    findings = (_explain_mismatch(call, by_rank) for call in calls)
-    return next((finding for finding in findings if finding is not None), None)
+    # An operation that has failed is over; it is the last one of its rank.
+    last_operations = {
+        rank: progress.record.operations[-1]
+        for rank, progress in by_rank.items()
+        if progress.record is not None and progress.record.operations
+    }
+    calls = [
+        call
+        for call in sorted(_collect_collectives(by_rank, latest=True), key=lambda call: call.since)
+        if any(last_operations[rank] is operation for rank, operation in call.by_rank.items())
+    ]
+    for call in calls:
+        if (finding := _explain_mismatch(call, by_rank)) is not None:
+            return finding
+        ended = sorted(call.missing & {*finished_ranks} - by_rank.keys())
+        if ended:
+            failed = describe_ranks(list(call.by_rank))
+            verb = "fails" if len(call.by_rank) == 1 else "fail"
+            text = f"ended with exit code 0 and never entered {call.describe()}, in which {failed} "
+            others = f"; the same holds for {describe_ranks(ended[1:])}" if ended[1:] else ""
+            return HangFinding(ended[0], "", f"{text}{verb}{others}", in_collective=False)
+    return None
 
 
 # -- who has called what -------------------------------------------------------------------------
 
 
-def _collect_collectives(by_rank: Mapping[int, RankProgress]) -> Iterator[_Call]:
-    """Yield the first pending collective of every rank and group."""
+def _collect_collectives(
+    by_rank: Mapping[int, RankProgress], *, latest: bool = False
+) -> Iterator[_Call]:
+    """Yield the first pending collective of every rank and group, or the latest."""
     groups: dict[tuple[str, str, str], RecordedGroup] = {}
     operations: dict[tuple[str, str, str], dict[int, dict[int, RecordedOperation]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -136,19 +161,19 @@ def _collect_collectives(by_rank: Mapping[int, RankProgress]) -> Iterator[_Call]
                 operations[key][rank][operation.sequence] = operation
     for key, by_member in operations.items():
         members = parse_ranks(groups[key].ranks) or tuple(sorted(by_member))
-        latest = {rank: max(calls) for rank, calls in by_member.items()}
+        last_sequences = {rank: max(calls) for rank, calls in by_member.items()}
         first_pending = {
             min(sequence for sequence, operation in calls.items() if not operation.ended)
             for calls in by_member.values()
             if not all(operation.ended for operation in calls.values())
         }
-        for sequence in sorted(first_pending):
+        for sequence in sorted(last_sequences.values() if latest else first_pending):
             called = {
                 rank: calls[sequence] for rank, calls in by_member.items() if sequence in calls
             }
-            operation = next(o for o in called.values() if not o.ended)
+            operation = min(called.values(), key=lambda operation: operation.ended)
             call = _Call(groups[key], operation, members, called)
-            call.missing = {rank for rank in members if latest.get(rank, 0) < sequence}
+            call.missing = {rank for rank in members if last_sequences.get(rank, 0) < sequence}
             yield call
 
 

@@ -46,6 +46,8 @@ class JobHost:
 
     last_records: tuple[RankProgress, ...] = ()
     """Ranks that wrote their flight record when they failed."""
+    finished_ranks: tuple[int, ...] = ()
+    """Ranks that ended with exit code 0 in an attempt that failed here, as far as it is known."""
 
     @property
     def is_over(self) -> bool:

@@ -31,7 +31,7 @@ from flagscale.launcher.liveness.watch import (
     file_size,
     read_last_records,
 )
-from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
+from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE, read_exit_code
 
 REFRESH_SECONDS = 0.25
 # Seconds that a training program without status reports has to run so that its end is no failed
@@ -171,10 +171,18 @@ class Member:
         if self.attempt.stage is Stage.OVER and not self._end_sent:
             self._end_sent = True
             self._failure_report = self._diagnose_end() or self._failure_report
-            last_records = read_last_records(self.host, self._watch)
-            if last_records:
-                self.outgoing.append(messages.LastRecords(*self._message_fields(), last_records))
+            self._send_last_records()
             self.outgoing.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
+
+    def _send_last_records(self) -> None:
+        """Send the flight records of ranks that failed, from which their peers' failure follows."""
+        if self.attempt.exit_code:
+            directory = self._watch.directory
+            finished = [r for r in self.host.ranks if read_exit_code(directory, r) == 0]
+            records = read_last_records(self.host, self._watch)
+            self.outgoing.append(
+                messages.LastRecords(*self._message_fields(), records, tuple(finished))
+            )
 
     # -- messages --------------------------------------------------------------------------
 

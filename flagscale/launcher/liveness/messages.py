@@ -177,9 +177,13 @@ class RankStacks(HostMessage):
 
 @dataclass(frozen=True)
 class LastRecords(HostMessage):
-    """Flight records that the ranks of a host wrote when they failed."""
+    """Flight records that the ranks of a host wrote when they failed.
+
+    ``finished_ranks`` are those that ended with exit code 0, as far as that is known.
+    """
 
     ranks: tuple[RankProgress, ...]
+    finished_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

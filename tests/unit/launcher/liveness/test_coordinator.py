@@ -573,11 +573,12 @@ WORLD = RecordedGroup("0", "gloo", "default_pg", "0-1")
 
 def recorded_rank(rank: int, name: str = "", *, request: str = "raw") -> RankProgress:
     """Return a rank that waits in all_reduce #2; with ``name``, in another operation."""
-    operations = (RecordedOperation(0, 2, name or "all_reduce", "", 0, False, False, 0.0, 60.0),)
+    has_failed = request == "failure"
+    operation = RecordedOperation(0, 2, name or "all_reduce", "", 0, False, has_failed, 0.0, 60.0)
     return RankProgress(
         **{"host": f"h{rank}", "rank": rank, "step": 5, "doing": "", "stopped": False},
         **{"answered": True, "stack": "  in f", "log": Path(f"log{rank}")},
-        record=FlightRecord(rank, request, 2, (WORLD,), operations),
+        record=FlightRecord(rank, request, 2, (WORLD,), (operation,)),
     )
 
 
@@ -662,6 +663,22 @@ def test_ranks_that_failed_in_different_operations_are_named() -> None:
     job.send_failure(0, 0)
     assert job.coordinator.failure is not None
     assert job.coordinator.failure.reason == "failed"
+
+
+def test_rank_that_had_ended_before_a_failed_collective_is_named() -> None:
+    job = Job()
+    job.run(5)
+    job.send_failure(0, 0)
+    job.send(LastRecords, 0, (recorded_rank(0, request="failure"),))
+    job.send(LastRecords, 1, (), (1,))
+    job.send_end(0)
+    job.send_end(1)
+    job.run(1)
+    (remark,) = job.remarks
+    assert remark == (
+        "rank 1 (h1) ended with exit code 0 and never entered all_reduce #2 of the default group, "
+        "in which rank 0 fails"
+    )
 
 
 def test_a_restart_forgets_early_exits() -> None:
