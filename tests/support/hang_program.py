@@ -1,6 +1,6 @@
 """Program whose ranks hang in a chosen way: ``hang_program.py KIND BACKEND TIMEOUT``.
 
-Rank 2 of four is to blame, but for the kinds that say otherwise. It prints nothing.
+Rank 2 is to blame. At least three ranks are needed.
 """
 
 from __future__ import annotations

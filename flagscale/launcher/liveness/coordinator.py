@@ -52,7 +52,7 @@ MAX_BACK_OFF_SECONDS = 60.0
 # Interval at which all hosts are checked.
 CHECK_SECONDS = 0.25
 # Time for ranks to write their stacks before the slowest one is reported without them.
-STACK_TIMEOUT_SECONDS = 6.0
+STACK_TIMEOUT_SECONDS = 8.0
 # Time that ranks may take to end after the first one has ended with exit code 0.
 EARLY_EXIT_SECONDS = 10.0
 

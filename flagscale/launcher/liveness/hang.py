@@ -432,7 +432,7 @@ def describe_group(group: RecordedGroup) -> str:
         return "the default group"
     if _MEGATRON_GROUP.fullmatch(description):
         kind, _, other = description.replace("_GROUP", "").lower().partition("_with_")
-        name = kind.replace("_parallel", "-parallel").replace("_", " ")
+        name = re.sub("(_model)?_parallel", "-parallel", kind).replace("_", " ")
         return f"the {name} group{f' with {other}' if other else ''} of ranks {group.ranks}"
     known_name = description if description not in ("", "undefined") else group.name
     return (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from flagscale import files
+from flagscale.flight_records import flight_directory
 from flagscale.hosts.kernel import count_oom_kills
 from flagscale.launcher.layout import HostFiles, status_directory
 from flagscale.launcher.liveness import messages
@@ -37,7 +38,7 @@ REFRESH_SECONDS = 0.25
 # Seconds that a training program without status reports has to run so that its end is no failed
 # start.
 MIN_RUN_SECONDS = 30.0
-_STACK_TIMEOUT_SECONDS = 4.0
+_STACK_TIMEOUT_SECONDS = 6.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
 
@@ -167,6 +168,9 @@ class Member:
             self.outgoing.append(
                 messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
             )
+            if self._stack_dump.asks_for_records:
+                directory = flight_directory(self._watch.directory)
+                log_line(f"flight records of this host's ranks, for torchfrtrace: {directory}")
             self._stack_dump = None
         if self.attempt.stage is Stage.OVER and not self._end_sent:
             self._end_sent = True

@@ -39,8 +39,8 @@ STACK_SIGNAL = signal.SIGUSR2
 """Signal on which the training program writes its stacks to stderr."""
 MAX_STACK_CHARACTERS = 4000
 _QUIET_SECONDS = 0.5
-# Intervals between requests for flight records: the first one, and an eighth of the shortest
-# timeout of an operation within these limits.
+# Intervals between requests for flight records: the first one, and a part of the time after which
+# an operation is overdue, within these limits.
 _FIRST_POLL_SECONDS = 5.0
 _MIN_POLL_SECONDS = 1.0
 _MAX_POLL_SECONDS = 30.0
@@ -165,7 +165,8 @@ class RecordPoll:
         self._records |= replies
         operations = [o for record in self._records.values() for o in record.operations]
         min_timeout = min((o.timeout for o in operations if o.timeout), default=math.inf)
-        self._interval = min(max(min_timeout / 8, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
+        interval = min(min_timeout / 8, self._limit_seconds / 2, _MAX_POLL_SECONDS)
+        self._interval = max(interval, _MIN_POLL_SECONDS)
         self.overdue_since = min(
             (o.time for o in operations if not o.ended and self._is_overdue(o)), default=None
         )
@@ -233,6 +234,11 @@ class StackDump:
         if rank not in self._asked_ranks:
             return None
         return read_digest(self._watch.directory, rank, self._request)
+
+    @property
+    def asks_for_records(self) -> bool:
+        """True if ranks write their raw entries, or have written them."""
+        return bool(self._asked_ranks)
 
     def _has_all_records(self) -> bool:
         return all(

@@ -375,7 +375,7 @@ def test_malformed_ranks_are_left_out(text: str) -> None:
         pytest.param("default_pg", "the default group", id="default"),
         pytest.param(
             "TENSOR_MODEL_PARALLEL_GROUP",
-            "the tensor model-parallel group of ranks 0-3",
+            "the tensor-parallel group of ranks 0-3",
             id="megatron",
         ),
         pytest.param(
