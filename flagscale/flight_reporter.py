@@ -190,7 +190,7 @@ def build_record(
     keys: dict[tuple[str, str], int] = {}
     recorded_groups: list[RecordedGroup] = []
     operations = []
-    for entry in entries:
+    for entry in _resolve_coalesced(entries):
         backend, _, title = str(entry["profiling_name"]).partition(":")
         name, description = entry["process_group"]
         group, ranks = groups.get(name, (RecordedGroup(name, "", description, ""), ()))
@@ -209,6 +209,37 @@ def build_record(
         operations=tuple(_select_operations(operations)),
         stack=_format_main_stack(),
     )
+
+
+def _resolve_coalesced(entries: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield entries of which each has the state of its own operation.
+
+    NCCL runs coalesced operations as one, and records the state of that one only, in an entry
+    ``coalesced`` with the same numbers. For messages, this entry is left out.
+    """
+
+    def key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (
+            entry["process_group"],
+            entry["collective_seq_id"],
+            entry["p2p_seq_id"],
+            bool(entry.get("is_p2p")),
+        )
+
+    states = {
+        key(entry): {"state": entry["state"], "retired": entry.get("retired")}
+        for entry in entries
+        if _is_coalesced(entry)
+    }
+    for entry in entries:
+        if not _is_coalesced(entry):
+            yield {**entry, **states.get(key(entry), {})}
+        elif not entry.get("is_p2p"):
+            yield entry
+
+
+def _is_coalesced(entry: Mapping[str, Any]) -> bool:
+    return str(entry["profiling_name"]).endswith(":coalesced")
 
 
 def _format_main_stack() -> str:

@@ -1,6 +1,6 @@
 """Program whose ranks hang in a chosen way: ``hang_program.py KIND BACKEND TIMEOUT``.
 
-Rank 2 is to blame. At least three ranks are needed.
+Rank 2 is to blame, of two ranks the last one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-BLAMED = 2
+BLAMED = min(2, int(os.environ["WORLD_SIZE"]) - 1)
 FOREVER = 600.0
+_KERNEL_CYCLES = 1 << 40
 
 
 class Program:
@@ -26,6 +27,10 @@ class Program:
         if backend == "fsccl":
             import flagscale.comm  # noqa: F401
         duration = timedelta(seconds=timeout)
+        self.device = torch.device("cpu")
+        if backend == "nccl":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
         dist.init_process_group(backend, timeout=duration)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         everybody = range(self.world)
@@ -33,12 +38,16 @@ class Program:
             dist.new_group(everybody, timeout=duration, group_desc=name)
             for name in ("first", "DATA_PARALLEL_GROUP")
         )
-        self.tensor = torch.ones(4)
+        self.tensor = self.create_tensor(4)
         for _ in range(3):
             dist.all_reduce(self.tensor)
             dist.all_reduce(self.tensor, group=self.first)
             dist.all_reduce(self.tensor, group=self.second)
         self.is_blamed = self.rank == BLAMED
+
+    def create_tensor(self, size: int) -> torch.Tensor:
+        """Return a tensor of ones on the device of the backend."""
+        return torch.ones(size, device=self.device)
 
     def asleep(self) -> None:
         """Wait for data on one rank."""
@@ -61,18 +70,20 @@ class Program:
 
     def operation(self) -> None:
         if self.is_blamed:
-            dist.all_gather([torch.ones(4) for _ in range(self.world)], self.tensor)
+            parts = [self.create_tensor(4) for _ in range(self.world)]
+            dist.all_gather(parts, self.tensor)
         else:
             dist.all_reduce(self.tensor)
 
     def shape(self) -> None:
-        dist.all_reduce(torch.ones(5 if self.is_blamed else 4), group=self.second)
+        tensor = self.create_tensor(5 if self.is_blamed else 4)
+        dist.all_reduce(tensor, group=self.second)
 
     def order(self) -> None:
         """Begin two operations in another order than the others."""
         calls: list[Callable[[], object]] = [
             lambda: dist.all_reduce(self.tensor, async_op=True),
-            lambda: dist.broadcast(torch.ones(8), 0, async_op=True),
+            lambda: dist.broadcast(self.create_tensor(8), 0, async_op=True),
         ]
         works = [call() for call in (reversed(calls) if self.is_blamed else calls)]
         for work in works:
@@ -123,6 +134,12 @@ class Program:
             time.sleep(FOREVER)
         if self.rank == 1:
             dist.all_reduce(self.tensor, group=pair)
+        dist.all_reduce(self.tensor)
+
+    def kernel(self) -> None:
+        """Run a kernel that does not end, before a collective."""
+        if self.is_blamed:
+            torch.cuda._sleep(_KERNEL_CYCLES)  # type: ignore[no-untyped-call]
         dist.all_reduce(self.tensor)
 
     def slow(self) -> None:

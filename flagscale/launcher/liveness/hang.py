@@ -385,7 +385,13 @@ def _explain_incomplete(call: _Call, by_rank: Mapping[int, RankProgress]) -> Han
         text += f", which {finished} of {len(call.by_rank)} ranks have finished"
     elif call.operation.peer is None:
         text += f", which all {len(call.members)} ranks have entered"
-    text += ": a connection or a device fails"
+    if call.group.backend == "nccl" and not begun:
+        text += (
+            ": a connection fails, or a kernel before it does not end on one of the devices "
+            "(TORCH_NCCL_ENABLE_TIMING=1 in experiment.envs shows which)"
+        )
+    else:
+        text += ": a connection or a device fails"
     return _find(rank, by_rank, text, [other for other in waiting if other != rank])
 
 

@@ -208,6 +208,14 @@ def test_cause_is_explained(
     assert (finding.describe() if finding is not None else None) == expected
 
 
+def test_kernel_cannot_be_told_from_a_connection_without_timing() -> None:
+    group = replace(WORLD, backend="nccl")
+    finding = explain_hang([rank_progress(r, [Op(group, 2)]) for r in range(4)])
+    assert finding is not None
+    assert "which all 4 ranks have entered: a connection fails, or a kernel" in finding.reason
+    assert "TORCH_NCCL_ENABLE_TIMING=1" in finding.reason
+
+
 @pytest.mark.parametrize(
     ("fields", "place"),
     [
