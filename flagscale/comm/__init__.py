@@ -6,7 +6,7 @@ as torch is imported.
 
 from __future__ import annotations
 
-from flagscale.comm import after_torch
+from flagscale.after_torch import call_after_torch
 
 
 def _register() -> None:
@@ -16,4 +16,4 @@ def _register() -> None:
         import flagscale.comm.fsccl  # noqa: F401
 
 
-after_torch.call_after_torch(_register)
+call_after_torch(_register)

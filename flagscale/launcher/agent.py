@@ -131,6 +131,7 @@ class Agent:
             {} if no_shared_secret else secret.rank_secret_variables(key),
             reports_status=options.reports_status,
         )
+        self.member.hang_detection_timeout = options.hang_detection_timeout
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
         self._recorder = HostRecorder()

@@ -225,6 +225,8 @@ def take_snapshot(
     job_record = failures.read_job_record(state.hosts)
     if not phase.ended and job_record.get("early_exit"):
         warnings.append(str(job_record["early_exit"]))
+    if not phase.ended and job_record.get("hang"):
+        warnings.append(str(job_record["hang"]))
     return Snapshot(
         run_id=state.run_id,
         name=state.name,

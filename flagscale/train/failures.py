@@ -6,6 +6,7 @@ import sys
 import traceback
 from datetime import timedelta
 
+from flagscale import flight_reporter
 from flagscale.errors import FlagscaleError
 from flagscale.status import StatusWriter
 from flagscale.train.distributed import RankIdentity
@@ -28,6 +29,7 @@ def report_failure(error: BaseException, rank: RankIdentity, status: StatusWrite
         traceback=trace,
         explained=isinstance(error, FlagscaleError),
     )
+    flight_reporter.record_failure()
     if not _is_first_failure(rank):
         summary = str(error).partition("\n")[0]
         if not isinstance(error, FlagscaleError):

@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+from flagscale import flight_reporter
 from flagscale.status import (
     ATTEMPT_VARIABLE,
     RUN_ID_VARIABLE,
@@ -23,10 +24,11 @@ _PR_SET_PDEATHSIG = 1
 def enable_supervision() -> None:
     """Install the hooks of the launcher's agent.
 
-    SIGUSR2 dumps the stacks of all threads to stderr. Under the launcher, the process is also
-    killed when its parent (torchrun) dies.
+    SIGUSR2 dumps the stacks of all threads to stderr. Under the launcher, a thread answers requests
+    for the flight record, and the process is killed when its parent (torchrun) dies.
     """
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    flight_reporter.start()
     if os.environ.get(RUN_ID_VARIABLE):
         # Only under the launcher: a script that a user started may outlive its shell.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -18,7 +18,7 @@ from support.launch_lab import Lab
 PROJECT = Path(__file__).resolve().parents[2]
 
 # Top-level modules that any package may import.
-COMMON = {"errors", "files", "module_command", "records", "registry", "status"}
+COMMON = {"errors", "files", "flight_records", "module_command", "records", "registry", "status"}
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
     **{name: set[str]() for name in ("errors", "files", "module_command", "status")},
@@ -26,6 +26,10 @@ LAYERS = {
     "cli_errors": {"errors", "output_streams"},
     "subcommands": {"errors"},
     "records": {"errors", "files"},
+    "after_torch": set(),
+    "flight_records": {"files", "records"},
+    "flight_reporter": {"files", "flight_records", "status"},
+    "rank_hooks": {"after_torch", "flight_reporter"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
     "sinks": {"errors", "files", "registry", "status"},
@@ -36,7 +40,7 @@ LAYERS = {
     "config": {*COMMON, "accelerators", "sinks", "tokenizer_files"},
     "estimate": {*COMMON, "accelerators", "config", "tables"},
     "hosts": {*COMMON, "accelerators", "checkpoints", "cli_errors", "config"},
-    "comm": {*COMMON, "accelerators"},
+    "comm": {*COMMON, "accelerators", "after_torch"},
     "health": {*COMMON, "accelerators", "hosts"},
     "launcher": {
         *COMMON,
@@ -63,6 +67,7 @@ LAYERS = {
         "estimate",
         "comm",
         "sinks",
+        "flight_reporter",
     },
     "report": {*COMMON, "config", "health", "hosts", "launcher", "output_streams"},
     "bench": {
@@ -146,7 +151,7 @@ TORCH_PACKAGES = tuple(
     f"flagscale.{part}"
     for part in (
         *("accelerators", "train", "comm", "bench", "health.measure", "health.ranks"),
-        *("checkpoints", "checkpoint_metadata"),
+        *("checkpoints", "checkpoint_metadata", "flight_reporter"),
     )
 )
 

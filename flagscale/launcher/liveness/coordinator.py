@@ -22,12 +22,18 @@ from typing import Any
 from flagscale.files import to_plain
 from flagscale.launcher.liveness import messages
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
+from flagscale.launcher.liveness.hang import (
+    HangFinding,
+    explain_failed_collective,
+    explain_hang,
+)
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
     describe_early_exits,
     describe_mesh_position,
     explain_missing_agents,
+    explained_report,
     stalled_report,
 )
 from flagscale.launcher.liveness.messages import (
@@ -37,6 +43,7 @@ from flagscale.launcher.liveness.messages import (
     JobPhase,
     Order,
     RankExit,
+    RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
 
@@ -45,7 +52,7 @@ MAX_BACK_OFF_SECONDS = 60.0
 # Interval at which all hosts are checked.
 CHECK_SECONDS = 0.25
 # Time for ranks to write their stacks before the slowest one is reported without them.
-STACK_TIMEOUT_SECONDS = 6.0
+STACK_TIMEOUT_SECONDS = 8.0
 # Time that ranks may take to end after the first one has ended with exit code 0.
 EARLY_EXIT_SECONDS = 10.0
 
@@ -107,6 +114,12 @@ class Coordinator:
         self._failed_starts_in_a_row = 0
         self._early_exit = ""  # description of the ranks that ended early, once it is logged
         self._early_exit_remark = ""  # the same with the number of running ranks
+        self._records_requested_at: float | None = None  # because an operation is overdue
+        self._hang_explained = False  # what is overdue now, as far as it can be
+        self._hang_report: FailureReport | None = None  # its cause, if it is known
+        self._blamed_in_collective = False
+        self._mismatch = ""  # description of the ranks that disagreed about a collective
+        self._hang_remark = ""
 
     @property
     def failure(self) -> Failure | None:
@@ -118,6 +131,9 @@ class Coordinator:
             if self._first_failure is not None and self._early_exit:
                 # On a line of its own: the first one is compared with the ranks' own reports.
                 reason = f"{self._first_failure.reason}\nbefore that, {self._early_exit}"
+                self._first_failure = replace(self._first_failure, reason=reason)
+            if self._first_failure is not None and self._mismatch:
+                reason = f"{self._first_failure.reason}\n{self._mismatch}"
                 self._first_failure = replace(self._first_failure, reason=reason)
         return self._stop_cause or self._first_failure
 
@@ -154,6 +170,9 @@ class Coordinator:
                 self._add_failure_report(host, message.failure_report, now)
             case messages.RankStacks():
                 host.rank_stacks = message.ranks
+            case messages.LastRecords():
+                host.last_records = message.ranks
+                host.finished_ranks = message.finished_ranks
 
     def _update_host(self, host: JobHost, progress: HostProgress, now: float) -> None:
         ended_ranks = progress.ended_ranks, progress.early_exits
@@ -161,6 +180,7 @@ class Coordinator:
         self.summary_changed |= (host.ended_ranks, host.early_exits) != ended_ranks
         host.status, host.in_busy_activity = progress.status, progress.in_busy_activity
         host.ended_ranks, host.early_exits = ended_ranks
+        host.overdue_since = progress.overdue_since
         host.joined, host.nproc = progress.joined, progress.nproc
         if progress.progress_count != host.progress_count:
             host.progress_count = progress.progress_count
@@ -188,7 +208,17 @@ class Coordinator:
         if self._failure_reports.get(key) != converted_report:
             self._failure_reports[key] = converted_report
             self._first_failure_outdated = self.summary_changed = True
+        self._blame_hang(report)
         self._end_attempt()
+
+    def _blame_hang(self, report: FailureReport) -> None:
+        """Add the cause of a hang when another rank fails in it: its collective has timed out."""
+        cause = self._hang_report
+        if cause is None or cause in self._detected_failures:
+            return
+        is_own_failure = report.failure.rank == cause.failure.rank
+        if self._blamed_in_collective or not is_own_failure:
+            self._detected_failures.append(cause)
 
     def _add_detected_failure(self, report: FailureReport) -> None:
         """Add a failure that was detected here."""
@@ -226,6 +256,7 @@ class Coordinator:
             if self.phase is JobPhase.RUNNING:
                 self._detect_early_exit(now)
                 self._detect_stall(now)
+                self._explain_overdue(now)
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
                 self._start_attempt(now)
@@ -253,6 +284,8 @@ class Coordinator:
             self._agents_required_since = shift(self._agents_required_since)
         if self._stacks_requested_at is not None:
             self._stacks_requested_at = shift(self._stacks_requested_at)
+        if self._records_requested_at is not None:
+            self._records_requested_at = shift(self._records_requested_at)
         for host in self.hosts:
             if host.last_message_at is not None:
                 host.last_message_at = shift(host.last_message_at)
@@ -335,20 +368,84 @@ class Coordinator:
         if limit_seconds is None or now - self._last_progress_at <= limit_seconds:
             return
         if self._stacks_requested_at is None:
-            self._stacks_requested_at = now
-            for host in active_hosts:
-                host.rank_stacks = None
-            self._send_order(messages.DumpStacks(self.attempt))
-        elif all(host.rank_stacks is not None for host in active_hosts) or (
-            now - self._stacks_requested_at > STACK_TIMEOUT_SECONDS
-        ):
-            ranks = [rank for host in active_hosts for rank in host.rank_stacks or ()]
+            self._stacks_requested_at, self._records_requested_at = now, None
+            self._request_stacks()
+        elif self._have_all_stacks(now, self._stacks_requested_at):
+            ranks = self._list_ranks()
             report = stalled_report(
-                ranks, now - self._last_progress_at, active_hosts[0].name, self._output_path
+                ranks,
+                now - self._last_progress_at,
+                active_hosts[0].name,
+                self._output_path,
+                self._find_hang(ranks),
             )
             self._stacks_requested_at = None
             self.notices.append(Notice("stalled", self.attempt, report.failure))
             self._add_detected_failure(replace(report, time=now))
+
+    def _request_stacks(self) -> None:
+        for host in self.hosts:
+            host.rank_stacks = None
+        self._send_order(messages.DumpStacks(self.attempt))
+
+    def _have_all_stacks(self, now: float, requested_at: float) -> bool:
+        """Return True if all hosts have replied, or will not any more."""
+        return now - requested_at > STACK_TIMEOUT_SECONDS or all(
+            self.hosts[node_rank].rank_stacks is not None for node_rank in self._active_hosts
+        )
+
+    def _list_ranks(self) -> list[RankProgress]:
+        """Return the replies of all hosts to the last request."""
+        return [
+            rank
+            for node_rank in sorted(self._active_hosts)
+            for rank in self.hosts[node_rank].rank_stacks or ()
+        ]
+
+    def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
+        """Return the cause of a hang, with the host of its rank, also if that has ended."""
+        finding = explain_hang(ranks)
+        return self._complete_host(finding) if finding is not None else None
+
+    def _complete_host(self, finding: HangFinding) -> HangFinding:
+        if finding.host:
+            return finding
+        rank_count, host_name = 0, self.hosts[0].name
+        for host in self.hosts:
+            if rank_count <= finding.rank:
+                host_name = host.name
+            rank_count += host.nproc
+        return replace(finding, host=host_name)
+
+    def _explain_overdue(self, now: float) -> None:
+        """Explain a collective that ranks have been waiting in for long. The job continues: it may
+        be slow, and its ranks have a timeout of their own.
+        """
+        if not any(self.hosts[node_rank].overdue_since for node_rank in self._active_hosts):
+            if self._hang_remark:
+                self.notices.append(Notice("hang", self.attempt, remark="the job goes on"))
+            self._forget_hang()
+        elif self._hang_explained or self._stacks_requested_at is not None:
+            return
+        elif self._records_requested_at is None:
+            self._records_requested_at = now
+            self._request_stacks()
+        elif self._have_all_stacks(now, self._records_requested_at):
+            ranks = self._list_ranks()
+            finding = self._find_hang(ranks)
+            self._hang_explained = True
+            if finding is None:
+                return
+            report = explained_report(finding, ranks, "the others timed out", self._output_path)
+            self._hang_report = replace(report, time=now)
+            self._blamed_in_collective = finding.in_collective
+            self._hang_remark, self.summary_changed = finding.describe(), True
+            self.notices.append(Notice("hang", self.attempt, remark=self._hang_remark))
+
+    def _forget_hang(self) -> None:
+        self.summary_changed |= bool(self._hang_remark)
+        self._records_requested_at, self._hang_report = None, None
+        self._hang_explained, self._hang_remark = False, ""
 
     def _detect_late_start(self, active_hosts: Sequence[JobHost], now: float) -> None:
         """Detect a restart whose ranks do not join: at a restart no launcher waits for them and
@@ -399,10 +496,21 @@ class Coordinator:
         elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
         else:
+            self._explain_failed_collective()
             self._failed_starts_in_a_row = (
                 0 if self._start_succeeded else self._failed_starts_in_a_row + 1
             )
             self._restart_or_fail(now)
+
+    def _explain_failed_collective(self) -> None:
+        """Add to the failure which ranks disagreed about the collective that it happened in."""
+        ranks = [rank for host in self.hosts for rank in host.last_records]
+        finished_ranks = [rank for host in self.hosts for rank in host.finished_ranks]
+        finding = explain_failed_collective(ranks, finished_ranks)
+        if self._hang_report is None and finding is not None:
+            self._mismatch = self._complete_host(finding).describe()
+            self._first_failure_outdated = True
+            self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
     def _restart_or_fail(self, now: float) -> None:
         obstacle = self._find_restart_obstacle()
@@ -440,12 +548,14 @@ class Coordinator:
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
         self._stacks_requested_at, self._last_progress_at = None, now
-        self._early_exit = self._early_exit_remark = ""
+        self._early_exit = self._early_exit_remark = self._mismatch = ""
+        self._forget_hang()
         self._active_hosts = set(range(len(self.hosts)))
         for host in self.hosts:
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
+            host.overdue_since, host.last_records, host.finished_ranks = None, (), ()
         self._send_order(messages.StartAttempt(self.attempt))
 
     def _finish_job(self, notice: Notice) -> None:
@@ -461,6 +571,7 @@ class Coordinator:
             "attempts": self.policy.attempts,
             "failure": to_plain(self.failure),
             "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
+            "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
         }

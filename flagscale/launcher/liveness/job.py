@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
+from flagscale.launcher.liveness.hang import HangFinding
 from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
 
 _MAX_LISTED_RANKS = 4
@@ -19,7 +20,8 @@ _MAX_TIME = 2.0**33
 class JobHost:
     """Status of a host in this attempt; times are seconds of the coordinator's monotonic clock.
 
-    ``status`` to ``early_exits`` are copied from the host's last :class:`~.messages.HostProgress`.
+    ``status`` to ``overdue_since`` are copied from the host's last
+    :class:`~.messages.HostProgress`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class JobHost:
     in_busy_activity: bool = False
     ended_ranks: int = 0
     early_exits: tuple[RankExit, ...] = ()
+    overdue_since: float | None = None
     exit_code: int | None = None
     """Exit code of the host's part of the attempt; None while it runs."""
     is_lost: bool = False
@@ -40,6 +43,11 @@ class JobHost:
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
     rank_stacks: tuple[RankProgress, ...] | None = None
     """Progress and stack of each rank, in reply to the last request; None until it arrives."""
+
+    last_records: tuple[RankProgress, ...] = ()
+    """Ranks that wrote their flight record when they failed."""
+    finished_ranks: tuple[int, ...] = ()
+    """Ranks that ended with exit code 0 in an attempt that failed here, as far as it is known."""
 
     @property
     def is_over(self) -> bool:
@@ -105,17 +113,25 @@ def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:
 
 
 def stalled_report(
-    ranks: Sequence[RankProgress], stalled_seconds: float, host: str, output: Path
+    ranks: Sequence[RankProgress],
+    stalled_seconds: float,
+    host: str,
+    output: Path,
+    finding: HangFinding | None = None,
 ) -> FailureReport:
     """Return the report of a job without progress for ``stalled_seconds``.
 
     Args:
         host: Host to report if there are no ranks.
         output: Log to report if there are no ranks.
+        finding: Cause of the stall, if it is known.
 
     Returns:
         A report whose time the caller has to set.
     """
+    if finding is not None:
+        remark = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
+        return explained_report(finding, ranks, remark, output)
     straggler = find_straggler(ranks)
     if straggler is None:
         reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
@@ -135,6 +151,8 @@ def stalled_report(
         reason += "; its process is stopped (SIGSTOP)"
     elif not straggler.answered:
         reason += "; it did not report its stack"
+    elif straggler.place:
+        reason += f"; it is in {straggler.place}"
     failure = Failure(
         straggler.host,
         rank=straggler.rank,
@@ -142,5 +160,23 @@ def stalled_report(
         reason=reason,
         traceback=straggler.stack,
         log=straggler.log,
+    )
+    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)
+
+
+def explained_report(
+    finding: HangFinding, ranks: Sequence[RankProgress], remark: str, output: Path
+) -> FailureReport:
+    """Return the report of a hang whose cause is known from the flight records. The caller has to
+    set its time.
+    """
+    progress = next((rank for rank in ranks if rank.rank == finding.rank), None)
+    failure = Failure(
+        finding.host,
+        rank=finding.rank,
+        exit_code=None,
+        reason=f"{finding.reason} ({remark})",
+        traceback=progress.stack if progress is not None else "",
+        log=progress.log if progress is not None else output,
     )
     return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)

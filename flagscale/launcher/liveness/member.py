@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from flagscale import files
+from flagscale.flight_records import flight_directory
 from flagscale.hosts.kernel import count_oom_kills
 from flagscale.launcher.layout import HostFiles, status_directory
 from flagscale.launcher.liveness import messages
@@ -24,14 +25,20 @@ from flagscale.launcher.liveness.diagnosis import (
 )
 from flagscale.launcher.liveness.messages import HostMessage, HostProgress, HostStatus, Order
 from flagscale.launcher.liveness.rank_exits import RankExits
-from flagscale.launcher.liveness.watch import RankWatch, StackDump, file_size
-from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
+from flagscale.launcher.liveness.watch import (
+    RankWatch,
+    RecordPoll,
+    StackDump,
+    file_size,
+    read_last_records,
+)
+from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE, read_exit_code
 
 REFRESH_SECONDS = 0.25
 # Seconds that a training program without status reports has to run so that its end is no failed
 # start.
 MIN_RUN_SECONDS = 30.0
-_STACK_TIMEOUT_SECONDS = 4.0
+_STACK_TIMEOUT_SECONDS = 6.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
 
@@ -56,6 +63,9 @@ class Member:
         self.other_children: Callable[[], Collection[int]] | None = None
         """Returns the pids of children of this process that are no part of the run; if None, those
         that it has when an attempt starts."""
+        self._reports_status = reports_status
+        self.hang_detection_timeout = 0.0
+        """Seconds after which an operation that has not ended is overdue; 0: never."""
         self._min_run_seconds = MIN_RUN_SECONDS if reports_status else 0.0
         self.attempt = Attempt(run_id, grace_seconds)
         self.stop_signal: int | None = None
@@ -75,6 +85,7 @@ class Member:
         self._earlier_starts = earlier_starts
         self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
+        self._record_poll = self._create_poll()
         self._rank_exits = RankExits(host, self.attempt, self._watch.directory)
         self._last_refresh_at = 0.0
         self._oom_kills_at_start: int | None = None
@@ -93,6 +104,7 @@ class Member:
         self.attempt = Attempt(self._run_id, self._grace_seconds, self.other_children)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
+        self._record_poll = self._create_poll()
         self._rank_exits = RankExits(self.host, self.attempt, directory)
         self._oom_kills_at_start = count_oom_kills()
         self._output_start = file_size(self.host.output)
@@ -111,6 +123,20 @@ class Member:
             log_line(f"cannot start {self._command[0]}: {error.strerror}")
             self.attempt.exit_code, self.attempt.stage = 127, Stage.OVER
             self.attempt.end_time = time.time()
+
+    def _poll_records(self, now: float) -> None:
+        was_overdue = self._record_poll.overdue_since is not None
+        self._record_poll.tick(now)
+        if was_overdue is not (self._record_poll.overdue_since is not None):
+            self.outgoing.append(self.heartbeat())
+
+    def _create_poll(self) -> RecordPoll:
+        return RecordPoll(
+            self.host,
+            self._watch,
+            self.hang_detection_timeout,
+            reports_status=self._reports_status,
+        )
 
     @property
     def is_over(self) -> bool:
@@ -134,17 +160,33 @@ class Member:
                 self._watch.refresh()
                 self._rank_exits.refresh(now)
                 self._send_early_failure()
+            if self.attempt.stage is Stage.RUNNING and self._stack_dump is None:
+                self._poll_records(now)
         if self._stack_dump is not None and (
             self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
         ):
             self.outgoing.append(
                 messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
             )
+            if self._stack_dump.asks_for_records:
+                directory = flight_directory(self._watch.directory)
+                log_line(f"flight records of this host's ranks, for torchfrtrace: {directory}")
             self._stack_dump = None
         if self.attempt.stage is Stage.OVER and not self._end_sent:
             self._end_sent = True
             self._failure_report = self._diagnose_end() or self._failure_report
+            self._send_last_records()
             self.outgoing.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
+
+    def _send_last_records(self) -> None:
+        """Send the flight records of ranks that failed, from which their peers' failure follows."""
+        if self.attempt.exit_code:
+            directory = self._watch.directory
+            finished = [r for r in self.host.ranks if read_exit_code(directory, r) == 0]
+            records = read_last_records(self.host, self._watch)
+            self.outgoing.append(
+                messages.LastRecords(*self._message_fields(), records, tuple(finished))
+            )
 
     # -- messages --------------------------------------------------------------------------
 
@@ -177,6 +219,7 @@ class Member:
             failure_report=self._failure_report,
             ended_ranks=len(self._rank_exits.ended_ranks),
             early_exits=self._rank_exits.find_early_exits(watch.finished_ranks, now),
+            overdue_since=self._record_poll.overdue_since,
         )
 
     @property
@@ -260,7 +303,12 @@ class Member:
             case messages.DumpStacks() if order.attempt == self.attempt_number:
                 if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
                     self._stack_dump_at = now
-                    self._stack_dump = StackDump(self.host, self._watch, self.attempt.find_ranks())
+                    self._stack_dump = StackDump(
+                        self.host,
+                        self._watch,
+                        self.attempt.find_ranks(),
+                        sends_signals=self._reports_status,
+                    )
 
     def stop(
         self, signal_number: int, *, send_message: bool = True, cause: Failure | None = None

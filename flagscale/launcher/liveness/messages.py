@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flagscale.files import stored_as, to_plain
+from flagscale.flight_records import FlightRecord
 from flagscale.launcher.liveness.diagnosis import Failure, FailureReport
 from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 from flagscale.records import from_record
@@ -69,6 +70,8 @@ class RankProgress:
         answered: True if it wrote its stack on request.
         stack: The Python stack that it wrote; empty if it did not.
         log: The rank's log.
+        place: Place of the stack in the user's program (:func:`.hang.locate`).
+        record: Digest of its flight recorder; None if it did not answer or records nothing.
     """
 
     host: str
@@ -79,6 +82,8 @@ class RankProgress:
     answered: bool
     stack: str
     log: Path
+    place: str = ""
+    record: FlightRecord | None = None
 
     @property
     def waits(self) -> bool:
@@ -121,6 +126,9 @@ class HostProgress:
     """Number of ranks that have ended although the attempt was not being ended."""
     early_exits: tuple[RankExit, ...] = ()
     """First of them that ended with exit code 0 and did not report the end of their work."""
+    overdue_since: float | None = None
+    """Unix seconds at which a rank called an operation that should have ended; None if no rank
+    waits for so long."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,17 @@ class RankStacks(HostMessage):
     """Reply to :class:`DumpStacks`."""
 
     ranks: tuple[RankProgress, ...]
+
+
+@dataclass(frozen=True)
+class LastRecords(HostMessage):
+    """Flight records that the ranks of a host wrote when they failed.
+
+    ``finished_ranks`` are those that ended with exit code 0, as far as that is known.
+    """
+
+    ranks: tuple[RankProgress, ...]
+    finished_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,6 +252,7 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     AttemptEnded: "Ended",
     RankFailed: "Reported",
     RankStacks: "Stacks",
+    LastRecords: "LastRecords",
     StopSignalled: "Stopping",
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",

@@ -39,6 +39,8 @@ from flagscale.launcher.planning.per_host import HostSettings, program_path, res
 from flagscale.launcher.planning.supervision import AgentRendezvous
 from flagscale.module_command import python_arguments
 
+HOOK_DIRECTORY = "flagscale/rank_hooks"
+"""Directory in the project for PYTHONPATH of programs other than ours."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -222,7 +224,12 @@ class _HostPlanner:
                 *environment,
                 *supervision.agent_environment(runner, assignment, self.rendezvous),
             ),
-            python_path=(*map(str, packages), str(backend), str(machine.project)),
+            python_path=(
+                *map(str, packages),
+                str(backend),
+                *self._hook_directories(machine.project),
+                str(machine.project),
+            ),
             workdir=machine.workdir or machine.project,
             python=machine.python,
             agent=supervision.agent_options(
@@ -248,6 +255,11 @@ class _HostPlanner:
             origins=settings.origins,
             unprobed=machine.cpus is None,
         )
+
+    def _hook_directories(self, project: Path) -> tuple[str, ...]:
+        """Return the directory whose ``sitecustomize`` makes other programs answer the agents."""
+        task = self.experiment.task
+        return (str(project / HOOK_DIRECTORY),) if task.is_command or task.external else ()
 
     def _program_arguments(
         self, settings: HostSettings, layout: Layout, project: Path

@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=8
 export TORCHDYNAMO_DISABLE=1
 
 # The program's own packages, the adapted training backend, this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale/flagscale/rank_hooks:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
 
 # Supervisor, launcher of the ranks, command.
 agent=(

@@ -18,7 +18,7 @@ export NCCL_DEBUG=INFO
 : "${WANDB_API_KEY:?is a secret: export it, then run this script}"
 
 # The program's own packages, the adapted training backend, this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale/flagscale/rank_hooks:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
 
 # Supervisor, launcher of the ranks, training program.
 agent=(

@@ -23,7 +23,7 @@ line 2
 export host_x='none of the script'"'"'s'
 
 # The program's own packages, the adapted training backend, this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale:/own"${host__PYTHONPATH:+:$host__PYTHONPATH}":/last
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale/flagscale/rank_hooks:/opt/flagscale:/own"${host__PYTHONPATH:+:$host__PYTHONPATH}":/last
 
 # Supervisor, launcher of the ranks, training program.
 agent=(

@@ -32,7 +32,7 @@ export TORCHDYNAMO_DISABLE=1
 export FLAGSCALE_NOTIFY_COMMAND='mail -s '"'"'it'"'"''"'"'s over'"'"' $USER'
 
 # The program's own packages, the adapted training backend, this project.
-export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH=/opt/flagscale/third_party/Megatron-LM:/opt/flagscale/flagscale/rank_hooks:/opt/flagscale"${PYTHONPATH:+:$PYTHONPATH}"
 
 # Supervisor, launcher of the ranks, training program.
 agent=(

@@ -46,6 +46,7 @@ EXCEPTIONS = {
     "cp -r examples/llama3/conf my_conf": "the result is the test's directory",
     "flagscale comm bench all_reduce --compare gloo,mylib": "a backend of the reader's",
     "kubectl create secret": "it needs a cluster",
+    "torchfrtrace outputs/": "a program of torch, for the records of a hang",
     "torchrun --nproc-per-node 2 train.py": "a program of the reader's",
     "python examples/qwen3/": "run by tests/integration/launcher/test_finetuning_example.py",
     "python run.py --config-path ./examples/qwen3/conf": "run by the same test",

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
@@ -28,6 +29,7 @@ from flagscale.launcher.liveness.messages import (
     HostStatus,
     JobPhase,
     KeepAlive,
+    LastRecords,
     Order,
     RankExit,
     RankFailed,
@@ -103,7 +105,7 @@ class Job:
         self.orders += [o for o in self.coordinator.orders if not isinstance(o[1], KeepAlive)]
         self.coordinator.orders.clear()
         notices = self.coordinator.notices
-        self.notified_events += [n.event for n in notices if n.event != "early-exit"]
+        self.notified_events += [n.event for n in notices if n.event not in ("early-exit", "hang")]
         self.remarks += [notice.remark for notice in notices if notice.remark]
         self.coordinator.notices.clear()
 
@@ -564,6 +566,119 @@ def test_exits_after_a_failure_do_not_explain_it() -> None:
     job.send_failure(2, 2, FailureKind.PROCESS_KILLED)
     assert job.coordinator.failure is not None
     assert (job.remarks, job.coordinator.failure.reason) == ([], "failed")
+
+
+WORLD = RecordedGroup("0", "gloo", "default_pg", "0-1")
+
+
+def recorded_rank(rank: int, name: str = "", *, request: str = "raw") -> RankProgress:
+    """Return a rank that waits in all_reduce #2; with ``name``, in another operation."""
+    has_failed = request == "failure"
+    operation = RecordedOperation(0, 2, name or "all_reduce", "", 0, False, has_failed, 0.0, 60.0)
+    return RankProgress(
+        **{"host": f"h{rank}", "rank": rank, "step": 5, "doing": "", "stopped": False},
+        **{"answered": True, "stack": "  in f", "log": Path(f"log{rank}")},
+        record=FlightRecord(rank, request, 2, (WORLD,), (operation,)),
+    )
+
+
+def overdue_job(**policy: Any) -> Job:
+    """Return a job whose rank 0 waits in a collective that rank 1 has not entered."""
+    job = Job(**policy)
+    job.run(5)
+    job.fields[0]["overdue_since"] = 3.0
+    job.run(2)
+    assert job.order_types() == [DumpStacks]
+    job.send(RankStacks, 0, (recorded_rank(0),))
+    job.send(RankStacks, 1, (replace(recorded_rank(1), record=None),))
+    job.run(2)
+    return job
+
+
+OVERDUE = "rank 1 (h1) never entered all_reduce #2 of the default group; rank 0 waits in it since "
+
+
+def test_overdue_collective_is_explained_once_and_the_job_goes_on() -> None:
+    job = overdue_job()
+    (remark,) = job.remarks
+    assert remark.startswith(OVERDUE)
+    assert job.coordinator.summary()["hang"] == remark
+    job.run(60)
+    assert (job.order_types(), job.remarks) == ([DumpStacks], [remark])
+    job.fields[0]["overdue_since"] = None
+    job.run(1)
+    assert (job.coordinator.summary()["hang"], job.remarks[1:]) == ("", ["the job goes on"])
+    job.send_failure(0, 0)
+    assert job.first_failed_rank == ("h0", 0)
+
+
+@pytest.mark.parametrize(
+    ("failed_rank", "first_failed_rank"),
+    [pytest.param(0, 1, id="waiting"), pytest.param(1, 1, id="blamed")],
+)
+def test_rank_that_fails_in_a_hang_is_not_the_cause(
+    failed_rank: int, first_failed_rank: int
+) -> None:
+    job = overdue_job()
+    job.run(20)
+    job.send_failure(failed_rank, failed_rank)
+    assert job.first_failed_rank == (f"h{first_failed_rank}", first_failed_rank)
+    assert job.coordinator.failure is not None
+    is_cause = f"rank 1 (h1) {job.coordinator.failure.reason}".startswith(OVERDUE)
+    # The rank that the others wait for fails for a reason of its own.
+    assert is_cause is (failed_rank == 0)
+
+
+def test_stall_is_explained_from_the_records() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(53)
+    assert job.order_types() == [DumpStacks]
+    job.send(RankStacks, 0, (recorded_rank(0),))
+    job.send(RankStacks, 1, ())  # its only rank has ended
+    job.run(1)
+    assert job.order_types() == [DumpStacks, EndAttempt]
+    assert job.coordinator.failure is not None
+    assert job.first_failed_rank == ("h1", 1)
+    assert job.coordinator.failure.reason.startswith("never entered all_reduce #2")
+    assert "(stalled: no rank has made progress for 5" in job.coordinator.failure.reason
+
+
+def test_ranks_that_failed_in_different_operations_are_named() -> None:
+    job = Job(max_restarts=1)
+    job.run(5)
+    for rank, name in enumerate(("all_reduce", "broadcast")):
+        job.send_failure(rank, rank)
+        job.send(LastRecords, rank, (recorded_rank(rank, name, request="failure"),))
+        job.send_end(rank)
+    job.run(1)
+    remark = (
+        "rank 1 (h1) called broadcast as #2 of the default group, where rank 0 called all_reduce"
+    )
+    assert [text.partition(", since")[0] for text in job.remarks] == [remark]
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.reason.splitlines()[1].startswith(remark)
+    job.run(10)
+    job.send_failure(0, 0)
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.reason == "failed"
+
+
+def test_rank_that_had_ended_before_a_failed_collective_is_named() -> None:
+    job = Job()
+    job.run(5)
+    job.send_failure(0, 0)
+    job.send(LastRecords, 0, (recorded_rank(0, request="failure"),))
+    job.send(LastRecords, 1, (), (1,))
+    job.send_end(0)
+    job.send_end(1)
+    job.run(1)
+    (remark,) = job.remarks
+    assert remark == (
+        "rank 1 (h1) ended with exit code 0 and never entered all_reduce #2 of the default group, "
+        "in which rank 0 fails"
+    )
 
 
 def test_a_restart_forgets_early_exits() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     MAX_MESSAGE_BYTES,
@@ -25,6 +26,7 @@ from flagscale.launcher.liveness.messages import (
     HostProgress,
     HostStatus,
     KeepAlive,
+    LastRecords,
     Order,
     RankExit,
     RankFailed,
@@ -53,6 +55,20 @@ PROGRESS = HostProgress(
     early_exits=(RankExit(3, 1234.5),),
 )
 HEAD = (3, 0, 1234.5)
+RANK_FIELDS: dict[str, Any] = {
+    **{"host": "h", "rank": 0, "step": None, "doing": "", "stopped": True, "answered": False},
+    **{"stack": "", "log": Path("l")},
+}
+RECORD = FlightRecord(
+    rank=0,
+    request="raw-1",
+    count=7,
+    groups=(RecordedGroup("0", "gloo", "default_pg", "0-3"),),
+    operations=(
+        RecordedOperation(0, 1, "all_reduce", "[4] Float", 4, False, True, 1.5, 600.0),
+        RecordedOperation(0, 1, "send", "[] Float", 1, True, False, 1.5, 0.0, peer=3, sends=True),
+    ),
+)
 FROM_HOST = (
     Hello(*HEAD, replace(PROGRESS, exit_code=1, failure_report=REPORT)),
     Heartbeat(*HEAD, PROGRESS),
@@ -60,21 +76,10 @@ FROM_HOST = (
     RankFailed(*HEAD, REPORT),
     RankStacks(
         *HEAD,
-        (
-            RankProgress(
-                host="h",
-                rank=0,
-                step=None,
-                doing="",
-                stopped=True,
-                answered=False,
-                stack="",
-                log=Path("l"),
-            ),
-        )
-        * 2,
+        (RankProgress(**RANK_FIELDS),) * 2,
     ),
     RankStacks(*HEAD, ()),
+    LastRecords(*HEAD, (RankProgress(**RANK_FIELDS, place="`f` at x.py:1", record=RECORD),)),
     StopSignalled(*HEAD, 15, None),
     StopSignalled(*HEAD, 2, FAILURE),
 )
@@ -111,7 +116,7 @@ def test_renamed_fields_keep_their_names_on_the_wire() -> None:
     assert record.keys() == {"kind", "host", "attempt", "sent", "position"}
     assert list(record["position"]) == [
         *("status", "joined", "nproc", "moves", "busy", "lived", "ended", "report"),
-        *("ended_ranks", "early_exits"),
+        *("ended_ranks", "early_exits", "overdue_since"),
     ]
     record = json.loads(encode(RankFailed(*HEAD, REPORT)))
     assert record.keys() == {"kind", "host", "attempt", "sent", "report"}

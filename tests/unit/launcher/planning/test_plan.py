@@ -372,8 +372,11 @@ def test_impossible_variables(make_plan: MakePlan, name: str, value: str, messag
 def test_python_path_puts_the_adapted_backend_first(make_plan: MakePlan) -> None:
     host = make_plan(envs=Environments({"PYTHONPATH": "/mine"})).hosts[0]
     backend = "/opt/flagscale/third_party/Megatron-LM"
-    assert host.python_path == (backend, "/opt/flagscale")
+    hooks = "/opt/flagscale/flagscale/rank_hooks"
+    assert host.python_path == (backend, hooks, "/opt/flagscale")
     assert values(host)["PYTHONPATH"] == "/mine"
+    own_program = make_plan(task=Task()).hosts[0]
+    assert own_program.python_path == (backend, "/opt/flagscale")
 
 
 def test_a_foreign_programs_packages_come_before_the_backend(make_plan: MakePlan) -> None:

@@ -66,7 +66,7 @@ def test_comm_is_imported_without_torch() -> None:
 def test_errors_of_the_callback_do_not_affect_torch() -> None:
     program = (
         "import warnings\n"
-        "from flagscale.comm import after_torch\n"
+        "from flagscale import after_torch\n"
         "after_torch.call_after_torch(lambda: 1 / 0)\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"

@@ -1,0 +1,1 @@
+"""Directory that the launcher puts on the path of other programs' ranks, for ``sitecustomize``."""
