@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -36,6 +37,7 @@ from flagscale.train.checkpoint.collective_errors import (
     raise_on_all_ranks,
     run_on_rank_0,
 )
+from flagscale.train.checkpoint.optimizer_state import ParameterStates, remove_parameter_states
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import (
     insert_groups,
@@ -57,6 +59,8 @@ _READ_ERRORS = (
     UnpicklingError,
     ValueError,
 )
+
+_PARAMETER_STATES_KEY = "parameter_states"
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,17 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     selected_parts = parts_to_load(manifest, vars(args), dist.get_world_size(), vocabulary_range)
     if selected_parts.kept_schedule:
         set_hyperparameters(state.scheduler, state.optimizer, selected_parts.kept_schedule)
-    loaded_state = _read_shards(args, checkpoint, state, selected_parts, manifest)
+    loaded_state, parameter_states = _read_shards(args, checkpoint, state, selected_parts, manifest)
     error = None
     try:
         _apply_state(loaded_state, state, selected_parts)
     except (RuntimeError, KeyError, ValueError) as problem:
         error = f"{checkpoint.path} does not fit this run: {describe_error(problem)}"
+    raise_on_all_ranks(error)
+    try:
+        parameter_states.load(partial(_read_parameter_states, args, str(checkpoint.path)))
+    except _READ_ERRORS as problem:
+        error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
     raise_on_all_ranks(error)
     return LoadReport(
         checkpoint.path, checkpoint.iteration, selected_parts.notes, checkpoint.skipped
@@ -173,11 +182,16 @@ def _read_shards(
     state: TrainState,
     selected_parts: PartsToLoad,
     manifest: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Read this rank's shards of the selected parts of a checkpoint."""
+) -> tuple[dict[str, Any], ParameterStates]:
+    """Read this rank's shards of the selected parts of a checkpoint.
+
+    Returns:
+        What was read, and the states of a distributed optimizer that remain to be read.
+    """
     path = str(checkpoint.path)
     error = None
     loaded: dict[str, Any] = {}
+    parameter_states = ParameterStates()
     try:
         metadata = (
             dist_checkpointing.load_content_metadata(path) or sharded_state.sharding_metadata()
@@ -190,17 +204,40 @@ def _read_shards(
                 state, model_state_dict, metadata, is_loading=True
             )
             remove_groups(sharded_state_dict["optimizer"], manifest["schedule"])
+            parameter_states = remove_parameter_states(
+                state.optimizer, sharded_state_dict["optimizer"]
+            )
         if selected_parts.rng:
             sharded_state_dict.update(sharded_state.build_rng_state())
-        strategy = get_default_load_sharded_strategy(path)
-        if args.ckpt_fully_parallel_load:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-        loaded = dist_checkpointing.load(sharded_state_dict, path, strategy)
+        loaded = dist_checkpointing.load(sharded_state_dict, path, _load_strategy(args, path))
     except _READ_ERRORS as problem:
         error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
     raise_on_all_ranks(error)
-    return loaded
+    return loaded, parameter_states
+
+
+def _load_strategy(args: argparse.Namespace, path: str) -> Any:
+    """Return megatron.core's way to read a checkpoint."""
+    strategy = get_default_load_sharded_strategy(path)
+    if args.ckpt_fully_parallel_load:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+    return strategy
+
+
+def _read_parameter_states(
+    args: argparse.Namespace, path: str, sharded_states: dict[Any, Any]
+) -> dict[Any, Any]:
+    """Read the states of some parameters of a distributed optimizer."""
+    # No rank need read a whole tensor, which megatron.core's validation would require.
+    loaded: dict[Any, Any] = dist_checkpointing.load(
+        {_PARAMETER_STATES_KEY: sharded_states},
+        path,
+        _load_strategy(args, path),
+        validate_access_integrity=False,
+    )
+    states: dict[Any, Any] = loaded.get(_PARAMETER_STATES_KEY, {})
+    return states
 
 
 def _apply_state(

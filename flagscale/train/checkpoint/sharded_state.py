@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from flagscale.accelerators.device import current_device
 from flagscale.config.arguments.layout import vocabulary_parts
 from flagscale.config.arguments.rules.resuming import describe_arguments
-from flagscale.train.checkpoint.bucket_padding import keep_bucket_padding
 from flagscale.train.checkpoint.content_metadata import METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.embedding_sharding import shard_embedding_rows
+from flagscale.train.checkpoint.optimizer_state import split_by_owner
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import describe_schedule
 from flagscale.train.state import TrainState
@@ -87,12 +86,14 @@ def build_optimizer_state_dict(
         state: the training state.
         model_state_dict: result of :func:`build_model_state_dict`.
         metadata: result of :func:`add_data_parallel_group`.
-        is_loading: the result is to be filled from a checkpoint instead of being saved.
+        is_loading: the result is to be filled from a checkpoint instead of being saved. Tensors of
+            a distributed optimizer then have no memory: see
+            :func:`.optimizer_state.remove_parameter_states`.
     """
     model_weights = model_state_dict["model"] if len(model_state_dict) == 1 else model_state_dict
     if not is_loading:
         _initialize_moments(state.optimizer)
-    with nullcontext() if is_loading else keep_bucket_padding(state.optimizer):
+    with split_by_owner(state.optimizer):
         sharded_state_dict: dict[str, Any] = state.optimizer.sharded_state_dict(
             model_weights, is_loading=is_loading, metadata=metadata
         )

@@ -200,9 +200,33 @@ def save_and_go_on(run: Run) -> dict[str, Any]:
     with RouterMargins() as margins:
         first = run.train(run.case["steps"])
         run.save(required=True)
+        state_sizes = count_state_elements(run) if run.args.use_distributed_optimizer else {}
         second = run.train(run.case.get("steps_after", run.case["steps"]))
     metrics_by_name = {name: first[name] + second[name] for name in first}
-    return run.build_result(**metrics_by_name, router_margin=margins.minimum)
+    return run.build_result(**metrics_by_name, router_margin=margins.minimum, **state_sizes)
+
+
+def count_state_elements(run: Run) -> dict[str, int]:
+    """Return the elements of the optimizer state that this rank saves and that the model has."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    from flagscale.train.checkpoint import sharded_state
+    from flagscale.train.step import whole_parameters
+
+    with whole_parameters(run.args, run.state.chunks):
+        metadata = sharded_state.add_data_parallel_group(sharded_state.sharding_metadata())
+        model = sharded_state.build_model_state_dict(run.args, run.state, metadata)
+        state = sharded_state.build_optimizer_state_dict(
+            run.state, model, metadata, is_loading=False
+        )
+    sizes = [
+        tensor.data.untyped_storage().nbytes() // tensor.data.itemsize
+        for tensor in nested_values(state)
+        if isinstance(tensor, ShardedBase) and tensor.key.startswith("optimizer.state.")
+    ]
+    parameters = [p for module in run.state.modules() for p in module.parameters()]
+    return {"state_size": sum(sizes), "whole_state_size": 3 * sum(p.numel() for p in parameters)}
 
 
 class RouterMargins:

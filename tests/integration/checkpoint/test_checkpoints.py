@@ -191,6 +191,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         assert resumed[metric] == pytest.approx(uninterrupted[metric][STEPS:], abs=1e-6), metric
 
 
+@pytest.mark.parametrize("name", ["dp2-do", "dp2-do-overlap", "dp2-sharded"])
+def test_a_rank_saves_its_fraction_of_the_optimizer_state(
+    name: str, training_results: dict[str, Any]
+) -> None:
+    """No rank needs the host memory of the whole state."""
+    ranks = get_result(training_results, f"{name} whole")["ranks"]
+    sizes = [result["state_size"] for result in ranks]
+    assert sum(sizes) == ranks[0]["whole_state_size"]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
 @pytest.mark.parametrize("name", [name for name in LAYOUT_NAMES if name.startswith("bert")])
 def test_a_resumed_bert_run_has_exactly_the_same_losses(
     name: str, training_results: dict[str, Any]
