@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flagscale.accelerators.counters import DeviceCounters
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,6 +84,13 @@ class Accelerator:
     def driver_version(self) -> str:
         """Return the version of the driver of this machine's devices; empty if unknown."""
         return ""
+
+    def read_counters(self) -> Sequence[DeviceCounters]:
+        """Return the counters of this host's devices (use, memory, power); empty if they are not
+        available. The agents of a run serve them with the metrics of the run
+        (``experiment.runner.metrics_port``).
+        """
+        return ()
 
     @property
     def display_name(self) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.accelerators.base import Accelerator
+from flagscale.accelerators.counters import DeviceCounters
+from flagscale.accelerators.nvml_counters import read_gpu_counters
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +227,9 @@ class Cuda(Accelerator):
     profiler_activity = "CUDA"
     fused_attention = True
     dispatch_key = "CUDA"
+
+    def read_counters(self) -> Sequence[DeviceCounters]:
+        return tuple(read_gpu_counters())
 
     def count_devices(self) -> int:
         """Count the driver's entries in /proc, else the lines of ``nvidia-smi -L``, as

@@ -426,6 +426,11 @@ def _check_runner(
         reader.add_problem(
             f"{prefix}liveness_port", "equals `master_port`, the rendezvous port of the ranks"
         )
+    if fields.get("metrics_port") and fields.get("metrics_port") in (
+        fields.get("master_port"),
+        fields.get("liveness_port"),
+    ):
+        reader.add_problem(f"{prefix}metrics_port", "equals `master_port` or `liveness_port`")
     endpoint = fields.get("rdzv_endpoint")
     if endpoint and not re.fullmatch(r"\S+:\d{1,5}", endpoint):
         message = f"expected host:port, found {format_value(endpoint)}"

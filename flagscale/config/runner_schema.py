@@ -374,6 +374,23 @@ class Runner:
             maximum=MAX_TIMEOUT_SECONDS,
         ),
     )
+    metrics_port: int | None = field(
+        default=None,
+        metadata=doc(
+            "Port at which the agent of each host serves the metrics of the run for Prometheus "
+            "(`/metrics`). Not set: no metrics are served. Runs on one host at the same time need "
+            "different ports.",
+            minimum=1,
+            maximum=65535,
+        ),
+    )
+    metrics_address: str = field(
+        default="127.0.0.1",
+        metadata=doc(
+            "Address of each host at which metrics are served; `0.0.0.0` for all of them. There is "
+            "no authentication, so only this host can read them by default."
+        ),
+    )
     notify: Notify | None = None
     """Notifications about the run: ``experiment.runner.notify``."""
     slurm: Slurm = field(default_factory=Slurm)

@@ -162,6 +162,7 @@ class Agent:
         if error is not None:
             log_line(error)
             return self._record_end(1, started, None)
+        self._serve_metrics()
         try:
             self._supervise(wakeup)
         except BaseException:
@@ -169,6 +170,20 @@ class Agent:
             self.member.attempt.kill()
             raise
         return self._record_end(self.member.exit_code(), started, count_oom_kills(oom_kills_before))
+
+    def _serve_metrics(self) -> None:
+        options = self._options
+        if options.metrics_port is not None:
+            # Only these runs pay for the import of an HTTP server.
+            from flagscale.launcher.metrics_server import MetricsServer
+
+            MetricsServer(
+                options.metrics_address,
+                options.metrics_port,
+                self._host,
+                self._run_id,
+                options.run_name,
+            ).start()
 
     def _supervise(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:

@@ -106,6 +106,9 @@ class AgentOptions(Policy):
     """On the other hosts: position of host 0 in the heterogeneous meshes."""
     earlier_starts: int = 0
     """Number of times that a scheduler has started this run before."""
+    metrics_port: int | None = None
+    """Port at which this host serves metrics for Prometheus; None if it does not."""
+    metrics_address: str = "127.0.0.1"
     reports_status: bool = True
     """False for a command, whose ranks do not report that they have joined."""
 

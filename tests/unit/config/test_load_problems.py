@@ -152,6 +152,11 @@ EXPERIMENT_PROBLEMS = {
         "master_port: 5000\n    liveness_port: 5000",
         "equals `master_port`",
     ),
+    "metrics-port": (
+        "nnodes: 1",
+        "master_port: 5000\n    metrics_port: 5000",
+        "equals `master_port` or `liveness_port`",
+    ),
     "notify-nobody": ("nnodes: 1", "notify: {on: [failed]}", "expected a `command`, a `webhook`"),
     "notify-of-what": (
         "nnodes: 1",
