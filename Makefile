@@ -13,7 +13,7 @@ TORCH  := torch==2.13.0
 
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
-.PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
+.PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-sinks _sinks test-bare lint format docs \
 	gpu-test gpu-bench bench wheel sanitize fuzz clean
 
 help: ## list the targets
@@ -89,6 +89,17 @@ test-fast: ## run the tests that use neither torch nor processes, for PYTHON=pyt
 
 _fast: $(VENV)/.setup-fast
 	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) -m "not torch and not integration and not gpu"
+
+test-sinks: ## run the tests of metrics sinks with their clients, in an environment without torch
+	@$(MAKE) --no-print-directory _sinks VENV=.venv-sinks
+
+# Without constraints: the clients need older versions of packages that training uses.
+$(VENV)/.setup-sinks: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet --editable '.[sinks,dev]'
+	@touch $@
+
+_sinks: $(VENV)/.setup-sinks
+	FLAGSCALE_REQUIRE_SINKS=1 $(RUN) -m pytest tests/unit/sinks tests/integration/sinks
 
 test-bare: ## run quickstart and test in a minimal Debian, as root and as a user (requires debootstrap)
 	tools/dev/bare.sh

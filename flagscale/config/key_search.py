@@ -72,7 +72,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "huggingface": ("pretrained_checkpoint", "export_huggingface", "tokenizer_path"),
     "learning rate": ("lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "lr_decay_iters"),
     "log every": ("log_interval",),
-    "logging": ("log_interval", "tensorboard_dir", "wandb_project"),
+    "logging": ("log_interval", "tensorboard_dir", "wandb_project", "mlflow_experiment"),
     "mail": ("experiment.runner.notify.command", "experiment.runner.notify.webhook"),
     "memory": ("recompute_granularity", "use_distributed_optimizer", "micro_batch_size"),
     "mixed precision": ("bf16", "fp16", "fp8"),

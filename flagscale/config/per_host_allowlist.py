@@ -10,7 +10,7 @@ These look harmless and are left out on purpose:
 - Paths of data: only rank 0 builds the index cache, whose name depends on the path of the data.
 - ``save`` and ``load``: the value of rank 0 is used by all ranks.
 - ``tensorboard_dir``: the cache may be next to it.
-- Arguments of Weights & Biases: only the rank that reports reads them.
+- Arguments of metrics sinks: only the rank that reports reads them.
 - Recomputation and the fused loss: they call tensor- and expert-parallel collectives.
 - Fused dropout: its random numbers differ from those of tensor-parallel peers without it.
 - Fused GELU: it is another function.

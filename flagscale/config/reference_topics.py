@@ -51,7 +51,8 @@ PAGES: Mapping[str, tuple[str, str]] = {
     "checkpoints": ("Checkpoints", "Saving, resuming, starting from other weights, exporting."),
     "logging": (
         "Logging and profiling",
-        "Progress lines, TensorBoard, Weights & Biases, profiles and housekeeping.",
+        "Progress lines, metrics sinks (TensorBoard, Weights & Biases, MLflow, …), profiles and "
+        "housekeeping.",
     ),
     "fine-tuning": (
         "Fine-tuning",
@@ -75,7 +76,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic("parallelism", "Heterogeneous devices", r"hetero\w*|hetereogenous\w*"),
     Topic("logging", "Profiling", groups=("Profiling",)),
     Topic("logging", "Profiling", r"(barrier_with_L1_)?time\w*|timers|config_logger_dir|nvtx\w*"),
-    Topic("logging", "Progress, TensorBoard and Weights & Biases", groups=("Logging",)),
+    Topic("logging", "Progress and metrics sinks", groups=("Logging",)),
     Topic("precision", "Recomputation", r"recompute_\w+|distribute_saved_activations"),
     Topic("precision", "Recomputation", r"moe_layer_recompute", ("Recomputation",)),
     Topic("precision", "Offloading", r"\w*offload\w*"),

@@ -30,7 +30,6 @@ PACKAGES = (
     "sentencepiece",
     "einops",
     "triton",
-    "wandb",
 )
 MODULE_TIMEOUT_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))

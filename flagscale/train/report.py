@@ -1,4 +1,4 @@
-"""Reporting of training progress: console, status events, TensorBoard and Weights & Biases.
+"""Reporting of training progress: console, status events and metrics sinks.
 
 One rank of a job reports (rank 0); on the others only the status events of
 :meth:`TrainingReporter.write_progress` are written. Output that cannot be written, for example
@@ -8,13 +8,10 @@ because a disk is full, is dropped instead of ending the training run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,16 +19,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from flagscale.errors import ConfigError
+from flagscale.sinks.base import Outcome
+from flagscale.sinks.delivery import MetricsDelivery
+from flagscale.sinks.registry import create_sinks
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
 from flagscale.train.validation_loss import ValidationHistory
-from flagscale.train.wandb_run import WandbRun
-
-_TENSORBOARD_RETRY_SECONDS = 60.0
-"""Seconds between attempts to start new TensorBoard files after a write error."""
-_REQUIRED_FREE_BYTES = 256 * 1024
-"""Free space required before new TensorBoard files are started after a write error."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +47,6 @@ class Throughput:
         return self.tokens_per_second / self.ranks
 
 
-def require_packages(args: argparse.Namespace) -> None:
-    """Check that the packages for the configured loggers are installed.
-
-    Raises:
-        ConfigError: TensorBoard or W&B is configured but not installed.
-    """
-    for value, package, key in (
-        (args.tensorboard_dir, "tensorboard", "tensorboard_dir"),
-        (args.wandb_project, "wandb", "wandb_project"),
-    ):
-        if value and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{key} is set, but the Python package {package} is not installed",
-                hint=f"install {package}, or remove {key}",
-            )
-
-
 class TrainingReporter:
     """Writes the progress of a run to all configured outputs."""
 
@@ -80,19 +56,16 @@ class TrainingReporter:
         self._args = args
         self._status = status
         self._is_reporting_rank = is_reporting_rank
-        self._tensorboard: TensorBoardWriter | None = None
-        self._wandb: WandbRun | None = None
-        if is_reporting_rank and args.tensorboard_dir:
-            self._tensorboard = TensorBoardWriter(args, warn=self.warn)
+        sinks = create_sinks(vars(args), os.environ) if is_reporting_rank else []
+        self._sinks = MetricsDelivery(sinks, vars(args))
 
-    def start_wandb(self, iteration: int) -> None:
-        """Start or continue the run at Weights & Biases, if a project is configured.
+    def start_sinks(self, iteration: int) -> None:
+        """Start or continue the run at each metrics sink, without waiting for them.
 
         Args:
             iteration: number of the step that training continues after; 0 for a new training.
         """
-        if self._is_reporting_rank and self._args.wandb_project:
-            self._wandb = WandbRun(self._args, iteration, self.log)
+        self._sinks.start(iteration, os.environ)
 
     def write_progress(self, step: int, activity: str = TRAINING) -> None:
         """Write this rank's progress to its status file, as :meth:`StatusWriter.write_progress`.
@@ -113,7 +86,7 @@ class TrainingReporter:
             _print(f"warning: {message}")
 
     def log_scalars(self, metrics: StepMetrics) -> None:
-        """Write the metrics of one step to TensorBoard and W&B."""
+        """Queue the metrics of one step for the metrics sinks."""
         host = metrics.host
         if not self._is_reporting_rank or host.step % self._args.tensorboard_log_interval:
             return
@@ -229,94 +202,24 @@ class TrainingReporter:
             mark = "best checkpoint" if best else "checkpoint"
             _print(f"step {step} | {mark} saved in {seconds:.1f} s: {path}")
 
-    def close(self) -> None:
-        """Flush and close TensorBoard and W&B."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+    def close(self, outcome: Outcome) -> None:
+        """Deliver the last metrics to the sinks, and close them. The time for it is limited."""
+        self._sinks.close(outcome)
+        self._print_sink_messages()
 
     def _write_scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         defined_values = {name: value for name, value in values.items() if value is not None}
-        if self._tensorboard is not None:
-            self._tensorboard.write_scalars(step, defined_values)
-        if self._wandb is not None and defined_values:
-            self._wandb.log(defined_values, step=step)
+        if defined_values:
+            self._sinks.log(step, defined_values)
+        self._print_sink_messages()
 
-
-class TensorBoardWriter:
-    """TensorBoard event files that never end the training.
-
-    After a write error, one warning is reported and metrics are dropped. New files are started when
-    enough disk space is available again.
-    """
-
-    def __init__(self, args: argparse.Namespace, *, warn: Callable[[str], None]) -> None:
-        self._args = args
-        self._warn = warn
-        self._writer: Any = _open_tensorboard(args)
-        self._retry_time = 0.0
-
-    def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values of a step; a background thread writes them."""
-        if self._writer is None and time.monotonic() >= self._retry_time:
-            self._resume(step)
-        if self._writer is None:
-            return
-        try:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-        # The error of the background thread. It is not an OSError if TensorFlow is installed.
-        except Exception as error:  # noqa: BLE001
-            self._suspend(step, error)
-
-    def close(self) -> None:
-        """Flush and close the event files."""
-        if self._writer is None:
-            return
-        try:
-            self._writer.close()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._warn(
-                f"{self._describe_location()}: the last metrics could not be written: "
-                f"{_error_reason(error)}"
-            )
-        self._writer = None
-
-    def _suspend(self, step: int, error: Exception) -> None:
-        """Warn, and drop metrics until the next attempt to start a new event file."""
-        # The writer is not closed: its thread has ended, and closing would block or fail again.
-        self._writer = None
-        self._retry_time = time.monotonic() + _TENSORBOARD_RETRY_SECONDS
-        self._warn(
-            f"{self._describe_location()} cannot be written: {_error_reason(error)}; from about "
-            f"step {step} on its metrics are dropped until it can be"
-        )
-
-    def _resume(self, step: int) -> None:
-        """Start a new event file if there is enough disk space.
-
-        Without the check, the writer's thread would leave a traceback in the log.
-        """
-        self._retry_time = time.monotonic() + _TENSORBOARD_RETRY_SECONDS
-        try:
-            with tempfile.TemporaryFile(dir=self._args.tensorboard_dir) as file:
-                file.write(bytes(_REQUIRED_FREE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            self._writer = _open_tensorboard(self._args)
-        except (OSError, ConfigError):
-            return
-        self._warn(
-            f"{self._describe_location()} can be written again: its metrics continue at step {step}"
-        )
-
-    def _describe_location(self) -> str:
-        return f"tensorboard_dir: {self._args.tensorboard_dir}"
-
-
-def _error_reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    def _print_sink_messages(self) -> None:
+        # Sinks have threads of their own; the log is written by this one alone.
+        for message in self._sinks.pop_messages():
+            if message.is_warning:
+                self.warn(message.text)
+            else:
+                self.log(message.text)
 
 
 def _print(line: str) -> None:
@@ -387,15 +290,3 @@ def _round_optional(value: float | None, digits: int) -> float | None:
 
 def _format_number(value: float | int) -> str:
     return f"{value:,d}" if isinstance(value, int) else f"{value:.3f}"
-
-
-def _open_tensorboard(args: argparse.Namespace) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    try:
-        return SummaryWriter(args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
-    except OSError as error:
-        raise ConfigError(
-            f"tensorboard_dir: {args.tensorboard_dir} cannot be written: {error.strerror}",
-            hint="set tensorboard_dir to a directory that can be written, or to null to do without",
-        ) from error

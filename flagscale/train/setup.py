@@ -103,7 +103,6 @@ def prepare_training(
         reporter.log(note)
     with whole_parameters(args, state.chunks):
         _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
-    reporter.start_wandb(state.progress.iteration)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
@@ -123,6 +122,8 @@ def prepare_training(
     trainer = Trainer(
         args, state, stepper, load_data, checkpointer, reporter, throughput_meter, balancer
     )
+    # After the loaders have started their processes, which must not inherit locks of other threads.
+    reporter.start_sinks(state.progress.iteration)
     trainer.memory_history = memory_history
     if memory_history is not None and memory_history.lacks_support:
         reporter.log(

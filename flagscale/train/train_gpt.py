@@ -26,13 +26,14 @@ from flagscale.config.arguments.derive import derive_arguments, rank_arguments
 from flagscale.config.arguments.layout import describe_ranks
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError, FlagscaleError, Problem
+from flagscale.sinks.delivery import close_running_deliveries
+from flagscale.sinks.registry import create_sinks
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import choose_device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.out_of_memory import explain_out_of_memory
-from flagscale.train.report import require_packages
 from flagscale.train.restart import enable_supervision
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     for name, reason in _NEEDS_SAVE.items():
         if getattr(args, name) and not args.save:
             raise ConfigError(Problem(name, f"needs save, {reason}"))
-    require_packages(args)
+    if rank.rank == 0:
+        create_sinks(vars(args), os.environ)  # before the ranks wait for each other
     default_group = distributed.init_default_group(
         rank,
         device,
@@ -166,8 +168,10 @@ def _suppress_library_warnings() -> None:
 
 if __name__ == "__main__":
     code = main()
+    is_hanging = close_running_deliveries()
     sys.stdout.flush()
     sys.stderr.flush()
-    # After a failure, library threads that wait for lost ranks would keep the process alive.
-    if code:
+    # After a failure, library threads that wait for lost ranks would keep the process alive, and so
+    # would the client of a metrics sink that does not answer.
+    if code or is_hanging:
         os._exit(code)

@@ -52,7 +52,7 @@ class Trainer:
             stepper: runs steps on ``state``.
             load_data: returns this rank's data iterators, starting at the progress of ``state``.
             checkpointer: saves checkpoints.
-            reporter: console, status events, TensorBoard and W&B.
+            reporter: console, status events and metrics sinks.
             throughput_meter: measures throughput.
             balancer: assigns micro-batches to heterogeneous replicas by measured speed, if enabled.
         """
@@ -125,7 +125,7 @@ class Trainer:
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
         self._checkpointer.close(finish_exports=reason == "completed")
         self._report_saved_checkpoints()
-        self._reporter.close()
+        self._reporter.close("finished" if reason == "completed" else "stopped")
         return reason
 
     def _run_step(self) -> None:

@@ -66,6 +66,7 @@ from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
+from flagscale.sinks.registry import check_sink_names
 
 
 def check_values(values: Values) -> list[Violation]:
@@ -115,6 +116,7 @@ def check_values(values: Values) -> list[Violation]:
         check_schedule,
         check_split_text,
         check_tokenizer,
+        check_sink_names,
     )
     return forbidden_substitutions + [violation for rule in rules for violation in rule(values)]
 

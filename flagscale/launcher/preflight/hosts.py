@@ -159,10 +159,7 @@ def _check_packages(
     if experiment.task.is_command:
         return Check("packages", True, f"what {experiment.task.program} needs is for it to say")
     hint_by_package = {"torch": "install the `train` extra there (here: make setup)"}
-    if experiment.train["wandb_project"] and not experiment.task.external:
-        hint_by_package["wandb"] = "pip install wandb, or remove wandb_project"
-    installed = list_installed_packages(list(replies.facts.values()))
-    names = [name for name in installed if name != "wandb" or name in hint_by_package]
+    names = list_installed_packages(list(replies.facts.values()))
     versions = {name: _version_of(facts.python, name) for name in (*names, *hint_by_package)}
     for name, hint in hint_by_package.items():
         if versions[name] == "none":

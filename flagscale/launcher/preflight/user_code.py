@@ -18,6 +18,7 @@ from flagscale.config.schema import Experiment
 from flagscale.hosts.facts import HostFacts
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.preflight.checks import Check
+from flagscale.sinks.registry import ENABLING_KEYS, SINKS_KEY, list_enabled_sinks
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,34 @@ def _is_external_family(values: TrainArguments) -> bool:
     return values["family"] not in MODEL_FAMILIES.builtin
 
 
-USER_CODE = (
+@dataclass(frozen=True)
+class MetricsSinks:
+    """The metrics sinks that the arguments enable. The rank that logs runs on the first host."""
+
+    check: str = "metrics"
+    module: str = "flagscale.sinks.check"
+
+    def query_arguments(self, experiment: Experiment) -> list[str] | None:
+        """Return the names of the sinks, or None if only TensorBoard is used, which training needs
+        anyway, or if the training program belongs to another project.
+        """
+        args = experiment.train
+        values = {key: args[key] for key in (*ENABLING_KEYS.values(), SINKS_KEY)}
+        names = [] if experiment.task.external else list_enabled_sinks(values)
+        return [name for name in names if name != "tensorboard"] or None
+
+    def check_host(self, experiment: Experiment, plan: HostPlan, facts: HostFacts) -> Check:
+        """Return the check of one host, from its reply."""
+        if plan.node_rank:
+            return Check(self.check, True, "logged by the first host")
+        reply = facts.module_reply(self.check) or {"problem": "its Python was not queried"}
+        if problem := reply.get("problem"):
+            return Check(self.check, False, str(problem), str(reply.get("hint") or ""))
+        return Check(self.check, True, str(reply["found"]))
+
+
+USER_CODE: tuple[UserCode | MetricsSinks, ...] = (
+    MetricsSinks(),
     UserCode("family", "family", "flagscale.train.models.check", _is_external_family),
     UserCode("data", EXTERNAL_DATA, "flagscale.train.data.check", uses_external_data),
 )

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ from integration.train.test_train_gpt import TrainingProcess
 from support.full_disk import fill_disk, small_disk
 
 from flagscale.config.arguments.spec.command_line import parse_arguments
+from flagscale.sinks import delivery
 from flagscale.status import Event, StatusWriter, read_events
-from flagscale.train import report
 from flagscale.train.deferred_metrics import HostMetrics, StepMetrics
 from flagscale.train.report import TrainingReporter
 
@@ -75,33 +75,39 @@ def read_plotted_steps(board: Path) -> set[int]:
     return {event.step for event in accumulator.Scalars("train/loss")}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_metrics_are_dropped_until_there_is_space(
+def test_metrics_wait_until_there_is_space(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_TENSORBOARD_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(delivery, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(delivery, "MAX_RETRY_SECONDS", 0.05)
     board, status = disk / "board", tmp_path / "status"
-    overrides = {"tensorboard_dir": str(board), "train_iters": 10, "tensorboard_queue_size": 1}
+    overrides = {"tensorboard_dir": str(board), "train_iters": 10}
     args = Namespace(**{**vars(parse_arguments([])), **overrides})
     reporter = TrainingReporter(args, StatusWriter(status, 0), is_reporting_rank=True)
-    reporter.log_scalars(create_metrics(1))
-    filler, resumed_step = fill_disk(disk), 2 + STEPS_ON_FULL_DISK
-    for step in range(2, resumed_step):
-        reporter.log_scalars(create_metrics(step))
+    reporter.start_sinks(0)
+    step = 0
+
+    def log_until(condition: Callable[[], bool]) -> None:
+        nonlocal step
+        deadline = time.monotonic() + 30
+        while not condition():
+            step += 1
+            reporter.log_scalars(create_metrics(step))
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    log_until(lambda: any(board.glob("*")) and step >= 3)
+    filler = fill_disk(disk)
+    log_until(lambda: bool(read_warnings(status)))
     [warning] = read_warnings(status)
-    assert f"tensorboard_dir: {board} cannot be written: No space left on device" in warning
+    text = f"TensorBoard: tensorboard_dir: {board} cannot be written: No space left on device; its "
+    assert text in warning
     filler.unlink()
-    for step in range(resumed_step, resumed_step + 3):
-        reporter.log_scalars(create_metrics(step))
-    reporter.close()
-    assert read_warnings(status)[1:] == [
-        f"tensorboard_dir: {board} can be written again: "
-        f"its metrics continue at step {resumed_step}"
-    ]
-    steps = read_plotted_steps(board)
-    assert 1 in steps
-    assert {resumed_step, resumed_step + 1, resumed_step + 2} <= steps
-    assert resumed_step - 1 not in steps
+    files = len(list(board.iterdir()))
+    log_until(lambda: len(list(board.iterdir())) > files)
+    reporter.close("finished")
+    assert len(read_warnings(status)) == 1
+    assert read_plotted_steps(board) == set(range(1, step + 1))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def test_full_disk_does_not_end_training(
 ) -> None:
     """Standard output is a file on the disk, as with the launcher's logs. The disk stays full."""
     status = tmp_path / "status"
-    arguments = "--train-iters 20000 --exit-signal-handler --tensorboard-queue-size 1 "
+    arguments = "--train-iters 20000 --exit-signal-handler "
     arguments += (
         f"--tensorboard-dir {tmp_path / tensorboard_dir} --data-cache-path {tmp_path / 'cache'}"
     )
@@ -135,4 +141,6 @@ def test_full_disk_does_not_end_training(
         training.wait()
     assert read_rank_0_events(status)[-1].fields["reason"] == "signal"
     assert os.statvfs(disk).f_bavail == 0
-    assert len(read_warnings(status)) == tensorboard_dir.startswith("disk")
+    failures = [text for text in read_warnings(status) if "cannot be written" in text]
+    assert len(failures) == tensorboard_dir.startswith("disk")
+    assert failures == read_warnings(status)[:1]

@@ -113,7 +113,7 @@ BASE |= {"lr": 1e-3, "train_iters": 10}
 def _names_read_by_project() -> set[str]:
     """Return the names that the code of this project reads from arguments and derived values."""
     names = {f"{part}_{unit}" for part in LENGTH_PREFIXES for unit in ("iters", "samples")}
-    for part in ("train", "launcher", "config"):
+    for part in ("train", "launcher", "config", "sinks"):
         for path in PACKAGE.glob(f"{part}/**/*.py"):
             if path.stem not in CHECK_MODULES:
                 names.update(_names_read_in_file(path))

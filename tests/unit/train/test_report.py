@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from flagscale.config.arguments.spec.command_line import parse_arguments
-from flagscale.errors import ConfigError
 from flagscale.status import StatusWriter, read_events
 from flagscale.train.deferred_metrics import GRADIENTS_OVERFLOWED, HostMetrics, StepMetrics
-from flagscale.train.report import Throughput, TrainingReporter, format_progress, require_packages
+from flagscale.train.report import Throughput, TrainingReporter, format_progress
 
 pytestmark = pytest.mark.torch
 
@@ -82,7 +81,7 @@ def test_reporting_rank_writes_status_events(tmp_path: Path) -> None:
     reporter.log_evaluation("test", 20, 3.0)
     reporter.log_checkpoint(20, tmp_path / "iter_0000020", 1.234)
     reporter.warn("careful")
-    reporter.close()
+    reporter.close("finished")
     events = read_events(tmp_path / "rank_0.jsonl")[0]
     assert [e.event for e in events] == ["progress", "evaluation", "checkpoint", "warning"]
     assert events[0].fields == {
@@ -135,16 +134,7 @@ def test_other_ranks_report_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     reporter.log_progress(METRICS, CPU_THROUGHPUT, {})
     reporter.log_evaluation("valid", 1, 1.0)
     reporter.log_checkpoint(1, "path", 1.0)
-    reporter.close()
+    reporter.close("finished")
     assert capsys.readouterr().out == ""
     assert read_events(tmp_path / "rank_1.jsonl")[0] == []
     assert not (tmp_path / "board").exists()
-
-
-def test_missing_logger_packages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="wandb_project is set, but the Python package wandb"):
-        require_packages(create_arguments(wandb_project="p"))
-    with pytest.raises(ConfigError, match="package tensorboard is not installed"):
-        require_packages(create_arguments(tensorboard_dir="d"))
-    require_packages(create_arguments())

@@ -218,6 +218,16 @@ UNSUPPORTED: Mapping[str, str] = {
     "wandb_api_key": "a YAML must not contain secrets; set WANDB_API_KEY in `experiment.envs` or "
     "in the environment of the launcher",
     "wandb_mode": "set WANDB_MODE in `experiment.envs`",
+    "mlflow_tags": "set tags at MLflow; the run there has the tag `flagscale.run_id`",
+    "mlflow_experiment_name": "use `mlflow_experiment`",
+    "comet_api_key": "a YAML must not contain secrets; set COMET_API_KEY in `experiment.envs` or "
+    "in the environment of the launcher",
+    "comet_tags": "set tags at Comet",
+    "swanlab_token": "a YAML must not contain secrets; set SWANLAB_API_KEY in `experiment.envs` or "
+    "in the environment of the launcher",
+    "swanlab_api_key": "a YAML must not contain secrets; set SWANLAB_API_KEY in "
+    "`experiment.envs` or in the environment of the launcher",
+    "swanlab_mode": "set SWANLAB_MODE in `experiment.envs`",
     "wandb_log_model": "checkpoints are not uploaded to Weights & Biases; they are saved in `save`",
     "use_te": "use `transformer_impl: auto`, this trainer's own layers",
     "num_mtp_predictor": "use `mtp_num_layers`, the number of multi-token prediction layers",

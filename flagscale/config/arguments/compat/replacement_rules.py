@@ -216,20 +216,36 @@ def interval_of_strategy(interval_key: str, off: Replacement) -> Entry:
     return by_value(interval_key, values, f"it sets the number of steps; {NO_EPOCHS}")
 
 
+_KEYS_OF_LOGGERS = {
+    "wandb": "wandb_project",
+    "mlflow": "mlflow_experiment",
+    "comet_ml": "comet_project",
+    "swanlab": "swanlab_project",
+}
+"""Loggers of Hugging Face's Trainer with the arguments that enable them."""
+SUPPORTED_LOGGERS = (
+    "TensorBoard, W&B, MLflow, Comet and SwanLab are, and `train.system.metrics_sinks` lists those "
+    "of installed packages"
+)
+
+
 def loggers_of_report_to(value: Any, _: SettingContext) -> Replacement:
     names = value if isinstance(value, (list, tuple)) else [value]
     lowered = [str(name).lower() for name in names if name is not None]
-    settings = []
-    if "wandb" in lowered or "all" in lowered:
-        settings.append(Setting("train.system.wandb_project", "NAME"))
+    settings = [
+        Setting(f"train.system.{key}", "NAME")
+        for name, key in _KEYS_OF_LOGGERS.items()
+        if name in lowered or (name == "wandb" and "all" in lowered)
+    ]
     remarks = []
     if {"tensorboard", "all"} & set(lowered):
         remarks.append(
             "TensorBoard files are always written; `train.system.tensorboard_dir` sets where"
         )
-    unknown = [name for name in lowered if name not in ("wandb", "tensorboard", "all", "none")]
+    known = (*_KEYS_OF_LOGGERS, "tensorboard", "all", "none")
+    unknown = [name for name in lowered if name not in known]
     if unknown:
-        remarks.append(f"{' and '.join(unknown)} is not supported; TensorBoard and W&B are")
+        remarks.append(f"{' and '.join(unknown)} is not supported; {SUPPORTED_LOGGERS}")
     if not lowered:
         return Replacement(
             (Setting("train.system.wandb_project"),),

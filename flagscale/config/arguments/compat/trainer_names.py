@@ -19,6 +19,7 @@ from flagscale.config.arguments.compat.replacement_rules import (
     RECOMPUTE_ALL,
     SAMPLES,
     STEPS,
+    SUPPORTED_LOGGERS,
     Entry,
     Replacement,
     Setting,
@@ -110,6 +111,7 @@ _BEST = by_value(
     },
 )
 _BEST_METRIC = "leave it out: the best checkpoint is that of the lowest validation loss"
+_NO_TRACKIO = f"Trackio is not supported; {SUPPORTED_LOGGERS}"
 _LOG_LEVEL = "leave it out: the launcher's messages have no levels"
 _METRICS = "leave it out: an evaluation computes loss and perplexity only"
 _KERNELS = (
@@ -198,9 +200,9 @@ _HUGGING_FACE: Mapping[str, Entry] = {
     "report_to": computed(loggers_of_report_to, "train.system.wandb_project"),
     "run_name": same_value("experiment.exp_name"),
     "project": same_value("train.system.wandb_project"),
-    "trackio_space_id": advice("Trackio is not supported; TensorBoard and W&B are"),
-    "trackio_bucket_id": advice("Trackio is not supported; TensorBoard and W&B are"),
-    "trackio_static_space_id": advice("Trackio is not supported; TensorBoard and W&B are"),
+    "trackio_space_id": advice(_NO_TRACKIO),
+    "trackio_bucket_id": advice(_NO_TRACKIO),
+    "trackio_static_space_id": advice(_NO_TRACKIO),
     # Evaluation
     "eval_steps": interval("train.model.eval_interval"),
     "eval_strategy": interval_of_strategy("train.model.eval_interval", _NO_EVALUATION),

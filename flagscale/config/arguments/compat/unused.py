@@ -260,6 +260,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("swiglu", "multiple_of"),
     Requirement("hetero_process_meshes", "hetero_eager_1f1b"),
     Requirement("wandb_project", "wandb_exp_name wandb_save_dir wandb_entity"),
+    Requirement("mlflow_experiment", "mlflow_run_name mlflow_tracking_uri"),
+    Requirement("comet_project", "comet_workspace comet_experiment_name"),
+    Requirement("swanlab_project", "swanlab_workspace swanlab_exp_name"),
     Requirement(
         "lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", ("WSD",)
     ),

@@ -161,7 +161,9 @@ _NAMES: Mapping[Effect, str] = {
     use_cpu_initialization use_fused_weighted_squared_relu use_precision_aware_optimizer
     use_pytorch_profiler
     variable_seq_lengths verify_checkpoint virtual_pipeline_model_parallel_size wandb_entity
-    wandb_exp_name wandb_project wandb_save_dir
+    wandb_exp_name wandb_project wandb_save_dir comet_experiment_name comet_project comet_workspace
+    metrics_sinks mlflow_experiment mlflow_run_name mlflow_tracking_uri swanlab_exp_name
+    swanlab_project swanlab_workspace
     """,
 }
 RECORDED = (Effect.STATES, Effect.TRAINING, Effect.DATA, Effect.START)

@@ -96,34 +96,55 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Logging:
-    """Progress logs, TensorBoard and Weights & Biases."""
+    """Progress logs and metrics sinks: TensorBoard, Weights & Biases, MLflow, Comet, SwanLab."""
 
     log_interval: int = arg(100, "Steps between progress lines", minimum=1)
     log_throughput: bool = arg(
         False,
-        "Write tokens/s (of the job and per GPU), TFLOP/s and MFU to TensorBoard and W&B, too, not "
-        "only to the console",
+        "Write tokens/s (of the job and per GPU), TFLOP/s and MFU to metrics sinks, too, not only "
+        "to the console",
     )
     log_params_norm: bool = arg(False, "Log the L2 norm of all parameters")
-    log_learning_rate_to_tensorboard: bool = arg(True, "Write the learning rate to TensorBoard")
-    log_timers_to_tensorboard: bool = arg(False, "Write the step time in seconds to TensorBoard")
-    log_memory_to_tensorboard: bool = arg(False, "Write the peak memory of a rank to TensorBoard")
+    log_learning_rate_to_tensorboard: bool = arg(True, "Write the learning rate to metrics sinks")
+    log_timers_to_tensorboard: bool = arg(False, "Write the step time in seconds to metrics sinks")
+    log_memory_to_tensorboard: bool = arg(False, "Write the peak memory of a rank to metrics sinks")
     log_validation_ppl_to_tensorboard: bool = arg(
-        False, "Write the validation perplexity to TensorBoard"
+        False, "Write the validation perplexity to metrics sinks"
     )
     tensorboard_dir: str | None = arg(None, "Directory of TensorBoard event files")
     tensorboard_log_interval: int = arg(
         1,
-        "Steps between TensorBoard entries; metrics are computed at multiples of this only",
+        "Steps between entries of all metrics sinks, not only of TensorBoard",
         minimum=1,
     )
     tensorboard_queue_size: int = arg(
-        1000, "Number of entries that the TensorBoard writer buffers", minimum=1
+        1000,
+        "Number of steps whose metrics wait at most while TensorBoard files cannot be written, at "
+        "least 100; the oldest are dropped",
+        minimum=1,
     )
     wandb_project: str | None = arg(None, "Weights & Biases project; not set: W&B is disabled")
     wandb_exp_name: str | None = arg(None, "Name of the Weights & Biases run")
     wandb_save_dir: str | None = arg(None, "Directory of local Weights & Biases files")
     wandb_entity: str | None = arg(None, "Weights & Biases entity: a user or a team")
+    mlflow_experiment: str | None = arg(None, "MLflow experiment; not set: MLflow is disabled")
+    mlflow_run_name: str | None = arg(None, "Name of the MLflow run")
+    mlflow_tracking_uri: str | None = arg(
+        None,
+        "Address of the MLflow server or store, such as http://host:5000 or sqlite:////a/file.db "
+        "(default: MLFLOW_TRACKING_URI, otherwise mlflow/mlflow.db next to the checkpoints)",
+    )
+    comet_project: str | None = arg(None, "Comet project; not set: Comet is disabled")
+    comet_workspace: str | None = arg(None, "Comet workspace: a user or a team")
+    comet_experiment_name: str | None = arg(None, "Name of the Comet experiment")
+    swanlab_project: str | None = arg(None, "SwanLab project; not set: SwanLab is disabled")
+    swanlab_workspace: str | None = arg(None, "SwanLab workspace: a user or a team")
+    swanlab_exp_name: str | None = arg(None, "Name of the SwanLab experiment")
+    metrics_sinks: tuple[str, ...] | None = arg(
+        None,
+        "Additional metrics sinks, by the names of entry points (flagscale.metrics_sinks) of "
+        "installed packages",
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flagscale.config.arguments.spec.train_arguments import read_arguments
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
@@ -19,6 +20,7 @@ from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.preflight.checks import Check, compute_exit_code, require_passed
 from flagscale.launcher.preflight.host_probe import HostReplies
 from flagscale.launcher.preflight.hosts import check_hosts, require_usable
+from flagscale.launcher.preflight.user_code import MetricsSinks
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = PythonEnvironment("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
@@ -232,3 +234,33 @@ def test_port_in_use_is_reported_with_its_key(
     with pytest.raises(ConfigError, match=advice) as raised:
         require_usable(experiment, replies)
     assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_ok", "text"),
+    [
+        pytest.param({"found": "MLflow"}, True, "MLflow", id="installed"),
+        pytest.param({"problem": "no mlflow", "hint": "install it"}, False, "no mlflow", id="none"),
+        pytest.param(None, False, "its Python was not queried", id="not-queried"),
+    ],
+)
+def test_metrics_sinks_are_needed_by_the_first_host(
+    make_plan: Callable[..., LaunchPlan],
+    make_experiment: Callable[..., Experiment],
+    reply: dict[str, str] | None,
+    is_ok: bool,
+    text: str,
+) -> None:
+    sinks = MetricsSinks()
+    experiment = make_experiment()
+    assert sinks.query_arguments(experiment) is None
+    arguments = read_arguments({"mlflow_experiment": "tiny", "tensorboard_dir": "/board"})
+    assert sinks.query_arguments(replace(experiment, train=arguments.arguments)) is None
+    task = replace(experiment.task, external=False)
+    experiment = replace(experiment, train=arguments.arguments, task=task)
+    assert sinks.query_arguments(experiment) == ["mlflow"]
+    facts = python(module_replies={} if reply is None else {"metrics": reply})
+    first, second = make_plan(hosts=HOSTS[:2], runner=Runner(nproc_per_node=1)).hosts
+    check = sinks.check_host(experiment, first, facts)
+    assert (check.ok, check.found) == (is_ok, text)
+    assert sinks.check_host(experiment, second, FACTS).ok
