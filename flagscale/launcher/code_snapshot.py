@@ -161,8 +161,7 @@ def _note_user_code(experiment: Experiment) -> Iterator[str]:
         else [
             f"{part.argument} {words[0]}"
             for part in user_code.USER_CODE
-            if isinstance(part, user_code.UserCode)
-            and (words := part.query_arguments(experiment))
+            if (words := part.query_arguments(experiment))
         ]
     )
     yield from (f"{KEY}: {name} is not part of the copy" for name in names)

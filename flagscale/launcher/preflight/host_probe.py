@@ -188,7 +188,8 @@ def _preflight_query(
     make_query = partial(ModuleQuery, project=project, environment=environment)
     module_queries = [(backend.CHECK, backend.MODULE, backend.query_arguments(experiment))]
     module_queries += [
-        (part.check, part.module, part.query_arguments(experiment)) for part in user_code.USER_CODE
+        (part.check, part.module, part.query_arguments(experiment))
+        for part in user_code.HOST_QUERIES
     ]
     return PreflightQuery(
         project=project,

@@ -69,7 +69,7 @@ def check_hosts(
         ),
         lambda host, facts: _check_earlier_run(facts, previous),
     ]
-    user_code_checks = [part for part in user_code.USER_CODE if part.query_arguments(experiment)]
+    user_code_checks = [part for part in user_code.HOST_QUERIES if part.query_arguments(experiment)]
     host_checks += [partial(part.check_host, experiment) for part in user_code_checks]
     network_checks = (
         lambda host, facts: _check_interface(plan, host, facts, replies.facts.get(0)),

@@ -80,8 +80,9 @@ class MetricsSinks:
         return Check(self.check, True, str(reply["found"]))
 
 
-USER_CODE: tuple[UserCode | MetricsSinks, ...] = (
-    MetricsSinks(),
+USER_CODE = (
     UserCode("family", "family", "flagscale.train.models.check", _is_external_family),
     UserCode("data", EXTERNAL_DATA, "flagscale.train.data.check", uses_external_data),
 )
+HOST_QUERIES: tuple[UserCode | MetricsSinks, ...] = (MetricsSinks(), *USER_CODE)
+"""Code that the Python of each host looks for."""

@@ -21,7 +21,7 @@ print(json.dumps([dataclasses.asdict(c) for c in get_accelerator("cuda").read_co
 
 @pytest.mark.compiler
 def test_counters_that_a_gpu_reports(tmp_path: Path) -> None:
-    source = Path(__file__).parent / "nvml_library.c"
+    source = Path(__file__).parent / "nvml_counters.c"
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(["g++", "-xc", "-shared", "-fPIC", "-o", library, source], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}

@@ -47,7 +47,7 @@ _NODE_CHECKS = frozenset(
 )
 # Checks that only hold in the container's image.
 _IMAGE_CHECKS = frozenset(
-    {"python", "packages", "code", *(part.check for part in user_code.USER_CODE)}
+    {"python", "packages", "code", *(part.check for part in user_code.HOST_QUERIES)}
 )
 _PROCESS_GROUP_WARNING = (
     "proctrack/pgid: processes that leave their process group survive scancel; nodes end them a "
