@@ -366,10 +366,11 @@ class Runner:
         metadata=doc(
             "Seconds without progress on any rank, after all have joined, before the job is "
             "considered hung. The ranks then write their stacks and latest collectives, the job "
-            "fails, and the rank that the others wait for is reported. Must be longer than the longest step, and for "
-            "an external program that reports only `progress`, longer than the time between two "
-            "reports. Evaluations and checkpoints may take four times as long, and at least half "
-            "an hour. A collective that has waited for so long, or for half of its own timeout, "
+            "fails, and the rank that the others wait for is reported. Must be longer than the "
+            "longest step, and for an external program that reports only `progress`, longer than "
+            "the time between two reports. Evaluations and checkpoints may take four times as "
+            "long, and at least half an hour. A collective that has waited for so long, or for "
+            "half of its own timeout, "
             "is explained in the log while the job goes on, also of a command. 0 disables all "
             "of this.",
             minimum=0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 COMM_FIRST = "import flagscale.comm\nimport torch.distributed as dist\n"
 TORCH_FIRST = "import torch.distributed as dist\nimport flagscale.comm\n"
 COMM_CHECK_FIRST = (

@@ -136,7 +136,8 @@ def explain_failed_collective(
         if ended:
             failed = describe_ranks(list(call.by_rank))
             verb = "fails" if len(call.by_rank) == 1 else "fail"
-            text = f"ended with exit code 0 and never entered {call.describe()}, in which {failed} "
+            # It may have taken part in it, and have ended before the others had its data.
+            text = f"ended with exit code 0 before the end of {call.describe()}, in which {failed} "
             others = f"; the same holds for {describe_ranks(ended[1:])}" if ended[1:] else ""
             return HangFinding(ended[0], "", f"{text}{verb}{others}", in_collective=False)
     return None

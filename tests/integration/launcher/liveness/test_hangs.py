@@ -47,7 +47,7 @@ FAILURES = {
     (
         "gloo",
         "dead",
-    ): r"rank 2 \(localhost\) ended with exit code 0 and never entered all_reduce #4",
+    ): r"rank 2 \(localhost\) ended with exit code 0 before the end of all_reduce #",
     ("fsccl", "operation"): r"rank 2 \[[^]]*\] called all_gather #4",
     ("fsccl", "shape"): r"called all_reduce #4 of 16 bytes .* rank 2 .* all_reduce #4 of 20 bytes",
     ("fsccl", "order"): r"rank 2 \[[^]]*\] called broadcast #4",

@@ -676,7 +676,7 @@ def test_rank_that_had_ended_before_a_failed_collective_is_named() -> None:
     job.run(1)
     (remark,) = job.remarks
     assert remark == (
-        "rank 1 (h1) ended with exit code 0 and never entered all_reduce #2 of the default group, "
+        "rank 1 (h1) ended with exit code 0 before the end of all_reduce #2 of the default group, "
         "in which rank 0 fails"
     )
 
