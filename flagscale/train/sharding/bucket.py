@@ -45,6 +45,7 @@ class ShardedBucket:
         offset: first element in the buffer that contains the bucket.
         bucket_id: index in that buffer.
         gradient_scaling_factor: factor of the gradients of a step.
+        group: the ranks.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ShardedBucket:
         self.offset, self.bucket_id = offset, bucket_id
         self.gradient_scaling_factor = gradient_scaling_factor
         self._exchange, self._ranks = exchange, exchange.ranks
+        self.group = exchange.group
         self.param_to_index: dict[torch.nn.Parameter, tuple[int, int]] = {}
         end = 0
         for param in self.params_list:
