@@ -6,16 +6,19 @@ copied to the host memory of one data-parallel rank only, which writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from flagscale.accelerators.device import current_device
 from flagscale.train.checkpoint.gather_plan import choose_owners
 from flagscale.train.checkpoint.optimizer_state import choose_replica_ids
 from flagscale.train.sharding.bucket import ShardedBucket
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
+from flagscale.train.state import unwrap_model
 
 
 def copy_weights_to_owners(chunks: Iterable[Any], model_state_dict: Mapping[str, Any]) -> None:
@@ -29,6 +32,58 @@ def copy_weights_to_owners(chunks: Iterable[Any], model_state_dict: Mapping[str,
     for chunk, weights in zip(chunks, model_state_dict.values(), strict=True):
         if isinstance(chunk, ShardedDataParallel):
             _copy_chunk(chunk, weights)
+
+
+class DeferredWeights:
+    """Weights in shards that are to be read from a checkpoint, one unit of the model at a time."""
+
+    def __init__(self, chunks: Iterable[Any], model_state_dict: Mapping[str, Any]) -> None:
+        """Move the weights in shards out of a sharded state dict to load.
+
+        Args:
+            chunks: model chunks.
+            model_state_dict: sharded weights by name, one entry per chunk; modified in place. It
+                must not be needed for the optimizer's sharded state dict any more.
+        """
+        self._chunks: list[tuple[ShardedDataParallel, dict[ShardedBucket, dict[str, Any]]]] = []
+        self.names: set[str] = set()
+        for chunk, weights in zip(chunks, model_state_dict.values(), strict=True):
+            if isinstance(chunk, ShardedDataParallel):
+                by_bucket = {
+                    bucket: {name: weights.pop(name) for name in names}
+                    for bucket, names in _sort_by_bucket(chunk, weights).items()
+                }
+                self._chunks.append((chunk, by_bucket))
+                self.names.update(name for items in by_bucket.values() for name in items)
+
+    @torch.no_grad()
+    def load(self, read: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Read the weights into the model. Collective.
+
+        Args:
+            read: fills a sharded state dict from the checkpoint; collective.
+
+        Raises:
+            RuntimeError: weights do not fit the model, after all have been read.
+        """
+        units = sum(chunk.unit_count for chunk, _ in self._chunks)
+        count = torch.tensor(units, device=current_device().torch_device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        error: RuntimeError | None = None
+        for chunk, by_bucket in self._chunks:
+            for buckets in chunk.iter_writable():
+                weights = {
+                    name: weight for bucket in buckets for name, weight in by_bucket[bucket].items()
+                }
+                loaded = read(weights)
+                try:
+                    unwrap_model(chunk).load_state_dict(loaded, strict=False)
+                except RuntimeError as problem:
+                    error = error or problem  # the other ranks go on reading
+        for _ in range(int(count) - units):
+            read({})
+        if error is not None:
+            raise error
 
 
 def _copy_chunk(chunk: ShardedDataParallel, weights: dict[str, Any]) -> None:

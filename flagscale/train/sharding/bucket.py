@@ -173,8 +173,11 @@ class ShardedBucket:
 
     @torch.no_grad()
     def update_shard(self) -> None:
-        """Copy this rank's part of the whole weights, which have been written to, to the shard."""
-        if not self._keeps_weights:
+        """Copy this rank's part of the whole weights, which have been written to, to the shard.
+
+        Nothing happens if the whole weights have no memory.
+        """
+        if not self._keeps_weights and self.param_data.untyped_storage().nbytes():
             self.weight_shard.copy_(self._local_part(self.param_data))
 
     def expect_gradients(self) -> None:

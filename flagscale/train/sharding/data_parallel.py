@@ -409,12 +409,30 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             unit.release()
         self._synchronize_ranks()
 
+    @property
+    def unit_count(self) -> int:
+        """Number of units."""
+        return len(self._units)
+
     def iter_gathered(self) -> Iterator[list[ShardedBucket]]:
         """Yield the buckets of one unit at a time while their whole weights can be read."""
         for unit in self._units:
             unit.gather()
             yield unit.buckets
             unit.release()
+
+    def iter_writable(self) -> Iterator[list[ShardedBucket]]:
+        """Yield the buckets of one unit at a time while their whole weights can be written to.
+
+        What is written is kept; all ranks must write the same.
+        """
+        for unit in self._units:
+            unit.gather()
+            yield unit.buckets
+            self._synchronize_ranks()
+            unit.update_shards()
+            unit.release()
+        self._synchronize_ranks()
 
     def iter_weight_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield each weight with the flat part of it that is in this rank's shard; maybe empty."""

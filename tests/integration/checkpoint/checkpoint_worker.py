@@ -119,9 +119,9 @@ class Run:
         self.data: Any = None
 
     def load(self) -> None:
-        from flagscale.train.step import whole_parameters
+        from flagscale.train.step import gathered_parameters
 
-        with whole_parameters(self.args, self.state.chunks):
+        with gathered_parameters(self.args, self.state.chunks):
             report = self.checkpointer.load(self.state)
         self.report = None if report is None else str(report)
 
