@@ -36,7 +36,7 @@ from flagscale.train.profiling import Profiler
 from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, whole_parameters
+from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
 from flagscale.train.throughput import ThroughputMeter
 from flagscale.train.trainer import Trainer
 
@@ -101,8 +101,7 @@ def prepare_training(
         )
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
-    with whole_parameters(args, state.chunks):
-        _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
@@ -158,8 +157,11 @@ def _resume(
     # Adapter checkpoints do not contain the base model.
     loads_base_model = bool(args.peft_type and args.pretrained_checkpoint)
     if loads_base_model:
-        reporter.log(load_pretrained(args, state))
-    load_report = checkpointer.load(state) if args.load else None
+        _load_pretrained(args, state, reporter)
+    load_report = None
+    if args.load:
+        with gathered_parameters(args, state.chunks):
+            load_report = checkpointer.load(state)
     if (rampup := args.rampup) is not None:
         # The loaded run may have used another batch size ramp-up.
         progress = state.progress
@@ -167,7 +169,7 @@ def _resume(
         args.train_iters = progress.iteration + remaining_steps
     if load_report is None and args.pretrained_checkpoint:
         if not loads_base_model:
-            reporter.log(load_pretrained(args, state))
+            _load_pretrained(args, state, reporter)
         return
     if load_report is None:
         _start_without_checkpoint(
@@ -180,6 +182,13 @@ def _resume(
     reporter.log(f"loaded iteration {load_report.iteration} from {load_report.path}{notes}")
     if state.progress.iteration >= args.train_iters and not args.skip_train:
         reporter.log(_describe_nothing_to_train(args))
+
+
+def _load_pretrained(
+    args: argparse.Namespace, state: TrainState, reporter: TrainingReporter
+) -> None:
+    with whole_parameters(args, state.chunks):
+        reporter.log(load_pretrained(args, state))
 
 
 def _start_without_checkpoint(

@@ -25,7 +25,7 @@ from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.parameter_norm import compute_parameters_norm
 from flagscale.train.report import TrainingReporter
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
+from flagscale.train.step import Stepper, gathered_parameters
 from flagscale.train.stop_request import StopReason, StopRequest
 from flagscale.train.throughput import ThroughputMeter
 
@@ -302,7 +302,7 @@ class Trainer:
             loss = self._state.validation.best_loss
             assert loss is not None
             best = BestCheckpoint(loss, is_extra)
-        with self._throughput_meter.pause(), whole_parameters(self._args, self._state.chunks):
+        with self._throughput_meter.pause(), gathered_parameters(self._args, self._state.chunks):
             self._checkpointer.save(self._state, best=best)
             self._saved_step = self._state.progress.iteration
 

@@ -29,6 +29,7 @@ from flagscale.train.checkpoint.collective_errors import (
 )
 from flagscale.train.checkpoint.exporter import CheckpointExporter
 from flagscale.train.checkpoint.loading import LoadReport
+from flagscale.train.checkpoint.sharded_weights import copy_weights_to_owners
 from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
 from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.optim.hyperparameters import save_schedule
@@ -179,6 +180,9 @@ class Checkpointer:
     ) -> None:
         """Save ``state``, after waiting for an earlier save that is still in progress.
 
+        Call it while parameters are up to date
+        (:func:`flagscale.train.step.gathered_parameters`). Weights in shards need not be whole.
+
         With ``args.async_save``, writing continues in the background and :meth:`poll` returns the
         checkpoint once it is complete.
 
@@ -269,13 +273,14 @@ class Checkpointer:
         args = self._args
         metadata = sharded_state.sharding_metadata()
         group_metadata = sharded_state.add_data_parallel_group(metadata)
-        state_dict = sharded_state.build_model_state_dict(args, state, group_metadata)
+        model_state_dict = sharded_state.build_model_state_dict(args, state, group_metadata)
+        state_dict = dict(model_state_dict)
         if not args.no_save_optim:
-            model_state_dict = dict(state_dict)
             state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, group_metadata, is_loading=False
             )
             state_dict["scheduler"] = save_schedule(state.scheduler)
+        copy_weights_to_owners(state.chunks, model_state_dict)
         if not args.no_save_rng:
             state_dict.update(sharded_state.build_rng_state())
         state_dict["progress"] = state.progress.state_dict()

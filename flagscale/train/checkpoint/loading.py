@@ -38,6 +38,7 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
 )
 from flagscale.train.checkpoint.optimizer_state import ParameterStates, remove_parameter_states
+from flagscale.train.checkpoint.sharded_weights import DeferredWeights
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import (
     insert_groups,
@@ -60,7 +61,7 @@ _READ_ERRORS = (
     ValueError,
 )
 
-_PARAMETER_STATES_KEY = "parameter_states"
+_PART_KEY = "part"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class LoadReport:
 def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     """Load the newest complete checkpoint below ``args.load``. Collective: all ranks call it.
 
-    Call it only while all parameters are whole
-    (:func:`flagscale.train.step.whole_parameters`).
+    Call it only while parameters are up to date
+    (:func:`flagscale.train.step.gathered_parameters`). Weights in shards need not be whole.
 
     Returns:
         None if there is no checkpoint.
@@ -115,15 +116,23 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     selected_parts = parts_to_load(manifest, vars(args), dist.get_world_size(), vocabulary_range)
     if selected_parts.kept_schedule:
         set_hyperparameters(state.scheduler, state.optimizer, selected_parts.kept_schedule)
-    loaded_state, parameter_states = _read_shards(args, checkpoint, state, selected_parts, manifest)
+    loaded_state, weights, parameter_states = _read_shards(
+        args, checkpoint, state, selected_parts, manifest
+    )
+    read_part = partial(_read_part, args, str(checkpoint.path))
     error = None
     try:
-        _apply_state(loaded_state, state, selected_parts)
+        weights.load(read_part)
+    except _READ_ERRORS as problem:
+        error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
+    raise_on_all_ranks(error)
+    try:
+        _apply_state(loaded_state, weights, state, selected_parts)
     except (RuntimeError, KeyError, ValueError) as problem:
         error = f"{checkpoint.path} does not fit this run: {describe_error(problem)}"
     raise_on_all_ranks(error)
     try:
-        parameter_states.load(partial(_read_parameter_states, args, str(checkpoint.path)))
+        parameter_states.load(read_part)
     except _READ_ERRORS as problem:
         error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
     raise_on_all_ranks(error)
@@ -182,24 +191,25 @@ def _read_shards(
     state: TrainState,
     selected_parts: PartsToLoad,
     manifest: Mapping[str, Any],
-) -> tuple[dict[str, Any], ParameterStates]:
+) -> tuple[dict[str, Any], DeferredWeights, ParameterStates]:
     """Read this rank's shards of the selected parts of a checkpoint.
 
     Returns:
-        What was read, and the states of a distributed optimizer that remain to be read.
+        What was read, and the weights in shards and the states of a distributed optimizer, which
+        remain to be read.
     """
     path = str(checkpoint.path)
     error = None
     loaded: dict[str, Any] = {}
-    parameter_states = ParameterStates()
+    weights, parameter_states = DeferredWeights([], {}), ParameterStates()
     try:
         metadata = (
             dist_checkpointing.load_content_metadata(path) or sharded_state.sharding_metadata()
         )
         metadata = sharded_state.add_data_parallel_group(metadata)
-        sharded_state_dict = sharded_state.build_model_state_dict(args, state, metadata)
+        model_state_dict = sharded_state.build_model_state_dict(args, state, metadata)
+        sharded_state_dict = dict(model_state_dict)
         if selected_parts.optimizer:
-            model_state_dict = dict(sharded_state_dict)
             sharded_state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, metadata, is_loading=True
             )
@@ -207,13 +217,14 @@ def _read_shards(
             parameter_states = remove_parameter_states(
                 state.optimizer, sharded_state_dict["optimizer"]
             )
+        weights = DeferredWeights(state.chunks, model_state_dict)
         if selected_parts.rng:
             sharded_state_dict.update(sharded_state.build_rng_state())
         loaded = dist_checkpointing.load(sharded_state_dict, path, _load_strategy(args, path))
     except _READ_ERRORS as problem:
         error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
     raise_on_all_ranks(error)
-    return loaded, parameter_states
+    return loaded, weights, parameter_states
 
 
 def _load_strategy(args: argparse.Namespace, path: str) -> Any:
@@ -225,23 +236,23 @@ def _load_strategy(args: argparse.Namespace, path: str) -> Any:
     return strategy
 
 
-def _read_parameter_states(
-    args: argparse.Namespace, path: str, sharded_states: dict[Any, Any]
-) -> dict[Any, Any]:
-    """Read the states of some parameters of a distributed optimizer."""
-    # No rank need read a whole tensor, which megatron.core's validation would require.
-    loaded: dict[Any, Any] = dist_checkpointing.load(
-        {_PARAMETER_STATES_KEY: sharded_states},
+def _read_part(args: argparse.Namespace, path: str, sharded_tensors: dict[Any, Any]) -> Any:
+    """Read some tensors of a checkpoint; return them by the same keys."""
+    # The ranks together need not read whole tensors, which megatron.core's validation requires.
+    loaded = dist_checkpointing.load(
+        {_PART_KEY: sharded_tensors},
         path,
         _load_strategy(args, path),
         validate_access_integrity=False,
     )
-    states: dict[Any, Any] = loaded.get(_PARAMETER_STATES_KEY, {})
-    return states
+    return loaded.get(_PART_KEY, {})
 
 
 def _apply_state(
-    loaded_state: dict[str, Any], state: TrainState, selected_parts: PartsToLoad
+    loaded_state: dict[str, Any],
+    weights: DeferredWeights,
+    state: TrainState,
+    selected_parts: PartsToLoad,
 ) -> None:
     """Load the state into the modules, the optimizer, the schedule and the random number
     generators.
@@ -253,7 +264,11 @@ def _apply_state(
         has_adapters = any(
             lora.is_adapter(parameter_name) for parameter_name, _ in module.named_parameters()
         )
-        module.load_state_dict(loaded_state[name], strict=not has_adapters)
+        keys = module.load_state_dict(loaded_state.get(name, {}), strict=False)
+        missing_keys = set(keys.missing_keys) - weights.names
+        if not has_adapters and (missing_keys or keys.unexpected_keys):
+            differences = sorted({*missing_keys, *keys.unexpected_keys})
+            raise RuntimeError(f"weights of one of both only: {', '.join(differences)}")
     if selected_parts.optimizer:
         insert_groups(loaded_state["optimizer"], state.optimizer)
         with torch.no_grad():

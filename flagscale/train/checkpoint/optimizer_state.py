@@ -117,7 +117,9 @@ def _describe_parameter_states(
             for index, (parameter, weight) in enumerate(zip(parameters, weights, strict=True))
             if any(part.rank == rank for part in parameter.parts)
         }
-    replica_ids = _choose_replica_ids(optimizer, [weight.replica_id for weight in weights])
+    replica_ids = choose_replica_ids(
+        optimizer.data_parallel_group, [weight.replica_id for weight in weights]
+    )
     return {
         index: {
             name: replace(
@@ -139,12 +141,15 @@ def _describe_state(weight: Any, name: str, data: torch.Tensor) -> Any:
     return state
 
 
-def _choose_replica_ids(optimizer: Any, replica_ids: list[Any]) -> list[Any]:
-    """Return, for each parameter, the first replica id of the data-parallel ranks.
+def choose_replica_ids(group: Any, replica_ids: list[Any]) -> list[Any]:
+    """Return, for each parameter, the first replica id of the data-parallel ranks. Collective.
 
     The one rank that contributes the parameter takes the place of the one that has this id.
+
+    Args:
+        group: the data-parallel ranks.
+        replica_ids: this rank's replica id of each parameter.
     """
-    group = optimizer.data_parallel_group
     replica_ids_by_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(replica_ids_by_rank, replica_ids, group=group)
     return [min(candidates) for candidates in zip(*replica_ids_by_rank, strict=True)]

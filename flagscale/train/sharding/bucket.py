@@ -49,6 +49,7 @@ class ShardedBucket:
         offset: first element in the buffer that contains the bucket.
         bucket_id: index in that buffer.
         gradient_scaling_factor: factor of the gradients of a step.
+        group: the ranks.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ShardedBucket:
         self.offset, self.bucket_id = offset, bucket_id
         self.gradient_scaling_factor = gradient_scaling_factor
         self._exchange, self._ranks = exchange, exchange.ranks
+        self.group = exchange.group
         self.param_to_index: dict[torch.nn.Parameter, tuple[int, int]] = {}
         end = 0
         for param in self.params_list:
@@ -180,8 +182,11 @@ class ShardedBucket:
 
     @torch.no_grad()
     def update_shard(self) -> None:
-        """Copy this rank's part of the whole weights, which have been written to, to the shard."""
-        if not self._keeps_weights:
+        """Copy this rank's part of the whole weights, which have been written to, to the shard.
+
+        Nothing happens if the whole weights have no memory.
+        """
+        if not self._keeps_weights and self.param_data.untyped_storage().nbytes():
             self.weight_shard.copy_(self._local_part(self.param_data))
 
     def expect_gradients(self) -> None:

@@ -346,7 +346,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         for weight in self._accumulated_weights:
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        for bucket in self._iter_buckets():
+        for bucket in self.iter_buckets():
             bucket.start_step()
 
     @contextmanager
@@ -369,12 +369,12 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         # From here on no rank reads the weights of another one, until the optimizer has updated
         # them.
         self._synchronize_ranks()
-        for bucket in self._iter_buckets():
+        for bucket in self.iter_buckets():
             bucket.finish_step()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply this rank's shards of the gradients by a factor."""
-        for bucket in self._iter_buckets():
+        for bucket in self.iter_buckets():
             if bucket.gradient_shard is not None:
                 bucket.gradient_shard *= scaling_factor
 
@@ -393,7 +393,8 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         for exchange in self._exchanges.values():
             exchange.synchronize_ranks()
 
-    def _iter_buckets(self) -> Iterator[ShardedBucket]:
+    def iter_buckets(self) -> Iterator[ShardedBucket]:
+        """Yield all buckets of the chunk."""
         for unit in self._units:
             yield from unit.buckets
 
@@ -414,9 +415,34 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             unit.release()
         self._synchronize_ranks()
 
+    @property
+    def unit_count(self) -> int:
+        """Number of units."""
+        return len(self._units)
+
+    def iter_gathered(self) -> Iterator[list[ShardedBucket]]:
+        """Yield the buckets of one unit at a time while their whole weights can be read."""
+        for unit in self._units:
+            unit.gather()
+            yield unit.buckets
+            unit.release()
+
+    def iter_writable(self) -> Iterator[list[ShardedBucket]]:
+        """Yield the buckets of one unit at a time while their whole weights can be written to.
+
+        What is written is kept; all ranks must write the same.
+        """
+        for unit in self._units:
+            unit.gather()
+            yield unit.buckets
+            self._synchronize_ranks()
+            unit.update_shards()
+            unit.release()
+        self._synchronize_ranks()
+
     def iter_weight_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield each weight with the flat part of it that is in this rank's shard; maybe empty."""
-        for bucket in self._iter_buckets():
+        for bucket in self.iter_buckets():
             yield from bucket.iter_weight_shards()
 
     def broadcast_params(self) -> None:

@@ -90,7 +90,7 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             shard.copy_(copy)
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Take over weights that were loaded, while they are whole."""
+        """Take over weights that were loaded: whole ones if they are gathered, or else shards."""
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.update_shard()

@@ -119,9 +119,9 @@ class Run:
         self.data: Any = None
 
     def load(self) -> None:
-        from flagscale.train.step import whole_parameters
+        from flagscale.train.step import gathered_parameters
 
-        with whole_parameters(self.args, self.state.chunks):
+        with gathered_parameters(self.args, self.state.chunks):
             report = self.checkpointer.load(self.state)
         self.report = None if report is None else str(report)
 
@@ -149,9 +149,9 @@ class Run:
         }
 
     def save(self, *, required: bool = False) -> None:
-        from flagscale.train.step import whole_parameters
+        from flagscale.train.step import gathered_parameters
 
-        with whole_parameters(self.args, self.state.chunks):
+        with gathered_parameters(self.args, self.state.chunks):
             self.checkpointer.save(self.state, required=required)
 
     def build_result(self, **fields: Any) -> dict[str, Any]:
@@ -207,26 +207,22 @@ def save_and_go_on(run: Run) -> dict[str, Any]:
 
 
 def count_state_elements(run: Run) -> dict[str, int]:
-    """Return the elements of the optimizer state that this rank saves and that the model has."""
+    """Return the elements of weights and optimizer state that this rank saves, and the model's."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    from flagscale.train.checkpoint import sharded_state
-    from flagscale.train.step import whole_parameters
+    from flagscale.train.step import gathered_parameters
 
-    with whole_parameters(run.args, run.state.chunks):
-        metadata = sharded_state.add_data_parallel_group(sharded_state.sharding_metadata())
-        model = sharded_state.build_model_state_dict(run.args, run.state, metadata)
-        state = sharded_state.build_optimizer_state_dict(
-            run.state, model, metadata, is_loading=False
-        )
-    sizes = [
-        tensor.data.untyped_storage().nbytes() // tensor.data.itemsize
-        for tensor in nested_values(state)
-        if isinstance(tensor, ShardedBase) and tensor.key.startswith("optimizer.state.")
-    ]
-    parameters = [p for module in run.state.modules() for p in module.parameters()]
-    return {"state_size": sum(sizes), "whole_state_size": 3 * sum(p.numel() for p in parameters)}
+    with gathered_parameters(run.args, run.state.chunks):
+        state_dict = run.checkpointer._build_state_dict(run.state)
+    sizes = {"optimizer": 0, "model": 0}
+    for key in sizes:
+        for tensor in nested_values(state_dict[key]):
+            data = tensor.data if isinstance(tensor, ShardedBase) else None
+            if hasattr(data, "untyped_storage"):
+                sizes[key] += data.untyped_storage().nbytes() // data.itemsize
+    weights = sum(p.numel() for module in run.state.modules() for p in module.parameters())
+    return {"state_size": sizes["optimizer"], "weights_size": sizes["model"], "weights": weights}
 
 
 class RouterMargins:

@@ -198,7 +198,14 @@ def test_a_rank_saves_its_fraction_of_the_optimizer_state(
     """No rank needs the host memory of the whole state."""
     ranks = get_result(training_results, f"{name} whole")["ranks"]
     sizes = [result["state_size"] for result in ranks]
-    assert sum(sizes) == ranks[0]["whole_state_size"]
+    assert sum(sizes) == 3 * ranks[0]["weights"]
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+def test_a_rank_saves_its_fraction_of_sharded_weights(training_results: dict[str, Any]) -> None:
+    ranks = get_result(training_results, "dp2-sharded whole")["ranks"]
+    sizes = [result["weights_size"] for result in ranks]
+    assert sum(sizes) == ranks[0]["weights"]
     assert max(sizes) < 0.6 * sum(sizes)
 
 
