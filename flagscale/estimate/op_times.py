@@ -18,6 +18,7 @@ from typing import Any
 
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.optimizer_states import state_formats
+from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.estimate import arithmetic, attention, memory, weights
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.memory import ModelPart
@@ -80,6 +81,10 @@ _ACCUMULATE_BYTES = 10
 """Traffic per weight whose gradient a separate kernel adds to the fp32 sum."""
 _GRADIENT_ACCESSES = 4
 """Accesses per element of gradients by their norm, clipping and the optimizer."""
+_SHARD_ACCESSES = 5
+"""Accesses per element of a shard of gradients in each micro-batch: its own part and one that is
+received are added to it, and the received one is written before.
+"""
 _HOST_WEIGHTS_PER_SECOND = 2.9e9
 """Weights that 16 cores of a host update per second, with copies of gradients and weights."""
 _COPIED_BYTES_PER_SECOND = 45e9
@@ -330,8 +335,13 @@ def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload
     gradient_bytes = state_formats(vars(args)).gradient_bytes
     # States are read and written, and gradients set to zero.
     bytes_per_weight = _GRADIENT_ACCESSES * gradient_bytes + 2 * memory.state_bytes(args)
+    traffic_bytes = bytes_per_weight * device_weights + gradient_bytes * trainable.all
+    if shards_gradients(vars(args)):
+        shard = memory.count_optimizer_weights(args, trainable)
+        accesses = _SHARD_ACCESSES * args.num_microbatches
+        traffic_bytes += accesses * gradient_bytes * shard
     return Workload(
-        traffic_bytes=bytes_per_weight * device_weights + gradient_bytes * trainable.all,
+        traffic_bytes=traffic_bytes,
         kernels=_STEP_KERNELS,
         launches=_STEP_KERNELS,
         host_weights=host_weights,

@@ -8,7 +8,11 @@ import torch
 from flagscale.config.arguments.rules.optimizer_states import StateFormats
 from flagscale.train.optim.master_adam import MasterWeightAdam
 
-pytestmark = [pytest.mark.gpu, pytest.mark.torch]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 FORMATS = {
     "remainders": StateFormats(remainders=True),

@@ -182,7 +182,7 @@ ROWS = (
     GpuRow("dp2-sharded-gradients", *SEQUENCE_4K, gpus=2,
         options="--data-parallel-sharding-strategy optim_grads"),
     GpuRow("8b-sharded", 32, 4096, 1, 32, gpus=2,
-        options=f"{SHARDED} {OFFLOAD} --optimizer-offload-fraction 0.5"),
+        options=f"{SHARDED} {BF16_MOMENTS}"),
     GpuRow("tp2", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2,
         options=f"{TENSOR_PARALLEL} --tp-comm-overlap"),
     GpuRow("tp2-exposed", *SEQUENCE_4K_DOUBLE_BATCH, gpus=2, options=TENSOR_PARALLEL),

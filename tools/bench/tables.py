@@ -185,6 +185,26 @@ def _offload_table() -> str:
     return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
 
 
+def _sharding_table() -> str:
+    rows = _read_rows("gpu-2xh200-sharded")
+    titles = {
+        "dp2": "8 layers, 4096 x 2, `optim`",
+        "dp2-sharded": "8 layers, 4096 x 2, `optim_grads_params`",
+        "8b-sharded": "32 layers, 4096 x 1, `optim_grads_params`, moments in bf16",
+    }
+    table_rows = [
+        (
+            title,
+            f"{rows[name]['step_seconds']:.2f}",
+            f"{rows[name]['tokens_per_second_per_gpu']:,}",
+            f"{100 * rows[name]['mfu']:.1f} %",
+            f"{rows[name]['memory_gib']:.1f}",
+        )
+        for name, title in titles.items()
+    ]
+    return _format_table(("", "s a step", "tokens/s/GPU", "MFU", "GiB"), table_rows)
+
+
 def _optimizer_states_table() -> str:
     results = _read_results("optimizer-states-cpu")
     compared = {row["precision"]: row for row in results["compared"]}
@@ -318,6 +338,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "long": _long_sequence_table,
     "context": _context_parallel_table,
     "offload": _offload_table,
+    "sharding": _sharding_table,
     "states": _optimizer_states_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
