@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flagscale.train.layers.wgrad_accumulation import expect_first_write, forget_first_write
-from flagscale.train.sharding.deferred import is_deferred
+from flagscale.train.sharding.deferred import lacks_memory
 from flagscale.train.sharding.exchange import Exchange
 
 Initialize = Callable[[Collection[torch.nn.Parameter]], None]
@@ -107,7 +107,7 @@ class ShardedBucket:
             self.param_data = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self.param_data.zero_()
         for param in self.params_list:
-            if not is_deferred(param.data):
+            if not lacks_memory(param.data):
                 self._view(self.param_data, param).copy_(param.data)
             param.data = self._view(self.param_data, param)
         if initialize is not None:
@@ -186,7 +186,7 @@ class ShardedBucket:
 
         Nothing happens if the whole weights have no memory.
         """
-        if not self._keeps_weights and self.param_data.untyped_storage().nbytes():
+        if not self._keeps_weights and not lacks_memory(self.param_data):
             self.weight_shard.copy_(self._local_part(self.param_data))
 
     def expect_gradients(self) -> None:

@@ -44,7 +44,7 @@ class ShardedUnit:
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """Whether there are gradients of a micro-batch that are not being reduced yet."""
+        """True if gradients of a micro-batch wait for their reduction to start."""
         return self._has_gradients and self._reduces is None
 
     def start_gather(self) -> None:
