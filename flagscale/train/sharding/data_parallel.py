@@ -322,6 +322,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         for unit in units:
             unit.finish_reduce()
         for unit in units:
+            unit.complete_gradients()
             self._check_gradients(unit)
             unit.start_reduce()
             unit.release()
