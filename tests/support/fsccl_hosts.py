@@ -44,11 +44,20 @@ class HostRanks:
                 stack.callback(ranks[i].process.kill)
             yield cls(bed, ranks, timeout_seconds)
 
-    def join(self, key: str, timeout: float, port: int = FIRST_PORT, **environment: str) -> None:
+    def join(
+        self, key: str, operation_timeout: float, port: int = FIRST_PORT, **environment: str
+    ) -> None:
         """Initialize a job on all ranks, with a timeout of operations in seconds."""
         arguments = {"size": len(self.ranks), "host": self.bed[0].address, "port": port, "key": key}
         for i, rank in self.ranks.items():
-            rank.start_case("join", rank=i, timeout=timeout, environment=environment, **arguments)
+            rank.start_case(
+                "join",
+                rank=i,
+                timeout=60,
+                operation_timeout=operation_timeout,
+                environment=environment,
+                **arguments,
+            )
         unwrap_results(wait_for_replies(self.ranks, 90))
 
     def start_case(self, case: str, **arguments: Any) -> None:

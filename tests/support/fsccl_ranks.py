@@ -147,8 +147,20 @@ class RankPool:
             if self._ranks[i].is_busy:
                 self.kill(i)
 
-    def join(self, count: int, *, timeout: float = 30, **environment: str) -> None:
-        """Initialize a job on the first ``count`` ranks, with FSCCL_* variables set."""
+    def join(
+        self,
+        count: int,
+        *,
+        timeout: float = 30,
+        operation_timeout: float | None = None,
+        **environment: str,
+    ) -> None:
+        """Initialize a job on the first ``count`` ranks, with FSCCL_* variables set.
+
+        Args:
+            timeout: Seconds that ranks wait for each other when they join.
+            operation_timeout: Seconds that they wait in operations. ``timeout`` by default.
+        """
         self._joins += 1
         self.replace_busy(count)
         for i in range(count):
@@ -159,6 +171,7 @@ class RankPool:
                 port=self._store.port,
                 key=f"job{self._joins}",
                 timeout=timeout,
+                operation_timeout=operation_timeout,
                 environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
             )
         self.wait_for_results(range(count))

@@ -22,7 +22,11 @@ SMALL_LIMITS = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_TINY_BYTES": "1024"}
 GLOO_SETTINGS = {"FSCCL_NATIVE": "gloo", **SMALL_LIMITS}
 
 
-def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 30) -> range:
+def join(
+    pool: Any,
+    environments: Sequence[Mapping[str, str]],
+    operation_timeout: float | None = None,
+) -> range:
     """Initialize a job whose rank ``i`` has the environment variables ``environments[i]``."""
     pool.joined = getattr(pool, "joined", 0) + 1
     pool.replace_busy(len(environments))
@@ -33,7 +37,8 @@ def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 
             size=len(environments),
             port=pool.port,
             key=f"clusters{pool.joined}",
-            timeout=timeout,
+            timeout=30,
+            operation_timeout=operation_timeout,
             environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
         )
     members = range(len(environments))

@@ -77,7 +77,7 @@ def test_survivors_name_a_rank_killed_during_each_operation(
 
 @pytest.mark.parametrize("clusters", ["4", "2,2"])
 def test_timeout_names_a_stopped_rank(pool: Any, clusters: str) -> None:
-    pool.join(4, timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters)
+    pool.join(4, operation_timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters)
     pool.call(range(4), "run_operation", op="all_reduce")
     os.kill(pool[3].pid, signal.SIGSTOP)
     try:
@@ -116,7 +116,7 @@ def test_survivors_name_a_rank_killed_during_large_messages(
 def test_timeout_names_a_rank_stopped_during_operations(
     pool: Any, clusters: str, variables: dict[str, str]
 ) -> None:
-    pool.join(4, timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters, **variables)
+    pool.join(4, operation_timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters, **variables)
     for i in range(4):
         pool[i].start_case("run_operation", op="all_reduce", repeat=ENDLESS_REPEATS)
     time.sleep(0.3)
@@ -246,7 +246,7 @@ def test_wait_timeout_names_the_operation(pool: Any, clusters: str, is_connected
 
 
 def test_first_error_is_permanent(pool: Any) -> None:
-    pool.join(2, timeout=1)
+    pool.join(2, operation_timeout=1)
     pool[0].start_case("run_operation", op="barrier")
     first = wait_for_errors(pool, [0], MAX_DELAY_SECONDS)[0]
     assert "rank 1" in first

@@ -49,7 +49,7 @@ def test_rank_that_did_not_call_is_found(ranks: Any, tmp_path: Path) -> None:
     """torchfrtrace finds the operation that rank 1 has not called."""
     for rank in range(2):
         ranks.kill(rank)  # the new processes have no entries of other tests
-    ranks.join(2, timeout=2)
+    ranks.join(2, operation_timeout=2)
     ranks.call(range(2), "run_operation", op="barrier")
     ranks[0].start_case("run_operation", op="all_reduce")
     ranks.call([1], "sleep_for", seconds=0.3)

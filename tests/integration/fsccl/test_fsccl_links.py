@@ -59,11 +59,11 @@ class TwoHosts:
     log: Path
     job_numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def join(self, timeout: float) -> None:
+    def join(self, operation_timeout: float) -> None:
         """Initialize a new job on all ranks. The first rank hosts its store."""
         port = FIRST_PORT + next(self.job_numbers)
         debug = {"FSCCL_DEBUG": "INFO", "FSCCL_CHUNK_BYTES": "262144"}
-        self.ranks.join("job", timeout, port, **debug)
+        self.ranks.join("job", operation_timeout, port, **debug)
 
 
 @pytest.fixture(scope="module")
