@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -91,7 +92,10 @@ class Forecast:
 
 
 def forecast_step(
-    args: Namespace, vocabulary_size: int, memory_limits: Sequence[float] | None = None
+    args: Namespace,
+    vocabulary_size: int,
+    memory_limits: Sequence[float] | None = None,
+    stage_indices: Sequence[int] | None = None,
 ) -> Forecast:
     """Calculate load and memory for the resolved arguments of a whole job.
 
@@ -101,6 +105,8 @@ def forecast_step(
         memory_limits: bytes that a rank of each stage may use. With ``recompute_granularity: auto``
             as few layers are recomputed as fit into them; if nothing fits, the choice with the
             least memory is used. None means unlimited.
+        stage_indices: the stages to calculate, such as :func:`find_distinct_stages`; all by
+            default. Homogeneous jobs only.
     """
     limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
@@ -119,7 +125,7 @@ def forecast_step(
                 rank_args,
                 next(limits),
             )
-            for index in range(len(counts))
+            for index in stage_indices or range(len(counts))
         ]
         return Forecast(tuple(stages), rank_args.num_microbatches, flops)
     chunks = meshes.chunks
@@ -133,6 +139,44 @@ def forecast_step(
         )
         mesh_stages.append(_forecast_fitting_stage(position, rank_args, next(limits)))
     return Forecast(tuple(mesh_stages), args.num_microbatches, flops, meshes.eager)
+
+
+def find_distinct_stages(args: Namespace) -> dict[int, int]:
+    """Return the stages of a homogeneous job that differ, with the number of stages like each.
+
+    Of stages with the same layers, none of which is the first or the last one, the first takes the
+    most memory, and stands for all.
+    """
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    stages: dict[Any, list[int]] = {}
+    for index, stage_counts in enumerate(counts):
+        is_end = index in (0, len(counts) - 1)
+        layers: Any = stage_counts
+        if len(set(kinds)) > 1:
+            layers = tuple(
+                tuple(kinds[number] for number in _chunk_layers(counts, index, chunk))
+                for chunk in range(len(stage_counts))
+            )
+        stages.setdefault((index if is_end else None, layers), []).append(index)
+    return {indices[0]: len(indices) for indices in stages.values()}
+
+
+def forecast_memory(
+    args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
+) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of a rank of some stages of a homogeneous job, as :func:`forecast_step`
+    does. The arguments must state which layers are recomputed.
+    """
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    estimates = []
+    for index in stage_indices:
+        rank_args = _unify_recomputation(args, index, len(counts))
+        position = _StagePosition(
+            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
+        )
+        part, _ = _model_part(position, rank_args)
+        estimates.append(memory.estimate_rank_memory(rank_args, vocabulary_size, part))
+    return tuple(estimates)
 
 
 @dataclass(frozen=True)
@@ -179,28 +223,34 @@ def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
     return new_args
 
 
-def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+def _model_part(
+    position: _StagePosition, rank_args: Namespace
+) -> tuple[ModelPart, list[list[LayerKind]]]:
+    """Return the part of the model that a rank of a stage holds, and the layers of its chunks."""
     counts, index = position.layer_counts, position.stage_index
     numbers = [_chunk_layers(counts, index, chunk) for chunk in range(len(counts[index]))]
     chunks = [[position.layer_kinds[number] for number in chunk] for chunk in numbers]
-    is_first, is_last = index == 0, index == len(counts) - 1
     max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
     in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
     part = ModelPart(
         tuple(kind for chunk in chunks for kind in chunk),
-        is_first,
-        is_last,
+        index == 0,
+        index == len(counts) - 1,
         in_flight / len(chunks),
         tuple(number for chunk in numbers for number in chunk),
     )
+    return part, chunks
+
+
+def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+    part, chunks = _model_part(position, rank_args)
     tp = rank_args.tensor_model_parallel_size
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
-    flops = [
-        flops_factor * sum(arithmetic.layer_flops(rank_args, kind) for kind in chunk)
-        for chunk in chunks
-    ]
-    passes = [_chunk_load(rank_args, chunk) for chunk in chunks]
-    if is_last:
+    kind_flops = {kind: arithmetic.layer_flops(rank_args, kind) for kind in set(part.layers)}
+    flops = [flops_factor * sum(kind_flops[kind] for kind in chunk) for chunk in chunks]
+    load_by_chunk = {chunk: _chunk_load(rank_args, chunk) for chunk in set(map(tuple, chunks))}
+    passes = [load_by_chunk[tuple(chunk)] for chunk in chunks]
+    if part.has_head:
         flops[-1] += flops_factor * arithmetic.head_flops(rank_args, position.vocabulary)
         flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, position.vocabulary)
         passes[-1] += op_times.head_load(rank_args, position.vocabulary) + op_times.mtp_load(
@@ -224,11 +274,13 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
 
 def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
     """Return the load of a chunk's layers."""
-    layer_loads = [op_times.layer_load(rank_args, kind) for kind in chunk]
-    recomputed = [
-        loads.forward for loads in layer_loads[: _count_recomputed(rank_args, len(chunk))]
-    ]
-    return sum(layer_loads, PassLoads()) + PassLoads(backward=sum(recomputed, Workload()))
+    load_by_kind = {kind: op_times.layer_load(rank_args, kind) for kind in set(chunk)}
+    total = PassLoads()
+    for kind, count in Counter(chunk).items():
+        total += load_by_kind[kind].scale(count)
+    for kind, count in Counter(chunk[: _count_recomputed(rank_args, len(chunk))]).items():
+        total += PassLoads(backward=load_by_kind[kind].forward.scale(count))
+    return total
 
 
 def _count_recomputed(args: Any, layers: int) -> int:

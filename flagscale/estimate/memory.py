@@ -13,6 +13,7 @@ real runs (``tests/unit/estimate/test_measured.py``).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import astuple, dataclass
@@ -223,8 +224,11 @@ def count_weights(
     """
     block = get_transformer(args).block
     total = WeightCount()
+    if is_counted is None:
+        for kind, count in Counter(part.layers).items():
+            total += weights.layer_weights(args, is_moe=kind.is_moe) * count
     numbers = part.layer_numbers or range(len(part.layers))
-    for number, layer in zip(numbers, part.layers, strict=True):
+    for number, layer in zip(numbers, part.layers, strict=True) if is_counted else ():
         total += weights.layer_weights(
             args,
             is_moe=layer.is_moe,
@@ -308,7 +312,8 @@ def _activation_bytes(args: Any, part: ModelPart) -> float:
     With full recomputation these are the inputs of recomputed layers, or of each group of
     ``recompute_num_layers`` layers.
     """
-    layer_bytes = [_layer_activation_bytes(args, layer) for layer in part.layers]
+    bytes_by_kind = {kind: _layer_activation_bytes(args, kind) for kind in set(part.layers)}
+    layer_bytes = [bytes_by_kind[kind] for kind in part.layers]
     if part.has_head and (mtp_layers := mtp_depth(args)):
         layer_bytes += [
             _layer_activation_bytes(args, list_layer_kinds(args)[-1]) + 4 * _layer_input_bytes(args)
