@@ -38,6 +38,11 @@ OPTIONS = {
     "level": Option("only warnings and errors, or only errors, with tracebacks", "level=error"),
     "json": Option("print JSON, for programs", "json=true"),
     "csv": Option("write the table of a sweep to this CSV file", "csv=runs.csv"),
+    "dry": Option("list the layouts in the order of predicted time; start nothing", "dry=true"),
+    "run_best": Option("start a run with the best layout afterwards", "run_best=true"),
+    "project": Option(
+        "predict the layouts of this many hosts from measurements of these", "project=nodes=64"
+    ),
 }
 
 
@@ -93,6 +98,13 @@ ACTIONS = {
             "plan",
             "flagscale.launcher.preview:print_estimate",
             ("json",),
+        ),
+        Action(
+            "auto_tune",
+            "find the fastest layout by calculation and short runs",
+            "plan",
+            "flagscale.tune.command:tune_experiment",
+            ("dry", "run_best", "project", "json"),
         ),
         Action(
             "query",

@@ -24,6 +24,7 @@ from flagscale.config.arguments.spec.system_arguments import COMM, STAGE_RECOMPU
 from flagscale.config.documented import KeyType, documented_fields, key_types
 from flagscale.config.explain import argument_entry, default_text, experiment_entries
 from flagscale.config.overrides import SUBSECTIONS, subsections_of
+from flagscale.config.tuner_reader import SPACE_KEYS
 from flagscale.config.schemas import EXPERIMENT_FILE, TRAIN_FILE
 from flagscale.config.slurm_schema import SlurmType
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
@@ -59,7 +60,13 @@ _OTHER_FORMS: Mapping[str, dict[str, Any]] = {
 """Values that keys accept in addition to those of their type."""
 _LISTS_OF_SECTIONS = ("hetero_process_meshes",)
 """Arguments whose items may be sections."""
+_SPACE_VALUES: dict[str, Any] = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR}]}
 _FREE_FORM_SECTIONS = {
+    "experiment.auto_tuner.space": {
+        "type": ["object", "null"],
+        "properties": dict.fromkeys(SPACE_KEYS, _SPACE_VALUES),
+        "additionalProperties": False,
+    },
     "experiment.runner.slurm.extra": {"type": ["object", "null"], "additionalProperties": _SCALAR},
     "experiment.runner.slurm.device_type_specific": {
         "type": ["object", "null"],

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 from flagscale.config.arguments.check import RepeatedCheck, apply_substitutions
 from flagscale.config.arguments.derive import change_layout, derive_arguments
+from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.config.arguments.layout_choices import (
     CHOICES,
     CHOSEN_ARGUMENTS,
     DERIVED_KEYS,
     MICRO_BATCH,
+    RECOMPUTED,
     ChoiceContext,
     RequestedValues,
     enumerate_savings,
@@ -81,20 +83,25 @@ class SearchProblem:
 
     def predict_memory(self, setting: Mapping[str, Any]) -> PredictedMemory:
         """Return the memory of a layout."""
-        return predict_memory(self.resolve(setting), self.vocabulary_size, self.machine)
+        args = self.resolve(setting)
+        return predict_memory(args, self._padded_vocabulary(args), self.machine)
 
     def predict_seconds(self, setting: Mapping[str, Any]) -> dict[str, float]:
         """Return the seconds of a step of a layout by cause."""
-        return predict_seconds(self.resolve(setting), self.vocabulary_size, self.machine)
+        args = self.resolve(setting)
+        return predict_seconds(args, self._padded_vocabulary(args), self.machine)
 
     def predict(self, setting: Mapping[str, Any], machine: Machine | None = None) -> Prediction:
         """Return the prediction for a layout, if need be on another machine."""
         machine = machine or self.machine
         args = change_layout(self.derived, setting, machine.ranks)
+        vocabulary = self._padded_vocabulary(args)
         return Prediction(
-            predict_memory(args, self.vocabulary_size, machine),
-            predict_seconds(args, self.vocabulary_size, machine),
+            predict_memory(args, vocabulary, machine), predict_seconds(args, vocabulary, machine)
         )
+
+    def _padded_vocabulary(self, args: Namespace) -> int:
+        return pad_vocabulary(self.vocabulary_size, vars(args)) if self.vocabulary_size else 0
 
     def lower_bound(self, setting: Mapping[str, Any]) -> float:
         """Return seconds that a step takes at least: its FLOP at the peak of all devices, and the
@@ -155,11 +162,8 @@ _SHORT_NAMES: Mapping[str, str] = {
     "expert_tensor_parallel_size": "etp",
     "num_layers_per_virtual_pipeline_stage": "vl",
     "micro_batch_size": "mbs",
-    "sequence_parallel": "sp",
     "use_distributed_optimizer": "shard",
     "optimizer_cpu_offload": "offload",
-    "recompute_granularity": "recompute",
-    "recompute_num_layers": "layers",
 }
 _ALWAYS_SHOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
 
@@ -168,16 +172,19 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
     """Describe a layout by what differs from the neutral one: ``tp2 pp1 mbs4 shard``."""
     neutral, words = neutral_settings(), []
     for name, value in setting.items():
-        if name not in _ALWAYS_SHOWN and value == neutral.get(name, False):
+        is_neutral = value in (None, neutral.get(name, False))
+        if name == "sequence_parallel" or name in RECOMPUTED or (
+            is_neutral and name not in _ALWAYS_SHOWN
+        ):
             continue
-        if name == "sequence_parallel" or value is None:
-            continue  # it accompanies tensor parallelism
         short = _SHORT_NAMES.get(name, name)
-        if name == "recompute_granularity" and value == "full":
-            continue  # method and number of layers follow
-        words.append(short if value is True else f"{short}{value}".replace("recompute_method", ""))
+        words.append(short if value is True else f"{short}{value}")
     if setting["tensor_model_parallel_size"] > 1 and not setting["sequence_parallel"]:
         words.append("nosp")
+    granularity, method, layers = (setting[name] for name in RECOMPUTED)
+    if granularity:
+        amount = layers if method == "block" else "all" if layers == 1 else f"all/{layers}"
+        words.append(f"recompute={amount if granularity == 'full' else granularity}")
     return " ".join(words)
 
 
