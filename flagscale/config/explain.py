@@ -33,10 +33,10 @@ from flagscale.config.arguments.spec.values import (
 from flagscale.config.documented import key_types
 from flagscale.config.key_search import SYNONYMS, SearchEntry, match_lines, search_keys
 from flagscale.config.overrides import SUBSECTIONS
-from flagscale.config.tuner_reader import SPACE_KEYS
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import Sources, keys_in_files
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
+from flagscale.config.tuner_reader import SPACE_KEYS
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 

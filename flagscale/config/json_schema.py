@@ -24,10 +24,10 @@ from flagscale.config.arguments.spec.system_arguments import COMM, STAGE_RECOMPU
 from flagscale.config.documented import KeyType, documented_fields, key_types
 from flagscale.config.explain import argument_entry, default_text, experiment_entries
 from flagscale.config.overrides import SUBSECTIONS, subsections_of
-from flagscale.config.tuner_reader import SPACE_KEYS
 from flagscale.config.schemas import EXPERIMENT_FILE, TRAIN_FILE
 from flagscale.config.slurm_schema import SlurmType
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
+from flagscale.config.tuner_reader import SPACE_KEYS
 
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _INTERPOLATION: dict[str, Any] = {"$ref": "#/definitions/interpolation"}

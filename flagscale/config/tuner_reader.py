@@ -55,7 +55,9 @@ def read_tuner(reader: SectionReader, data: Mapping[Any, Any]) -> Tuner:
             f"expected two fractions, the smaller one first, found {format_value([*utilization])}",
         )
         fields["memory_model"] = replace(fields["memory_model"], gpu_utilization=())
-    return Tuner(**fields, space=_read_space(reader, reader.read_section(section, "space", _PREFIX)))
+    return Tuner(
+        **fields, space=_read_space(reader, reader.read_section(section, "space", _PREFIX))
+    )
 
 
 def _read_space(reader: SectionReader, data: Mapping[Any, Any]) -> dict[str, tuple[Any, ...]]:
@@ -72,15 +74,14 @@ def _read_space(reader: SectionReader, data: Mapping[Any, Any]) -> dict[str, tup
             continue
         elif name not in SPACE_KEYS:
             reader.add_unknown_key(key, name, SPACE_KEYS, value)
-        elif value is not None and value != _AUTO and value != [_AUTO]:
-            if (values := _read_values(reader, key, str(name), value)) is not None:
-                space[str(name)] = values
+        elif value not in (None, _AUTO, [_AUTO]) and (
+            values := _read_values(reader, key, str(name), value)
+        ):
+            space[str(name)] = values
     return space
 
 
-def _read_values(
-    reader: SectionReader, key: str, name: str, value: Any
-) -> tuple[Any, ...] | None:
+def _read_values(reader: SectionReader, key: str, name: str, value: Any) -> tuple[Any, ...] | None:
     """Return the values of an argument, or None for a wrong one, which is reported."""
     kind: Any = "bool" if name == "use_recompute" else "int"
     argument = arguments().get(name) or Argument(name=name, kind=kind, doc="", minimum=1)

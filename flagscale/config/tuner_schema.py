@@ -20,9 +20,7 @@ class TunerControl:
 
     max_time: float | None = field(
         default=None,
-        metadata=doc(
-            "Seconds after which no further trial starts. Default: no limit.", minimum=0
-        ),
+        metadata=doc("Seconds after which no further trial starts. Default: no limit.", minimum=0),
     )
     max_trials: int | None = field(
         default=None,
@@ -86,9 +84,18 @@ class TunerAlgorithm:
     certainty: float = field(
         default=0.95,
         metadata=doc(
-            "The search ends when no other layout is faster with this probability.",
+            "The search ends when, with this probability, no other layout is faster by "
+            "`tolerance`.",
             minimum=0.5,
             maximum=0.999,
+        ),
+    )
+    tolerance: float = field(
+        default=0.02,
+        metadata=doc(
+            "Least fraction by which a layout must be faster for the search to go on for it.",
+            minimum=0,
+            maximum=0.5,
         ),
     )
 

@@ -141,9 +141,7 @@ _CAUSES_OF_PASSES = {
 """Causes of the time of passes, with the attribute of :class:`.LoadSeconds`."""
 
 
-def _pipeline_seconds(
-    args: Any, stages: Sequence[tuple[float, int]], machine: Machine
-) -> float:
+def _pipeline_seconds(args: Any, stages: Sequence[tuple[float, int]], machine: Machine) -> float:
     """Return the seconds in which a pipeline fills and drains, with its transfers.
 
     ``stages`` has the seconds of a micro-batch in each distinct stage, and the number of these.
@@ -195,9 +193,7 @@ def _kv_bytes(args: Any) -> float:
     groups = args.num_query_groups or args.num_attention_heads
     width = (args.kv_channels or args.hidden_size // args.num_attention_heads) * groups
     tokens = memory.count_microbatch_tokens(args)
-    return float(
-        2 * tokens * width * memory.element_bytes(args) / args.tensor_model_parallel_size
-    )
+    return float(2 * tokens * width * memory.element_bytes(args) / args.tensor_model_parallel_size)
 
 
 def _transfer_seconds(args: Any, machine: Machine) -> float:

@@ -179,12 +179,12 @@ def _read_facts(experiment: Experiment, *, probing: bool) -> HostFactsSummary:
     if not is_local and not probing:
         return HostFactsSummary()
     with endpoints.open_hosts(handle, [host.name for host in hosts]) as connected:
-        replies = query_hosts(
-            experiment, hosts, connected, is_local=is_local, for_preflight=False
-        )
+        replies = query_hosts(experiment, hosts, connected, is_local=is_local, for_preflight=False)
     facts = replies.facts.get(0)
     if facts is None:
         return HostFactsSummary()
     kinds = {adapter.name for adapter in list_device_accelerators()}
     products: list[Any] = [name for kind, name in facts.products.items() if kind in kinds and name]
-    return HostFactsSummary(facts.cpus, products or [kind for kind in facts.devices if kind in kinds])
+    return HostFactsSummary(
+        facts.cpus, products or [kind for kind in facts.devices if kind in kinds]
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -13,10 +13,13 @@ from flagscale.estimate.step_time import format_seconds
 from flagscale.tables import FittingTable
 from flagscale.tune.machine import GIB
 from flagscale.tune.prediction import CAUSES
+from flagscale.tune.records import FAILED
+from flagscale.tune.search import Search
 from flagscale.tune.space import Layout, SearchProblem, Space
 
 LISTED_LAYOUTS = 20
 _LISTED_EXCEEDING = 3
+_LISTED_OTHERS = 5
 _MAX_CAUSES = 2
 _LEAST_SHARE = 0.05
 
@@ -41,6 +44,53 @@ def render_space(problem: SearchProblem, space: Space) -> RenderableType:
     return Group(FittingTable(table), *describe_space(problem, space))
 
 
+def render_trials(
+    rows: Sequence[Mapping[str, Any]], search: Search, problem: SearchProblem
+) -> RenderableType:
+    """Return the table of all layouts that were tried, and of the most promising others."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    headings = ("", "layout", "s/step", "from", "to", "predicted", "tokens/s", "GiB", "why not")
+    for heading in headings:
+        is_text = heading in ("", "layout", "why not")
+        table.add_column(
+            heading, justify="left" if is_text else "right", no_wrap=heading != "why not"
+        )
+    for row in rows:
+        if row["state"] == FAILED:
+            table.add_row("x", row["name"], *[""] * 6, f"failed: {row['why']}", style="red")
+            continue
+        memory = row["memory_gib"]
+        table.add_row(
+            "*" if row["best"] else "",
+            row["name"],
+            *(f"{row[name]:.4g}" for name in ("seconds", "low", "high", "predicted_seconds")),
+            f"{row['tokens_per_second']:,.0f}",
+            "" if memory is None else f"{memory:.1f}",
+            row["why"],
+        )
+    untried = sorted((search.expect(o).seconds, o.key, o) for o in search.remaining)
+    for _, _, layout in untried[:_LISTED_OTHERS]:
+        expectation = search.expect(layout)
+        low, high = expectation.interval
+        table.add_row(
+            "-",
+            layout.key,
+            f"{expectation.seconds:.4g}",
+            f"{low:.4g}",
+            f"{high:.4g}",
+            f"{layout.prediction.seconds:.4g}",
+            f"{tokens_per_step(problem) / expectation.seconds:,.0f}",
+            "",
+            "not tried: expected, not measured",
+        )
+    lines = []
+    if len(untried) > _LISTED_OTHERS:
+        lines.append(f"{len(untried) - _LISTED_OTHERS} other layouts were not tried")
+    if proven := search.proven_too_large:
+        lines.append(f"{len(proven)} were not tried because a smaller one ran out of memory")
+    return Group(FittingTable(table), *lines)
+
+
 def describe_space(problem: SearchProblem, space: Space) -> Iterator[str]:
     """Describe the size of the space, and layouts that exceed the memory."""
     machine = problem.machine
@@ -53,7 +103,8 @@ def describe_space(problem: SearchProblem, space: Space) -> Iterator[str]:
     if machine.memory_gib is None and machine.cores is None:
         yield "the memory of a device is not known: auto_tuner.memory_model.gpu_memory states it"
     for large in space.too_large[:_LISTED_EXCEEDING]:
-        yield f"left out: {large} takes {large.memory_bytes / GIB:.1f} GiB of {machine.memory_gib:.0f}"
+        memory_text = f"{large.memory_bytes / GIB:.1f} GiB of {machine.memory_gib:.0f}"
+        yield f"left out: {large} takes {memory_text}"
     if not problem.vocabulary_size:
         yield "without embedding and head: vocab_size is not given, and no tokenizer.json is here"
 
@@ -107,4 +158,3 @@ def layout_record(layout: Layout) -> dict[str, Any]:
         "seconds_by_cause": dict(layout.prediction.seconds_by_cause),
         "memory_bytes": layout.prediction.memory.bytes,
     }
-

@@ -173,8 +173,10 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
     neutral, words = neutral_settings(), []
     for name, value in setting.items():
         is_neutral = value in (None, neutral.get(name, False))
-        if name == "sequence_parallel" or name in RECOMPUTED or (
-            is_neutral and name not in _ALWAYS_SHOWN
+        if (
+            name == "sequence_parallel"
+            or name in RECOMPUTED
+            or (is_neutral and name not in _ALWAYS_SHOWN)
         ):
             continue
         short = _SHORT_NAMES.get(name, name)
@@ -307,7 +309,9 @@ def _list_fitting(
         smallest = min(memory, key=memory.__getitem__)
         return [], TooLarge(savings[smallest], memory[smallest].bytes)
     return [
-        Layout(savings[indices], Prediction(memory[indices], problem.predict_seconds(savings[indices])))
+        Layout(
+            savings[indices], Prediction(memory[indices], problem.predict_seconds(savings[indices]))
+        )
         for indices in needed
         if problem.is_wanted(memory[indices])
     ], None

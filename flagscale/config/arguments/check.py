@@ -267,9 +267,7 @@ class _RuleResults:
         """True if the rule reads no argument that differs between layouts."""
         return None in self._root
 
-    def find_cause(
-        self, values: dict[str, Any], varied: frozenset[str]
-    ) -> frozenset[str] | None:
+    def find_cause(self, values: dict[str, Any], varied: frozenset[str]) -> frozenset[str] | None:
         """Return the varied arguments that the rule reads, if it is violated."""
         node, names = self._root, list[str]()
         while node:
