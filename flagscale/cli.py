@@ -34,7 +34,7 @@ from flagscale.commands.program import (
     run_program,
     split_program,
 )
-from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, actions_by_command, call_function
 from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
@@ -157,7 +157,7 @@ def _require_command(word: str) -> None:
     """Raise an error with a suggestion for a word that is not a command."""
     from flagscale.cli_suggestions import suggest_command
 
-    commands = (*ACTIONS, *_TOOLS, *_PATCH_COMMANDS)
+    commands = (*actions_by_command(), *_TOOLS, *_PATCH_COMMANDS)
     if word not in commands:
         raise ConfigError(suggest_command(word, commands), hint="`flagscale -h` lists all commands")
 
@@ -172,7 +172,12 @@ def _create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", "-v", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
-        subparser = commands.add_parser(action.name, help=action.help, description=action.help)
+        subparser = commands.add_parser(
+            action.command,
+            aliases=[action.name] if action.alias else (),
+            help=action.help,
+            description=action.help,
+        )
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
     init = commands.add_parser("init", help=_INIT_HELP, description=_INIT_HELP)
@@ -319,7 +324,7 @@ def _convert(argv: list[str]) -> NoReturn:
 def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
-    action = ACTIONS[options.command]
+    action = actions_by_command()[options.command]
     positional_words = [*filter(None, (getattr(options, "config", None),))]
     positional_words += [*getattr(options, "overrides", ())]
     if action.name == "run" and not options.program:

@@ -61,6 +61,13 @@ class Action(NamedTuple):
     function: str
     options: tuple[str, ...] = ()
     """Names of the accepted ``OPTIONS``."""
+    alias: str = ""
+    """Another name of the ``flagscale`` command, which its help shows."""
+
+    @property
+    def command(self) -> str:
+        """Name of the ``flagscale`` command."""
+        return self.alias or self.name
 
 
 ACTIONS = {
@@ -105,6 +112,7 @@ ACTIONS = {
             "plan",
             "flagscale.tune.command:tune_experiment",
             ("dry", "run_best", "project", "json"),
+            alias="tune",
         ),
         Action(
             "query",
@@ -128,6 +136,11 @@ ACTIONS = {
         ),
     )
 }
+
+
+def actions_by_command() -> dict[str, Action]:
+    """Return the actions by the names of their commands."""
+    return {name: row for row in ACTIONS.values() for name in (row.command, row.name)}
 
 
 def call_function(function: str, *arguments: object) -> int:

@@ -298,9 +298,15 @@ def experiment_keys_ending_in(key: str) -> list[str]:
     return [name for name in _experiment_keys() if f".{name}".endswith(f".{key}")]
 
 
+_WITHOUT_SHORT_NAMES = "auto_tuner."
+"""Sections whose keys have names of arguments: a short name is the argument."""
+
+
 def _experiment_keys() -> Iterator[str]:
     yield from (f"experiment.{name}" for name in schema.documented_fields(schema.Experiment))
     for section, fields in SUBSECTIONS.items():
+        if section.startswith(_WITHOUT_SHORT_NAMES):
+            continue
         yield f"experiment.{section}"
         yield from (f"experiment.{section}.{name}" for name in schema.documented_fields(fields))
 

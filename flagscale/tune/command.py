@@ -47,10 +47,6 @@ def tune_experiment(experiment: Experiment, options: Options) -> int:
         records, note = open_records(experiment.exp_dir, problem)
         if note:
             log_line(f"note: {note}")
-        if records.trials:
-            log_line(
-                f"{len(records.trials)} trials of an earlier search in {records.directory} count"
-            )
         search, reason = run_search(experiment, problem, space, records)
         winner = _report(experiment, problem, search, reason, as_json=options.json)
     if options.run_best or experiment.tuner.control.run_best:

@@ -21,6 +21,8 @@ def run_search(
     An interruption ends the running trial, and is raised.
     """
     end_interrupted(experiment, records)
+    if records.trials:
+        log_line(f"{len(records.trials)} trials in {records.directory} count")
     tuner = experiment.tuner
     while True:
         search = Search(problem, space, tuner, records.trials)

@@ -60,6 +60,15 @@ LAYERS = {
         "estimate",
         "comm",
     },
+    "tune": {
+        *COMMON,
+        "accelerators",
+        "config",
+        "estimate",
+        "launcher",
+        "output_streams",
+        "tables",
+    },
     "report": {*COMMON, "config", "health", "hosts", "launcher"},
     "bench": {
         *COMMON,
