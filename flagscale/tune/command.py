@@ -19,6 +19,13 @@ from flagscale.tune.answer import (
     write_history,
 )
 from flagscale.tune.problem import make_problem
+from flagscale.tune.projection import (
+    Projection,
+    parse_target,
+    project,
+    projection_record,
+    render_projection,
+)
 from flagscale.tune.records import DIRECTORY, lock_records, open_records
 from flagscale.tune.search import Result, Search
 from flagscale.tune.session import run_search
@@ -32,6 +39,7 @@ def tune_experiment(experiment: Experiment, options: Options) -> int:
     Raises:
         ConfigError: No layout is legal and fits.
     """
+    target = parse_target(options.project) if options.project is not None else None
     problem = make_problem(experiment, probing=not options.dry)
     space = enumerate_space(problem)
     _require_candidates(problem, space)
@@ -48,11 +56,21 @@ def tune_experiment(experiment: Experiment, options: Options) -> int:
         if note:
             log_line(f"note: {note}")
         search, reason = run_search(experiment, problem, space, records)
+        if target is not None and search.results:
+            _print_projection(project(problem, search.belief, search.results, target), options)
+            return 0
         winner = _report(experiment, problem, search, reason, as_json=options.json)
     if options.run_best or experiment.tuner.control.run_best:
         best = load_winner(experiment, problem, winner, "launch")
         return run_experiment(best, Options(action="run"))
     return 0
+
+
+def _print_projection(projection: Projection, options: Options) -> None:
+    if options.json:
+        print(strict_json(projection_record(projection), 2), flush=True)
+    else:
+        view.make_console().print(render_projection(projection))
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,12 +119,24 @@ class Search:
         """Layouts that were not tried, and that no failure proves to be too large."""
         tried = {setting_key(trial.setting) for trial in self.trials}
         too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
+        limit = math.inf if self._tuner.algo.name == "grid" else self._smallest_exceeding
         return [
             layout
             for layout in self.space.candidates[: self._considered]
             if setting_key(layout.setting) not in tried
+            and layout.prediction.memory.bytes < limit
             and not any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
         ]
+
+    @property
+    def _smallest_exceeding(self) -> float:
+        """Least calculated memory of the layouts that ran out of it; infinite without any."""
+        layouts = (
+            self._by_key.get(setting_key(trial.setting))
+            for trial in self.failures
+            if trial.ran_out_of_memory
+        )
+        return min((o.prediction.memory.bytes for o in layouts if o is not None), default=math.inf)
 
     @property
     def _considered(self) -> int:
@@ -131,14 +144,19 @@ class Search:
 
     @property
     def proven_too_large(self) -> list[Layout]:
-        """Layouts that were not tried because a smaller one ran out of memory."""
+        """Layouts that were not tried because a smaller one ran out of memory: smaller by its
+        settings, or by calculation.
+        """
         too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
         tried = {setting_key(trial.setting) for trial in self.trials}
         return [
             layout
             for layout in self.space.candidates
             if setting_key(layout.setting) not in tried
-            and any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
+            and (
+                layout.prediction.memory.bytes >= self._smallest_exceeding
+                or any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
+            )
         ]
 
     def expect(self, layout: Layout) -> Expectation:

@@ -84,13 +84,17 @@ def test_a_failed_trial_is_no_measurement() -> None:
 
 
 def test_one_lack_of_memory_proves_others() -> None:
-    small, same = fake_layout(1.0, micro_batch_size=4), fake_layout(1.0, micro_batch_size=2)
-    larger = fake_layout(0.9, micro_batch_size=8)
-    saving = fake_layout(1.2, micro_batch_size=8, **FULL)
+    small = fake_layout(1.0, 4e9, micro_batch_size=4)
+    same = fake_layout(1.0, 2e9, micro_batch_size=2)
+    larger = fake_layout(0.9, 3e9, micro_batch_size=8)  # against the calculation
+    saving = fake_layout(1.2, 3e9, micro_batch_size=8, **FULL)
     failed = trial_of(small, None, ran_out_of_memory=True)
     search = make_search([larger, small, same, saving], [failed])
     assert search.remaining == [same, saving]
     assert search.proven_too_large == [larger]
+    # The calculation is right about the order of layouts with other sizes.
+    heavy = fake_layout(0.5, 5e9, pipeline_model_parallel_size=2)
+    assert make_search([heavy, small, same], [failed]).remaining == [same]
 
 
 PROOFS = {
