@@ -95,7 +95,6 @@ def forecast_step(
     args: Namespace,
     vocabulary_size: int,
     memory_limits: Sequence[float] | None = None,
-    stage_indices: Sequence[int] | None = None,
 ) -> Forecast:
     """Calculate load and memory for the resolved arguments of a whole job.
 
@@ -105,8 +104,6 @@ def forecast_step(
         memory_limits: bytes that a rank of each stage may use. With ``recompute_granularity: auto``
             as few layers are recomputed as fit into them; if nothing fits, the choice with the
             least memory is used. None means unlimited.
-        stage_indices: the stages to calculate, such as :func:`find_distinct_stages`; all by
-            default. Homogeneous jobs only.
     """
     limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
@@ -125,7 +122,7 @@ def forecast_step(
                 rank_args,
                 next(limits),
             )
-            for index in stage_indices or range(len(counts))
+            for index in range(len(counts))
         ]
         return Forecast(tuple(stages), rank_args.num_microbatches, flops)
     chunks = meshes.chunks
@@ -242,32 +239,73 @@ def _model_part(
     return part, chunks
 
 
-def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
-    part, chunks = _model_part(position, rank_args)
-    tp = rank_args.tensor_model_parallel_size
+@dataclass(frozen=True)
+class StageLoads:
+    """Load of one rank of a stage, see :class:`StageForecast`. ``trained`` is the number of weights
+    that it trains.
+    """
+
+    layers: int
+    ranks: int
+    flops: tuple[float, ...]
+    passes: tuple[PassLoads, ...]
+    optimizer_load: Workload
+    trained: int
+
+
+def forecast_loads(
+    args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
+) -> tuple[StageLoads, ...]:
+    """Return the load of some stages of a homogeneous job, as :func:`forecast_step` does."""
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    loads = []
+    for index in stage_indices:
+        rank_args = _unify_recomputation(args, index, len(counts))
+        position = _StagePosition(
+            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
+        )
+        loads.append(_stage_loads(position, rank_args, *_model_part(position, rank_args)))
+    return tuple(loads)
+
+
+def _stage_loads(
+    position: _StagePosition,
+    rank_args: Namespace,
+    part: ModelPart,
+    chunks: Sequence[Sequence[LayerKind]],
+) -> StageLoads:
+    tp, vocabulary = rank_args.tensor_model_parallel_size, position.vocabulary
     flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
     kind_flops = {kind: arithmetic.layer_flops(rank_args, kind) for kind in set(part.layers)}
     flops = [flops_factor * sum(kind_flops[kind] for kind in chunk) for chunk in chunks]
     load_by_chunk = {chunk: _chunk_load(rank_args, chunk) for chunk in set(map(tuple, chunks))}
     passes = [load_by_chunk[tuple(chunk)] for chunk in chunks]
     if part.has_head:
-        flops[-1] += flops_factor * arithmetic.head_flops(rank_args, position.vocabulary)
-        flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, position.vocabulary)
-        passes[-1] += op_times.head_load(rank_args, position.vocabulary) + op_times.mtp_load(
-            rank_args, position.vocabulary
-        )
-    ranks = tp * rank_args.context_parallel_size * position.replicas
-    memory_estimate = memory.estimate_rank_memory(rank_args, position.vocabulary, part)
-    optimizer_load = op_times.optimizer_load(rank_args, position.vocabulary, part)
-    layers = len(part.layers)
-    return StageForecast(
-        position.name,
-        layers,
-        ranks,
-        memory_estimate,
+        flops[-1] += flops_factor * arithmetic.head_flops(rank_args, vocabulary)
+        flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, vocabulary)
+        passes[-1] += op_times.head_load(rank_args, vocabulary)
+        passes[-1] += op_times.mtp_load(rank_args, vocabulary)
+    return StageLoads(
+        len(part.layers),
+        tp * rank_args.context_parallel_size * position.replicas,
         tuple(flops),
         tuple(passes),
-        optimizer_load,
+        op_times.optimizer_load(rank_args, vocabulary, part),
+        memory.count_trainable_weights(rank_args, vocabulary, part).all,
+    )
+
+
+def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+    part, chunks = _model_part(position, rank_args)
+    loads = _stage_loads(position, rank_args, part, chunks)
+    return StageForecast(
+        position.name,
+        loads.layers,
+        loads.ranks,
+        memory.estimate_rank_memory(rank_args, position.vocabulary, part),
+        loads.flops,
+        loads.passes,
+        loads.optimizer_load,
         weights=memory.count_weights(rank_args, position.vocabulary, part).all,
     )
 

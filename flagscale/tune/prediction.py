@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from flagscale.estimate import memory
 from flagscale.estimate.forecast import (
-    StageForecast,
+    StageLoads,
     find_distinct_stages,
+    forecast_loads,
     forecast_memory,
-    forecast_step,
 )
 from flagscale.estimate.memory import usable_bytes
 from flagscale.estimate.op_times import PassLoads
@@ -93,8 +93,8 @@ def predict_seconds(args: Namespace, vocabulary_size: int, machine: Machine) -> 
     chunks, once through one chunk of the others.
     """
     counts = find_distinct_stages(args)
-    forecast = forecast_step(args, vocabulary_size, stage_indices=list(counts))
-    stages, micro_batches = forecast.stages, forecast.micro_batches
+    stages = forecast_loads(args, vocabulary_size, list(counts))
+    micro_batches = args.num_microbatches
     extra = [_pass_communication(args, stage, machine) for stage in stages]
     loads = [sum(stage.passes, PassLoads()) for stage in stages]
     parts = [
@@ -156,7 +156,7 @@ def _pipeline_seconds(args: Any, stages: Sequence[tuple[float, int]], machine: M
     return others / chunks + transfers * _transfer_seconds(args, machine)
 
 
-def _pass_communication(args: Any, stage: StageForecast, machine: Machine) -> dict[str, float]:
+def _pass_communication(args: Any, stage: StageLoads, machine: Machine) -> dict[str, float]:
     """Return the exposed seconds of communication in both passes of a micro-batch, in addition to
     the bytes that tensor-parallel ranks exchange within a host.
     """
@@ -208,14 +208,13 @@ def _transfer_seconds(args: Any, machine: Machine) -> float:
     return float(size / divisor / bandwidth + latency)
 
 
-def _reduction_seconds(args: Any, stage: StageForecast, machine: Machine) -> float:
+def _reduction_seconds(args: Any, stage: StageLoads, machine: Machine) -> float:
     """Return the exposed seconds in which gradients are reduced and weights gathered."""
     ranks = args.data_parallel_size * args.context_parallel_size
     if ranks == 1:
         return 0.0
     bandwidth, latency = machine.link(ranks, args.tensor_model_parallel_size)
-    trained = stage.memory.gradients / _GRADIENT_BYTES
-    volume = trained * (ranks - 1) / ranks
+    volume = stage.trained * (ranks - 1) / ranks
     gradients, weights = _GRADIENT_BYTES * volume, memory.element_bytes(args) * volume
     if not args.use_distributed_optimizer:
         weights = gradients  # an all-reduce gathers the gradients

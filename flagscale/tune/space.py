@@ -122,7 +122,7 @@ class SearchProblem:
     def _ideal_seconds(self) -> float:
         tokens = self.values["global_batch_size"] * self.values["seq_length"]
         flops = tokens * flops_per_token(self.derived, self.vocabulary_size)
-        return flops / (self.machine.ranks * self.machine.peaks.flops)
+        return float(flops / (self.machine.ranks * self.machine.peaks.flops))
 
     def fits(self, memory: PredictedMemory) -> bool:
         """Return whether a layout fits, and takes no more memory than the user allows."""

@@ -211,10 +211,11 @@ def enumerate_settings(
     choices: Iterable[Choice], context: ChoiceContext
 ) -> Iterator[dict[str, Any]]:
     """Yield every combination of the settings of choices."""
-    first, *others = [*choices] or [None]
-    if first is None:
+    remaining = list(choices)
+    if not remaining:
         yield {}
         return
+    first, *others = remaining
     for setting in first.settings(context):
         inner = context._replace(values={**context.values, **setting})
         for rest in enumerate_settings(others, inner):
