@@ -262,7 +262,7 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
-        flags = [f"--{name}", *filter(None, (option.letter,))]
+        flags = [_flag_of(name), *filter(None, (option.letter,))]
         value_type = key_types(Options)[name].base
         if value_type is bool:
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
@@ -287,6 +287,11 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         add_program_arguments(parser)
     if action.name == "run":
         add_run_arguments(parser)
+
+
+def _flag_of(name: str) -> str:
+    """Return the flag of an option of the launcher."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
@@ -395,7 +400,7 @@ def _unknown_option(
     from flagscale.cli_suggestions import suggest_option, suggest_override
 
     hint = f"flagscale {action.name} -h"
-    flags = [f"--{name}" for name in action.options]
+    flags = [_flag_of(name) for name in action.options]
     suggestion = suggest_option(option, action.name, flags, has_program=has_program)
     if suggestion is not None:
         hint = suggestion
@@ -452,6 +457,7 @@ def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
 def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     from flagscale.launcher.sweep_runs import find_sweep
     from flagscale.report import command
+    from flagscale.report.tuning_page import find_answer
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
@@ -465,6 +471,8 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
     texts = [text for text in arguments if text not in overrides]
+    if len(texts) == 1 and (answer := find_answer(texts[0])) is not None:
+        return command.write_tuning_report(answer, options.output, show=options.open)
     for text in texts:
         if (sweep := find_sweep(text)) is not None:
             if len(texts) > 1:

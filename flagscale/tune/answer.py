@@ -9,13 +9,15 @@ from typing import Any
 
 from flagscale.config.schema import Experiment
 from flagscale.files import write_atomic
+from flagscale.tune.prediction import CAUSES
 from flagscale.tune.records import CUT_SHORT, DIRECTORY, FAILED, Trial
 from flagscale.tune.search import Result, Search, setting_key
 from flagscale.tune.show import explain_difference, tokens_per_step
 from flagscale.tune.space import SearchProblem
 from flagscale.tune.trial import load_with, setting_overrides
 
-BEST_FILE, HISTORY_FILE = "best.yaml", "history.csv"
+BEST_FILE, HISTORY_FILE, ANSWER_FILE = "best.yaml", "history.csv", "answer.json"
+_LISTED_EXPECTATIONS = 20
 
 
 def winner_overrides(
@@ -136,6 +138,40 @@ def write_history(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             for row in rows
         ],
     )
+
+
+def expectations(search: Search) -> dict[str, Any]:
+    """Return the corrections of the causes, and the most promising layouts that were not tried."""
+    causes = {
+        cause
+        for result in search.results
+        for cause, seconds in result.layout.prediction.seconds_by_cause.items()
+        if seconds >= _NAMED_SHARE * result.layout.prediction.seconds
+    }
+    expected = sorted(
+        ((search.expect(layout), layout) for layout in search.remaining),
+        key=lambda pair: (pair[0].seconds, pair[1].key),
+    )
+    return {
+        "corrections": {
+            CAUSES[cause]: search.belief.correction(cause) for cause in CAUSES if cause in causes
+        },
+        "untried": len(expected),
+        "expected": [
+            {
+                "name": layout.key,
+                "seconds": expectation.seconds,
+                "low": expectation.interval[0],
+                "high": expectation.interval[1],
+                "memory_bytes": layout.prediction.memory.bytes,
+            }
+            for expectation, layout in expected[:_LISTED_EXPECTATIONS]
+        ],
+    }
+
+
+_NAMED_SHARE = 0.02
+"""Share of a step's time from which a cause counts as measured."""
 
 
 def first_failure(trials: Sequence[Trial]) -> Trial | None:

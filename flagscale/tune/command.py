@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError, JobError
-from flagscale.files import strict_json
+from flagscale.files import strict_json, write_json
 from flagscale.launcher.actions import run_experiment
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.show import view
 from flagscale.output_streams import lossy_standard_streams
 from flagscale.tune.answer import (
+    ANSWER_FILE,
+    expectations,
     first_failure,
     format_winner,
     load_winner,
@@ -88,6 +90,7 @@ def _report(
     """
     rows = list(trial_rows(search, problem))
     directory = experiment.exp_dir / DIRECTORY
+    (directory / ANSWER_FILE).unlink(missing_ok=True)
     write_history(directory, rows)
     winner = search.winner
     if winner is None:
@@ -96,14 +99,18 @@ def _report(
         log = f"\n  log: {failure.log}" if failure is not None and failure.log else ""
         raise JobError(f"no layout was measured ({reason}); {found}{log}", exit_code=1)
     path = write_best(experiment, problem, winner)
+    record = {
+        "name": experiment.name,
+        "machine": problem.machine.describe(),
+        "reason": reason,
+        "best": winner.layout.key,
+        "overrides": winner_overrides(experiment, problem, winner.layout.setting),
+        "yaml": str(path),
+        "trials": rows,
+        **expectations(search),
+    }
+    write_json(directory / ANSWER_FILE, record, durable=False)
     if as_json:
-        record = {
-            "reason": reason,
-            "best": winner.layout.key,
-            "overrides": winner_overrides(experiment, problem, winner.layout.setting),
-            "yaml": str(path),
-            "trials": rows,
-        }
         print(strict_json(record, 2), flush=True)
         return winner
     view.make_console().print(render_trials(rows, search, problem))

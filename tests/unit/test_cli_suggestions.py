@@ -83,7 +83,7 @@ def test_option_suggests_override(option: str, words: list[str], hint: str | Non
     ],
 )
 def test_option_suggests_option(option: str, command: str, hint: str | None) -> None:
-    options = [f"--{name}" for name in ACTIONS[command].options]
+    options = [cli._flag_of(name) for name in ACTIONS[command].options]
     assert suggest_option(option, command, options) == hint
 
 
