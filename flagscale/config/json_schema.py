@@ -61,7 +61,7 @@ _OTHER_FORMS: Mapping[str, dict[str, Any]] = {
 _LISTS_OF_SECTIONS = ("hetero_process_meshes",)
 """Arguments whose items may be sections."""
 _SPACE_VALUES: dict[str, Any] = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR}]}
-_FREE_FORM_SECTIONS = {
+_FREE_FORM_SECTIONS: dict[str, dict[str, Any]] = {
     "experiment.auto_tuner.space": {
         "type": ["object", "null"],
         "properties": dict.fromkeys(SPACE_KEYS, _SPACE_VALUES),

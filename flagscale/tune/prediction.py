@@ -153,7 +153,7 @@ def _pipeline_seconds(args: Any, stages: Sequence[tuple[float, int]], machine: M
     others = sum(seconds * number for seconds, number in stages) - max(stages)[0]
     # Overlapped transfers of the interleaved schedule count only while the pipeline fills.
     transfers = 2 * (count - 1) + (0 if chunks > 1 else 2 * args.num_microbatches)
-    return others / chunks + transfers * _transfer_seconds(args, machine)
+    return float(others / chunks + transfers * _transfer_seconds(args, machine))
 
 
 def _pass_communication(args: Any, stage: StageLoads, machine: Machine) -> dict[str, float]:
