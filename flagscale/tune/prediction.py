@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.estimate import memory
 from flagscale.estimate.forecast import (
     StageLoads,
@@ -218,6 +219,10 @@ def _reduction_seconds(args: Any, stage: StageLoads, machine: Machine) -> float:
     gradients, weights = _GRADIENT_BYTES * volume, memory.element_bytes(args) * volume
     if not args.use_distributed_optimizer:
         weights = gradients  # an all-reduce gathers the gradients
+    if shards_gradients(vars(args)):
+        gradients *= args.num_microbatches
+    if shards_weights(vars(args)):  # each pass of a micro-batch gathers them
+        weights *= 2 * args.num_microbatches
     exposed = [
         size * (_EXPOSED_WITH_OVERLAP if is_overlapped else 1.0)
         for size, is_overlapped in (

@@ -147,7 +147,7 @@ def fingerprint(problem: SearchProblem) -> str:
     values = {
         name: str(value)
         for name, value in sorted(problem.values.items())
-        if name not in CHOSEN_ARGUMENTS and name not in _UNIMPORTANT
+        if name not in CHOSEN_ARGUMENTS and name not in _UNIMPORTANT and "/" not in str(value)
     }
     machine = f"{problem.machine.ranks} {problem.machine.ranks_per_host} {problem.machine.name}"
     text = json.dumps([machine, values])

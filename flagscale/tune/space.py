@@ -163,6 +163,7 @@ _SHORT_NAMES: Mapping[str, str] = {
     "num_layers_per_virtual_pipeline_stage": "vl",
     "micro_batch_size": "mbs",
     "use_distributed_optimizer": "shard",
+    "data_parallel_sharding_strategy": "sharding=",
     "optimizer_cpu_offload": "offload",
 }
 _ALWAYS_SHOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
@@ -207,7 +208,7 @@ class Space:
     ``candidates`` are the layouts that may be tried, fastest first by prediction. ``too_large`` are
     those that exceed the memory, smallest first. ``sizes`` is the number of combinations of
     parallel sizes and micro-batches that the ranks allow; ``hopeless`` of these would take at
-    least twice the time of the best.
+    least 1.5 times the time of the best.
     """
 
     candidates: tuple[Layout, ...]
@@ -225,7 +226,7 @@ class Space:
 
 
 _SAVING_ARGUMENTS = frozenset(n for c in CHOICES if c.saves_memory for n in c.arguments)
-_HOPELESS_FACTOR = 2.0
+_HOPELESS_FACTOR = 1.5
 """A layout is left out if even its lower bound is this many times the best prediction."""
 
 
@@ -281,19 +282,20 @@ def _list_fitting(
     """Return the layouts of some sizes that fit and save no more memory than is needed; or the one
     that saves the most, if not even that one fits.
     """
-    savings: dict[tuple[int, ...], dict[str, Any]] = {}
-    for indices, saving in enumerate_savings(context):
-        values = {**context.values, **saving}
-        whole = {name: values[name] for name in CHOSEN_ARGUMENTS}
-        if _is_requested(context._replace(values=values)) and problem.rules.accepts(whole):
-            savings[indices] = whole
+    savings = dict(enumerate_savings(context))
     memory: dict[tuple[int, ...], PredictedMemory] = {}
+    wholes: dict[tuple[int, ...], dict[str, Any]] = {}
     fitting: set[tuple[int, ...]] = set()
     unknown = list(savings)
     while unknown:
         # The least saving first, as it usually fits; then halves.
         indices = unknown[len(unknown) // 2 if memory else 0]
-        memory[indices] = problem.predict_memory(savings[indices])
+        values = {**context.values, **savings[indices]}
+        whole = {name: values[name] for name in CHOSEN_ARGUMENTS}
+        if not (_is_requested(context._replace(values=values)) and problem.rules.accepts(whole)):
+            unknown.remove(indices)
+            continue
+        wholes[indices], memory[indices] = whole, problem.predict_memory(whole)
         if problem.fits(memory[indices]):
             fitting.add(indices)
             unknown = [other for other in unknown if not _saves_more(other, indices)]
@@ -306,11 +308,11 @@ def _list_fitting(
         and not any(_saves_more(indices, other) for other in fitting - {indices})
     ]
     if not needed and memory:
-        smallest = min(memory, key=memory.__getitem__)
-        return [], TooLarge(savings[smallest], memory[smallest].bytes)
+        smallest = min(memory, key=lambda indices: memory[indices].bytes)
+        return [], TooLarge(wholes[smallest], memory[smallest].bytes)
     return [
         Layout(
-            savings[indices], Prediction(memory[indices], problem.predict_seconds(savings[indices]))
+            wholes[indices], Prediction(memory[indices], problem.predict_seconds(wholes[indices]))
         )
         for indices in needed
         if problem.is_wanted(memory[indices])

@@ -14,7 +14,12 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from flagscale.config.arguments.spec.argument import Values
-from flagscale.config.arguments.spec.system_arguments import STAGE_RECOMPUTE
+from flagscale.config.arguments.spec.system_arguments import (
+    NO_SHARD,
+    OPTIM_GRADS_PARAMS,
+    SHARDING,
+    STAGE_RECOMPUTE,
+)
 
 Setting = Mapping[str, Any]
 """Values of the arguments of one choice, by name."""
@@ -140,6 +145,18 @@ def _optimizer_sharding(context: ChoiceContext) -> Iterator[Setting]:
         yield {SHARDED: is_sharded}
 
 
+def _gradient_sharding(context: ChoiceContext) -> Iterator[Setting]:
+    """Yield no sharding of gradients, then of gradients and weights; others only if requested.
+
+    In a pipeline, weights would be gathered for each micro-batch again, and a stage has few.
+    """
+    sharing_ranks = context.replicas * context.values[CP]
+    can_shard = context.values[SHARDED] and sharing_ranks > 1 and context.values[PP] == 1
+    default = (NO_SHARD, OPTIM_GRADS_PARAMS) if can_shard else (NO_SHARD,)
+    for strategy in context.requested.get(SHARDING, default):
+        yield {SHARDING: strategy}
+
+
 def _recomputation(context: ChoiceContext) -> Iterator[Setting]:
     """Yield no recomputation, the experiment's own, then more and more layers."""
     base = context.base
@@ -151,7 +168,7 @@ def _recomputation(context: ChoiceContext) -> Iterator[Setting]:
     if base[granularity] not in (None, "full", "auto"):
         yield {name: base[name] for name in RECOMPUTED}
     layers = _layers_per_chunk(context.values)
-    counts = {-(-layers * quarter // 4) for quarter in (1, 2, 3)} - {layers}
+    counts = {-(-layers // 2)} - {layers}
     counts |= set(context.requested.get(RECOMPUTED[2], ()))
     if base[method] == "block" and base[RECOMPUTED[2]]:
         counts.add(base[RECOMPUTED[2]])
@@ -182,6 +199,7 @@ CHOICES: tuple[Choice, ...] = (
     Choice((EXPERT_TP,), _expert_tensor_parallel),
     Choice((MICRO_BATCH,), _micro_batches),
     Choice((SHARDED,), _optimizer_sharding),
+    Choice((SHARDING,), _gradient_sharding, saves_memory=True),
     Choice(RECOMPUTED, _recomputation, saves_memory=True),
     Choice((OFFLOADED,), _optimizer_offload, saves_memory=True),
 )
@@ -204,6 +222,7 @@ def neutral_settings() -> dict[str, Any]:
         **dict.fromkeys((SEQUENCE_PARALLEL, OFFLOADED), False),
         **dict.fromkeys((EXPERT_TP, VIRTUAL_LAYERS, "num_virtual_stages_per_pipeline_rank")),
         **dict.fromkeys(RECOMPUTED),
+        SHARDING: NO_SHARD,
     }
 
 

@@ -14,6 +14,7 @@ from flagscale.config.arguments.derive import derive_arguments
 from flagscale.config.arguments.layout_choices import (
     CHOICES,
     CHOSEN_ARGUMENTS,
+    RECOMPUTED,
     ChoiceContext,
     enumerate_settings,
     neutral_settings,
@@ -86,7 +87,7 @@ def test_memory_is_saved_only_where_it_is_needed() -> None:
     saving = [o for o in space.candidates if o.setting["recompute_granularity"]]
     assert saving
     for layout in saving:
-        bare = {**layout.setting, **dict.fromkeys(CHOICES[-2].arguments)}
+        bare = {**layout.setting, **dict.fromkeys(RECOMPUTED)}
         assert problem.predict(bare).memory.excess_bytes
     for large_layout in space.too_large:
         assert (
