@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flagscale.hosts.hostfile import Host
 
 SICK_EXIT_CODE = 4
-"""As for a benchmark that falls below its baseline."""
+"""Exit code if a host is sick; benchmarks that fall below their baseline have the same."""
 
 
 def add_health_arguments(parser: argparse.ArgumentParser) -> None:

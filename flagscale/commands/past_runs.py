@@ -179,6 +179,16 @@ def rerun(options: argparse.Namespace, extra_words: list[str]) -> int:
     else:
         state = find_run_to_repeat(options.run, best=options.best)
     record = read_launch_record(Layout(state.exp_dir), state.run_id)
-    if not any(override.endswith("snapshot=false") for override in overrides):
+    if not _disable_snapshot(overrides):
         continue_in_snapshot(record, ["rerun", *options.words])
     return start_again(state, overrides, only_plan=options.dryrun)
+
+
+def _disable_snapshot(overrides: Sequence[str]) -> bool:
+    """Return True if overrides set ``runner.snapshot`` to false, by its key or a short name."""
+    from flagscale.config.overrides import assigned_keys
+
+    return any(
+        key.rpartition(".")[2] == "snapshot" and value.lower() == "false"
+        for key, value in assigned_keys(overrides).items()
+    )

@@ -6,6 +6,7 @@ name such as ``key`` is not suspicious in the code of a model: only literals are
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -61,7 +62,8 @@ def hide_secrets_of_diff(diff: str) -> str:
 
 def _iter_public_lines(diff: str) -> Iterator[str]:
     suffix, is_left_out, in_key = "", False, False
-    for line in diff.splitlines(keepends=True):
+    # Other characters at which str.splitlines() splits, such as form feeds, are parts of a line.
+    for line in io.StringIO(diff, newline="\n"):
         if line.startswith(_DIFF_HEADER):
             name = line.rstrip("\n").rstrip('"').rpartition("/")[2]
             suffix, in_key = PurePosixPath(name).suffix.lower(), False
@@ -74,7 +76,7 @@ def _iter_public_lines(diff: str) -> Iterator[str]:
         elif _KEY_BEGIN.search(line) or in_key:
             in_key = _KEY_END not in line
             yield f"{line[:1]}{HIDDEN}\n"
-        elif line.startswith(_LINE_MARKS) and not line.startswith(("+++ ", "--- ")):
+        elif line.startswith(_LINE_MARKS):
             yield line[:1] + hide_secrets_of_line(line[1:], suffix)
         else:
             yield line

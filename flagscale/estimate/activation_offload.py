@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from flagscale.estimate import attention, module_recompute
-from flagscale.estimate.arithmetic import LayerKind, mlp_matrix_count
+from flagscale.estimate.arithmetic import (
+    LayerKind,
+    expert_ffn_size,
+    expert_tp,
+    fc1_width_factor,
+)
 
 
 def offloaded_layers(args: Any, layers: int) -> int:
@@ -37,9 +42,7 @@ def offloaded_elements(args: Any, layer: LayerKind, kept_elements: float) -> flo
         elements += attention.query_and_kv_elements(args)
         elements += attention.core_elements(args, output_copies=output_copies)
     if layer.is_moe:
-        expert_tp = args.expert_tensor_parallel_size or tp
-        ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
         widths = args.hidden_size * ("expert_fc1" in modules)
-        widths += (mlp_matrix_count(args) - 1) * ffn_size * ("moe_act" in modules)
-        elements += args.moe_router_topk * widths / expert_tp
+        widths += fc1_width_factor(args) * expert_ffn_size(args) * ("moe_act" in modules)
+        elements += args.moe_router_topk * widths / expert_tp(args)
     return float(min(elements, kept_elements))

@@ -229,6 +229,21 @@ def mlp_matrix_count(args: Any) -> int:
     return 3 if args.swiglu or args.gated_linear_unit else 2
 
 
+def fc1_width_factor(args: Any) -> int:
+    """Return the output width of an MLP's first linear layer as a multiple of the MLP's width."""
+    return mlp_matrix_count(args) - 1
+
+
+def expert_ffn_size(args: Any) -> int:
+    """Return the width of an expert's MLP over all ranks."""
+    return int(args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size)
+
+
+def expert_tp(args: Any) -> int:
+    """Return the tensor-parallel size of experts."""
+    return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+
+
 def dense_mlp_weights(args: Any) -> int:
     """Return the weights of a dense layer's MLP."""
     ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
@@ -239,7 +254,7 @@ def active_moe_weights(args: Any) -> float:
     """Return the weights of a mixture of experts that one token passes: top-k experts, shared
     expert, router.
     """
-    routed_width = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    routed_width = args.moe_router_topk * expert_ffn_size(args)
     shared_width = args.moe_shared_expert_intermediate_size or 0
     columns = mlp_matrix_count(args) * (routed_width + shared_width) + args.num_moe_experts
     return float(args.hidden_size * columns)

@@ -457,8 +457,8 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
 
 def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
     """Return the load of a chunk's layers."""
-    load_by_kind = {kind: op_times.layer_load(rank_args, kind) for kind in set(chunk)}
-    layer_loads = [load_by_kind[kind] for kind in chunk]
+    loads_of_kind = {kind: op_times.layer_load(rank_args, kind) for kind in set(chunk)}
+    layer_loads = [loads_of_kind[kind] for kind in chunk]
     whole_layers = _count_recomputed(rank_args, len(chunk))
     choice = module_choice(rank_args)
     recomputed = [loads.forward for loads in layer_loads[:whole_layers]]

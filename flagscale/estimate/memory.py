@@ -32,7 +32,14 @@ from flagscale.config.arguments.rules.optimizer_states import (
 from flagscale.config.arguments.rules.recompute import module_choice
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.estimate import activation_offload, attention, module_recompute, weights
-from flagscale.estimate.arithmetic import LayerKind, get_transformer, list_layer_kinds, mtp_depth
+from flagscale.estimate.arithmetic import (
+    LayerKind,
+    expert_tp,
+    fc1_width_factor,
+    get_transformer,
+    list_layer_kinds,
+    mtp_depth,
+)
 from flagscale.estimate.weights import WeightCount
 
 FP32_BYTES = 4
@@ -181,8 +188,7 @@ def _count_shards(args: Any) -> tuple[int, int]:
     """Return the numbers of data-parallel ranks that share weights outside experts and experts."""
     replicas = args.data_parallel_size * args.context_parallel_size
     ranks = replicas * args.tensor_model_parallel_size
-    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return replicas, max(ranks // (expert_tp * args.expert_model_parallel_size), 1)
+    return replicas, max(ranks // (expert_tp(args) * args.expert_model_parallel_size), 1)
 
 
 def _shard(args: Any, count: WeightCount) -> float:
@@ -464,11 +470,6 @@ def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
     )
 
 
-def fc1_width_factor(args: Any) -> int:
-    """Return the output width of an MLP's first linear layer as a multiple of the MLP's width."""
-    return 2 if args.swiglu or args.gated_linear_unit else 1
-
-
 def uses_compiled_layers(args: Any) -> bool:
     """Return True if layers are compiled as a whole (``transformer_impl: compiled``) on an
     accelerator.
@@ -488,10 +489,8 @@ def _transient_bytes(args: Any, vocabulary_size: int, part: ModelPart) -> float:
     in addition to :data:`_OUTER_HIDDEN_STATES`.
     """
     peak = max(
-        [
-            _layer_transient_bytes(args, part),
-            _head_transient_bytes(args, vocabulary_size) if part.has_head else 0.0,
-        ]
+        _layer_transient_bytes(args, part),
+        _head_transient_bytes(args, vocabulary_size) if part.has_head else 0.0,
     )
     return peak + _OUTER_HIDDEN_STATES * _layer_input_bytes(args)
 

@@ -9,7 +9,12 @@ from collections.abc import Collection
 from typing import Any
 
 from flagscale.estimate import attention
-from flagscale.estimate.arithmetic import LayerKind, mlp_matrix_count
+from flagscale.estimate.arithmetic import (
+    LayerKind,
+    expert_ffn_size,
+    expert_tp,
+    fc1_width_factor,
+)
 
 
 def mlp_elements(args: Any, layer: LayerKind) -> float:
@@ -20,14 +25,14 @@ def mlp_elements(args: Any, layer: LayerKind) -> float:
     token, and those of the shared expert.
     """
     if layer.is_moe:
-        dispatched = args.moe_router_topk * args.hidden_size / max(_expert_tp(args), 1)
+        dispatched = args.moe_router_topk * args.hidden_size / expert_tp(args)
         return float(
             dispatched
-            + (_fc1_width_factor(args) + 1) * _expert_activations(args)
+            + (fc1_width_factor(args) + 1) * _expert_activations(args)
             + _shared_expert_elements(args)
         )
     ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
-    kept_outputs = _fc1_width_factor(args) + (not layer.is_fp8)
+    kept_outputs = fc1_width_factor(args) + (not layer.is_fp8)
     return float(kept_outputs * ffn_size / args.tensor_model_parallel_size)
 
 
@@ -93,18 +98,9 @@ def candidate_modules(args: Any, layers: Collection[LayerKind]) -> list[str]:
 
 def _expert_activations(args: Any) -> float:
     """Return the elements per token of the activation functions' outputs of selected experts."""
-    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
-    return float(args.moe_router_topk * ffn_size / max(_expert_tp(args), 1))
+    return float(args.moe_router_topk * expert_ffn_size(args) / expert_tp(args))
 
 
 def _shared_expert_elements(args: Any) -> float:
     width = args.moe_shared_expert_intermediate_size or 0
-    return float((_fc1_width_factor(args) + 1) * width / args.tensor_model_parallel_size)
-
-
-def _expert_tp(args: Any) -> int:
-    return int(args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-
-
-def _fc1_width_factor(args: Any) -> int:
-    return mlp_matrix_count(args) - 1
+    return float((fc1_width_factor(args) + 1) * width / args.tensor_model_parallel_size)

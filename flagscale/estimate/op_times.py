@@ -91,8 +91,6 @@ _COPIED_BYTES_PER_SECOND = 45e9
 """Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
 the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.
 """
-_ZERO_BYTES = 4
-"""Traffic per weight of setting its gradient to zero."""
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
 # both passes, and of the end of a step.
 _LAYER_KERNELS = 30
@@ -215,7 +213,7 @@ def layer_load(args: Any, kind: LayerKind) -> PassLoads:
     traffic_bytes = memory.element_bytes(args) * tokens_per_rank * _pointwise_elements(args, kind)
     if kind.is_fp8:
         traffic_bytes += _CAST_BYTES * tokens_per_rank * _cast_elements(args, is_moe=kind.is_moe)
-    traffic_bytes *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+    traffic_bytes *= _traffic_factor(args)
     kernels = _LAYER_KERNELS + _FP8_KERNELS * kind.is_fp8 + _EXPERT_KERNELS * kind.is_moe
     expert_weights = weights.layer_weights(args, is_moe=kind.is_moe).experts
     expert_bytes = memory.element_bytes(args) * expert_weights
@@ -258,8 +256,9 @@ def module_recompute_load(args: Any, kind: LayerKind, modules: Collection[str]) 
     if not kind.is_moe:
         ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
         return load + _recomputed_mlp(args, kind, ffn_size) if "mlp" in modules else load
-    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
-    activation_accesses = args.moe_router_topk * ffn_size * _fc1_accesses(args)
+    activation_accesses = (
+        args.moe_router_topk * arithmetic.expert_ffn_size(args) * _fc1_accesses(args)
+    )
     if "moe" in modules:
         accesses = activation_accesses + args.moe_router_topk * _EXPERT_ACCESSES * args.hidden_size
         moe_weights = arithmetic.active_moe_weights(args)
@@ -299,12 +298,17 @@ def _recomputed_part(
     flops = 2.0 * tokens_per_rank * part_weights
     gemms = _forward_gemms(args, *((0.0, flops) if kind.is_fp8 else (flops, 0.0)))
     traffic_bytes = _FORWARD_FRACTION * memory.element_bytes(args) * tokens_per_rank * accesses
-    traffic_bytes *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+    traffic_bytes *= _traffic_factor(args)
     return Workload(*gemms) + _overhead_load(args, traffic_bytes, kernels)
 
 
+def _traffic_factor(args: Any) -> float:
+    """Return the traffic of a layer's pointwise operations relative to compiled ones."""
+    return 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+
+
 def _fc1_accesses(args: Any) -> int:
-    return _FC1_ACCESSES[memory.fc1_width_factor(args)]
+    return _FC1_ACCESSES[arithmetic.fc1_width_factor(args)]
 
 
 def _tokens_per_rank(args: Any) -> float:
@@ -431,10 +435,10 @@ def _pointwise_elements(args: Any, kind: LayerKind) -> float:
         args.tensor_model_parallel_size if not args.sequence_parallel else 1
     )
     elements = hidden_accesses * hidden + _QKV_ACCESSES * qkv_width
-    fc1_accesses = _FC1_ACCESSES[memory.fc1_width_factor(args)]
+    fc1_accesses = _fc1_accesses(args)
     if not kind.is_moe:
         return float(elements + fc1_accesses * ffn_size)
-    per_expert = _EXPERT_ACCESSES * hidden + fc1_accesses * (args.moe_ffn_hidden_size or ffn_size)
+    per_expert = _EXPERT_ACCESSES * hidden + fc1_accesses * arithmetic.expert_ffn_size(args)
     shared_expert_size = args.moe_shared_expert_intermediate_size or 0
     return float(elements + args.moe_router_topk * per_expert + fc1_accesses * shared_expert_size)
 
@@ -448,7 +452,7 @@ def _cast_elements(args: Any, *, is_moe: bool) -> float:
         ffn_size = args.moe_shared_expert_intermediate_size or 0
     return float(
         attention_elements
-        + (2 * hidden + (memory.fc1_width_factor(args) + 1) * ffn_size if ffn_size else 0)
+        + (2 * hidden + (arithmetic.fc1_width_factor(args) + 1) * ffn_size if ffn_size else 0)
     )
 
 

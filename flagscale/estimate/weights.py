@@ -27,6 +27,9 @@ from flagscale.config.arguments.rules.adapters import (
 from flagscale.estimate import arithmetic
 from flagscale.estimate.arithmetic import (
     dense_mlp_weights,
+    expert_ffn_size,
+    expert_tp,
+    fc1_width_factor,
     get_transformer,
     mlp_matrix_count,
     moe_layer_flags,
@@ -71,8 +74,7 @@ def layer_weights(
             continue
         if parameter.is_expert:
             local_experts = args.num_moe_experts // args.expert_model_parallel_size
-            expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-            divisor = expert_tp if parameter.is_split else 1
+            divisor = expert_tp(args) if parameter.is_split else 1
             experts += local_experts * (parameter.size // divisor)
         else:
             divisor = args.tensor_model_parallel_size if parameter.is_split else 1
@@ -93,10 +95,9 @@ def grouped_fc1_weights(args: Any) -> float:
     """Return the weights of the first matrix of a rank's experts that are multiplied together: of
     all with grouped GEMM, otherwise of one.
     """
-    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
-    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     local_experts = args.num_moe_experts // args.expert_model_parallel_size
-    weights_per_expert = (mlp_matrix_count(args) - 1) * ffn_size * args.hidden_size / expert_tp
+    columns = fc1_width_factor(args) * expert_ffn_size(args)
+    weights_per_expert = columns * args.hidden_size / expert_tp(args)
     return float(weights_per_expert * (local_experts if args.moe_grouped_gemm else 1))
 
 
@@ -111,10 +112,9 @@ def adapter_weights(args: Any, targets: Collection[str], *, is_moe: bool) -> Wei
     if not is_moe:
         return WeightCount(shared)
     local_experts = args.num_moe_experts // args.expert_model_parallel_size
-    expert_dimensions = _mlp_dimensions(args, args.moe_ffn_hidden_size or ffn_size)
-    expert_tp = args.expert_tensor_parallel_size or tp
+    expert_dimensions = _mlp_dimensions(args, expert_ffn_size(args))
     return WeightCount(
-        shared, local_experts * _adapter_pairs(args, targets, expert_dimensions, expert_tp)
+        shared, local_experts * _adapter_pairs(args, targets, expert_dimensions, expert_tp(args))
     )
 
 
@@ -138,7 +138,7 @@ def _mlp_dimensions(args: Any, ffn_size: int) -> dict[str, tuple[int, int]]:
     if not ffn_size:
         return {}
     hidden = args.hidden_size
-    return {FC1: (hidden, (mlp_matrix_count(args) - 1) * ffn_size), FC2: (hidden, ffn_size)}
+    return {FC1: (hidden, fc1_width_factor(args) * ffn_size), FC2: (hidden, ffn_size)}
 
 
 def _attention_dimensions(args: Any) -> dict[str, tuple[int, int]]:

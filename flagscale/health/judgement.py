@@ -1,4 +1,4 @@
-"""What measurements of equal devices mean for their hosts. Pure functions, standard library alone.
+"""Judgement of hosts by the measurements of equal devices. Pure functions, standard library alone.
 
 One pass gives suspicions. :func:`confirm` keeps those that two passes agree on.
 """

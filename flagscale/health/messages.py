@@ -86,14 +86,14 @@ class HealthEvent:
 
     kind: Literal["ready", "measured", "paired"]
     device: str = ""
-    """With ``ready``: kind of the host's devices."""
+    """Kind of the host's devices, in the event ``ready``."""
     address: str = ""
-    """With ``ready``: this host's address for other hosts; empty if it has none."""
+    """This host's address for other hosts, in ``ready``; empty if it has none."""
     port: int = 0
-    """With ``ready``: port of the store for rendezvous."""
+    """Port of the store for rendezvous, in ``ready``."""
     ranks: int = 0
-    """With ``ready``: number of processes that measure, one per device."""
+    """Number of processes that measure, one per device, in ``ready``."""
     devices: tuple[DeviceMeasurement, ...] = ()
-    """With ``measured``; all_reduce within the host is one of the rates."""
+    """Measurements in ``measured``; all_reduce within the host is one of the rates."""
     pairs: tuple[PairMeasurement, ...] = ()
-    """With ``paired``."""
+    """Measurements in ``paired``."""

@@ -188,7 +188,7 @@ class HealthSession(Closeable):
         workers = [worker for worker in self._usable() if worker.index in commands]
         for worker in workers:
             worker.reply = None
-        for_each_worker(workers, lambda worker: worker.send(commands[_index_of(worker)]))
+        for_each_worker(workers, lambda worker: worker.send(commands[worker.index]))
         self._await(workers, lambda worker: worker.reply is not None, timeout)
         return {worker.index: worker.reply for worker in workers if worker.reply is not None}
 
@@ -235,11 +235,6 @@ class HealthSession(Closeable):
     def on_exit(self, worker: RemoteWorker[HealthEvent]) -> None:
         with self._state:
             self._state.notify_all()
-
-
-def _index_of(worker: RemoteWorker[HealthEvent]) -> int:
-    assert isinstance(worker, _Worker)  # a session starts no other
-    return worker.index
 
 
 def check_health(

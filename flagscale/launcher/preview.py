@@ -18,16 +18,22 @@ from flagscale.launcher.runners.base import runner_for_experiment
 from flagscale.output_streams import format_for_terminal
 
 if TYPE_CHECKING:
+    from flagscale.launcher.launch_record import LaunchRecord
     from flagscale.launcher.planning.model import HostPlan
     from flagscale.launcher.preflight.checks import Check
 
 
-def print_dry_run(experiment: Experiment, options: Options) -> int:
-    """Print the plan that ``run`` would start, and its scripts. Writes nothing."""
+def print_dry_run(
+    experiment: Experiment, options: Options, *, launch_record: LaunchRecord | None = None
+) -> int:
+    """Print the plan that ``run`` would start, and its scripts. Writes nothing.
+
+    ``launch_record`` is that of the run whose copies of the code are used again.
+    """
     if experiment.runner.snapshot:
         from flagscale.launcher.code_snapshot import use_snapshot
 
-        experiment = use_snapshot(experiment, create=False).experiment
+        experiment = use_snapshot(experiment, create=False, record=launch_record).experiment
     plan = runner_for_experiment(experiment).plan(experiment)
     hosts = plan.hosts if options.host is None else (_find_host(options.host, plan.hosts),)
     if options.json:

@@ -22,7 +22,6 @@ from flagscale.config.sweeps import EXP_DIR
 from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import read_json
 from flagscale.launcher import actions, preview, runs
-from flagscale.launcher.code_snapshot import use_snapshot
 from flagscale.launcher.code_version import describe_code_changes, read_code_versions
 from flagscale.launcher.launch_record import LaunchRecord, Rerun, read_launch_record
 from flagscale.launcher.layout import Layout
@@ -117,10 +116,8 @@ def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False)
         lines.insert(1, f"  in:        {Path.cwd()}, to which relative paths refer")
     print("\n".join(lines), flush=True)
     if only_plan:
-        experiment = use_snapshot(experiment, create=False, record=repeated.record).experiment
-        without_snapshot = replace(experiment.runner, snapshot=False)
-        experiment = replace(experiment, runner=without_snapshot)
-        return preview.print_dry_run(experiment, Options(action="dryrun"))
+        options = Options(action="dryrun")
+        return preview.print_dry_run(experiment, options, launch_record=repeated.record)
     return actions.run_experiment(experiment, Options(action="run"), rerun=repeated)
 
 

@@ -6,6 +6,7 @@ training. A training that begins anew gets a new run.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,12 @@ class RunRecord:
     def read_id(self) -> str | None:
         """Return the id of the run to continue; None if a new run begins."""
         return self._id
+
+    def read_or_create_id(self, size: int) -> str:
+        """Return the id of the run to continue, or a new one of ``size`` random bytes, stored."""
+        if self._id is None:
+            self.write_id(secrets.token_hex(size))
+        return str(self._id)
 
     def write_id(self, run_id: str) -> None:
         """Store the id. If the file cannot be written, the next start begins another run."""

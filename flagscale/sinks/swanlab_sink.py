@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,11 +68,8 @@ class SwanLabSink(MetricsSink):
 
 def _choose_run_id(run: TrainingRun) -> str:
     """Return the id of the run to start or continue, and store it next to the checkpoints."""
+    if run_id := run.environment.get(_RUN_ID_VARIABLE):
+        return run_id
     args = run.arguments
     place = {"project": args["swanlab_project"], "workspace": args["swanlab_workspace"]}
-    record = run.run_record("swanlab", **place)
-    run_id = run.environment.get(_RUN_ID_VARIABLE) or record.read_id()
-    if run_id is None:
-        run_id = secrets.token_hex(8)
-        record.write_id(run_id)
-    return run_id
+    return run.run_record("swanlab", **place).read_or_create_id(8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,12 +62,8 @@ def choose_run_id(run: TrainingRun) -> str | None:
 
     None leaves the choice to ``WANDB_RUN_ID``, which the user has set.
     """
-    args = run.arguments
-    record = run.run_record("wandb", project=args["wandb_project"], entity=args["wandb_entity"])
     if run.environment.get(_RUN_ID_VARIABLE):
         return None
-    run_id = record.read_id()
-    if run_id is None:
-        run_id = secrets.token_hex(6)
-        record.write_id(run_id)
-    return run_id
+    args = run.arguments
+    place = {"project": args["wandb_project"], "entity": args["wandb_entity"]}
+    return run.run_record("wandb", **place).read_or_create_id(6)

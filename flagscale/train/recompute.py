@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,6 +26,7 @@ from flagscale.errors import ConfigError
 from flagscale.estimate.forecast import StageForecast, forecast_step, with_recomputed_layers
 from flagscale.estimate.memory import usable_bytes
 from flagscale.train.device import Device
+from flagscale.train.distributed import gather_from_ranks
 from flagscale.train.layers.activation_offload import LayerOffload, Transfers
 from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.layers.selective_recompute import recompute_modules
@@ -76,8 +76,7 @@ def _memory_limit(args: argparse.Namespace, device: Device) -> float:
 
 def _stage_memory_limits(rank_limit_bytes: float, stage: int) -> list[float]:
     """Return the smallest limit among the ranks of each stage, in bytes."""
-    limits: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(limits, (stage, rank_limit_bytes))
+    limits = gather_from_ranks((stage, rank_limit_bytes))
     stage_count = max(stage for stage, _ in limits) + 1
     return [
         min(limit_bytes for limit_stage, limit_bytes in limits if limit_stage == stage)

@@ -12,7 +12,6 @@ same seed; over several seeds, the mean has Student's 95 % confidence interval.
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from precision import (
     Curve,
     describe_last_run,
     parse_seeds,
+    read_curve,
     read_earlier_curves,
     write_results,
 )
@@ -76,19 +76,7 @@ def train_format(name: str, seed: int, steps: int, directory: Path) -> Curve:
     if process.returncode:
         raise JobError(f"{name} ended with {process.returncode}:\n{process.stdout[-3000:]}")
     (status,) = directory.glob("logs/details/*/*/status/rank_0.jsonl")
-    events = read_events(status)[0]
-    progress = [event for event in events if event.event == "progress"]
-    validation = [event for event in events if event.event == "evaluation"]
-    return {
-        "precision": name,
-        "seed": seed,
-        "device": next(event.get("device") for event in events if event.event == "started"),
-        "steps": [event.get("step") for event in progress],
-        "loss": [event.get("loss") for event in progress],
-        "validation_loss": validation[0].get("loss"),
-        "step_seconds": statistics.median(event.get("step_seconds") for event in progress[2:]),
-        "last_100_steps": statistics.mean(event.get("loss") for event in progress[-10:]),
-    }
+    return read_curve(name, seed, read_events(status)[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

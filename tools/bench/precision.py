@@ -28,6 +28,7 @@ from flagscale.bench import machine
 from flagscale.bench.statistics import Ratio, paired_ratio
 from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError
+from flagscale.status import Event
 
 MODEL = """
 --num-layers 12 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16
@@ -68,6 +69,11 @@ def train_precision(name: str, seed: int, options: argparse.Namespace, scratch: 
     ]
     directory = scratch / f"{seed}-{name}".replace(" ", "-").replace(",", "")
     events = run_training_program([*arguments.split(), *data_arguments], 1, directory)
+    return read_curve(name, seed, events)
+
+
+def read_curve(name: str, seed: int, events: Sequence[Event]) -> Curve:
+    """Return the losses and the speed of a run from its status events."""
     progress = [event for event in events if event.event == "progress"]
     validation = [event for event in events if event.event == "evaluation"]
     return {

@@ -41,6 +41,20 @@ def _format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def _speed_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the cells of tokens/s of a GPU, MFU and GiB."""
+    return (
+        f"{row['tokens_per_second_per_gpu']:,}",
+        f"{100 * row['mfu']:.1f} %",
+        f"{row['memory_gib']:.1f}",
+    )
+
+
+def _step_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of the seconds of a step and of :func:`_speed_cells`."""
+    return f"{row['step_seconds']:.2f}", *_speed_cells(row)
+
+
 def _llama_table() -> str:
     headings = ("Sequence, micro-batch", "tokens/s", "MFU", "of the limit", "GiB")
     rows = []
@@ -154,12 +168,7 @@ def _layout_table() -> str:
 def _long_sequence_table() -> str:
     rows = _read_rows("gpu-2xh200-context")
     table_rows = [
-        (
-            f"{row['sequence']:,}",
-            f"{row['tokens_per_second_per_gpu']:,}",
-            f"{100 * row['mfu']:.1f} %",
-            f"{row['memory_gib']:.1f}",
-        )
+        (f"{row['sequence']:,}", *_speed_cells(row))
         for row in sorted(rows.values(), key=lambda row: row["sequence"])
     ]
     return _format_table(("Sequence", "tokens/s/GPU", "MFU", "GiB"), table_rows)
@@ -172,16 +181,7 @@ def _offload_table() -> str:
         "offload-256k": "8 layers, state in the host's memory",
         "8b-offload": "32 layers, state in the host's memory, 19 layers recomputed",
     }
-    table_rows = [
-        (
-            title,
-            f"{rows[name]['step_seconds']:.2f}",
-            f"{rows[name]['tokens_per_second_per_gpu']:,}",
-            f"{100 * rows[name]['mfu']:.1f} %",
-            f"{rows[name]['memory_gib']:.1f}",
-        )
-        for name, title in titles.items()
-    ]
+    table_rows = [(title, *_step_cells(rows[name])) for name, title in titles.items()]
     return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
 
 
@@ -192,16 +192,7 @@ def _sharding_table() -> str:
         "dp2-sharded": "8 layers, 4096 x 2, `optim_grads_params`",
         "8b-sharded": "32 layers, 4096 x 1, `optim_grads_params`, moments in bf16",
     }
-    table_rows = [
-        (
-            title,
-            f"{rows[name]['step_seconds']:.2f}",
-            f"{rows[name]['tokens_per_second_per_gpu']:,}",
-            f"{100 * rows[name]['mfu']:.1f} %",
-            f"{rows[name]['memory_gib']:.1f}",
-        )
-        for name, title in titles.items()
-    ]
+    table_rows = [(title, *_step_cells(rows[name])) for name, title in titles.items()]
     return _format_table(("", "s a step", "tokens/s/GPU", "MFU", "GiB"), table_rows)
 
 

@@ -31,6 +31,7 @@ printf '%s\\n' "$line" >"$commands"
 # The text to evaluate activates an environment, whose output is not the worker's.
 _RUN_AFTER_SETUP = 'eval "$1" >/dev/null || exit; shift; cd /; exec "$@"'
 EventT = TypeVar("EventT")
+WorkerT = TypeVar("WorkerT", bound="RemoteWorker[Any]")
 
 
 @dataclass(frozen=True)
@@ -199,13 +200,11 @@ def _parse_line(text: bytes) -> WorkerLine | None:
         return None
 
 
-def for_each_worker(
-    workers: Sequence[RemoteWorker[EventT]], action: Callable[[RemoteWorker[EventT]], object]
-) -> None:
+def for_each_worker(workers: Sequence[WorkerT], action: Callable[[WorkerT], object]) -> None:
     """Call ``action`` for all workers at the same time. A host that cannot be reached is reported
     as the worker's failure; workers that have ended are skipped by the action."""
 
-    def run(worker: RemoteWorker[EventT]) -> None:
+    def run(worker: WorkerT) -> None:
         try:
             action(worker)
         except HostError as error:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
-from flagscale.launcher.liveness.hang import HangFinding
+from flagscale.launcher.liveness.hang import HangFinding, format_clock
 from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
 
 _MAX_LISTED_RANKS = 4
-# Later than the clock of any host. Python cannot convert every number to a date.
-_MAX_TIME = 2.0**33
 
 
 @dataclass
@@ -88,8 +85,7 @@ def explain_missing_agents(port: int | None) -> str:
 def describe_early_exits(exits: Sequence[RankExit]) -> str:
     """Return ``rank 3 ended with exit code 0 at 14:02:11``, or the same of several ranks."""
     exits = sorted(exits, key=lambda rank_exit: rank_exit.time)
-    first_time = min(max(exits[0].time, 0.0), _MAX_TIME)
-    clock = time.strftime("%H:%M:%S", time.localtime(first_time))
+    clock = format_clock(exits[0].time)
     numbers = [str(r) for r in sorted(exit_.rank for exit_ in exits[:_MAX_LISTED_RANKS])]
     if len(exits) == 1:
         return f"rank {numbers[0]} ended with exit code 0 at {clock}"

@@ -212,10 +212,9 @@ class StackDump:
                 sends_signals
                 and not self._stopped_by_rank[rank]
                 and kernel.catches_signal(process.pid, STACK_SIGNAL)
+                and processes.send_signal(process, STACK_SIGNAL)
             ):
-                self._signalled_ranks |= (
-                    {rank} if processes.send_signal(process, STACK_SIGNAL) else set()
-                )
+                self._signalled_ranks.add(rank)
 
     def _request_record(self, rank: int) -> bool:
         directory = self._watch.directory

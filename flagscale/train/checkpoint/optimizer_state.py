@@ -31,6 +31,7 @@ from flagscale.train.checkpoint.gather_plan import (
     locate_parts,
     plan_rounds,
 )
+from flagscale.train.optim.members import list_members
 
 _STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Tensors of a parameter: the fp32 weight and the moments."""
@@ -49,7 +50,7 @@ def split_by_owner(optimizer: Any) -> Iterator[None]:
     To save, it contains the parameters that this rank owns. To load, it contains those of which
     this rank holds a part, as tensors without memory: see :func:`remove_parameter_states`.
     """
-    members = _list_distributed(optimizer)
+    members = [m for m in list_members(optimizer) if isinstance(m, DistributedOptimizer)]
     for member in members:
         setattr(member, _DESCRIBE_METHOD, partial(_describe_parameter_states, member))
     try:
@@ -57,11 +58,6 @@ def split_by_owner(optimizer: Any) -> Iterator[None]:
     finally:
         for member in members:
             delattr(member, _DESCRIBE_METHOD)  # restores the method of the class
-
-
-def _list_distributed(optimizer: Any) -> list[Any]:
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [member for member in members if isinstance(member, DistributedOptimizer)]
 
 
 class _Parameter(NamedTuple):
@@ -175,12 +171,11 @@ def _gather_states(
     }
     round_size = max(_SENT_ELEMENTS // ranks, 1)
     all_parts = [parameter.parts for parameter in parameters]
+    held: dict[int, _HeldPart] = {}
     for pieces in plan_rounds(all_parts, owners, round_size):
+        # A part may be sent in several consecutive rounds, and converting it to fp32 takes time.
         held = {
-            index: _HeldPart(
-                next(part.start for part in parameters[index].parts if part.rank == rank),
-                optimizer._get_main_param_and_optimizer_states(parameters[index].weight),
-            )
+            index: held[index] if index in held else _hold_part(optimizer, parameters[index])
             for index in {piece.parameter for piece in pieces if piece.source == rank}
         }
         device = parameters[pieces[0].parameter].weight.device
@@ -199,6 +194,12 @@ class _HeldPart(NamedTuple):
 
     start: int
     tensors: Mapping[str, torch.Tensor]
+
+
+def _hold_part(optimizer: Any, parameter: _Parameter) -> _HeldPart:
+    rank = optimizer.data_parallel_group.rank()
+    start = next(part.start for part in parameter.parts if part.rank == rank)
+    return _HeldPart(start, optimizer._get_main_param_and_optimizer_states(parameter.weight))
 
 
 def _exchange(
@@ -328,7 +329,7 @@ def remove_parameter_states(optimizer: Any, sharded_state_dict: Any) -> Paramete
     The sharded state dict must have been built to load, with :func:`split_by_owner`.
     """
     states = ParameterStates()
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    members = list_members(optimizer)
     for index, member in enumerate(members):
         member_state = sharded_state_dict if len(members) == 1 else sharded_state_dict[index]
         if isinstance(member, DistributedOptimizer) and member_state.get(_FORMAT_KEY) == _FORMAT:

@@ -25,6 +25,7 @@ from flagscale.train.checkpoint.embedding_sharding import shard_embedding_rows
 from flagscale.train.checkpoint.optimizer_state import split_by_owner
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import describe_schedule
+from flagscale.train.optim.members import list_members
 from flagscale.train.state import TrainState
 
 __all__ = [
@@ -102,7 +103,7 @@ def build_optimizer_state_dict(
 
 def _initialize_moments(optimizer: Any) -> None:
     """Create zero moments for parameters without a step yet; megatron.core saves all moments."""
-    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for member in list_members(optimizer):
         if member.optimizer is not None and member.init_state_fn is not None:
             member.init_state_fn(member.optimizer, member.config)
 

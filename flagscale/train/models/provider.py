@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from flagscale.train.models.freezing import freeze_parameters
 from flagscale.train.models.initialize import initialize_weights, iter_parameter_names
 from flagscale.train.models.optimized import apply_optimizations
 from flagscale.train.recompute import apply_recompute_choices
-from flagscale.train.sharding.bucket import Initialize
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
 from flagscale.train.sharding.deferred import DeferredAllocation
 from flagscale.train.state import unwrap_model
@@ -93,23 +92,19 @@ def build_chunks(
             initialize_weights(model, config, args.seed, on_host=on_host, selected=is_adapter)
     freeze_parameters(models, args, config)
     apply_recompute_choices(args, config, models)
-    unwrapped_models = models
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
     ddp_config = build_ddp_config(args)
-    initializers = [
-        partial(_initialize_parameters, args, config, model, initialize_all=initialize_all)
-        if is_deferred
-        else None
-        for model in unwrapped_models
-    ]
+    initialize = None
+    if is_deferred:
+        initialize = partial(_initialize_parameters, args, config, initialize_all=initialize_all)
     # If steps are captured, gradients must be accumulated on the capturing stream.
     with device.side_stream() if captures_steps(vars(args)) else nullcontext():
         chunks = [
             _add_data_parallelism(
-                args, config, ddp_config, model, index, initializer, optimized=optimized
+                args, config, ddp_config, model, index, initialize, optimized=optimized
             )
-            for index, (model, initializer) in enumerate(zip(models, initializers, strict=True))
+            for index, model in enumerate(models)
         ]
     if optimized:
         for chunk in chunks:
@@ -160,13 +155,13 @@ def _add_data_parallelism(
     ddp_config: DistributedDataParallelConfig,
     model: Any,
     index: int,
-    initialize: Initialize | None,
+    initialize: Callable[[Any, Collection[torch.nn.Parameter]], None] | None,
     *,
     optimized: bool,
 ) -> DistributedDataParallel:
     """Wrap a model chunk; ``index`` is its number among this rank's chunks.
 
-    ``initialize`` initializes its weights; None if they are.
+    ``initialize`` initializes given weights of an unwrapped model; None if they are initialized.
     """
     if shards_gradients(vars(args)):
         return ShardedDataParallel(
@@ -175,7 +170,7 @@ def _add_data_parallelism(
             model,
             shards_weights=shards_weights(vars(args)),
             accumulates_in_layers=optimized,
-            initialize=initialize,
+            initialize=None if initialize is None else partial(initialize, unwrap_model(model)),
         )
     ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
     # Only the gradients of the first chunk are reduced during the backward pass.

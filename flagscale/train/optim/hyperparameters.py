@@ -15,6 +15,8 @@ from typing import Any
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from flagscale.train.optim.members import list_members
+
 _SCHEDULER_KEYS = (
     "max_lr",
     "min_lr",
@@ -123,7 +125,7 @@ def insert_groups(loaded_state: Any, optimizer: MegatronOptimizer) -> None:
     Each gets the number of steps that is recorded in the checkpoint's groups.
     """
     steps = [int(group[_STEP]) for group in _saved_groups(loaded_state) if group.get(_STEP)]
-    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    members = list_members(optimizer)
     for index, member in enumerate(members):
         if member.optimizer is None:
             continue  # this rank has no parameters of this optimizer

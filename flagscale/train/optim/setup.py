@@ -33,6 +33,7 @@ from flagscale.train.optim.global_norm import use_global_grad_norm
 from flagscale.train.optim.host_memory import check_host_memory
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 from flagscale.train.optim.master_adam import MasterWeightAdam
+from flagscale.train.optim.members import list_members
 from flagscale.train.sharding.optimizer import ShardedOptimizer
 
 
@@ -69,7 +70,7 @@ def build_optimizer(
             replacements.enter_context(_use_sharded_optimizer())
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     _drop_empty_members(optimizer)
-    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for chained in list_members(optimizer):
         if chained.optimizer is not None and chained.init_state_fn is None:
             # Loading a checkpoint allocates the state first. megatron.core has no function for SGD.
             chained.init_state_fn = _init_sgd_momentum
@@ -93,7 +94,7 @@ def _drop_empty_members(optimizer: Any) -> None:
 
 
 def _count_host_bytes(optimizer: MegatronOptimizer) -> int:
-    members = (member.optimizer for member in getattr(optimizer, "chained_optimizers", [optimizer]))
+    members = (member.optimizer for member in list_members(optimizer))
     return sum(adam.host_bytes for adam in members if isinstance(adam, MasterWeightAdam))
 
 

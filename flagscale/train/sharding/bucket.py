@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from flagscale.train.layers.wgrad_accumulation import expect_first_write, forget_first_write
-from flagscale.train.sharding.deferred import is_deferred
+from flagscale.train.sharding.deferred import lacks_memory
 from flagscale.train.sharding.exchange import Exchange
 
 Initialize = Callable[[Collection[torch.nn.Parameter]], None]
-"""Function that initializes given weights in place."""
+"""Function that initializes those weights in place that are in a collection."""
 
 _ALIGNED_ELEMENTS = 64
 """Multiple of the first element of a weight, so that its address is aligned to 128 bytes."""
@@ -107,7 +107,7 @@ class ShardedBucket:
             self.param_data = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self.param_data.zero_()
         for param in self.params_list:
-            if not is_deferred(param.data):
+            if not lacks_memory(param.data):
                 self._view(self.param_data, param).copy_(param.data)
             param.data = self._view(self.param_data, param)
         if initialize is not None:
@@ -164,15 +164,16 @@ class ShardedBucket:
             yield param, self._select(self.weight_shard, param)
 
     def start_gather(self) -> Any:
-        """Allocate the whole weights and start to gather them.
+        """Start to gather the whole weights, after allocating them if they have no memory.
 
         Returns:
             Handle whose ``wait`` must be called before the weights are read; None with one rank.
         """
         if self._ranks == 1:
             return None
-        storage_bytes = self.param_data.numel() * self.param_data.element_size()
-        self.param_data.untyped_storage().resize_(storage_bytes)
+        if lacks_memory(self.param_data):
+            storage_bytes = self.param_data.numel() * self.param_data.element_size()
+            self.param_data.untyped_storage().resize_(storage_bytes)
         return self._exchange.start_gather(self.param_data, self.weight_shard)
 
     def release_weights(self) -> None:
@@ -186,7 +187,7 @@ class ShardedBucket:
 
         Nothing happens if the whole weights have no memory.
         """
-        if not self._keeps_weights and self.param_data.untyped_storage().nbytes():
+        if not self._keeps_weights and not lacks_memory(self.param_data):
             self.weight_shard.copy_(self._local_part(self.param_data))
 
     def expect_gradients(self) -> None:
@@ -201,15 +202,10 @@ class ShardedBucket:
                     view.zero_()
                 expect_first_write(view, is_zero=is_zero)
 
-    def start_reduce(self) -> Any:
-        """Start to add the whole gradients of all ranks to the shards of the ranks.
-
-        Returns:
-            Handle whose ``wait`` must be called before the whole gradients are written to or the
-            shard is read; None with one rank.
-        """
+    def complete_gradients(self) -> None:
+        """Set to zero what the backward pass of a micro-batch has not written, and the padding."""
         if self.grad_data is None or self._ranks == 1:
-            return None
+            return
         for param, view in self._gradient_views.items():
             is_unwritten = forget_first_write(view)
             if is_unwritten and param in self._written_in_place:
@@ -218,6 +214,16 @@ class ShardedBucket:
                 self._written_in_place.add(param)
         for start, end in self._gaps:
             self.grad_data[start:end].zero_()
+
+    def start_reduce(self) -> Any:
+        """Start to add the complete gradients of all ranks to the shards of the ranks.
+
+        Returns:
+            Handle whose ``wait`` must be called before the whole gradients are written to or the
+            shard is read; None with one rank.
+        """
+        if self.grad_data is None or self._ranks == 1:
+            return None
         assert self.gradient_shard is not None
         adds, self._has_first_gradients = self._has_first_gradients, True
         return self._exchange.start_reduce(self.grad_data, self.gradient_shard, adds=adds)

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +37,7 @@ from flagscale.train.sharding.unit import GradientSlot, ShardedUnit
 from flagscale.train.state import unwrap_model
 
 
-class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
+class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     """Data parallelism with sharded gradients and, optionally, sharded weights.
 
     It has the methods that megatron.core's schedules and distributed optimizer call. Each
@@ -73,15 +72,16 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             initialize: initializes given weights of ``module``, which then needs no memory for its
                 matrices before (:mod:`.deferred`). None if they are initialized.
         """
-        _BaseDataParallel.__init__(self, config=config, module=module)
+        super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         self._shards_weights, self._initialize = shards_weights, initialize
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
-        self.dp_group, self.dp_cp_group = groups["dp_group"], groups["dp_cp_group"]
-        self.tp_group, self.pp_group = groups["tp_group"], groups["pp_group"]
-        self.ep_group = groups["ep_group"]
-        self._groups = {False: groups["intra_dp_cp_group"], True: groups["intra_expt_dp_group"]}
-        self._exchanges = {key: create_exchange(group) for key, group in self._groups.items()}
+        self._data_parallel_size = int(groups["dp_cp_group"].size())
+        # By whether they are of experts.
+        self._exchanges = {
+            False: create_exchange(groups["intra_dp_cp_group"]),
+            True: create_exchange(groups["intra_expt_dp_group"]),
+        }
         self._buffers: dict[tuple[bool, torch.dtype, torch.dtype], ShardedBuffer] = {}
         self.params_with_grad = [param for param in module.parameters() if param.requires_grad]
         for param in self.params_with_grad:
@@ -121,7 +121,6 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         ]
         self._unit_after = self._create_unit(after, outer_slot)
         self._after_is_used_before = not embeds_first_only
-        # The backward pass of the last layer follows its forward pass.
         self._ends_model = bool(getattr(model, "post_process", False))
         self._units = [self._unit_before, *self._layer_units, self._unit_after]
         for buffer in self._buffers.values():
@@ -183,7 +182,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         """
         if self.config.calculate_per_token_loss:
             return 1.0
-        return 1.0 / int(self.dp_cp_group.size())
+        return 1.0 / self._data_parallel_size
 
     def _list_buffers(self, *, of_experts: bool) -> list[ShardedBuffer]:
         return [buffer for key, buffer in self._buffers.items() if key[0] == of_experts]
@@ -232,18 +231,22 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if self._in_backward_pass:
             self._start_gather_before(index)
         else:
-            following = [*self._layer_units, self._unit_after][index + 1]
+            following = self._unit_after if self._is_last(index) else self._layer_units[index + 1]
             following.start_gather()
 
     def _after_layer(self, index: int, _: Any, __: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self._on_gradient(output, partial(self._before_layer_backward, index))
         if not self._in_backward_pass:
-            is_last = index + 1 == len(self._layer_units)
-            if not (is_last and self._ends_model and torch.is_grad_enabled()):
+            # The backward pass of the model's last layer follows its forward pass.
+            is_kept = self._is_last(index) and self._ends_model and torch.is_grad_enabled()
+            if not is_kept:
                 self._layer_units[index].release()
-            if is_last:
+            if self._is_last(index):
                 self._unit_after.gather()
+
+    def _is_last(self, index: int) -> bool:
+        return index + 1 == len(self._layer_units)
 
     def _after_chunk(self, _: Any, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self._on_gradient(output, self._begin_backward):
@@ -275,7 +278,8 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
     def _before_layer_backward(self, index: int, _: torch.Tensor) -> None:
         unit = self._layer_units[index]
         unit.gather()
-        finished = [*self._layer_units[index + 1 :]]
+        # The pass of the next layer has ended; the gradients of the one after it are reduced.
+        finished = self._layer_units[index + 1 : index + 3]
         if not self._after_is_used_before:
             finished.append(self._unit_after)
         self._reduce(finished)
@@ -307,8 +311,6 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
 
     def _end_backward(self) -> None:
         self._reduce(self._units)
-        for unit in self._units:
-            unit.release()
         self._in_backward_pass = False
         if self._micro_batches_follow:
             self._start_gathering_first()
@@ -320,6 +322,7 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         for unit in units:
             unit.finish_reduce()
         for unit in units:
+            unit.complete_gradients()
             self._check_gradients(unit)
             unit.start_reduce()
             unit.release()
@@ -330,9 +333,10 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
             config.check_for_nan_in_grad or config.check_for_large_grads
         ):
             buckets = [bucket for bucket in unit.buckets if bucket.grad_data is not None]
-            _ParamAndGradBucketGroup(
-                buckets, config, self._groups[False], self._groups[False].size()
-            ).check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
+            group = self._exchanges[False].group
+            _ParamAndGradBucketGroup(buckets, config, group, group.size()).check_grads(
+                config.check_for_nan_in_grad, config.check_for_large_grads
+            )
 
     def _finish_reduces(self) -> None:
         for unit in self._units:
@@ -444,10 +448,3 @@ class ShardedDataParallel(DistributedDataParallel):  # type: ignore[misc]
         """Yield each weight with the flat part of it that is in this rank's shard; maybe empty."""
         for bucket in self.iter_buckets():
             yield from bucket.iter_weight_shards()
-
-    def broadcast_params(self) -> None:
-        """Copy the weights of each group's first rank to its other ranks."""
-        with self.gathered_weights():
-            for param in self.module.parameters():
-                group = self._groups[not getattr(param, "allreduce", True)]
-                dist.broadcast(param.data, dist.get_global_rank(group, 0), group)

@@ -34,6 +34,6 @@ class DeferredAllocation(TorchFunctionMode):
         return result
 
 
-def is_deferred(tensor: torch.Tensor) -> bool:
+def lacks_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no memory."""
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0

@@ -91,6 +91,9 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Take over weights that were loaded: whole ones if they are gathered, or else shards."""
+        assert state_dict is None, "weights are loaded into the model"
+        if self.is_stub_optimizer:
+            return
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.update_shard()

@@ -44,7 +44,7 @@ class ShardedUnit:
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """Whether there are gradients of a micro-batch that are not being reduced yet."""
+        """True if gradients of a micro-batch wait for their reduction to start."""
         return self._has_gradients and self._reduces is None
 
     def start_gather(self) -> None:
@@ -87,11 +87,18 @@ class ShardedUnit:
         if self._has_gradients or not self.buckets:
             return
         if self.slot.user is not None:
+            assert not self.slot.user.has_unreduced_gradients
             self.slot.user.finish_reduce()
         self.slot.user = self
         for bucket in self.buckets:
             bucket.expect_gradients()
         self._has_gradients = True
+
+    def complete_gradients(self) -> None:
+        """Fill in what no layer has written of gradients that wait for their reduction."""
+        if self.has_unreduced_gradients:
+            for bucket in self.buckets:
+                bucket.complete_gradients()
 
     def start_reduce(self) -> None:
         """Start to reduce the gradients of a micro-batch, if there are any."""

@@ -348,6 +348,8 @@ NOT_TRIED = {
     lora_dropout_position lora_out_init_method mid_level_dataset_surplus
     moe_enable_routing_replay perform_initialization reset_position_ids""",
     "needs a module of the user": "external_data",
+    "needs lean optimizer states": """exp_avg_dtype exp_avg_sq_dtype main_grads_dtype
+    main_params_dtype""",
 }
 """Arguments whose change a resumed run notes that are not tried here, by reason."""
 

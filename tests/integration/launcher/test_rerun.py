@@ -116,7 +116,7 @@ def test_a_rerun_runs_the_code_of_then(tmp_path: Path, monkeypatch: pytest.Monke
     program = "import sys; from flagscale.cli import main; main(sys.argv[1:])"
     arguments = [sys.executable, "-c", program, "rerun", run.run_id, "runner.foreground=true"]
     outputs = []
-    for more in ([], ["runner.snapshot=false"]):
+    for more in ([], ["runner.snapshot=False"]):
         result = subprocess.run([*arguments, *more], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
         outputs.append(result.stdout)

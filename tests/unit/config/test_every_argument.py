@@ -247,6 +247,7 @@ def test_tables_have_no_stale_names() -> None:
 UNREAD_KEYS = {
     "rdzv_backend": "has one value, static",
     "per_node_task": "is refused where it would mean anything (experiment_reader)",
+    "enable_gpu_health_check": "stands for health: quick (experiment_reader)",
     "enable_monitoring": "is noted where it is false (checks.notes)",
     "model_name": "FlagScale's, documented as without effect",
     "order": "FlagScale's, documented as without effect",

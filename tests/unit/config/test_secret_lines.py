@@ -92,3 +92,17 @@ def test_secrets_of_a_diff() -> None:
         "+y = 2",
         "-secret_key = <hidden>",
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "hidden"),
+    [
+        pytest.param("+\fpassword = 'a'", "+\fpassword = <hidden>", id="form feed"),
+        pytest.param("+x\rpassword = 'a'", "+x\rpassword = <hidden>", id="carriage return"),
+        pytest.param("--- password = 'a'", "--- password = <hidden>", id="removed SQL comment"),
+        pytest.param("+++ password = 'a'", "+++ password = <hidden>", id="added line with ++"),
+    ],
+)
+def test_a_changed_line_is_hidden_whatever_it_begins_with(line: str, hidden: str) -> None:
+    header = "diff --git a/x.sql b/x.sql\n--- a/x.sql\n+++ b/x.sql\n@@ -1 +1 @@\n"
+    assert hide_secrets_of_diff(f"{header}{line}\n") == f"{header}{hidden}\n"

@@ -76,7 +76,7 @@ def _host(torch: str = "2.13.0", idx: str = "1" * 64, **fields: Any) -> dict[str
 
 
 def test_record_of_a_run(tmp_path: Path) -> None:
-    """What ranks report takes precedence, and values that differ between hosts name them."""
+    """Reports of ranks take precedence; values that differ between hosts name them."""
     other = _host(drivers={"cuda": "550.1"}, files=[], inputs={"mixtures": {}, "sizes": "t"})
     stored_run = _store(tmp_path, IDS[0], _host(), _host(files=[]), other)
     sections = collect_run(stored_run.state).record.sections

@@ -14,7 +14,7 @@ from flagscale.train.layers.wgrad_accumulation import (
     forget_first_write,
     is_uninitialized,
 )
-from flagscale.train.sharding.deferred import DeferredAllocation, is_deferred
+from flagscale.train.sharding.deferred import DeferredAllocation, lacks_memory
 
 pytestmark = pytest.mark.torch
 
@@ -59,5 +59,5 @@ def test_matrices_of_a_deferred_model_have_no_memory() -> None:
     with DeferredAllocation():
         matrix, vector = torch.empty(4, 5, device="cpu"), torch.empty(5, device="cpu")
         elsewhere = torch.empty(4, 5)
-    assert is_deferred(matrix) and matrix.shape == (4, 5)
-    assert not is_deferred(vector) and not is_deferred(elsewhere)
+    assert lacks_memory(matrix) and matrix.shape == (4, 5)
+    assert not lacks_memory(vector) and not lacks_memory(elsewhere)
