@@ -34,7 +34,7 @@ from flagscale.commands.program import (
     run_program,
     split_program,
 )
-from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, actions_by_command, call_function
 from flagscale.config.documented import documented_fields, key_types
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
@@ -157,7 +157,7 @@ def _require_command(word: str) -> None:
     """Raise an error with a suggestion for a word that is not a command."""
     from flagscale.cli_suggestions import suggest_command
 
-    commands = (*ACTIONS, *_TOOLS, *_PATCH_COMMANDS)
+    commands = (*actions_by_command(), *_TOOLS, *_PATCH_COMMANDS)
     if word not in commands:
         raise ConfigError(suggest_command(word, commands), hint="`flagscale -h` lists all commands")
 
@@ -172,7 +172,12 @@ def _create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", "-v", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
-        subparser = commands.add_parser(action.name, help=action.help, description=action.help)
+        subparser = commands.add_parser(
+            action.command,
+            aliases=[action.name] if action.alias else (),
+            help=action.help,
+            description=action.help,
+        )
         subparser.set_defaults(handler=_run_action)
         _add_action_arguments(subparser, action)
     init = commands.add_parser("init", help=_INIT_HELP, description=_INIT_HELP)
@@ -257,7 +262,7 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         parser.add_argument("config", metavar="CONFIG", nargs=count, help=config_help)
     for name in action.options:
         option = OPTIONS[name]
-        flags = [f"--{name}", *filter(None, (option.letter,))]
+        flags = [_flag_of(name), *filter(None, (option.letter,))]
         value_type = key_types(Options)[name].base
         if value_type is bool:
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
@@ -284,6 +289,11 @@ def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> No
         add_program_arguments(parser)
     if action.name == "run":
         add_run_arguments(parser)
+
+
+def _flag_of(name: str) -> str:
+    """Return the flag of an option of the launcher."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _init(options: argparse.Namespace, extra_words: list[str]) -> int:
@@ -321,7 +331,7 @@ def _convert(argv: list[str]) -> NoReturn:
 def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
     """Run an action with an experiment or a run."""
     # argparse does not treat overrides after an option, or `~key`, as positional arguments.
-    action = ACTIONS[options.command]
+    action = actions_by_command()[options.command]
     positional_words = [*filter(None, (getattr(options, "config", None),))]
     positional_words += [*getattr(options, "overrides", ())]
     key_overrides: list[str] = getattr(options, "key_options", None) or []
@@ -394,7 +404,7 @@ def _unknown_option(
     from flagscale.cli_suggestions import suggest_option, suggest_override
 
     hint = f"flagscale {action.name} -h"
-    flags = [f"--{name}" for name in action.options]
+    flags = [_flag_of(name) for name in action.options]
     suggestion = suggest_option(option, action.name, flags, has_program=has_program)
     if suggestion is not None:
         hint = suggestion
@@ -451,6 +461,7 @@ def _print_schema(options: argparse.Namespace, _rest: list[str]) -> int:
 def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
     from flagscale.launcher.sweep_runs import find_sweep
     from flagscale.report import command
+    from flagscale.report.tuning_page import find_answer
 
     if unknown_options := [text for text in extra_words if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown_options[0]}", hint="flagscale report -h")
@@ -464,6 +475,8 @@ def _write_report(options: argparse.Namespace, extra_words: list[str]) -> int:
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
     texts = [text for text in arguments if text not in overrides]
+    if len(texts) == 1 and (answer := find_answer(texts[0])) is not None:
+        return command.write_tuning_report(answer, options.output, show=options.open)
     for text in texts:
         if (sweep := find_sweep(text)) is not None:
             if len(texts) > 1:

@@ -49,11 +49,6 @@ _REFUSED_VERBS = {
     "compress": "compressing a model is not supported; `flagscale convert` writes it in Hugging "
     "Face's format, which tools for quantization read",
     **dict.fromkeys(
-        ("tune", "autotune", "auto_tune"),
-        "automatic tuning is not implemented; `flagscale estimate` predicts memory and time of a "
-        "layout",
-    ),
-    **dict.fromkeys(
         ("preprocess", "tokenize"), "`python tools/data/preprocess.py` writes data for training"
     ),
     **dict.fromkeys(

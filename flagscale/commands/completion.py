@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from flagscale.commands.program import PROGRAM_ACTIONS, split_program
 from flagscale.config import schema, schemas
-from flagscale.config.actions import ACTIONS
+from flagscale.config.actions import ACTIONS, actions_by_command
 from flagscale.config.arguments.spec.registry import arguments
 
 SHELLS = ("bash", "zsh", "fish")
@@ -218,7 +218,7 @@ def _positional_candidates(context: _Context, current: str) -> Iterable[Candidat
 def _config_candidates(current: str, context: _Context) -> Iterable[Candidate]:
     if context.name in PROGRAM_ACTIONS:
         return _paths(current, (*_YAML, ".py"))
-    row = ACTIONS.get(context.name)
+    row = actions_by_command().get(context.name)
     takes_runs = row is not None and row.purpose == "find"
     return (*(_runs() if takes_runs else ()), *_paths(current, _YAML))
 

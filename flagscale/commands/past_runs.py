@@ -57,8 +57,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         help="an id or its beginning: that run; a directory or a YAML: all runs of the directory "
-        "as one curve; the directory of a sweep: its table and curves; overrides of YAMLs as "
-        "key=value",
+        "as one curve; the directory of a sweep: its table and curves; DIR/auto_tuner: a search of "
+        "auto_tune; overrides of YAMLs as key=value",
     )
     parser.add_argument(
         "--output",

@@ -38,6 +38,11 @@ OPTIONS = {
     "level": Option("only warnings and errors, or only errors, with tracebacks", "level=error"),
     "json": Option("print JSON, for programs", "json=true"),
     "csv": Option("write the table of a sweep to this CSV file", "csv=runs.csv"),
+    "dry": Option("list the layouts in the order of predicted time; start nothing", "dry=true"),
+    "run_best": Option("start a run with the best layout afterwards", "run_best=true"),
+    "project": Option(
+        "predict the layouts of this many hosts from measurements of these", "project=nodes=64"
+    ),
 }
 
 
@@ -56,6 +61,13 @@ class Action(NamedTuple):
     function: str
     options: tuple[str, ...] = ()
     """Names of the accepted ``OPTIONS``."""
+    alias: str = ""
+    """Another name of the ``flagscale`` command, which its help shows."""
+
+    @property
+    def command(self) -> str:
+        """Name of the ``flagscale`` command."""
+        return self.alias or self.name
 
 
 ACTIONS = {
@@ -95,6 +107,14 @@ ACTIONS = {
             ("json",),
         ),
         Action(
+            "auto_tune",
+            "find the fastest layout by calculation and short runs",
+            "plan",
+            "flagscale.tune.command:tune_experiment",
+            ("dry", "run_best", "project", "json"),
+            alias="tune",
+        ),
+        Action(
             "query",
             "show state, step, loss, speed and the first failure",
             "find",
@@ -116,6 +136,11 @@ ACTIONS = {
         ),
     )
 }
+
+
+def actions_by_command() -> dict[str, Action]:
+    """Return the actions by the names of their commands."""
+    return {name: row for row in ACTIONS.values() for name in (row.command, row.name)}
 
 
 def call_function(function: str, *arguments: object) -> int:

@@ -35,6 +35,7 @@ from flagscale.config.runners import CLOUD_RUNNERS, RUNNERS
 from flagscale.config.secrets import is_secret
 from flagscale.config.slurm_reader import check_slurm, read_slurm
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
+from flagscale.config.tuner_reader import read_tuner
 from flagscale.config.yaml_file import short_path
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -84,6 +85,7 @@ def read_experiment(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Ex
         envs=envs,
         cmds=cmds,
         config_file=reader.sources.file,
+        tuner=read_tuner(reader, section),
         unreferenced_keys=tuple(reader.unreferenced),
     )
 

@@ -36,6 +36,7 @@ from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import Sources, keys_in_files
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
+from flagscale.config.tuner_reader import SPACE_KEYS
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 
@@ -131,6 +132,14 @@ def experiment_entries() -> tuple[KeyDocumentation, ...]:
             doc="Other options of sbatch by their long names: `{licenses: matlab, hold: true}`. "
             "`true` is an option without a value. Options that the launcher sets itself are "
             "refused.",
+        ),
+        KeyDocumentation(
+            "experiment.auto_tuner.space",
+            expects="a section of lists",
+            default="",
+            doc="Values to which `action=auto_tune` restricts arguments: a list, or `auto` for all "
+            "that the rules allow, which is the default. Keys: "
+            f"{', '.join(f'`{name}`' for name in SPACE_KEYS)}.",
         ),
         KeyDocumentation(
             "experiment.envs",

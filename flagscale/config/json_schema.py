@@ -27,6 +27,7 @@ from flagscale.config.overrides import SUBSECTIONS, subsections_of
 from flagscale.config.schemas import EXPERIMENT_FILE, TRAIN_FILE
 from flagscale.config.slurm_schema import SlurmType
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
+from flagscale.config.tuner_reader import SPACE_KEYS
 
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _INTERPOLATION: dict[str, Any] = {"$ref": "#/definitions/interpolation"}
@@ -59,7 +60,13 @@ _OTHER_FORMS: Mapping[str, dict[str, Any]] = {
 """Values that keys accept in addition to those of their type."""
 _LISTS_OF_SECTIONS = ("hetero_process_meshes",)
 """Arguments whose items may be sections."""
-_FREE_FORM_SECTIONS = {
+_SPACE_VALUES: dict[str, Any] = {"anyOf": [_SCALAR, {"type": "array", "items": _SCALAR}]}
+_FREE_FORM_SECTIONS: dict[str, dict[str, Any]] = {
+    "experiment.auto_tuner.space": {
+        "type": ["object", "null"],
+        "properties": dict.fromkeys(SPACE_KEYS, _SPACE_VALUES),
+        "additionalProperties": False,
+    },
     "experiment.runner.slurm.extra": {"type": ["object", "null"], "additionalProperties": _SCALAR},
     "experiment.runner.slurm.device_type_specific": {
         "type": ["object", "null"],

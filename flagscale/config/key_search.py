@@ -120,7 +120,7 @@ def search_keys(query: str, entries: Iterable[SearchEntry]) -> list[SearchEntry]
     synonyms, other_names = _synonyms(words), _other_names(words)
     ranked = []
     for position, entry in enumerate(entries):
-        name = entry.key.rpartition(".")[2]
+        name = _name_of(entry)
         rank = _rank(entry, words, {name, entry.key} & other_names, synonyms)
         if rank is not None:
             ranked.append((not entry.supported, *rank, position, entry))
@@ -132,11 +132,22 @@ def keys_meant_by(query: str) -> list[str]:
     return _synonyms(_stems(query) - _STOP_WORDS)
 
 
+_TUNER = "experiment.auto_tuner."
+
+
+def _name_of(entry: SearchEntry) -> str:
+    """Return the name of a key by which it is found. The limits of a search have names of
+    arguments, which users mean by these names.
+    """
+    name = entry.key.rpartition(".")[2]
+    return f"auto_tuner_{name}" if entry.key.startswith(_TUNER) else name
+
+
 def _rank(
     entry: SearchEntry, words: Set[str], other_names: Set[str], synonyms: Sequence[str]
 ) -> tuple[MatchKind, int] | None:
     """Return the kind of a match, and its order within the kind; None if the words do not match."""
-    name = entry.key.rpartition(".")[2]
+    name = _name_of(entry)
     places = [synonyms.index(key) for key in (name, entry.key) if key in synonyms]
     name_words = _stems(name)
     if words == name_words:

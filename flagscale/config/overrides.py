@@ -22,6 +22,12 @@ from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPT
 from flagscale.config.arguments.spec.values import did_you_mean, to_word
 from flagscale.config.documented import key_types
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
+from flagscale.config.tuner_schema import (
+    TunerAlgorithm,
+    TunerControl,
+    TunerMemory,
+    TunerPerformance,
+)
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
 SUBSECTIONS: dict[str, type] = {
@@ -31,6 +37,11 @@ SUBSECTIONS: dict[str, type] = {
     "runner.slurm": schema.Slurm,
     "runner.slurm.container": schema.Container,
     "cmds": schema.Commands,
+    "auto_tuner": schema.Tuner,
+    "auto_tuner.control": TunerControl,
+    "auto_tuner.algo": TunerAlgorithm,
+    "auto_tuner.memory_model": TunerMemory,
+    "auto_tuner.performance": TunerPerformance,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+?)(?:=(?P<value>.*))?", re.DOTALL)
@@ -232,8 +243,13 @@ def _is_backend_option(key: str) -> bool:
     return section in schema.SECTIONS and name.startswith(f"{BACKEND_OPTIONS}.")
 
 
-_FREE_FORM_SECTIONS = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
-"""Sections of ``experiment`` in which a user chooses names."""
+_FREE_FORM_SECTIONS = (
+    "envs.",
+    "runner.slurm.extra.",
+    "runner.slurm.device_type_specific.",
+    "auto_tuner.space.",
+)
+"""Sections of ``experiment`` in which a user chooses names, or that have names of arguments."""
 
 
 def _is_known_experiment_key(key: str) -> bool:
@@ -282,9 +298,15 @@ def experiment_keys_ending_in(key: str) -> list[str]:
     return [name for name in _experiment_keys() if f".{name}".endswith(f".{key}")]
 
 
+_WITHOUT_SHORT_NAMES = "auto_tuner."
+"""Sections whose keys have names of arguments: a short name is the argument."""
+
+
 def _experiment_keys() -> Iterator[str]:
     yield from (f"experiment.{name}" for name in schema.documented_fields(schema.Experiment))
     for section, fields in SUBSECTIONS.items():
+        if section.startswith(_WITHOUT_SHORT_NAMES):
+            continue
         yield f"experiment.{section}"
         yield from (f"experiment.{section}.{name}" for name in schema.documented_fields(fields))
 

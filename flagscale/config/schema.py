@@ -18,6 +18,7 @@ from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.documented import doc, documented_fields
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
 from flagscale.config.slurm_schema import Container, Slurm, SlurmType
+from flagscale.config.tuner_schema import Tuner
 
 __all__ = [
     "ARGUMENT_SECTIONS",
@@ -39,6 +40,7 @@ __all__ = [
     "Slurm",
     "SlurmType",
     "Task",
+    "Tuner",
     "doc",
     "documented_fields",
 ]
@@ -198,6 +200,9 @@ class Options:
     )
     json: bool = field(default=False, metadata=doc(actions.describe_option("json")))
     csv: str | None = field(default=None, metadata=doc(actions.describe_option("csv")))
+    dry: bool = field(default=False, metadata=doc(actions.describe_option("dry")))
+    run_best: bool = field(default=False, metadata=doc(actions.describe_option("run_best")))
+    project: str | None = field(default=None, metadata=doc(actions.describe_option("project")))
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,8 @@ class Experiment:
     cmds: Commands
     config_file: Path
     """YAML that the user named."""
+    tuner: Tuner = field(default_factory=Tuner)
+    """``auto_tuner``: the search of ``action=auto_tune``."""
     train: TrainArguments = field(default_factory=TrainArguments)
     """Arguments of the training program: ``train``, parsed. None are read for commands on existing
     runs."""

@@ -114,7 +114,9 @@ class Forecast:
 
 
 def forecast_step(
-    args: Namespace, vocabulary_size: int, memory_limits: Sequence[float] | None = None
+    args: Namespace,
+    vocabulary_size: int,
+    memory_limits: Sequence[float] | None = None,
 ) -> Forecast:
     """Calculate load and memory for the resolved arguments of a whole job.
 
@@ -156,6 +158,44 @@ def forecast_step(
         )
         mesh_stages.append(_forecast_fitting_stage(position, rank_args, next(limits)))
     return Forecast(tuple(mesh_stages), args.num_microbatches, flops, meshes.eager)
+
+
+def find_distinct_stages(args: Namespace) -> dict[int, int]:
+    """Return the stages of a homogeneous job that differ, with the number of stages like each.
+
+    Of stages with the same layers, none of which is the first or the last one, the first takes the
+    most memory, and stands for all.
+    """
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    stages: dict[Any, list[int]] = {}
+    for index, stage_counts in enumerate(counts):
+        is_end = index in (0, len(counts) - 1)
+        layers: Any = stage_counts
+        if len(set(kinds)) > 1:
+            layers = tuple(
+                tuple(kinds[number] for number in _chunk_layers(counts, index, chunk))
+                for chunk in range(len(stage_counts))
+            )
+        stages.setdefault((index if is_end else None, layers), []).append(index)
+    return {indices[0]: len(indices) for indices in stages.values()}
+
+
+def forecast_memory(
+    args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
+) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of a rank of some stages of a homogeneous job, as :func:`forecast_step`
+    does. The arguments must state which layers are recomputed.
+    """
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    estimates = []
+    for index in stage_indices:
+        rank_args = _unify_recomputation(args, index, len(counts))
+        position = _StagePosition(
+            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
+        )
+        part, _ = _model_part(position, rank_args)
+        estimates.append(memory.estimate_rank_memory(rank_args, vocabulary_size, part))
+    return tuple(estimates)
 
 
 @dataclass(frozen=True)
@@ -324,46 +364,93 @@ def with_recomputed_layers(
     return new_args
 
 
-def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+def _model_part(
+    position: _StagePosition, rank_args: Namespace
+) -> tuple[ModelPart, list[list[LayerKind]]]:
+    """Return the part of the model that a rank of a stage holds, and the layers of its chunks."""
     counts, index = position.layer_counts, position.stage_index
     numbers = [_chunk_layers(counts, index, chunk) for chunk in range(len(counts[index]))]
     chunks = [[position.layer_kinds[number] for number in chunk] for chunk in numbers]
-    is_first, is_last = index == 0, index == len(counts) - 1
     max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
     in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
     part = ModelPart(
         tuple(kind for chunk in chunks for kind in chunk),
-        is_first,
-        is_last,
+        index == 0,
+        index == len(counts) - 1,
         in_flight / len(chunks),
         tuple(number for chunk in numbers for number in chunk),
         tuple(len(chunk) for chunk in chunks),
     )
-    tp = rank_args.tensor_model_parallel_size
-    flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
-    flops = [
-        flops_factor * sum(arithmetic.layer_flops(rank_args, kind) for kind in chunk)
-        for chunk in chunks
-    ]
-    passes = [_chunk_load(rank_args, chunk) for chunk in chunks]
-    if is_last:
-        flops[-1] += flops_factor * arithmetic.head_flops(rank_args, position.vocabulary)
-        flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, position.vocabulary)
-        passes[-1] += op_times.head_load(rank_args, position.vocabulary) + op_times.mtp_load(
-            rank_args, position.vocabulary
+    return part, chunks
+
+
+@dataclass(frozen=True)
+class StageLoads:
+    """Load of one rank of a stage, see :class:`StageForecast`. ``trained`` is the number of weights
+    that it trains.
+    """
+
+    layers: int
+    ranks: int
+    flops: tuple[float, ...]
+    passes: tuple[PassLoads, ...]
+    optimizer_load: Workload
+    trained: int
+
+
+def forecast_loads(
+    args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
+) -> tuple[StageLoads, ...]:
+    """Return the load of some stages of a homogeneous job, as :func:`forecast_step` does."""
+    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
+    loads = []
+    for index in stage_indices:
+        rank_args = _unify_recomputation(args, index, len(counts))
+        position = _StagePosition(
+            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
         )
-    ranks = tp * rank_args.context_parallel_size * position.replicas
-    memory_estimate = memory.estimate_rank_memory(rank_args, position.vocabulary, part)
-    optimizer_load = op_times.optimizer_load(rank_args, position.vocabulary, part)
-    layers = len(part.layers)
-    return StageForecast(
-        position.name,
-        layers,
-        ranks,
-        memory_estimate,
+        loads.append(_stage_loads(position, rank_args, *_model_part(position, rank_args)))
+    return tuple(loads)
+
+
+def _stage_loads(
+    position: _StagePosition,
+    rank_args: Namespace,
+    part: ModelPart,
+    chunks: Sequence[Sequence[LayerKind]],
+) -> StageLoads:
+    tp, vocabulary = rank_args.tensor_model_parallel_size, position.vocabulary
+    flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
+    kind_flops = {kind: arithmetic.layer_flops(rank_args, kind) for kind in set(part.layers)}
+    flops = [flops_factor * sum(kind_flops[kind] for kind in chunk) for chunk in chunks]
+    load_by_chunk = {chunk: _chunk_load(rank_args, chunk) for chunk in set(map(tuple, chunks))}
+    passes = [load_by_chunk[tuple(chunk)] for chunk in chunks]
+    if part.has_head:
+        flops[-1] += flops_factor * arithmetic.head_flops(rank_args, vocabulary)
+        flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, vocabulary)
+        passes[-1] += op_times.head_load(rank_args, vocabulary)
+        passes[-1] += op_times.mtp_load(rank_args, vocabulary)
+    return StageLoads(
+        len(part.layers),
+        tp * rank_args.context_parallel_size * position.replicas,
         tuple(flops),
         tuple(passes),
-        optimizer_load,
+        op_times.optimizer_load(rank_args, vocabulary, part),
+        memory.count_trainable_weights(rank_args, vocabulary, part).all,
+    )
+
+
+def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+    part, chunks = _model_part(position, rank_args)
+    loads = _stage_loads(position, rank_args, part, chunks)
+    return StageForecast(
+        position.name,
+        loads.layers,
+        loads.ranks,
+        memory.estimate_rank_memory(rank_args, position.vocabulary, part),
+        loads.flops,
+        loads.passes,
+        loads.optimizer_load,
         weights=memory.count_weights(rank_args, position.vocabulary, part).all,
     )
 

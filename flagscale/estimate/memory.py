@@ -13,6 +13,7 @@ real runs (``tests/unit/estimate/test_measured.py``).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
@@ -120,7 +121,7 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
         part: the part of the model that the rank holds.
     """
     weight_count = count_weights(args, vocabulary_size, part)
-    trainable = count_trainable_weights(args, vocabulary_size, part)
+    trainable = count_trainable_weights(args, vocabulary_size, part, weight_count)
     if args.peft_type:
         weight_count += trainable
     formats = state_formats(vars(args))
@@ -196,15 +197,17 @@ def _shard(args: Any, count: WeightCount) -> float:
     return count.shared / replicas + count.experts / expert_replicas
 
 
-def count_trainable_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
+def count_trainable_weights(
+    args: Any, vocabulary_size: int, part: ModelPart, all_weights: WeightCount | None = None
+) -> WeightCount:
     """Return the weights that a rank trains: adapters if there are any, otherwise all that are not
-    frozen.
+    frozen. ``all_weights`` are all weights of the rank, if they are known.
     """
     if targets := adapter_targets(vars(args)):
         counts = (weights.adapter_weights(args, targets, is_moe=k.is_moe) for k in part.layers)
         return sum(counts, WeightCount())
     if freezing_argument(vars(args)) is None:
-        return count_weights(args, vocabulary_size, part)
+        return all_weights or count_weights(args, vocabulary_size, part)
     is_frozen = frozen_predicate(vars(args))
     return count_weights(args, vocabulary_size, part, lambda name: not is_frozen(name))
 
@@ -255,8 +258,11 @@ def count_weights(
     """
     block = get_transformer(args).block
     total = WeightCount()
+    if is_counted is None:
+        for kind, layers in Counter(part.layers).items():
+            total += weights.layer_weights(args, is_moe=kind.is_moe) * layers
     numbers = part.layer_numbers or range(len(part.layers))
-    for number, layer in zip(numbers, part.layers, strict=True):
+    for number, layer in zip(numbers, part.layers, strict=True) if is_counted else ():
         total += weights.layer_weights(
             args,
             is_moe=layer.is_moe,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.optimizer_states import state_formats
@@ -102,10 +102,30 @@ _STEP_KERNELS = 100
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Peaks of a device: dense 16-bit FLOP per second, and memory bytes per second if known."""
+    """Peaks of a device: dense 16-bit FLOP per second, and memory bytes per second if known.
+
+    The other constants are those of the measured machines, see the module.
+    """
 
     flops: float
     bytes_per_second: float | None = None
+    kernel_seconds: float = _KERNEL_SECONDS
+    launch_seconds: float = _LAUNCH_SECONDS
+    link_bytes_per_second: float = _LINK_BYTES_PER_SECOND
+
+
+class LoadSeconds(NamedTuple):
+    """Seconds of a load on a device by cause. They add up to its duration.
+
+    ``launch`` is the time by which the host's launches take longer than the device.
+    """
+
+    compute: float
+    memory: float
+    kernels: float
+    exchange: float
+    launch: float
+    host: float
 
 
 @dataclass(frozen=True)
@@ -131,32 +151,32 @@ class Workload:
     copied_bytes: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
-        return Workload(*(a + b for a, b in zip(self._loads(), other._loads(), strict=True)))
+        # Not by dataclasses.astuple(), which copies deeply: a search adds up many loads.
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Workload(*(a + b for a, b in pairs))
 
     def scale(self, count: float) -> Workload:
-        return Workload(*(count * value for value in self._loads()))
-
-    def _loads(self) -> Collection[float]:
-        return vars(
-            self
-        ).values()  # astuple() would copy each number, which takes ten times as long
+        return Workload(*(count * value for value in vars(self).values()))
 
     def duration(self, peaks: DevicePeaks) -> float:
         """Return the time on a device in seconds."""
-        compute_seconds = (
-            self.gemm_flops + self.fp8_gemm_flops + self.attention_flops
-        ) / peaks.flops
-        memory_seconds = self.traffic_bytes / (
+        return sum(self.split_duration(peaks))
+
+    def split_duration(self, peaks: DevicePeaks) -> LoadSeconds:
+        """Return the time on a device by cause."""
+        compute = (self.gemm_flops + self.fp8_gemm_flops + self.attention_flops) / peaks.flops
+        memory = self.traffic_bytes / (
             _BANDWIDTH_EFFICIENCY * (peaks.bytes_per_second or peaks.flops / _DEFAULT_FLOP_PER_BYTE)
         )
-        fixed_seconds = (
-            self.kernels * _KERNEL_SECONDS + self.exchanged_bytes / _LINK_BYTES_PER_SECOND
-        )
-        device_seconds = max(
-            compute_seconds + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS
-        )
-        device_seconds = max(device_seconds, self.copied_bytes / _COPIED_BYTES_PER_SECOND)
-        return device_seconds + self.host_weights / _HOST_WEIGHTS_PER_SECOND
+        kernels = self.kernels * peaks.kernel_seconds
+        exchange = self.exchanged_bytes / peaks.link_bytes_per_second
+        device_seconds = compute + memory + kernels + exchange
+        launch = max(self.launches * peaks.launch_seconds - device_seconds, 0.0)
+        # Copies to and from the host run beside the rest.
+        copies = self.copied_bytes / _COPIED_BYTES_PER_SECOND
+        host = max(copies - device_seconds - launch, 0.0)
+        host += self.host_weights / _HOST_WEIGHTS_PER_SECOND
+        return LoadSeconds(compute, memory, kernels, exchange, launch, host)
 
 
 @dataclass(frozen=True)
@@ -168,6 +188,9 @@ class PassLoads:
 
     def __add__(self, other: PassLoads) -> PassLoads:
         return PassLoads(self.forward + other.forward, self.backward + other.backward)
+
+    def scale(self, count: float) -> PassLoads:
+        return PassLoads(self.forward.scale(count), self.backward.scale(count))
 
 
 def layer_load(args: Any, kind: LayerKind) -> PassLoads:

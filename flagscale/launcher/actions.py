@@ -95,6 +95,22 @@ def launch_in_background(
 
 
 @contextmanager
+def launch_attached(
+    experiment: Experiment, *, note: Callable[[str], object] = _print_note
+) -> Iterator[tuple[Runner, RunState]]:
+    """Start the run, and end it with the block, or with this process on this machine.
+
+    Signals that would end this process are raised as exceptions from then on.
+    """
+    with _submit_run(experiment, foreground=True, note=note) as (runner, _, state):
+        try:
+            yield runner, state
+        finally:
+            if not runner.ended(state):
+                run_commands.interrupt_run(runner, state)
+
+
+@contextmanager
 def _submit_run(
     experiment: Experiment,
     *,
@@ -272,12 +288,12 @@ def make_config_texts(
         yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
         make_launch_record(experiment, code, rerun.run_id, snapshot).format(),
-        yaml.safe_dump(_composed_config(experiment), sort_keys=False, allow_unicode=True),
+        yaml.safe_dump(composed_config(experiment), sort_keys=False, allow_unicode=True),
         changes,
     )
 
 
-def _composed_config(experiment: Experiment) -> dict[Any, Any]:
+def composed_config(experiment: Experiment) -> dict[Any, Any]:
     """Return the configuration from which the run can be started again, without secrets."""
     options = documented_fields(Options)
     return redact({key: value for key, value in experiment.composed.items() if key not in options})

@@ -146,7 +146,7 @@ def _format_action(action: Action) -> str:
 
     examples = ", ".join(OPTIONS[name].example for name in action.options)
     default = " (the default)" if action.name == Options.action else ""
-    return f"  {action.name:<8} {action.help}{default}{f' ({examples})' if examples else ''}"
+    return f"  {action.name:<9} {action.help}{default}{f' ({examples})' if examples else ''}"
 
 
 def _config_directory(options: argparse.Namespace) -> Path:

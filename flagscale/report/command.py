@@ -21,6 +21,7 @@ from flagscale.report.record import Difference, find_differences
 from flagscale.report.run import RunReport
 from flagscale.report.story import collect_story
 from flagscale.report.sweep_page import write_sweep_page
+from flagscale.report.tuning_page import write_tuning_page
 
 _MAX_NAMED_SUBJECTS = 3
 _MAX_NAME_CHARACTERS = 200
@@ -140,6 +141,21 @@ def write_sweep_report(sweep: StoredSweep, output: Path | None, *, show: bool = 
     path = output or default_path([f"sweep_{sweep.name}_{digest}"])
     title = f"a sweep of {len(sweep.runs)} runs"
     return _write_page(lambda: write_sweep_page(sweep, path), path, title, show=show)
+
+
+def write_tuning_report(answer: Path, output: Path | None, *, show: bool = False) -> int:
+    """Write the page of a search for a layout and print its path; the other arguments are as for
+    :func:`write_report`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    exp_dir = answer.parent.parent
+    digest = hashlib.sha256(os.fsencode(exp_dir)).hexdigest()[:8]
+    path = output or default_path([f"layouts_{exp_dir.name}_{digest}"])
+    return _write_page(
+        lambda: write_tuning_page(answer, path), path, f"the layouts in {exp_dir}", show=show
+    )
 
 
 def _write_page(write: Callable[[], object], path: Path, title: str, *, show: bool) -> int:

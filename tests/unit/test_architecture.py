@@ -69,6 +69,15 @@ LAYERS = {
         "sinks",
         "flight_reporter",
     },
+    "tune": {
+        *COMMON,
+        "accelerators",
+        "config",
+        "estimate",
+        "launcher",
+        "output_streams",
+        "tables",
+    },
     "report": {*COMMON, "config", "health", "hosts", "launcher", "output_streams"},
     "bench": {
         *COMMON,

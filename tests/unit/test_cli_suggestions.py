@@ -9,7 +9,7 @@ import pytest
 
 from flagscale import cli
 from flagscale.cli_suggestions import OTHER_VERBS, suggest_command, suggest_option, suggest_override
-from flagscale.config.actions import ACTIONS
+from flagscale.config.actions import ACTIONS, actions_by_command
 
 COMMANDS = (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
 
@@ -83,7 +83,7 @@ def test_option_suggests_override(option: str, words: list[str], hint: str | Non
     ],
 )
 def test_option_suggests_option(option: str, command: str, hint: str | None) -> None:
-    options = [f"--{name}" for name in ACTIONS[command].options]
+    options = [cli._flag_of(name) for name in ACTIONS[command].options]
     assert suggest_option(option, command, options) == hint
 
 
@@ -114,4 +114,5 @@ def test_command_line_prints_suggestion(words: list[str], parts: list[str]) -> N
 
 def test_every_command_of_the_parser_is_accepted() -> None:
     actions = [action for action in cli._create_parser()._actions if action.dest == "command"]
-    assert tuple(actions[0].choices or ()) == (*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS)
+    commands = (*actions_by_command(), *cli._TOOLS, *cli._PATCH_COMMANDS)
+    assert tuple(actions[0].choices or ()) == commands

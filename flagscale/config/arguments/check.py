@@ -12,7 +12,7 @@ the argument to change and a description of the problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from flagscale.config.arguments.compat.huggingface.models import config_of
 from flagscale.config.arguments.compat.unused import SPEED_ONLY_ARGUMENTS, check_refused
 from flagscale.config.arguments.hetero.meshes import check_mesh_syntax, meshes_of, uses_meshes
 from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
-from flagscale.config.arguments.layout import check_layout
+from flagscale.config.arguments.layout import check_layout, check_world_size
 from flagscale.config.arguments.rules.activation_offload import check_activation_offload
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
 from flagscale.config.arguments.rules.context_parallel import is_ring_requested
@@ -80,45 +80,7 @@ def check_values(values: Values) -> list[Violation]:
         return missing
     forbidden_substitutions = list(check_substitutions(values))
     values = apply_substitutions(values)
-    rules = (
-        check_device,
-        check_bounded_all_reduce,
-        check_family,
-        check_optimizer,
-        check_optimizer_states,
-        check_refused,
-        _check_unsupported_values,
-        check_cuda_graphs,
-        check_activation_offload,
-        check_local_attention,
-        check_layer_options,
-        check_attention,
-        check_moe,
-        check_mtp,
-        check_latent_attention,
-        check_documents,
-        check_conversations,
-        check_external_data,
-        check_validation,
-        check_adapters,
-        check_precision,
-        check_compiled_only,
-        check_fp8,
-        check_layout,
-        check_freezing,
-        _check_export,
-        _check_length,
-        check_batch_size_rampup,
-        check_data_phases,
-        check_overlap,
-        check_sharding,
-        _check_profiling,
-        check_schedule,
-        check_split_text,
-        check_tokenizer,
-        check_sink_names,
-    )
-    return forbidden_substitutions + [violation for rule in rules for violation in rule(values)]
+    return forbidden_substitutions + [violation for rule in _RULES for violation in rule(values)]
 
 
 def _check_required(values: Values) -> Iterator[Violation]:
@@ -207,6 +169,136 @@ _MESH_SIZE_NAMES = {
     "expert_model_parallel_size": "ep",
 }
 """Parallel sizes that each mesh has separately, with their names in a mesh."""
+
+
+_RULES: tuple[Callable[[Values], Iterable[Violation]], ...] = (
+    check_device,
+    check_bounded_all_reduce,
+    check_family,
+    check_optimizer,
+    check_optimizer_states,
+    check_refused,
+    _check_unsupported_values,
+    check_cuda_graphs,
+    check_activation_offload,
+    check_local_attention,
+    check_layer_options,
+    check_attention,
+    check_moe,
+    check_mtp,
+    check_latent_attention,
+    check_documents,
+    check_conversations,
+    check_external_data,
+    check_validation,
+    check_adapters,
+    check_precision,
+    check_compiled_only,
+    check_fp8,
+    check_layout,
+    check_freezing,
+    _check_export,
+    _check_length,
+    check_batch_size_rampup,
+    check_data_phases,
+    check_overlap,
+    check_sharding,
+    _check_profiling,
+    check_schedule,
+    check_split_text,
+    check_tokenizer,
+    check_sink_names,
+)
+"""Rules that do not depend on the number of ranks, for arguments with substitutions made."""
+
+
+class RepeatedCheck:
+    """The rules, applied to many layouts of one experiment.
+
+    A rule is evaluated again only if an argument that it has read has another value.
+
+    Args:
+        values: arguments by name, without violations and with substitutions made.
+        varied: names of the arguments that differ between layouts.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, values: Values, varied: Collection[str], world_size: int) -> None:
+        self._values = dict(values)
+        self._varied = frozenset(varied)
+        self._size_results = _RuleResults(lambda values: check_world_size(values, world_size))
+        self._results = [_RuleResults(rule) for rule in _RULES]
+
+    def accepts(self, changes: Mapping[str, Any]) -> bool:
+        """Return whether a layout violates no rule."""
+        return self.find_cause(changes) is None
+
+    def find_cause(self, changes: Mapping[str, Any]) -> frozenset[str] | None:
+        """Return the varied arguments that the first violated rule has read; None if a layout
+        violates no rule. All layouts with the same values of these arguments violate it.
+        """
+        values = {**self._values, **changes}
+        for results in (self._size_results, *self._results):
+            if (names := results.find_cause(values, self._varied)) is not None:
+                return names
+        # Most rules read none of the varied arguments, so they hold for every layout.
+        self._results = [results for results in self._results if not results.are_constant]
+        return None
+
+
+class _RuleResults:
+    """Results of a rule, by the values of the arguments that it reads.
+
+    They form a tree. An inner node is the name of an argument and a node for each of its values; a
+    leaf is the result. A rule that has read the same values before reads the same argument next.
+    """
+
+    def __init__(self, rule: Callable[[Values], Iterable[Violation]]) -> None:
+        self._rule = rule
+        self._root: dict[Any, Any] = {}
+
+    @property
+    def are_constant(self) -> bool:
+        """True if the rule reads no argument that differs between layouts."""
+        return None in self._root
+
+    def find_cause(self, values: dict[str, Any], varied: frozenset[str]) -> frozenset[str] | None:
+        """Return the varied arguments that the rule reads, if it is violated."""
+        node, names = self._root, list[str]()
+        while node:
+            ((name, children),) = node.items()
+            if name is None:
+                return frozenset(names) if children else None
+            if (value := values[name]) not in children:
+                break
+            names.append(name)
+            node = children[value]
+        recorded = _RecordedValues(values, varied)
+        result = any(self._rule(recorded))
+        node = self._root
+        for name in recorded.names:
+            node = node.setdefault(name, {}).setdefault(values[name], {})
+        node[None] = result
+        return frozenset(recorded.names) if result else None
+
+
+class _RecordedValues(Mapping[str, Any]):
+    """Arguments that record the names of those that are read, of some."""
+
+    def __init__(self, values: dict[str, Any], recorded: frozenset[str]) -> None:
+        self._values, self._recorded = values, recorded
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._recorded and name not in self.names:
+            self.names.append(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class Substitution(NamedTuple):

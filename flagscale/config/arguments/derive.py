@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flagscale.config.arguments.check import apply_substitutions, check_values, note_substitutions
 from flagscale.config.arguments.compat.unused import note_unused, unused_note
@@ -75,6 +76,22 @@ def derive_arguments(args: argparse.Namespace, world_size: int) -> argparse.Name
     _set_virtual_stages(out)
     if out.ffn_hidden_size is None and out.swiglu:
         out.ffn_hidden_size = gated_ffn_width(vars(out))
+    return out
+
+
+def change_layout(
+    args: argparse.Namespace, changes: Mapping[str, Any], world_size: int
+) -> argparse.Namespace:
+    """Return a copy of derived arguments with other sizes, and what follows from these.
+
+    The rules of :mod:`.check` and :mod:`.layout` are not applied again, for a search over many
+    layouts that applies them itself. ``args`` must have no virtual stages, whose number would
+    count.
+    """
+    out = copy.copy(args)
+    vars(out).update(changes)
+    _set_batch(out, world_size)
+    _set_virtual_stages(out)
     return out
 
 

@@ -123,7 +123,11 @@ def test_word_is_completed(line: str, expected: list[str], directory: Path) -> N
 
 
 def test_every_command_is_completed(directory: Path) -> None:
-    assert values_of("") == [*ACTIONS, *cli._TOOLS, *cli._PATCH_COMMANDS]
+    assert values_of("") == [
+        *(action.command for action in ACTIONS.values()),
+        *cli._TOOLS,
+        *cli._PATCH_COMMANDS,
+    ]
 
 
 def test_candidates_have_descriptions(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

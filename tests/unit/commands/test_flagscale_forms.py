@@ -96,7 +96,6 @@ def test_form_becomes_action(
         ("inference llama3", "this project trains models"),
         ("rl qwen3", "reinforcement learning is not supported"),
         ("compress qwen3", "compressing a model is not supported"),
-        ("auto_tune x.yaml", "automatic tuning is not implemented"),
     ],
 )
 def test_form_without_counterpart_is_answered(
@@ -109,13 +108,19 @@ def test_form_without_counterpart_is_answered(
 
 
 @pytest.mark.parametrize(
-    "line", ["train examples/llama3/conf/train.yaml --tune", f"run -n {YAML.stem} -a auto_tune"]
+    "line",
+    [
+        "train examples/llama3/conf/train.yaml --tune dry=true",
+        f"run -n {YAML.stem} -a auto_tune dry=true",
+        "tune examples/llama3/conf/train.yaml --dry",
+        "auto_tune examples/llama3/conf/train.yaml --dry",
+    ],
 )
-def test_tuning_is_answered_as_its_action(
+def test_tuning_is_an_action(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(PROJECT if line.startswith("train") else PROJECT / YAML.parent)
+    monkeypatch.chdir(PROJECT / YAML.parent if line.startswith("run") else PROJECT)
     with pytest.raises(SystemExit) as end:
-        cli.main(line.split())
-    assert end.value.code == 2
-    assert "override: action: 'auto_tune' is not supported" in capsys.readouterr().err
+        cli.main([*line.split(), "experiment.runner.nproc_per_node=1", "device=cpu"])
+    assert end.value.code == 0
+    assert "tp1 pp1 mbs4" in capsys.readouterr().out

@@ -204,7 +204,7 @@ def test_missing_quickstart_data_gets_hint(tmp_path: Path, monkeypatch: pytest.M
         ("lora_dim", "Has no effect without `peft_type: lora`"),
         ("lora_init", "Cannot be given: `peft_type: lora` trains low-rank adapters"),
         ("log_straggler", "Accepted, without effect"),
-        ("auto_tuner", "Accepted, without effect: it belongs to the action auto_tune"),
+        ("auto_tuner.space", "Values to which `action=auto_tune` restricts arguments"),
         ("decoder_last_pipeline_num_layers", "alias of num_layers_in_last_pipeline_stage"),
         ("action", "`stop`: end this run"),
         ("envs", "exactly as the YAML writes them"),

@@ -34,11 +34,6 @@ EXPERIMENT_PROBLEMS = {
     "unknown-envs": ("  envs:\n", "  env: {}\n  envs:\n", "did you mean 'envs'"),
     "unknown-notify": ("nnodes: 1", "notfy: {command: c}", "did you mean 'notify'"),
     "unknown-top": ("action: run", "action: run\nexperimnt: 1", "did you mean 'experiment'"),
-    "tuning": (
-        "action: run",
-        "action: auto_tune",
-        "'auto_tune' is not supported: automatic tuning",
-    ),
     "bad-action": ("action: run", "action: rnu", "expected one of run, dryrun"),
     "no-entrypoint": ("type: train", "entrypoint: no/such.py", "no file no/such.py"),
     "program-of-flagscale": (

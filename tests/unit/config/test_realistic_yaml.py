@@ -186,16 +186,11 @@ def test_flagscale_experiment_is_planned_or_rejected_with_reason(
     assert len(problems) == len(case.expected_errors)
 
 
-def test_auto_tune_action_names_alternative(workspace: Workspace) -> None:
+def test_section_auto_tuner_is_read(workspace: Workspace) -> None:
     _write_experiment(workspace, EXPERIMENTS["aquila-tuner"])
-    with pytest.raises(
-        ConfigError,
-        match=r"estimate` predicts memory and time .* runs each size",
-    ):
-        workspace.load("action=auto_tune")
-    notes = experiment_notes(workspace.load("action=dryrun"), 8)
-    expected = "experiment.auto_tuner has no effect: it belongs to"
-    assert any(note.startswith(expected) for note in notes)
+    tuner = workspace.load("action=auto_tune").tuner
+    assert tuner.space == {"tensor_model_parallel_size": (1, 2, 4, 8)}
+    assert tuner.control.max_time == 9
 
 
 MULTIMODAL = ("llava1.5", "llava-onevision", "qwen2.5-vl", "pi0", "robotics")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tuning_answers import record_answer
 
 from flagscale import cli
 from flagscale.commands.health import add_health_arguments, select_hosts
@@ -125,6 +126,7 @@ def guide_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         _record_ended_run("20261119-170000-aaaaaa", "outputs_earlier")
         _record_ended_run("20261120-085939-93ac1f", "outputs_llama3_tiny")
         _record_sweep("20261118-120000-aaaaaa", root / "outputs_sweep")
+        record_answer(root / "outputs_llama3_tiny")
         yield root
 
 
@@ -180,6 +182,8 @@ def _type_flagscale(words: list[str]) -> None:
         assert _type([command, *rest[: rest.index("-a")], "-a", "dryrun"])
     elif command == "train":
         assert _type([command, *rest, "--dryrun"])
+    elif command == "tune":
+        assert _type([command, *rest, "--dry"])
     elif command in PLANNED:
         assert _type(["dryrun", *rest])
     elif command == "rerun":

@@ -203,7 +203,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "auto_skip_spiky_loss": "`loss_spike_factor` warns of loss spikes; to skip the steps, restart "
     "from an earlier checkpoint with `iterations_to_skip`",
     "spiky_loss_threshold": "use `loss_spike_factor`, which warns of loss spikes",
-    "auto_tune": "automatic tuning is not implemented; write the parallel sizes into the YAML",
+    "auto_tune": "it is an action: `action=auto_tune` finds the parallel sizes",
     "valid_path": "use `valid_data_path`",
     "extra_valid_data_path": "add it to `valid_data_path` and set `multiple_validation_sets: "
     "true`, which evaluates each set separately",
@@ -262,16 +262,11 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 """Unsupported names with the reason, which ends the sentence "is not supported: …"."""
 UNUSED_EXPERIMENT_KEYS: Mapping[str, str] = {
-    "auto_tuner": "it belongs to the action auto_tune, which is not supported; `flagscale explain "
-    "action` lists the supported actions",
     "save_steps": "no key refers to it as ${experiment.save_steps}; checkpoints are saved every "
     "`train.system.save_interval` steps",
 }
 """Keys of ``experiment`` that are accepted without effect, with the reason."""
 UNSUPPORTED_VALUES: Mapping[tuple[str, str], str] = {
-    ("action", "auto_tune"): "automatic tuning is not implemented; `action=estimate` predicts "
-    "memory and time of parallel sizes without devices, `-m train.system.NAME=1,2,4` runs each "
-    "size, and `hetero_process_meshes: auto` chooses meshes of heterogeneous devices",
     ("backend", "pi0"): f"{_ROBOTICS_PREFIX} train_pi0.py, ...]`",
     **{
         ("backend", name): "FlagScale's native trainer, whose arguments have another format, is "

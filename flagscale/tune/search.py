@@ -1,0 +1,277 @@
+"""Order of the trials, and their end. Nothing here starts a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from flagscale.config.arguments.layout_choices import CHOICES, MICRO_BATCH
+from flagscale.config.tuner_schema import Tuner
+from flagscale.tune.belief import (
+    MEASURED_DEVICES,
+    OTHER_DEVICES,
+    Belief,
+    Expectation,
+    Observation,
+)
+from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, combine, time_steps
+from flagscale.tune.space import Layout, SearchProblem, Space
+
+_REPEATED_TRIALS = 2
+"""Trials of each layout that may be the best, at the end."""
+_MAX_CONTENDERS = 3
+_SAME_FAILURES = 2
+"""Number of first trials that fail alike, after which no layout is expected to work."""
+_CONSIDERED = 400
+"""Number of layouts, fastest first by prediction, that a search on known devices may try."""
+
+Key = frozenset[tuple[str, Any]]
+
+
+def setting_key(setting: Any) -> Key:
+    return frozenset(setting.items())
+
+
+class Decision(NamedTuple):
+    """The next trial, or None with the reason why the search ends."""
+
+    layout: Layout | None
+    reason: str = ""
+    is_repeat: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measured layout."""
+
+    layout: Layout
+    timing: Timing
+    memory_gib: float | None
+    state: str
+
+
+class Search:
+    """State of a search, as it follows from its trials."""
+
+    def __init__(
+        self, problem: SearchProblem, space: Space, tuner: Tuner, trials: Sequence[Trial]
+    ) -> None:
+        self._problem, self._tuner = problem, tuner
+        self.space, self.trials = space, list(trials)
+        self._by_key = {setting_key(layout.setting): layout for layout in space.candidates}
+
+    @cached_property
+    def results(self) -> list[Result]:
+        """Measured layouts, fastest first; those that were cut short are after all others."""
+        by_layout: dict[Key, list[Trial]] = {}
+        for trial in self.trials:
+            if trial.state in (MEASURED, CUT_SHORT):
+                by_layout.setdefault(setting_key(trial.setting), []).append(trial)
+        results = []
+        for key, trials in by_layout.items():
+            if (layout := self._by_key.get(key)) is None:
+                continue
+            whole = [trial for trial in trials if trial.state == MEASURED]
+            timings = [time_steps(trial.step_seconds) for trial in whole or trials]
+            known = [timing for timing in timings if timing is not None]
+            if known:
+                memory = max((t.memory_gib for t in trials if t.memory_gib), default=None)
+                state = MEASURED if whole else CUT_SHORT
+                results.append(Result(layout, combine(known), memory, state))
+        return sorted(results, key=lambda r: (r.state != MEASURED, r.timing.seconds))
+
+    @property
+    def fastest(self) -> Result | None:
+        """The fastest layout of those that were measured."""
+        return self.results[0] if self.results else None
+
+    @property
+    def winner(self) -> Result | None:
+        """The best layout by the objective."""
+        fastest = self.fastest
+        if fastest is None or self._tuner.algo.priority == "performance":
+            return fastest
+        fast_enough = [r for r in self.results if r.timing.seconds <= self._slowest_allowed]
+        return min(fast_enough, key=lambda result: result.layout.prediction.memory.bytes)
+
+    @property
+    def _slowest_allowed(self) -> float:
+        assert self.fastest is not None
+        return self.fastest.timing.seconds / self._tuner.algo.min_speed
+
+    @property
+    def failures(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.state == FAILED]
+
+    @cached_property
+    def belief(self) -> Belief:
+        prior = MEASURED_DEVICES if self._problem.machine.is_known else OTHER_DEVICES
+        return Belief(
+            prior,
+            [Observation(r.layout, r.timing.seconds, r.timing.error) for r in self.results],
+        )
+
+    @cached_property
+    def remaining(self) -> list[Layout]:
+        """Layouts that were not tried, and that no failure proves to be too large."""
+        tried = {setting_key(trial.setting) for trial in self.trials}
+        too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
+        limit = math.inf if self._tuner.algo.name == "grid" else self._smallest_exceeding
+        return [
+            layout
+            for layout in self.space.candidates[: self._considered]
+            if setting_key(layout.setting) not in tried
+            and layout.prediction.memory.bytes < limit
+            and not any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
+        ]
+
+    @property
+    def _smallest_exceeding(self) -> float:
+        """Least calculated memory of the layouts that ran out of it; infinite without any."""
+        layouts = (
+            self._by_key.get(setting_key(trial.setting))
+            for trial in self.failures
+            if trial.ran_out_of_memory
+        )
+        return min((o.prediction.memory.bytes for o in layouts if o is not None), default=math.inf)
+
+    @property
+    def _considered(self) -> int:
+        return _CONSIDERED if self._problem.machine.is_known else len(self.space.candidates)
+
+    @property
+    def proven_too_large(self) -> list[Layout]:
+        """Layouts that were not tried because a smaller one ran out of memory: smaller by its
+        settings, or by calculation.
+        """
+        too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
+        tried = {setting_key(trial.setting) for trial in self.trials}
+        return [
+            layout
+            for layout in self.space.candidates
+            if setting_key(layout.setting) not in tried
+            and (
+                layout.prediction.memory.bytes >= self._smallest_exceeding
+                or any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
+            )
+        ]
+
+    def expect(self, layout: Layout) -> Expectation:
+        """Return the time of a layout that is expected after all measurements."""
+        return self.belief.expect(layout)
+
+    def decide(self, spent_seconds: float) -> Decision:
+        """Return the next trial.
+
+        Args:
+            spent_seconds: Duration of all trials so far.
+        """
+        if reason := self._describe_common_failure():
+            return Decision(None, reason)
+        control = self._tuner.control
+        if control.max_trials is not None and len(self.trials) >= control.max_trials:
+            return Decision(None, f"{control.max_trials} trials (auto_tuner.control.max_trials)")
+        if control.max_time is not None and spent_seconds >= control.max_time:
+            return Decision(None, f"{control.max_time:g} s (auto_tuner.control.max_time)")
+        layout, reason = self._choose()
+        if layout is not None:
+            return Decision(layout)
+        for result in self._contenders():
+            return Decision(result.layout, is_repeat=True)
+        return Decision(None, reason)
+
+    def _choose(self) -> tuple[Layout | None, str]:
+        """Return the most promising layout, or None with the reason why none is."""
+        best, algo = self.fastest, self._tuner.algo
+        if not self.remaining:
+            return None, "every layout that fits was tried"
+        if best is None:
+            return self.remaining[0], ""
+        if algo.name == "grid":
+            return min(self.remaining, key=lambda layout: self.expect(layout).seconds), ""
+        goal = (1 - algo.tolerance) * best.timing.seconds
+        probability = self.belief.win_probability(self.remaining, goal)
+        if probability >= 1 - algo.certainty:
+            seconds = best.timing.seconds
+            ordered = sorted(
+                self.remaining,
+                key=lambda layout: -self.belief.expected_improvement(layout, seconds),
+            )
+            return ordered[0], ""
+        if algo.priority == "memory" and (layout := self._choose_smaller()) is not None:
+            return layout, ""
+        return None, (
+            f"with a probability of {1 - probability:.0%}, none of the other "
+            f"{len(self.remaining)} layouts is faster by {algo.tolerance:.0%}"
+        )
+
+    def _choose_smaller(self) -> Layout | None:
+        """Return the layout with the least memory that is expected to be fast enough, if it takes
+        less than the best one.
+        """
+        winner = self.winner
+        assert winner is not None
+        smaller = [
+            layout
+            for layout in self.remaining
+            if layout.prediction.memory.bytes < winner.layout.prediction.memory.bytes
+            and self.expect(layout).seconds <= self._slowest_allowed
+        ]
+        return min(smaller, key=lambda layout: layout.prediction.memory.bytes, default=None)
+
+    def _contenders(self) -> list[Result]:
+        """Return the layouts to repeat: those whose interval reaches the fastest one's."""
+        if self.fastest is None:
+            return []
+        limit = self.fastest.timing.interval[1]
+        close = [
+            result
+            for result in self.results
+            if result.state == MEASURED and result.timing.interval[0] <= limit
+        ]
+        repeated = [r for r in close[:_MAX_CONTENDERS] if r.timing.trials < _REPEATED_TRIALS]
+        # A repeat that fails is not asked for again.
+        failed = {setting_key(trial.setting) for trial in self.failures}
+        return [r for r in repeated if setting_key(r.layout.setting) not in failed]
+
+    def is_hopeless(self, timing: Timing) -> bool:
+        """Return whether a running trial is slower than the best one, even if both intervals err
+        in its favor.
+        """
+        best = self.fastest
+        if best is None or self._tuner.algo.name == "grid":
+            return False
+        limit = best.timing.interval[1]
+        if self._tuner.algo.priority == "memory":
+            limit /= self._tuner.algo.min_speed
+        return timing.interval[0] > limit
+
+    def _describe_common_failure(self) -> str:
+        """Return the failure of the first trials, if all failed alike but for memory."""
+        first = self.trials[:_SAME_FAILURES]
+        if len(first) < _SAME_FAILURES or any(t.state != FAILED for t in self.trials):
+            return ""
+        texts = {trial.failure.partition(" ")[2] for trial in self.trials}
+        if any(trial.ran_out_of_memory for trial in self.trials) or len(texts) > 1:
+            return ""
+        return f"all of the first {len(self.trials)} layouts failed in the same way"
+
+
+def takes_at_least(setting: Any, other: Any) -> bool:
+    """Return whether a layout takes at least the memory of another one, whatever the calculation
+    says: it has larger micro-batches, or saves less, and is the same otherwise.
+    """
+    saving = {name for choice in CHOICES if choice.saves_memory for name in choice.arguments}
+    return setting[MICRO_BATCH] >= other[MICRO_BATCH] and all(
+        _saves_at_most(name, value, other[name]) if name in saving else value == other[name]
+        for name, value in setting.items()
+        if name != MICRO_BATCH
+    )
+
+
+def _saves_at_most(_name: str, value: Any, other: Any) -> bool:
+    """Return whether a value of an argument that saves memory is the same as another or off."""
+    return bool(value == other or not value)

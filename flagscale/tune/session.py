@@ -1,0 +1,101 @@
+"""A search with its trials, from its records to its answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flagscale.config.schema import Experiment
+from flagscale.errors import ConfigError
+from flagscale.launcher.liveness.agent_log import log_line
+from flagscale.tune.records import CUT_SHORT, FAILED, RUNNING, Trial, TrialRecords, time_steps
+from flagscale.tune.search import Search
+from flagscale.tune.space import Layout, SearchProblem, Space
+from flagscale.tune.trial import WARMUP_STEPS, end_leftover, load_trial, run_trial
+
+
+def run_search(
+    experiment: Experiment, problem: SearchProblem, space: Space, records: TrialRecords
+) -> tuple[Search, str]:
+    """Run trials until the search ends. Return the search, and the reason of its end.
+
+    An interruption ends the running trial, and is raised.
+    """
+    end_interrupted(experiment, records)
+    if records.trials:
+        log_line(f"{len(records.trials)} trials in {records.directory} count")
+    tuner = experiment.tuner
+    while True:
+        search = Search(problem, space, tuner, records.trials)
+        decision = search.decide(sum(trial.seconds for trial in records.trials))
+        if decision.layout is None:
+            return search, decision.reason
+        trial = records.start(decision.layout.setting)
+        _print_start(trial, search, decision.layout, is_repeat=decision.is_repeat)
+        try:
+            trial = _run(experiment, problem, trial, search)
+        except BaseException:
+            records.forget(trial)
+            raise
+        records.finish(trial)
+        _print_end(trial, search)
+
+
+def end_interrupted(experiment: Experiment, records: TrialRecords) -> None:
+    """End the trial that a killed search has left, and forget it."""
+    for trial in [trial for trial in records.trials if trial.state == RUNNING]:
+        if end_leftover(experiment, trial):
+            log_line(f"trial {trial.number} of an earlier search was alive, and was ended")
+        records.forget(trial)
+
+
+def _run(experiment: Experiment, problem: SearchProblem, trial: Trial, search: Search) -> Trial:
+    control = experiment.tuner.control
+    is_first = not search.results
+    try:
+        run = load_trial(
+            experiment,
+            trial,
+            problem.values["global_batch_size"],
+            control.train_iters + WARMUP_STEPS,
+            checking=is_first,
+        )
+    except ConfigError as error:
+        return replace(trial, state=FAILED, failure=str(error).partition("\n")[0])
+    return run_trial(
+        run,
+        trial,
+        seconds_limit=control.max_time_per_task * (2 if is_first else 1),
+        poll_seconds=control.interval,
+        is_hopeless=search.is_hopeless,
+    )
+
+
+def _print_start(trial: Trial, search: Search, layout: Layout, *, is_repeat: bool) -> None:
+    if is_repeat:
+        log_line(f"[{trial.number}] {layout.key}: again, to measure the noise")
+        return
+    if search.fastest is None:
+        log_line(f"[{trial.number}] {layout.key}: the fastest by calculation")
+        return
+    expectation = search.expect(layout)
+    low, high = expectation.interval
+    log_line(
+        f"[{trial.number}] {layout.key}: expected {expectation.seconds:.3g} s/step "
+        f"({low:.3g} to {high:.3g})"
+    )
+
+
+def _print_end(trial: Trial, search: Search) -> None:
+    if trial.state == FAILED:
+        log_line(f"[{trial.number}] failed: {trial.failure}")
+        return
+    timing = time_steps(trial.step_seconds)
+    assert timing is not None
+    low, high = timing.interval
+    text = f"{timing.seconds:.4g} s/step ({low:.4g} to {high:.4g})"
+    best = search.fastest
+    if trial.state == CUT_SHORT:
+        text += f", ended after {timing.steps} steps: slower than the best"
+    elif best is None or timing.seconds < best.timing.seconds:
+        text += ", the best so far"
+    log_line(f"[{trial.number}] {text}")

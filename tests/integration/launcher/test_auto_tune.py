@@ -1,0 +1,179 @@
+"""Tests of ``action=auto_tune``: searches whose trials are runs of this machine.
+
+Most use a torchrun that needs no torch, whose ranks report steps of a known duration.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.launch_lab import LIGHT_TORCHRUN, Lab, wait_for
+from support.training_lab import LLAMA, PROGRAM
+
+from flagscale.hosts import processes
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.state import load_state
+
+pytestmark = pytest.mark.integration
+
+RANK = """\
+import os, sys, time
+from flagscale.status import StatusWriter
+def number(flag):
+    return int(sys.argv[sys.argv.index(flag) + 1]) if flag in sys.argv else 1
+micro, tensor = number("--micro-batch-size"), number("--tensor-model-parallel-size")
+status = StatusWriter.from_environment(int(os.environ["RANK"]))
+for event in ("started", "joined", "ready"):
+    status.write(event)
+if micro >= 4:
+    message = "CUDA out of memory. Tried to allocate 1 GiB"
+    status.write("failed", kind="OutOfMemoryError", message=message, traceback="")
+    sys.exit(1)
+if os.path.exists("broken"):
+    status.write("failed", kind="ValueError", message="no such data", traceback="")
+    sys.exit(1)
+seconds = (0.04 if micro == 1 else 0.03) * (1 if tensor == 1 else 2)
+for step in range(1, number("--exit-interval") + 1):
+    time.sleep(60 if os.path.exists("slow") else 0.02)
+    if os.environ["RANK"] == "0":
+        status.write("progress", step=step, train_steps=100, loss=1.0, step_seconds=seconds)
+status.write("finished", step=step, reason="exit-interval")
+"""
+
+
+SMALL = "experiment.auto_tuner.space.micro_batch_size=[1,2]"
+"""Micro-batches with which no rank runs out of memory."""
+
+
+@pytest.fixture
+def tuning_lab(lab: Lab) -> Lab:
+    package = lab.root / "light" / "torch" / "distributed"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent):
+        (directory / "__init__.py").touch()
+    rank = lab.root / "rank.py"
+    rank.write_text(RANK, encoding="utf-8")
+    # The ranks run this file in place of the training program, with its arguments.
+    text = LIGHT_TORCHRUN.replace("logs = Path(", f"command[0] = {str(rank)!r}\nlogs = Path(", 1)
+    (package / "run.py").write_text(text, encoding="utf-8")
+    configure(lab, envs={"PYTHONPATH": str(package.parents[1])})
+    return lab
+
+
+def configure(lab: Lab, **experiment: Any) -> None:
+    model = {**LLAMA["model"], "global_batch_size": 8}
+    lab.configure(
+        "",
+        task={"entrypoint": str(PROGRAM)},
+        train={**LLAMA, "system": {**LLAMA["system"], "device": "cpu"}, "model": model},
+        auto_tuner={
+            "space": {"context_parallel_size": [1], "pipeline_model_parallel_size": [1]},
+            "control": {"train_iters": 4, "interval": 0.1},
+        },
+        **experiment,
+    )
+
+
+def tune(lab: Lab, *words: str) -> dict[str, Any]:
+    result = lab.run_action("auto_tune", "json=true", *words, timeout=300)
+    assert result.returncode == 0, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return {**answer, "stderr": result.stderr}
+
+
+def trials_of(lab: Lab) -> list[dict[str, Any]]:
+    path = lab.exp_dir / "auto_tuner" / "trials.json"
+    if not path.exists():
+        return []
+    trials: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["trials"]
+    return trials
+
+
+def test_search_from_its_trials_to_a_yaml_that_runs(tuning_lab: Lab) -> None:
+    answer = tune(tuning_lab)
+    assert answer["best"].startswith("tp1 pp1 mbs2")
+    assert "train.model.micro_batch_size=2" in answer["overrides"]
+    states = {row["name"]: row for row in answer["trials"]}
+    failed = [row for row in states.values() if row["state"] == "failed"]
+    # Micro-batches of 4 prove that those of 8 do not fit either.
+    assert failed
+    assert all(
+        "out of memory" in row["why"] and row["layout"]["micro_batch_size"] == 4
+        for row in failed
+        if row["layout"]["tensor_model_parallel_size"] == 1
+    )
+    assert all("seconds" not in row for row in failed)
+    best = Path(answer["yaml"])
+    config = yaml.safe_load(best.read_text(encoding="utf-8"))
+    assert config["experiment"]["exp_dir"] == str(tuning_lab.exp_dir)
+    assert (best.parent / "history.csv").read_text(encoding="utf-8").count("\n") == 1 + len(states)
+    # Another call answers from the records, and with other data begins again.
+    count = len(trials_of(tuning_lab))
+    again = tune(tuning_lab)
+    assert (again["best"], len(trials_of(tuning_lab))) == (answer["best"], count)
+    changed = tune(
+        tuning_lab,
+        "train.model.hidden_size=64",
+        "experiment.auto_tuner.space.micro_batch_size=[2]",
+        "experiment.auto_tuner.control.max_trials=1",
+    )
+    assert "of another model" in changed["stderr"]
+    assert len(trials_of(tuning_lab)) == 1
+
+
+def test_killed_search_leaves_no_trial_and_goes_on(tuning_lab: Lab) -> None:
+    (tuning_lab.root / "slow").touch()
+    search = tuning_lab.start("auto_tune", SMALL)
+    trial_state = tuning_lab.exp_dir / "auto_tuner" / "trial_001"
+    state = wait_for(lambda: load_state(Layout(trial_state).state))
+    wait_for(lambda: processes.find_ranks(processes.find_run_processes(state.run_id)))
+    assert [trial["state"] for trial in trials_of(tuning_lab)] == ["running"]
+    second = tuning_lab.run_action("auto_tune", SMALL)
+    assert "another auto_tune is searching" in second.stderr
+    search.send_signal(signal.SIGKILL)
+    search.wait()
+    wait_for(lambda: not processes.find_run_processes(state.run_id))
+    (tuning_lab.root / "slow").unlink()
+    answer = tune(tuning_lab, SMALL, "experiment.auto_tuner.control.max_trials=3")
+    assert [trial["state"] for trial in trials_of(tuning_lab)].count("running") == 0
+    assert "3 trials" in answer["reason"]
+
+
+def test_interrupted_search_ends_its_trial(tuning_lab: Lab) -> None:
+    (tuning_lab.root / "slow").touch()
+    search = tuning_lab.start("auto_tune", SMALL)
+    trial_state = tuning_lab.exp_dir / "auto_tuner" / "trial_001"
+    state = wait_for(lambda: load_state(Layout(trial_state).state))
+    wait_for(lambda: processes.find_ranks(processes.find_run_processes(state.run_id)))
+    search.send_signal(signal.SIGTERM)
+    assert search.wait(60) == 128 + signal.SIGTERM
+    assert processes.find_run_processes(state.run_id) == []
+    assert trials_of(tuning_lab) == []
+
+
+def test_failure_of_all_trials_is_reported_once(tuning_lab: Lab) -> None:
+    (tuning_lab.root / "broken").touch()
+    result = tuning_lab.run_action("auto_tune", SMALL, timeout=120)
+    assert result.returncode == 1
+    assert "no such data" in result.stderr
+    assert "failed in the same way" in result.stderr
+    assert [trial["state"] for trial in trials_of(tuning_lab)] == ["failed"] * 2
+
+
+@pytest.mark.torch
+def test_layouts_are_measured_by_training(lab: Lab) -> None:
+    configure(lab)
+    answer = tune(
+        lab,
+        "experiment.auto_tuner.control.max_trials=2",
+        "experiment.auto_tuner.space.micro_batch_size=[2,4]",
+    )
+    measured = [row for row in answer["trials"] if row["state"] != "failed"]
+    assert len(measured) >= 1
+    assert all(row["seconds"] > 0 for row in measured)
+    assert not (lab.exp_dir / "checkpoints").exists()

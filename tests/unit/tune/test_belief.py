@@ -1,0 +1,72 @@
+"""Tests of the times that are expected after measurements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.tuning import fake_layout
+
+from flagscale.tune.belief import MEASURED_DEVICES, OTHER_DEVICES, Belief, Observation
+from flagscale.tune.prediction import PredictedMemory, Prediction
+from flagscale.tune.space import Layout
+
+
+def layout_of(seconds_by_cause: dict[str, float], **setting: int) -> Layout:
+    memory = PredictedMemory(0.0, 0.0, 0.0)
+    return Layout(fake_layout(**setting).setting, Prediction(memory, seconds_by_cause))
+
+
+def test_without_measurements_the_prediction_is_expected() -> None:
+    layout = fake_layout(2.0)
+    expectation = Belief(MEASURED_DEVICES).expect(layout)
+    assert expectation.seconds == pytest.approx(2.0)
+    low, high = expectation.interval
+    assert low < 2.0 < high
+
+
+def test_a_measured_layout_is_known() -> None:
+    layout = fake_layout(2.0)
+    expectation = Belief(OTHER_DEVICES, [Observation(layout, 7.0, 0.01)]).expect(layout)
+    assert expectation.seconds == pytest.approx(7.0, rel=0.01)
+    assert expectation.deviation < 0.02
+
+
+def test_the_speed_of_unknown_devices_is_that_of_the_first_measurement() -> None:
+    first, other = fake_layout(2.0), fake_layout(3.0, micro_batch_size=4)
+    expectation = Belief(OTHER_DEVICES, [Observation(first, 20.0, 0.01)]).expect(other)
+    assert expectation.seconds == pytest.approx(30.0, rel=0.1)
+
+
+def test_a_cause_that_is_slower_is_slower_in_other_layouts() -> None:
+    computing = layout_of({"compute": 1.0})
+    split = layout_of({"compute": 0.5, "tensor": 0.5}, tensor_model_parallel_size=2)
+    more = layout_of({"compute": 0.3, "tensor": 0.7}, tensor_model_parallel_size=4)
+    belief = Belief(
+        MEASURED_DEVICES, [Observation(computing, 1.0, 0.01), Observation(split, 1.5, 0.01)]
+    )
+    assert belief.expect(more).seconds > 1.4
+    assert belief.correction("tensor") > 1.2 > belief.correction("compute")
+
+
+def test_nothing_wins_against_a_time_that_is_out_of_reach() -> None:
+    fast, slow = fake_layout(1.0), fake_layout(3.0, micro_batch_size=4)
+    belief = Belief(MEASURED_DEVICES, [Observation(fast, 1.0, 0.01)])
+    assert belief.win_probability([slow], 1.0) == 0.0
+    equal = fake_layout(1.0, micro_batch_size=2)
+    assert 0.2 < belief.win_probability([equal, slow], 1.0) < 0.8
+    assert belief.expected_improvement(equal, 1.0) > belief.expected_improvement(slow, 1.0)
+
+
+def test_probability_of_any_is_at_least_that_of_each() -> None:
+    measured = fake_layout(1.0)
+    others = [fake_layout(1.02, micro_batch_size=2**n) for n in range(1, 5)]
+    belief = Belief(OTHER_DEVICES, [Observation(measured, 5.0, 0.01)])
+    single = max(belief.win_probability([layout], 4.9) for layout in others)
+    assert belief.win_probability(others, 4.9) >= single
+
+
+def test_many_equal_measurements_do_not_break_the_algebra() -> None:
+    layout = fake_layout(1.0)
+    belief = Belief(MEASURED_DEVICES, [Observation(layout, 2.0, 0.01)] * 20)
+    assert math.isfinite(belief.expect(fake_layout(2.0)).seconds)

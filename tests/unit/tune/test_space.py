@@ -1,0 +1,189 @@
+"""Tests of the enumeration: exactly the layouts that the rules of a launch accept, and fit."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.tuning import MIXTURE, is_legal, make_problem, model_values
+
+from flagscale.config.arguments.check import RepeatedCheck
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.layout_choices import (
+    CHOICES,
+    CHOSEN_ARGUMENTS,
+    RECOMPUTED,
+    ChoiceContext,
+    enumerate_settings,
+    neutral_settings,
+)
+from flagscale.tune.space import SearchProblem, describe_setting, enumerate_space
+
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (4, {}),
+    "mixture": (4, MIXTURE),
+    "three-layers": (6, {"num_layers": 3, "global_batch_size": 12}),
+    "sgd": (2, {"optimizer": "sgd"}),
+    "adapters": (2, {"peft_type": "lora", "lora_target_modules": ["linear_qkv"]}),
+}
+
+
+def all_settings(problem: SearchProblem) -> list[dict[str, Any]]:
+    ranks = problem.machine.ranks
+    context = ChoiceContext(problem.neutral, ranks, problem.values, problem.requested)
+    return list(enumerate_settings(CHOICES, context))
+
+
+@pytest.mark.parametrize(("ranks", "changes"), MODELS.values(), ids=MODELS)
+def test_remembered_results_are_those_of_the_rules(ranks: int, changes: dict[str, Any]) -> None:
+    problem = make_problem(ranks, **changes)
+    rules = RepeatedCheck(problem.neutral, CHOSEN_ARGUMENTS, ranks)
+    settings = all_settings(problem)
+    # Sizes that the ranks do not allow, too.
+    settings += [{**setting, "tensor_model_parallel_size": 8} for setting in settings[::7]]
+    accepted = [rules.accepts(setting) for setting in settings]
+    assert accepted == [is_legal({**problem.neutral, **setting}, ranks) for setting in settings]
+    assert any(accepted)
+    assert not all(accepted)
+
+
+@pytest.mark.parametrize(("ranks", "changes"), MODELS.values(), ids=MODELS)
+def test_every_candidate_can_be_launched(ranks: int, changes: dict[str, Any]) -> None:
+    problem = make_problem(ranks, **changes)
+    candidates = enumerate_space(problem).candidates
+    for layout in candidates:
+        args = derive_arguments(Namespace(**{**problem.values, **layout.setting}), ranks)
+        assert args.global_batch_size == problem.values["global_batch_size"]
+        resolved = problem.resolve(layout.setting)
+        names = ("data_parallel_size", "num_microbatches", "virtual_pipeline_model_parallel_size")
+        assert [getattr(args, n) for n in names] == [getattr(resolved, n) for n in names]
+    seconds = [layout.prediction.seconds for layout in candidates]
+    assert seconds == sorted(seconds)
+    assert len({layout.key for layout in candidates}) == len(candidates)
+
+
+def test_no_legal_sizes_are_missing() -> None:
+    problem = make_problem(4)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
+    expected = {
+        tuple(setting[name] for name in sizes)
+        for setting in all_settings(problem)
+        if is_legal({**problem.neutral, **setting}, 4)
+    }
+    candidates = enumerate_space(problem).candidates
+    assert {tuple(layout.setting[name] for name in sizes) for layout in candidates} == expected
+
+
+def test_memory_is_saved_only_where_it_is_needed() -> None:
+    large = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+    problem = make_problem(
+        8, "H100", **large, num_query_groups=8, num_layers=32, seq_length=8192, bf16=True
+    )
+    space = enumerate_space(problem)
+    assert space.too_large
+    assert all(not layout.prediction.memory.excess_bytes for layout in space.candidates)
+    saving = [o for o in space.candidates if o.setting["recompute_granularity"]]
+    assert saving
+    for layout in saving:
+        bare = {**layout.setting, **dict.fromkeys(RECOMPUTED)}
+        assert problem.predict(bare).memory.excess_bytes
+    for large_layout in space.too_large:
+        assert (
+            large_layout.memory_bytes
+            > max(layout.prediction.memory.bytes for layout in space.candidates)
+            or problem.predict(large_layout.setting).memory.excess_bytes
+        )
+
+
+RESTRICTED: dict[str, tuple[dict[str, tuple[Any, ...]], str, set[Any]]] = {
+    "size": ({"tensor_model_parallel_size": (2,)}, "tensor_model_parallel_size", {2}),
+    "micro-batch": ({"micro_batch_size": (1, 2)}, "micro_batch_size", {1, 2}),
+    "replicas": ({"data_parallel_size": (4,)}, "pipeline_model_parallel_size", {1}),
+    "recomputed": ({"use_recompute": (True,)}, "recompute_granularity", {"full"}),
+    "layers": ({"recompute_num_layers": (None, 3)}, "recompute_num_layers", {None}),
+    "sequences": ({"sequence_parallel": (False,)}, "sequence_parallel", {False}),
+}
+
+
+@pytest.mark.parametrize(("requested", "name", "values"), RESTRICTED.values(), ids=RESTRICTED)
+def test_requested_values_restrict_the_space(
+    requested: dict[str, Any], name: str, values: set[Any]
+) -> None:
+    candidates = enumerate_space(make_problem(4, requested=requested)).candidates
+    assert {layout.setting[name] for layout in candidates} == values
+
+
+def test_a_choice_of_one_more_argument_is_one_row() -> None:
+    assert set(neutral_settings()) <= set(CHOSEN_ARGUMENTS)
+    assert len(CHOSEN_ARGUMENTS) == len(set(CHOSEN_ARGUMENTS))
+
+
+def test_seventy_billion_parameters_on_512_devices_keep_their_batch() -> None:
+    problem = make_problem(
+        512,
+        "H100",
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_attention_heads=64,
+        num_query_groups=8,
+        seq_length=8192,
+        global_batch_size=1024,
+        bf16=True,
+        requested={"context_parallel_size": (1, 2, 4), "use_distributed_optimizer": (True,)},
+    )
+    space = enumerate_space(problem)
+    best = space.candidates[0]
+    assert best.setting["tensor_model_parallel_size"] <= 8
+    assert best.prediction.memory.bytes < 79 * 2**30
+    assert all(1024 % o.setting["micro_batch_size"] == 0 for o in space.candidates)
+
+
+DESCRIPTIONS = {
+    "neutral": ({}, "tp1 pp1 mbs1"),
+    "sizes": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, "tp2 pp1 mbs1"),
+    "no-sp": ({"tensor_model_parallel_size": 2, "sequence_parallel": False}, "tp2 pp1 mbs1 nosp"),
+    "block": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 3,
+        },
+        "tp1 pp1 mbs1 recompute=3",
+    ),
+    "uniform": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "optimizer_cpu_offload": True,
+        },
+        "tp1 pp1 mbs1 offload recompute=all",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), DESCRIPTIONS.values(), ids=DESCRIPTIONS)
+def test_layout_is_described_by_its_differences(changes: dict[str, Any], text: str) -> None:
+    setting = {name: neutral_settings().get(name, False) for name in CHOSEN_ARGUMENTS}
+    assert describe_setting({**setting, **changes}) == text
+
+
+def test_measurements_of_one_host_predict_many() -> None:
+    problem = make_problem(8, "H100", bf16=True, global_batch_size=64)
+    setting = {name: problem.values[name] for name in CHOSEN_ARGUMENTS}
+    many = problem.machine.with_hosts(4)
+    assert many.ranks == 32
+    one, four = problem.predict(setting), problem.predict(setting, many)
+    # The same batch on more devices takes less time, but communication takes more.
+    assert four.seconds_by_cause["compute"] < one.seconds_by_cause["compute"]
+    assert four.seconds_by_cause["data"] > one.seconds_by_cause.get("data", 0.0)
+
+
+def test_unknown_memory_limits_nothing() -> None:
+    problem = make_problem(2, "H100", bf16=True)
+    unlimited = replace(problem, machine=replace(problem.machine, memory_gib=None))
+    assert not enumerate_space(unlimited).too_large
+    assert model_values()["global_batch_size"] == 8
