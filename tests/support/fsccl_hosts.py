@@ -54,11 +54,11 @@ class HostRanks:
                 "join",
                 rank=i,
                 timeout=60,
-                operation_timeout=operation_timeout,
                 environment=environment,
                 **arguments,
             )
         unwrap_results(wait_for_replies(self.ranks, 90))
+        self.call("set_operation_timeout", seconds=operation_timeout)
 
     def start_case(self, case: str, **arguments: Any) -> None:
         for rank in self.ranks.values():

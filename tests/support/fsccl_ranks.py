@@ -171,10 +171,11 @@ class RankPool:
                 port=self._store.port,
                 key=f"job{self._joins}",
                 timeout=timeout,
-                operation_timeout=operation_timeout,
                 environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
             )
         self.wait_for_results(range(count))
+        if operation_timeout is not None:
+            self.call(range(count), "set_operation_timeout", seconds=operation_timeout)
 
     def leave(self, members: Sequence[int]) -> None:
         self.call(members, "leave")

@@ -34,13 +34,9 @@ def join(
     environment: dict[str, str],
     host: str = "",
     backend: str = "fsccl",
-    operation_timeout: float | None = None,
 ) -> None:
     """Initialize the default process group. The test hosts the store, or rank 0 on ``host`` if
     given.
-
-    Ranks wait up to ``timeout`` seconds for each other, and in operations up to
-    ``operation_timeout``, which can be shorter than processes take to start on a busy machine.
     """
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
         del os.environ[name]
@@ -54,10 +50,13 @@ def join(
     store = dist.PrefixStore(key, dist.TCPStore(host or "127.0.0.1", port, is_master=is_master))
     timeout_delta = datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout_delta)
-    if operation_timeout is not None:
-        group: Any = dist.group.WORLD
-        backend_object = group._get_backend(torch.device("cpu"))
-        backend_object._set_default_timeout(datetime.timedelta(seconds=operation_timeout))
+
+
+def set_operation_timeout(seconds: float) -> None:
+    """Set how long operations wait. It can be shorter than ranks may need to join."""
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(datetime.timedelta(seconds=seconds))
 
 
 def barrier_in_new_group() -> None:

@@ -38,11 +38,12 @@ def join(
             port=pool.port,
             key=f"clusters{pool.joined}",
             timeout=30,
-            operation_timeout=operation_timeout,
             environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
         )
     members = range(len(environments))
     pool.wait_for_results(members)
+    if operation_timeout is not None:
+        pool.call(members, "set_operation_timeout", seconds=operation_timeout)
     return members
 
 
