@@ -23,7 +23,7 @@ from flagscale.config.arguments.spec.system_arguments import (
 from flagscale.estimate.forecast import (
     count_hidden_offloads,
     forecast_step,
-    select_cheap_modules,
+    list_module_levels,
 )
 
 _GIB = 2**30
@@ -112,7 +112,7 @@ def _recompute_changes(args: Namespace) -> Iterator[dict[str, Any]]:
     yield {}
     if args.recompute_granularity in ("full", RECOMPUTE_AUTO) or args.moe_layer_recompute:
         return
-    modules = select_cheap_modules(args)
+    modules = list_module_levels(args)[-1]
     if modules and args.recompute_granularity is None and not captures_steps(vars(args)):
         yield {
             "recompute_granularity": "selective",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -325,28 +326,34 @@ def _order_modules(rank_args: Namespace, kind: LayerKind) -> list[tuple[str, ...
     return [tuple(cheap_modules[:count]) for count in range(len(cheap_modules) + 1)]
 
 
-def select_cheap_modules(args: Namespace) -> tuple[str, ...]:
-    """Return the modules that cost less to recompute than whole layers, per byte that is not kept.
+def list_module_levels(args: Namespace) -> list[tuple[str, ...]]:
+    """Return sets of modules that cost less to recompute than whole layers, per byte that is not
+    kept. Each contains the previous one; the first is empty.
 
     The kind of the model's last layer decides.
     """
-    return _order_modules(args, arithmetic.list_layer_kinds(args)[-1])[-1]
+    return _order_modules(args, arithmetic.list_layer_kinds(args)[-1])
 
 
 def count_hidden_offloads(args: Namespace) -> int:
     """Return how many layers of each model chunk can be copied to the host and back while the chunk
-    computes.
-
-    The kind of the model's last layer and the smallest chunk decide.
+    computes. The smallest chunk decides.
     """
     counts = [count for stage in layers_of_stages(vars(args)) for count in stage if count]
+    return max(min(int(min(counts) * hidden_offload_fraction(args)), min(counts) - 1), 0)
+
+
+def hidden_offload_fraction(args: Namespace) -> float:
+    """Return the time of a layer's forward pass relative to that of copying its activations.
+
+    The kind of the model's last layer decides.
+    """
     kind = arithmetic.list_layer_kinds(args)[-1]
     trial = copy(args)
     trial.cpu_offloading_num_layers = 1
     layer_bytes = memory.offloaded_bytes(trial, [kind, kind])[0]
     forward = op_times.layer_load(args, kind).forward.duration(_NOMINAL_DEVICE)
-    copied = Workload(copied_bytes=layer_bytes).duration(_NOMINAL_DEVICE)
-    return max(min(int(min(counts) * forward / copied), min(counts) - 1), 0)
+    return forward / Workload(copied_bytes=layer_bytes).duration(_NOMINAL_DEVICE)
 
 
 def with_recomputed_layers(
@@ -458,17 +465,19 @@ def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageFore
 def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
     """Return the load of a chunk's layers."""
     loads_of_kind = {kind: op_times.layer_load(rank_args, kind) for kind in set(chunk)}
-    layer_loads = [loads_of_kind[kind] for kind in chunk]
-    whole_layers = _count_recomputed(rank_args, len(chunk))
-    choice = module_choice(rank_args)
-    recomputed = [loads.forward for loads in layer_loads[:whole_layers]]
-    recomputed += [
-        op_times.module_recompute_load(rank_args, kind, choice.of_layer(index))
-        for index, kind in enumerate(chunk)
-        if index >= whole_layers and choice
-    ]
+    whole_layers, choice = _count_recomputed(rank_args, len(chunk)), module_choice(rank_args)
+    total = PassLoads()
+    for kind, count in Counter(chunk).items():
+        total += loads_of_kind[kind].scale(count)
+    recomputed = Workload()
+    for kind, count in Counter(chunk[:whole_layers]).items():
+        recomputed += loads_of_kind[kind].forward.scale(count)
+    if choice:
+        parts = [(kind, choice.of_layer(index)) for index, kind in enumerate(chunk)]
+        for (kind, modules), count in Counter(parts[whole_layers:]).items():
+            recomputed += op_times.module_recompute_load(rank_args, kind, modules).scale(count)
     copies = Workload(copied_bytes=sum(memory.offloaded_bytes(rank_args, chunk)))
-    return sum(layer_loads, PassLoads()) + PassLoads(copies, sum(recomputed, Workload()) + copies)
+    return total + PassLoads(copies, recomputed + copies)
 
 
 def _count_recomputed(args: Any, layers: int) -> int:

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any
 
@@ -94,7 +94,7 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """Memory of the device."""
-        return float(sum(astuple(self)) - self.host)
+        return float(sum(vars(self).values()) - self.host)
 
 
 _FORECAST_MARGIN = 0.97
@@ -146,7 +146,7 @@ def _weight_bytes(
     """
     if not shards_weights(vars(args)) or _count_shards(args) == (1, 1):
         return float(weight_count.all * element_bytes(args))
-    layer = max((_count_layer(args, kind).all for kind in part.layers), default=0)
+    layer = max((_count_layer(args, kind).all for kind in set(part.layers)), default=0)
     outer = max(_count_outer(args, vocabulary_size, part))
     return float(element_bytes(args) * (_shard(args, weight_count) + layer + max(layer, outer)))
 
@@ -164,7 +164,7 @@ def _gradient_bytes(
         return float(trainable.all * bytes_per_weight)
     whole = trainable.all
     if not args.peft_type and freezing_argument(vars(args)) is None:
-        layer = max((_count_layer(args, kind).all for kind in part.layers), default=0)
+        layer = max((_count_layer(args, kind).all for kind in set(part.layers)), default=0)
         whole = min(whole, 2 * layer + max(_count_outer(args, vocabulary_size, part)))
     return float(bytes_per_weight * (_shard(args, trainable) + whole))
 
@@ -389,14 +389,17 @@ def _activation_bytes(args: Any, part: ModelPart) -> float:
 
 def _kept_bytes(args: Any, part: ModelPart) -> list[float]:
     """Return the bytes of each layer's activations that are kept on the device or the host."""
+    bytes_by_kind = {kind: _layer_activation_bytes(args, kind) for kind in set(part.layers)}
     return [
-        _layer_activation_bytes(args, layer) - discarded
+        bytes_by_kind[layer] - discarded
         for layer, discarded in zip(part.layers, _discarded_bytes(args, part), strict=True)
     ]
 
 
 def _offloaded_activations(args: Any, part: ModelPart) -> float:
     """Return the bytes of activations in host memory."""
+    if not offloads_activations(vars(args)):
+        return 0.0
     chunk_bytes = [sum(offloaded_bytes(args, chunk)) for chunk in part.chunks()]
     return part.microbatches_in_flight * sum(chunk_bytes)
 
@@ -421,10 +424,14 @@ def offloaded_bytes(args: Any, layers: Sequence[LayerKind]) -> list[float]:
 def _discarded_bytes(args: Any, part: ModelPart) -> list[float]:
     """Return the bytes of each layer's activations that selective recomputation does not keep."""
     choice = module_choice(args)
-    return [
-        discarded_bytes(args, layer, choice.of_layer(index))
+    if not choice:
+        return [0.0] * len(part.layers)
+    layers = [
+        (layer, tuple(choice.of_layer(index)))
         for index, layer in zip(part.positions(), part.layers, strict=True)
     ]
+    bytes_by_layer = {layer: discarded_bytes(args, *layer) for layer in set(layers)}
+    return [bytes_by_layer[layer] for layer in layers]
 
 
 def discarded_bytes(args: Any, layer: LayerKind, modules: Collection[str]) -> float:

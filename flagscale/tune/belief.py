@@ -37,6 +37,7 @@ _BY_CAUSE = {
     "memory": 0.3,
     "kernels": 0.4,
     "launch": 0.4,
+    "host": 0.5,
     "tensor": 0.5,
     "context": 0.7,
     "expert": 0.7,

@@ -11,6 +11,7 @@ assumptions; measurements of some layouts correct them for all (:mod:`.belief`).
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.estimate import memory
+from flagscale.estimate.arithmetic import list_layer_kinds
 from flagscale.estimate.forecast import (
     StageLoads,
     find_distinct_stages,
@@ -25,7 +27,7 @@ from flagscale.estimate.forecast import (
     forecast_memory,
 )
 from flagscale.estimate.memory import usable_bytes
-from flagscale.estimate.op_times import PassLoads
+from flagscale.estimate.op_times import PassLoads, Workload, layer_load
 from flagscale.tune.machine import GIB, Machine
 
 CAUSES: Mapping[str, str] = {
@@ -33,6 +35,7 @@ CAUSES: Mapping[str, str] = {
     "memory": "memory traffic",
     "kernels": "start of kernels",
     "launch": "launches by the host",
+    "host": "copies to and from the host",
     "tensor": "communication of tensor parallelism",
     "context": "communication of context parallelism",
     "expert": "communication of experts",
@@ -132,11 +135,28 @@ def predict_seconds(args: Namespace, vocabulary_size: int, machine: Machine) -> 
     return {cause: seconds[cause] for cause in CAUSES if seconds.get(cause)}
 
 
+def predict_layer_seconds(args: Namespace, machine: Machine) -> float:
+    """Return the predicted seconds of both passes of a micro-batch in all layers of the model.
+
+    They depend on the tensor, context and expert parallel sizes and on the micro-batch only.
+    """
+    load = PassLoads()
+    for kind, count in Counter(list_layer_kinds(args)).items():
+        load += layer_load(args, kind).scale(count)
+    layers = StageLoads(args.num_layers, 1, (), (load,), Workload(), 0)
+    return (
+        load.forward.duration(machine.peaks)
+        + load.backward.duration(machine.peaks)
+        + sum(_pass_communication(args, layers, machine).values())
+    )
+
+
 _CAUSES_OF_PASSES = {
     "compute": "compute",
     "memory": "memory",
     "kernels": "kernels",
     "launch": "launch",
+    "host": "host",
     "tensor": "exchange",
 }
 """Causes of the time of passes, with the attribute of :class:`.LoadSeconds`."""

@@ -178,7 +178,7 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
     try:
         if record is None:
             raise ValueError
-        trials = [Trial(**entry) for entry in record["trials"]]
+        trials = [_read_trial(entry) for entry in record["trials"]]
         recorded = str(record["fingerprint"])
     except (KeyError, TypeError, ValueError):
         raise RunStateError(f"{path} is damaged", hint=f"remove {directory}") from None
@@ -192,6 +192,14 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
         f"the trials in {directory} are of another model, batch or machine; they are now in {aside}"
     )
     return TrialRecords(directory, own), note
+
+
+def _read_trial(entry: Mapping[str, Any]) -> Trial:
+    setting = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in entry["setting"].items()
+    }
+    return Trial(**{**entry, "setting": setting})
 
 
 @contextmanager

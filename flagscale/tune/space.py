@@ -20,9 +20,14 @@ from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.config.arguments.layout_choices import (
     CHOICES,
     CHOSEN_ARGUMENTS,
+    CP,
     DERIVED_KEYS,
+    EP,
+    EXPERT_TP,
     MICRO_BATCH,
     RECOMPUTED,
+    SEQUENCE_PARALLEL,
+    TP,
     ChoiceContext,
     RequestedValues,
     enumerate_savings,
@@ -31,11 +36,12 @@ from flagscale.config.arguments.layout_choices import (
 )
 from flagscale.config.arguments.rules.optimizer import drop_unused_schedule
 from flagscale.config.arguments.spec.argument import Values
-from flagscale.estimate.arithmetic import flops_per_token
+from flagscale.estimate.forecast import hidden_offload_fraction, list_module_levels
 from flagscale.tune.machine import GIB, Machine
 from flagscale.tune.prediction import (
     PredictedMemory,
     Prediction,
+    predict_layer_seconds,
     predict_memory,
     predict_seconds,
 )
@@ -77,6 +83,18 @@ class SearchProblem:
         args.global_batch_size = batch
         return args
 
+    @cached_property
+    def choice_context(self) -> ChoiceContext:
+        """What the choices need to know, for the neutral layout."""
+        return ChoiceContext(
+            self.neutral,
+            self.machine.ranks,
+            self.values,
+            self.requested,
+            tuple(list_module_levels(self.derived)),
+            hidden_offload_fraction(self.derived) if self.machine.cores is None else 0.0,
+        )
+
     def resolve(self, setting: Mapping[str, Any]) -> Namespace:
         """Return the resolved arguments of a layout."""
         return change_layout(self.derived, setting, self.machine.ranks)
@@ -104,25 +122,33 @@ class SearchProblem:
         return pad_vocabulary(self.vocabulary_size, vars(args)) if self.vocabulary_size else 0
 
     def lower_bound(self, setting: Mapping[str, Any]) -> float:
-        """Return seconds that a step takes at least: its FLOP at the peak of all devices, and the
-        idle time of a pipeline that fills and drains.
+        """Return the predicted seconds that a step takes at least: the passes of its layers, and
+        the idle time of a pipeline that fills and drains. Zero if ranks share the cores of a CPU.
         """
+        if self.machine.cores is not None:
+            return 0.0
         stages = setting["pipeline_model_parallel_size"]
         replicas = self.machine.ranks // (
             stages * setting["tensor_model_parallel_size"] * setting["context_parallel_size"]
         )
-        batch = self.values["global_batch_size"]
-        micro_batches = batch / (replicas * setting[MICRO_BATCH])
+        micro_batches = self.values["global_batch_size"] / (replicas * setting[MICRO_BATCH])
         layers = setting["num_layers_per_virtual_pipeline_stage"]
         chunks = self.values["num_layers"] / stages / layers if layers else 1
-        idle = (stages - 1) / (micro_batches * chunks) if self.machine.cores is None else 0.0
-        return self._ideal_seconds * (1 + idle)
+        passes = micro_batches + (stages - 1) / chunks
+        return self._layer_seconds(setting) / stages * passes
+
+    def _layer_seconds(self, setting: Mapping[str, Any]) -> float:
+        """Return the seconds of a micro-batch in all layers, which few sizes determine."""
+        sizes = tuple(setting[name] for name in _SIZES_OF_LAYERS)
+        if sizes not in self._seconds_of_layers:
+            self._seconds_of_layers[sizes] = predict_layer_seconds(
+                self.resolve(setting), self.machine
+            )
+        return self._seconds_of_layers[sizes]
 
     @cached_property
-    def _ideal_seconds(self) -> float:
-        tokens = self.values["global_batch_size"] * self.values["seq_length"]
-        flops = tokens * flops_per_token(self.derived, self.vocabulary_size)
-        return float(flops / (self.machine.ranks * self.machine.peaks.flops))
+    def _seconds_of_layers(self) -> dict[tuple[Any, ...], float]:
+        return {}
 
     def fits(self, memory: PredictedMemory) -> bool:
         """Return whether a layout fits, and takes no more memory than the user allows."""
@@ -136,6 +162,10 @@ class SearchProblem:
             return True
         least_bytes = self.memory_fractions[0] * self.machine.memory_gib * GIB
         return memory.bytes >= least_bytes
+
+
+_SIZES_OF_LAYERS = (TP, SEQUENCE_PARALLEL, CP, EP, EXPERT_TP, MICRO_BATCH)
+"""Arguments that determine the time of a layer for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +194,8 @@ _SHORT_NAMES: Mapping[str, str] = {
     "micro_batch_size": "mbs",
     "use_distributed_optimizer": "shard",
     "data_parallel_sharding_strategy": "sharding=",
+    "use_precision_aware_optimizer": "lean",
+    "cpu_offloading_num_layers": "offload-layers=",
     "optimizer_cpu_offload": "offload",
 }
 _ALWAYS_SHOWN = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
@@ -184,10 +216,12 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
         words.append(short if value is True else f"{short}{value}")
     if setting["tensor_model_parallel_size"] > 1 and not setting["sequence_parallel"]:
         words.append("nosp")
-    granularity, method, layers = (setting[name] for name in RECOMPUTED)
-    if granularity:
+    granularity, method, layers, modules = (setting[name] for name in RECOMPUTED)
+    if granularity == "full":
         amount = layers if method == "block" else "all" if layers == 1 else f"all/{layers}"
-        words.append(f"recompute={amount if granularity == 'full' else granularity}")
+        words.append(f"recompute={amount}")
+    elif granularity:
+        words.append(f"recompute={'+'.join(modules or (granularity,))}")
     return " ".join(words)
 
 
@@ -208,7 +242,7 @@ class Space:
     ``candidates`` are the layouts that may be tried, fastest first by prediction. ``too_large`` are
     those that exceed the memory, smallest first. ``sizes`` is the number of combinations of
     parallel sizes and micro-batches that the ranks allow; ``hopeless`` of these would take at
-    least 1.5 times the time of the best.
+    least 1.3 times the time of the best.
     """
 
     candidates: tuple[Layout, ...]
@@ -226,7 +260,7 @@ class Space:
 
 
 _SAVING_ARGUMENTS = frozenset(n for c in CHOICES if c.saves_memory for n in c.arguments)
-_HOPELESS_FACTOR = 1.5
+_HOPELESS_FACTOR = 1.3
 """A layout is left out if even its lower bound is this many times the best prediction."""
 
 
@@ -239,8 +273,8 @@ def enumerate_space(problem: SearchProblem) -> Space:
     candidates: list[Layout] = []
     too_large: list[TooLarge] = []
     exceeding: set[tuple[Any, ...]] = set()
-    ranks, best, hopeless = problem.machine.ranks, math.inf, 0
-    context = ChoiceContext(problem.neutral, ranks, problem.values, problem.requested)
+    best, hopeless = math.inf, 0
+    context = problem.choice_context
     sizes = [
         (problem.lower_bound(setting), number, setting)
         for number, setting in enumerate(

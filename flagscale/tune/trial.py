@@ -46,13 +46,19 @@ def setting_overrides(experiment: Experiment, setting: Mapping[str, Any]) -> lis
     return [
         f"{train.key_of(name)}={_word(value)}"
         for name, value in setting.items()
-        if train[name] != value
+        if _as_tuple(train[name]) != value
     ]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _word(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -90,6 +90,7 @@ def change_layout(
     """
     out = copy.copy(args)
     vars(out).update(changes)
+    out.recomputed_modules = select_modules(vars(out))
     _set_batch(out, world_size)
     _set_virtual_stages(out)
     return out

@@ -13,6 +13,8 @@ from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
 
+from flagscale.config.arguments.rules.activation_offload import FINE_GRAINED
+from flagscale.config.arguments.rules.activation_offload import LAYERS as OFFLOADED_LAYERS
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.system_arguments import (
     NO_SHARD,
@@ -33,7 +35,13 @@ EP, EXPERT_TP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 SEQUENCE_PARALLEL, MICRO_BATCH = "sequence_parallel", "micro_batch_size"
 VIRTUAL_LAYERS = "num_layers_per_virtual_pipeline_stage"
 SHARDED, OFFLOADED = "use_distributed_optimizer", "optimizer_cpu_offload"
-RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+RECOMPUTED = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+LEAN_STATES = "use_precision_aware_optimizer"
 
 RequestedValues = Mapping[str, tuple[Any, ...]]
 """Values that a user asks for, by the name of an argument. Other arguments take any value."""
@@ -42,12 +50,18 @@ RequestedValues = Mapping[str, tuple[Any, ...]]
 class ChoiceContext(NamedTuple):
     """Inputs of a choice: arguments with the settings of all earlier choices, the number of ranks,
     the arguments of the experiment, and the values that are asked for.
+
+    ``module_levels`` are sets of modules that are cheaper to recompute than whole layers, smallest
+    first. ``hidden_offloads`` is the fraction of the layers whose activations can be copied to the
+    host while the others compute.
     """
 
     values: Values
     ranks: int
     base: Values
     requested: RequestedValues
+    module_levels: tuple[tuple[str, ...], ...] = ()
+    hidden_offloads: float = 0.0
 
     @property
     def replicas(self) -> int:
@@ -158,29 +172,71 @@ def _gradient_sharding(context: ChoiceContext) -> Iterator[Setting]:
 
 
 def _recomputation(context: ChoiceContext) -> Iterator[Setting]:
-    """Yield no recomputation, the experiment's own, then more and more layers."""
+    """Yield no recomputation, the experiment's own, more and more modules, and then layers."""
     base = context.base
     if any(base[name] is not None for name in STAGE_RECOMPUTE):
-        yield {name: base[name] for name in RECOMPUTED}
+        yield {name: _hashable(base[name]) for name in RECOMPUTED}
         return
-    yield dict.fromkeys(RECOMPUTED)
-    granularity, method, _ = RECOMPUTED
+    granularity, method, number, _ = RECOMPUTED
+    own = {name: _hashable(base[name]) for name in RECOMPUTED}
+    settings = [dict.fromkeys(RECOMPUTED)]
     if base[granularity] not in (None, "full", "auto"):
-        yield {name: base[name] for name in RECOMPUTED}
+        settings.append(own)
+    settings += [_recompute_setting("selective", modules=m) for m in context.module_levels if m]
     layers = _layers_per_chunk(context.values)
     counts = {-(-layers // 2)} - {layers}
-    counts |= set(context.requested.get(RECOMPUTED[2], ()))
-    if base[method] == "block" and base[RECOMPUTED[2]]:
-        counts.add(base[RECOMPUTED[2]])
-    for count in sorted(count for count in counts if count and 0 < count <= layers):
-        yield dict(zip(RECOMPUTED, ("full", "block", count), strict=True))
-    uniform_counts = {1, *context.requested.get(RECOMPUTED[2], ())}
-    for count in sorted(count for count in uniform_counts if count and 0 < count <= layers):
-        yield dict(zip(RECOMPUTED, ("full", "uniform", count), strict=True))
+    counts |= set(context.requested.get(number, ()))
+    if base[method] == "block" and base[number]:
+        counts.add(base[number])
+    settings += [
+        _recompute_setting("full", "block", count)
+        for count in sorted(count for count in counts if count and 0 < count <= layers)
+    ]
+    uniform_counts = {1, *context.requested.get(number, ())}
+    settings += [
+        _recompute_setting("full", "uniform", count)
+        for count in sorted(count for count in uniform_counts if count and 0 < count <= layers)
+    ]
+    for index, setting in enumerate(settings):
+        if setting not in settings[:index]:
+            yield setting
+
+
+def _recompute_setting(
+    granularity: str,
+    method: str | None = None,
+    layers: int | None = None,
+    modules: tuple[str, ...] | None = None,
+) -> dict[str, Any]:
+    return dict(zip(RECOMPUTED, (granularity, method, layers, modules), strict=True))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _layers_per_chunk(values: Values) -> int:
     return int(values[VIRTUAL_LAYERS] or -(-values["num_layers"] // values[PP]))
+
+
+def _lean_states(context: ChoiceContext) -> Iterator[Setting]:
+    """Yield the experiment's formats of the optimizer's states, then the ones that take two bytes
+    less per weight with the same results. Others change the results.
+    """
+    yield {LEAN_STATES: context.base[LEAN_STATES]}
+    values = context.values
+    can_split = values["optimizer"] == "adam" and values[SHARDED] and values["bf16"]
+    if can_split and not context.base[LEAN_STATES]:
+        yield {LEAN_STATES: True}
+
+
+def _activation_offload(context: ChoiceContext) -> Iterator[Setting]:
+    """Yield the experiment's own number of layers, then as many as can be copied in time."""
+    own, layers = context.base[OFFLOADED_LAYERS], _layers_per_chunk(context.values)
+    hidden = min(int(layers * context.hidden_offloads), layers - 1)
+    default = (own, hidden) if hidden > own and not context.base[FINE_GRAINED] else (own,)
+    for count in context.requested.get(OFFLOADED_LAYERS, default):
+        yield {OFFLOADED_LAYERS: count}
 
 
 def _optimizer_offload(context: ChoiceContext) -> Iterator[Setting]:
@@ -201,6 +257,8 @@ CHOICES: tuple[Choice, ...] = (
     Choice((SHARDED,), _optimizer_sharding),
     Choice((SHARDING,), _gradient_sharding, saves_memory=True),
     Choice(RECOMPUTED, _recomputation, saves_memory=True),
+    Choice((LEAN_STATES,), _lean_states, saves_memory=True),
+    Choice((OFFLOADED_LAYERS,), _activation_offload, saves_memory=True),
     Choice((OFFLOADED,), _optimizer_offload, saves_memory=True),
 )
 """All choices, in the order in which they are made."""
@@ -222,6 +280,7 @@ def neutral_settings() -> dict[str, Any]:
         **dict.fromkeys((SEQUENCE_PARALLEL, OFFLOADED), False),
         **dict.fromkeys((EXPERT_TP, VIRTUAL_LAYERS, "num_virtual_stages_per_pipeline_rank")),
         **dict.fromkeys(RECOMPUTED),
+        OFFLOADED_LAYERS: 0,
         SHARDING: NO_SHARD,
     }
 

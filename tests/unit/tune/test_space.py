@@ -15,7 +15,6 @@ from flagscale.config.arguments.layout_choices import (
     CHOICES,
     CHOSEN_ARGUMENTS,
     RECOMPUTED,
-    ChoiceContext,
     enumerate_settings,
     neutral_settings,
 )
@@ -30,10 +29,19 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+LARGE_MODEL: dict[str, Any] = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "num_layers": 32,
+    "seq_length": 8192,
+    "bf16": True,
+}
+
+
 def all_settings(problem: SearchProblem) -> list[dict[str, Any]]:
-    ranks = problem.machine.ranks
-    context = ChoiceContext(problem.neutral, ranks, problem.values, problem.requested)
-    return list(enumerate_settings(CHOICES, context))
+    return list(enumerate_settings(CHOICES, problem.choice_context))
 
 
 @pytest.mark.parametrize(("ranks", "changes"), MODELS.values(), ids=MODELS)
@@ -77,10 +85,7 @@ def test_no_legal_sizes_are_missing() -> None:
 
 
 def test_memory_is_saved_only_where_it_is_needed() -> None:
-    large = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
-    problem = make_problem(
-        8, "H100", **large, num_query_groups=8, num_layers=32, seq_length=8192, bf16=True
-    )
+    problem = make_problem(8, "H100", **LARGE_MODEL)
     space = enumerate_space(problem)
     assert space.too_large
     assert all(not layout.prediction.memory.excess_bytes for layout in space.candidates)
@@ -95,6 +100,34 @@ def test_memory_is_saved_only_where_it_is_needed() -> None:
             > max(layout.prediction.memory.bytes for layout in space.candidates)
             or problem.predict(large_layout.setting).memory.excess_bytes
         )
+
+
+def test_each_way_to_save_memory_is_considered() -> None:
+    settings = [
+        layout.setting
+        for layout in enumerate_space(make_problem(8, "H100", **LARGE_MODEL)).candidates
+    ]
+    for name, values in {
+        "recompute_modules": {None, ("layernorm",)},
+        "use_precision_aware_optimizer": {False, True},
+        "optimizer_cpu_offload": {False, True},
+        "data_parallel_sharding_strategy": {"no_shard", "optim_grads_params"},
+    }.items():
+        assert {setting[name] for setting in settings} >= values, name
+    assert any(setting["cpu_offloading_num_layers"] for setting in settings)
+
+
+@pytest.mark.parametrize(
+    "changes", [LARGE_MODEL, {**LARGE_MODEL, **MIXTURE}], ids=["dense", "mixture"]
+)
+def test_no_prediction_is_below_its_lower_bound(changes: dict[str, Any]) -> None:
+    problem = make_problem(8, "H100", **changes)
+    candidates = enumerate_space(problem).candidates
+    for layout in candidates:
+        bound = problem.lower_bound(layout.setting)
+        assert 0 < bound <= layout.prediction.seconds, layout
+    # It is close, or it would leave out little.
+    assert problem.lower_bound(candidates[0].setting) > 0.8 * candidates[0].prediction.seconds
 
 
 RESTRICTED: dict[str, tuple[dict[str, tuple[Any, ...]], str, set[Any]]] = {
