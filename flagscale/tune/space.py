@@ -135,7 +135,7 @@ class SearchProblem:
         layers = setting["num_layers_per_virtual_pipeline_stage"]
         chunks = self.values["num_layers"] / stages / layers if layers else 1
         passes = micro_batches + (stages - 1) / chunks
-        return self._layer_seconds(setting) / stages * passes
+        return float(self._layer_seconds(setting) / stages * passes)
 
     def _layer_seconds(self, setting: Mapping[str, Any]) -> float:
         """Return the seconds of a micro-batch in all layers, which few sizes determine."""
