@@ -111,7 +111,7 @@ def test_invalid_variables_are_rejected(
 
 def test_clusters_must_cover_all_ranks(pool: Any) -> None:
     """The check also covers fsccl groups in a job whose default group has another backend."""
-    arguments = {"port": pool.port, "key": "uncovered", "timeout": 5, "backend": "gloo"}
+    arguments = {"port": pool.port, "key": "uncovered", "timeout": 30, "backend": "gloo"}
     for i in range(3):
         pool[i].start_case(
             "join", rank=i, size=3, environment={"FSCCL_CLUSTERS": "1,1"}, **arguments

@@ -69,6 +69,12 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture(autouse=True)
+def own_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the threads of each test a name of their own: sinks of others may never answer."""
+    monkeypatch.setattr(delivery, "_THREAD_PREFIX", f"{request.node.name}-")
+
+
 def _texts(started: MetricsDelivery) -> list[str]:
     return [message.text for message in started.pop_messages()]
 
