@@ -75,15 +75,18 @@ def suggest_command(word: str, commands: Iterable[str]) -> str:
     return f"no command {word!r}{suggestion}"
 
 
+_DRY_RUN = dict.fromkeys(
+    ("--dryrun", "--dry-run", "--dry"), "`flagscale dryrun …` prints the plan and starts nothing"
+)
 _OTHER_OPTIONS = {
     "run": {
-        "--dryrun": "`flagscale dryrun …` prints the plan and starts nothing",
+        **_DRY_RUN,
         "--follow": "`flagscale query ID --follow` watches a run, `flagscale test` shows its lines",
         "-d": "leave it out: `flagscale run` starts in the background",
         "--resume": "leave it out: a run resumes from the newest checkpoint of its experiment",
     },
     "test": {
-        "--dryrun": "`flagscale dryrun …` prints the plan and starts nothing",
+        **_DRY_RUN,
         "--resume": "leave it out: a run resumes from the newest checkpoint of its experiment",
     },
     "logs": {"--tail": "write --lines N"},

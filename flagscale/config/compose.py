@@ -62,6 +62,13 @@ def config_file(config_path: Path, config_name: str) -> Path:
     file = directory / f"{name}.yaml"
     if file.is_file():
         return file
+    if (directory / config_name).is_dir():
+        folder = short_path(directory / config_name)
+        files = [f"{folder}/{found}.yaml" for found in _yaml_files(directory / config_name)]
+        raise ConfigError(
+            f"{folder} is a directory: name a YAML file",
+            hint=f"it has {', '.join(files)}" if files else "it has none",
+        )
     yaml_names = _yaml_files(file.parent)
     contents = f"it has {', '.join(yaml_names)}" if yaml_names else "it has no YAML files"
     if file.with_suffix(".yml").is_file():
@@ -125,6 +132,7 @@ def compose_valid_overrides(sources: Sources) -> tuple[DictConfig, list[Problem]
     Raises:
         ConfigError: if nothing can be composed.
     """
+    _reject_spaced_overrides(sources.overrides)
     overrides = normalize_overrides(sources.relocated)
     problems: list[Problem] = []
     while True:
@@ -137,6 +145,17 @@ def compose_valid_overrides(sources: Sources) -> tuple[DictConfig, list[Problem]
                 raise ConfigError(problems) from error
             # Hydra reports one override at a time. Without this one it reports the next.
             overrides = [text for text in overrides if text not in rejected]
+
+
+def _reject_spaced_overrides(words: Sequence[str]) -> None:
+    """Raise an error for an override with spaces, which a shell splits: ``lr = 1e-4``."""
+    if "=" in words:
+        index = words.index("=")
+        key, value = "".join(words[:index][-1:]), "".join(words[index + 1 :][:1])
+        if not value or "=" in value:  # the next override
+            value = "VALUE"
+        message = f"write {key}={value} without spaces around ="
+        raise ConfigError(Problem(key, message, OVERRIDE))
 
 
 def _compose(sources: Sources, overrides: list[str]) -> DictConfig:

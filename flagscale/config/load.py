@@ -54,18 +54,22 @@ def load(
     with exclusive_hydra():
         config, problems = compose_valid_overrides(sources)
         del config["hydra"]
-        referenced = _referenced_sections(OmegaConf.to_container(config))
+        unresolved = OmegaConf.to_container(config)
+        assert isinstance(unresolved, dict)
+        # The launcher's sections are read without the arguments of the training program.
+        reader = SectionReader(
+            sources.without(schema.ARGUMENT_SECTIONS), problems, _referenced_sections(unresolved)
+        )
+        # First, because an interpolation cannot find what is in a misspelled section.
+        _check_top_level(reader, unresolved)
         try:
             data = resolve_interpolations(config, sources)
         except ConfigError as error:
-            raise ConfigError([*problems, *error.problems]) from error
+            raise ConfigError([*reader.problems, *error.problems]) from error
         composed = fix_interpolations(config, data)
-    # The launcher's sections are read without the arguments of the training program.
-    reader = SectionReader(sources.without(schema.ARGUMENT_SECTIONS), problems, referenced)
     launcher_data = {
         key: value for key, value in data.items() if key not in schema.ARGUMENT_SECTIONS
     }
-    _check_top_level(reader, launcher_data)
     fields = reader.read_fields(schema.Options, launcher_data, "", ignore_unknown=True)
     options = schema.Options(**fields)
     if purpose is None:
@@ -151,6 +155,8 @@ def _hint(problems: Sequence[Problem]) -> str | None:
 def _check_top_level(reader: SectionReader, data: Mapping[Any, Any]) -> None:
     names = [*TOP_LEVEL, *schema.documented_fields(schema.Options)]
     for name in data:
+        if name in schema.ARGUMENT_SECTIONS:
+            continue
         is_referenced = name in reader.referenced or reader.holds_anchor(str(name), name, names)
         if name not in names and name not in schema.SPECIFIC_SECTIONS and not is_referenced:
             reader.add_unknown_key(str(name), name, [*names, *schema.SPECIFIC_SECTIONS], data[name])

@@ -91,6 +91,10 @@ def test_hydra_section_is_resolved_and_removed(workspace: Workspace) -> None:
         (["node_specifc.a.x=1"], "did you mean 'node_specific'"),
         (["train.modle.num_layers=2"], None),
         (["nonsense"], "nonsense: expected key=value"),
+        (["lr", "=", "1e-4"], "override: lr: write lr=1e-4 without spaces around ="),
+        (["lr", "=", "action=run"], "override: lr: write lr=VALUE without spaces around ="),
+        (["dp=2"], "override: dp: is a name of other trainers; leave it out: it is the number of"),
+        (["lora=true"], "write `train.model.peft_type=lora`"),
         (["+x=1,2"], "a comma for a sweep"),
         (["action=[1"], "override: action: Hydra cannot read this value ("),
         (["+train.model.num_layers=1"], "train.model.num_layers: is set already; leave out the +"),
@@ -268,3 +272,9 @@ def test_override_of_duplicated_key_counts(workspace: Workspace, section: str) -
     experiment = workspace.load(f"train.{section}.lr=3e-4", purpose="plan")
     assert experiment.train["lr"] == 3e-4
     assert {entry.canonical for entry in experiment.train if entry.argument == "lr"} == {3e-4}
+
+
+def test_a_directory_in_place_of_a_yaml_is_named_with_its_files(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError, match=r"^.*conf is a directory: name a YAML file") as error:
+        config_file(workspace.conf.parent, "conf")
+    assert "conf/train.yaml" in str(error.value.hint)

@@ -364,6 +364,16 @@ def test_all_errors_are_reported_at_once(workspace: Workspace) -> None:
     assert error.value.problems[-1].where == "override"
 
 
+def test_a_misspelled_section_precedes_what_follows_from_it(workspace: Workspace) -> None:
+    workspace.replace("conf/train.yaml", "experiment:", "experimnet:")
+    workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: demo\n  x: ${experiment.y}")
+    with pytest.raises(ConfigError) as error:
+        workspace.load()
+    first, second = error.value.problems
+    assert str(first) == "conf/train.yaml:4: experimnet: unknown key; did you mean 'experiment'?"
+    assert "Interpolation key 'experiment.y' not found" in str(second)
+
+
 def test_all_unresolved_interpolations_are_reported(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${A}")
     workspace.replace("conf/train.yaml", "0,1", "${B}\n    C: ???\n    FINE: ${experiment.exp_dir}")
@@ -373,6 +383,7 @@ def test_all_unresolved_interpolations_are_reported(workspace: Workspace) -> Non
         workspace.load("+foo=1", "bar=2")
     assert [p.key for p in error.value.problems] == [
         "bar",
+        "foo",
         "experiment.exp_name",
         "experiment.envs.CUDA_VISIBLE_DEVICES",
         "experiment.envs.C",

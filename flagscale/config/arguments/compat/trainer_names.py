@@ -491,12 +491,32 @@ _TORCHRUN: Mapping[str, Entry] = {
         "leave it out: it follows from the hosts and `experiment.runner.nproc_per_node`"
     ),
 }
+_DATA_PARALLEL = (
+    "leave it out: it is the number of ranks divided by the tensor, pipeline and context parallel "
+    "sizes"
+)
+_SHORT_NAMES: Mapping[str, Entry] = {
+    "mbs": same_value(MICRO_BATCH),
+    "gbs": same_value(BATCH),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), advice(_DATA_PARALLEL)),
+    "zero": advice(_ZERO),
+    "wandb": advice("set `train.system.wandb_project` to the name of a project"),
+    **dict.fromkeys(
+        ("lora", "use_lora", "peft"),
+        by_value(
+            "train.model.peft_type",
+            {True: "lora", "lora": "lora", False: "leave it out: this is the default"},
+            "lora trains adapters",
+        ),
+    ),
+}
 TRAINER_NAMES: Mapping[str, TrainerName] = {
     name: entry(name, origin)
     for origin, names in (
         ("Axolotl", _AXOLOTL),
         ("LLaMA-Factory", _LLAMA_FACTORY),
         ("other trainers", _FREEZE_MODULES),
+        ("other trainers", _SHORT_NAMES),
         ("DeepSpeed", _DEEPSPEED),
         ("PyTorch Lightning", _LIGHTNING),
         ("PEFT", _PEFT),
