@@ -143,6 +143,8 @@ class HostFacts:
     """State of the experiment's directory."""
     output_paths: Mapping[str, PathState] = field(default_factory=dict)
     """State of the further output paths, by path."""
+    memory_bytes: int | None = None
+    """Memory of the host."""
     checkpoints: tuple[str, ...] = ()
     """Names of the checkpoints in the load directory, complete or not."""
 
@@ -230,6 +232,7 @@ def parse_facts(
     }
     return HostFacts(
         cpus=output.get_int("cpus") or None,
+        memory_bytes=(output.get_int("memory_kib") or 0) * 1024 or None,
         devices={
             kind: n for kind in probes.count_scripts() if (n := output.get_int(f"count_{kind}"))
         },

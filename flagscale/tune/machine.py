@@ -67,7 +67,8 @@ class Machine:
         return replace(self, ranks=hosts * self.ranks_per_host)
 
     def describe(self) -> str:
-        count = f"{self.ranks} ranks on {self.hosts} host{'s' * (self.hosts > 1)}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        count = f"{ranks} on {self.hosts} host{'s' * (self.hosts > 1)}"
         return f"{count}, {self.name}" if self.name else count
 
 
@@ -89,8 +90,10 @@ def make_gpu_machine(
     )
 
 
-def make_cpu_machine(ranks: int, ranks_per_host: int, cores: int) -> Machine:
-    """Return a machine whose ranks share the cores of their host."""
+def make_cpu_machine(
+    ranks: int, ranks_per_host: int, cores: int, host_bytes: int | None = None
+) -> Machine:
+    """Return a machine whose ranks share the cores of their host, and its memory if it is known."""
     threads = max(cores // ranks_per_host, 1)
     return Machine(
         ranks,
@@ -102,6 +105,7 @@ def make_cpu_machine(ranks: int, ranks_per_host: int, cores: int) -> Machine:
             launch_seconds=0.0,
             link_bytes_per_second=_CPU_LINK_BYTES_PER_SECOND,
         ),
+        memory_gib=None if host_bytes is None else host_bytes / ranks_per_host / GIB,
         cores=cores,
         link_latency_seconds=_CPU_LATENCY_SECONDS,
         network_latency_seconds=4 * _CPU_LATENCY_SECONDS,

@@ -29,10 +29,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class HostFactsSummary:
-    """What the first host reports: its cores, and the product names of its devices."""
+    """What the first host reports: its cores, the product names of its devices, and its memory."""
 
     cores: int | None = None
     products: Sequence[str] = ()
+    memory_bytes: int | None = None
 
 
 def make_problem(experiment: Experiment, *, probing: bool) -> SearchProblem:
@@ -147,14 +148,15 @@ def _find_machine(
         device == "auto" and device_type is None and facts.cores is not None and not facts.products
     )
     if is_cpu:
-        return make_cpu_machine(ranks, per_host, facts.cores or per_host)
-    product = next(iter(facts.products), None)
-    machine = make_gpu_machine(
-        ranks,
-        per_host,
-        _find_device(device_type) or _find_device(product),
-        experiment.train.values["peak_tflops"],
-    )
+        machine = make_cpu_machine(ranks, per_host, facts.cores or per_host, facts.memory_bytes)
+    else:
+        product = next(iter(facts.products), None)
+        machine = make_gpu_machine(
+            ranks,
+            per_host,
+            _find_device(device_type) or _find_device(product),
+            experiment.train.values["peak_tflops"],
+        )
     memory = experiment.tuner.memory_model.gpu_memory
     return machine if memory is None else replace(machine, memory_gib=memory * _BYTES_PER_MB / _GIB)
 
@@ -186,5 +188,7 @@ def _read_facts(experiment: Experiment, *, probing: bool) -> HostFactsSummary:
     kinds = {adapter.name for adapter in list_device_accelerators()}
     products: list[Any] = [name for kind, name in facts.products.items() if kind in kinds and name]
     return HostFactsSummary(
-        facts.cpus, products or [kind for kind in facts.devices if kind in kinds]
+        facts.cpus,
+        products or [kind for kind in facts.devices if kind in kinds],
+        facts.memory_bytes,
     )

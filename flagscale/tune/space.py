@@ -251,12 +251,18 @@ class Space:
     hopeless: int
 
     def describe(self) -> str:
-        return (
-            f"{self.sizes:,} combinations of sizes: {len(self.candidates):,} layouts fit, "
-            f"{len(self.too_large):,} combinations exceed the memory, and so do larger "
-            f"micro-batches; {self.hopeless:,} would take at least {_HOPELESS_FACTOR:g} times as "
-            "long as the best"
-        )
+        parts = [f"{self.sizes:,} combinations of sizes: {len(self.candidates):,} layouts fit"]
+        if self.too_large:
+            parts.append(
+                f"{len(self.too_large):,} combinations exceed the memory, and so do larger "
+                "micro-batches"
+            )
+        if self.hopeless:
+            parts.append(
+                f"{self.hopeless:,} would take at least {_HOPELESS_FACTOR:g} times as long as the "
+                "best"
+            )
+        return ", ".join(parts)
 
 
 _SAVING_ARGUMENTS = frozenset(n for c in CHOICES if c.saves_memory for n in c.arguments)

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Report facts of this host: cores, devices, the network interface to the master, the clock and runs
+# Report facts of this host: cores, memory, devices, the network interface to the master, the clock and runs
 # that are alive. For a preflight also the output paths, the required paths and the Python environment.
 report clock "$EPOCHREALTIME"
 report boot_id "$boot"
@@ -15,6 +15,8 @@ if [[ $contents =~ Cpus_allowed_list:[[:space:]]*([0-9,-]+) ]]; then
     for part in ${BASH_REMATCH[1]//,/ }; do ((cpus += ${part#*-} - ${part%-*} + 1)); done
 fi
 report cpus "$cpus"
+read_file /proc/meminfo
+[[ $contents =~ MemTotal:[[:space:]]*([0-9]+) ]] && report memory_kib "${BASH_REMATCH[1]}"
 
 shopt -s nullglob
 count_devices() { # $1: kind of chip; the script of its adapter sets `count` and `product`
