@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from flagscale.files import to_plain
+from flagscale.host_memory import create_regions
 from flagscale.hosts.kernel import (
     become_subreaper,
     count_oom_kills,
@@ -68,6 +69,8 @@ CLOSE_SECONDS = 3.0
 # Maximum time for a host that never reached host 0 to report its end to it.
 _END_REPORT_SECONDS = 6.0
 _BIND_TIMEOUT_SECONDS = 10.0
+_MEMORY_OPTION = "--non-persistent-save-interval"
+"""Option of the training program that needs memory which outlives the ranks."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -121,6 +124,9 @@ class Agent:
         # Without a secret shared by the agents of several hosts, their ranks cannot share one
         # either.
         no_shared_secret = is_single_host and options.liveness_port is not None
+        variables = {} if no_shared_secret else secret.rank_secret_variables(key)
+        if _MEMORY_OPTION in command_line.command:
+            variables |= create_regions(options.nproc)
         self.member = Member(
             node_rank,
             self._host,
@@ -128,7 +134,7 @@ class Agent:
             options.stop_grace,
             command_line.command,
             options.earlier_starts,
-            {} if no_shared_secret else secret.rank_secret_variables(key),
+            variables,
             reports_status=options.reports_status,
         )
         self.member.hang_detection_timeout = options.hang_detection_timeout

@@ -34,10 +34,11 @@ class RankIdentity:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int = 1
 
     @classmethod
     def from_environment(cls) -> RankIdentity:
-        """Read RANK, LOCAL_RANK and WORLD_SIZE; without torchrun the process is rank 0 of 1.
+        """Read torchrun's variables; without torchrun the process is rank 0 of 1.
 
         Raises:
             ConfigError: a variable is not an integer.
@@ -47,6 +48,7 @@ class RankIdentity:
                 rank=int(os.environ.get("RANK", "0")),
                 local_rank=int(os.environ.get("LOCAL_RANK", "0")),
                 world_size=int(os.environ.get("WORLD_SIZE", "1")),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             )
         except ValueError as error:
             raise ConfigError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from flagscale.checkpoints import CheckpointDirectory
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
 from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.config.arguments.rules.freezing import freezing_argument
@@ -17,6 +19,7 @@ from flagscale.status import StatusWriter
 from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
+from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.checkpoint.formats.pretrained import load_pretrained, overwrites_all_weights
 from flagscale.train.checkpoint.formats.weight_sample import sample_base_model
 from flagscale.train.data.datasets import DataIterators, Datasets
@@ -24,6 +27,10 @@ from flagscale.train.data.tokenizers import build_tokenizer, describe_unused_voc
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
+from flagscale.train.memory_checkpoint.copies import (
+    MemoryCheckpoints,
+    open_memory_checkpoints,
+)
 from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.meshes.auto_layout import resolve_auto_layout
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
@@ -101,7 +108,8 @@ def prepare_training(
         )
     for note in (*args.remarks, *list_build_notes(args, config, device)):
         reporter.log(note)
-    _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    memory_checkpoints = open_memory_checkpoints(args, rank, reporter.warn)
+    _resume(args, state, checkpointer, memory_checkpoints, reporter, is_new_run=is_new_run)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
@@ -123,6 +131,7 @@ def prepare_training(
     )
     # After the loaders have started their processes, which must not inherit locks of other threads.
     reporter.start_sinks(state.progress.iteration)
+    trainer.memory_checkpoints = memory_checkpoints
     trainer.memory_history = memory_history
     if memory_history is not None and memory_history.lacks_support:
         reporter.log(
@@ -145,15 +154,23 @@ def _resume(
     args: argparse.Namespace,
     state: TrainState,
     checkpointer: Checkpointer,
+    memory_checkpoints: MemoryCheckpoints | None,
     reporter: TrainingReporter,
     *,
     is_new_run: bool,
 ) -> None:
-    """Load the checkpoint of ``load``, or else the weights of ``pretrained_checkpoint``.
+    """Restore the state from the memory of the hosts if that is newer than the checkpoint; or else
+    load the checkpoint of ``load``, or the weights of ``pretrained_checkpoint``.
 
     ``is_new_run``: whether the directory to which the run saves its checkpoints is new.
     """
     resume_from_own_checkpoint(args)
+    if memory_checkpoints is not None:
+        iteration = memory_checkpoints.find(state)
+        if iteration is not None and iteration > _find_saved_iteration(args):
+            reporter.log(memory_checkpoints.restore(state, iteration))
+            _finish_rampup(args, state)
+            return
     # Adapter checkpoints do not contain the base model.
     loads_base_model = bool(args.peft_type and args.pretrained_checkpoint)
     if loads_base_model:
@@ -162,11 +179,7 @@ def _resume(
     if args.load:
         with gathered_parameters(args, state.chunks):
             load_report = checkpointer.load(state)
-    if (rampup := args.rampup) is not None:
-        # The loaded run may have used another batch size ramp-up.
-        progress = state.progress
-        remaining_steps = rampup.steps(progress.consumed_train_samples, args.train_samples)
-        args.train_iters = progress.iteration + remaining_steps
+    _finish_rampup(args, state)
     if load_report is None and args.pretrained_checkpoint:
         if not loads_base_model:
             _load_pretrained(args, state, reporter)
@@ -182,6 +195,24 @@ def _resume(
     reporter.log(f"loaded iteration {load_report.iteration} from {load_report.path}{notes}")
     if state.progress.iteration >= args.train_iters and not args.skip_train:
         reporter.log(_describe_nothing_to_train(args))
+
+
+def _finish_rampup(args: argparse.Namespace, state: TrainState) -> None:
+    """Set the last step after loading, because the loaded run may have used another ramp-up."""
+    if (rampup := args.rampup) is not None:
+        progress = state.progress
+        remaining_steps = rampup.steps(progress.consumed_train_samples, args.train_samples)
+        args.train_iters = progress.iteration + remaining_steps
+
+
+def _find_saved_iteration(args: argparse.Namespace) -> int:
+    """Return the iteration of the newest checkpoint in ``load``; -1 without any. Collective."""
+
+    def find() -> int:
+        newest = CheckpointDirectory(Path(args.load)).find_latest() if args.load else None
+        return -1 if newest is None else newest.iteration
+
+    return run_on_rank_0(find)
 
 
 def _load_pretrained(

@@ -20,6 +20,7 @@ from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
 from flagscale.train.generation import Generator
 from flagscale.train.layers.layer_compilation import get_compile_seconds
 from flagscale.train.loss_monitor import LossMonitor
+from flagscale.train.memory_checkpoint.copies import MemoryCheckpoints
 from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.parameter_norm import compute_parameters_norm
@@ -64,6 +65,8 @@ class Trainer:
         self._balancer = balancer
         self.generator: Generator | None = None
         """Generates answers to the prompts of ``eval_prompts`` at each evaluation; None without."""
+        self.memory_checkpoints: MemoryCheckpoints | None = None
+        """Copies the state to host memory; None without."""
         self.memory_history: MemoryHistory | None = None
         """Writes a memory snapshot after a step; None without."""
         self._checkpointer = checkpointer
@@ -124,6 +127,8 @@ class Trainer:
         # Wait for checkpoints that are written in the background.
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
         self._checkpointer.close(finish_exports=reason == "completed")
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.close()
         self._report_saved_checkpoints()
         self._reporter.close("finished" if reason == "completed" else "stopped")
         return reason
@@ -165,6 +170,10 @@ class Trainer:
             self._evaluate("valid")
         if save_due or (args.save_best and self._is_best_step()):
             self._save_checkpoint(is_extra=not save_due)
+        memory_checkpoints = self.memory_checkpoints
+        if memory_checkpoints is not None and memory_checkpoints.is_due(step):
+            with gathered_parameters(args, self._state.chunks):
+                memory_checkpoints.save(self._state)
         self._report_saved_checkpoints()
         if args.manual_gc and step % args.manual_gc_interval == 0:
             gc.collect()

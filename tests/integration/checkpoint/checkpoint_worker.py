@@ -206,6 +206,40 @@ def save_and_go_on(run: Run) -> dict[str, Any]:
     return run.build_result(**metrics_by_name, router_margin=margins.minimum, **state_sizes)
 
 
+def restore_from_memory(run: Run) -> dict[str, Any]:
+    """Train, copy the state to memory, and go on; then restore it in a new state and go on.
+
+    Each rank is a host of its own, and rank 1 has lost its memory when the state is restored.
+    """
+    from flagscale.host_memory import create_regions
+    from flagscale.train.distributed import RankIdentity
+    from flagscale.train.memory_checkpoint.copies import MemoryCheckpoints
+    from flagscale.train.step import gathered_parameters
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    rank = RankIdentity(run.rank, 0, ranks, local_world_size=1)
+    os.environ.update(create_regions(1))
+    steps = run.case["steps"]
+    copies = MemoryCheckpoints(run.args, rank, run.warnings.append)
+    assert copies.find(run.state) is None
+    for _ in range(steps):
+        run.train(1)
+        with gathered_parameters(run.args, run.state.chunks):
+            copies.save(run.state)
+    copies.close()
+    expected = run.train(steps)
+
+    reset_megatron_state()
+    restarted = Run(run.case, rank, run.device)
+    if run.rank == 1:
+        os.environ.update(create_regions(1))
+    copies = MemoryCheckpoints(restarted.args, rank, restarted.warnings.append)
+    found = copies.find(restarted.state)
+    report = copies.restore(restarted.state, found) if found is not None else None
+    restored = restarted.train(steps)
+    return run.build_result(expected=expected, restored=restored, found=found, memory_report=report)
+
+
 def count_state_elements(run: Run) -> dict[str, int]:
     """Return the elements of weights and optimizer state that this rank saves, and the model's."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values

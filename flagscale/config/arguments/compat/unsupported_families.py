@@ -195,9 +195,9 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     ),
     UnsupportedFamily(
         "additional checkpoints",
-        r"non_persistent_\w+|replication(_\w+)?|save_[wd]grads_interval",
-        "additional temporary checkpoints are not implemented; to save more often, decrease "
-        "`save_interval` and set `async_save`",
+        r"non_persistent_(global|local)_\w+|replication_factor|save_[wd]grads_interval",
+        "copies between checkpoints are in the memory of two hosts "
+        "(`non_persistent_save_interval`); files of them are not implemented",
     ),
     UnsupportedFamily(
         "recomputation per stage",

@@ -141,7 +141,8 @@ _NAMES: Mapping[Effect, str] = {
     microbatch_group_size_per_vp_stage mmap_bin_files moe_deepep_num_sms moe_enable_deepep
     moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_layer_recompute
     moe_shared_expert_overlap moe_token_dispatcher_type nccl_ub no_load_optim no_load_rng
-    no_save_optim no_save_rng num_dataset_builder_threads num_distributed_optimizer_instances
+    no_save_optim no_save_rng non_persistent_ckpt_type non_persistent_save_interval
+    num_dataset_builder_threads num_distributed_optimizer_instances
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
     num_layers_per_virtual_pipeline_stage num_microbatches_with_partial_activation_checkpoints
     num_virtual_stages_per_pipeline_rank num_workers optimizer_cpu_offload
@@ -153,7 +154,8 @@ _NAMES: Mapping[Effect, str] = {
     profile_dir profile_ranks profile_step_end profile_step_start rampup_save_interval
     recompute_granularity recompute_granularity_per_stage_micro_batch recompute_memory_gib
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
-    recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation save
+    recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation replication
+    replication_jump save
     save_best save_interval save_retain_interval sequence_parallel skip_train
     standalone_embedding_stage store_param_remainders
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size

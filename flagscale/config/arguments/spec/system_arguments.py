@@ -231,6 +231,27 @@ class Checkpointing:
         "it until there is a better one, independent of keep_last. The link `best` in save names "
         "it: load: <save>/best",
     )
+    non_persistent_save_interval: int | None = arg(
+        None,
+        "Steps between copies of the training state in the memory of the hosts, from which a job "
+        "that is started again goes on (docs/guides/resume-and-restart.md); default: none",
+        minimum=1,
+    )
+    non_persistent_ckpt_type: str | None = arg(
+        None,
+        "Place of the copies of non_persistent_save_interval: local, the memory of the hosts",
+        choices=("local",),
+    )
+    replication: bool | None = arg(
+        None,
+        "Send each copy in memory to another host as well, so that a lost host loses none "
+        "(default: if there are several hosts)",
+    )
+    replication_jump: int | None = arg(
+        None,
+        "Distance of the rank that receives a rank's copy (default: the number of ranks per host)",
+        minimum=1,
+    )
     async_save: bool = arg(False, "Write checkpoints in a forked process while training continues")
     ckpt_format: str = arg(
         "torch_dist",
