@@ -13,8 +13,6 @@ from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
 
-from flagscale.config.arguments.rules.activation_offload import FINE_GRAINED
-from flagscale.config.arguments.rules.activation_offload import LAYERS as OFFLOADED_LAYERS
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.system_arguments import (
     NO_SHARD,
@@ -42,6 +40,8 @@ RECOMPUTED = (
     "recompute_modules",
 )
 LEAN_STATES = "use_precision_aware_optimizer"
+FINE_GRAINED = "fine_grained_activation_offloading"
+OFFLOADED_LAYERS = "cpu_offloading_num_layers"
 
 RequestedValues = Mapping[str, tuple[Any, ...]]
 """Values that a user asks for, by the name of an argument. Other arguments take any value."""
