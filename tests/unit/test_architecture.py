@@ -18,10 +18,13 @@ from support.launch_lab import Lab
 PROJECT = Path(__file__).resolve().parents[2]
 
 # Top-level modules that any package may import.
-COMMON = {"errors", "files", "flight_records", "module_command", "records", "registry", "status"}
+COMMON = {
+    *("errors", "files", "flight_records", "host_memory", "module_command", "records", "registry"),
+    "status",
+}
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
-    **{name: set[str]() for name in ("errors", "files", "module_command", "status")},
+    **{name: set[str]() for name in ("errors", "files", "host_memory", "module_command", "status")},
     **{name: set[str]() for name in ("output_streams", "run_module")},
     "cli_errors": {"errors", "output_streams"},
     "subcommands": {"errors"},

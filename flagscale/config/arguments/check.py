@@ -43,6 +43,7 @@ from flagscale.config.arguments.rules.layers import (
     check_moe,
     check_mtp,
 )
+from flagscale.config.arguments.rules.memory_checkpoints import check_memory_checkpoints
 from flagscale.config.arguments.rules.model_family import check_family
 from flagscale.config.arguments.rules.optimizer import (
     check_batch_size_rampup,
@@ -181,6 +182,7 @@ _RULES: tuple[Callable[[Values], Iterable[Violation]], ...] = (
     _check_unsupported_values,
     check_cuda_graphs,
     check_activation_offload,
+    check_memory_checkpoints,
     check_local_attention,
     check_layer_options,
     check_attention,

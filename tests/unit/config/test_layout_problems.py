@@ -283,6 +283,16 @@ PROBLEMS: Problems = {
             ("mla_up_proj", "multi_latent_attention"),
         )
     },
+    "copies-without-an-interval": (
+        {"replication": True},
+        "replication",
+        "requires non_persistent_save_interval, the steps between copies in memory",
+    ),
+    "type-of-copies-without-an-interval": (
+        {"non_persistent_ckpt_type": "local"},
+        "non_persistent_ckpt_type",
+        "requires non_persistent_save_interval",
+    ),
     **{
         f"offload-{name}": (values, key, message)
         for name, (values, key, message) in {
