@@ -70,6 +70,7 @@ from support.layout_models import (
     SFT,
     SHARD_GRADIENTS,
     SHARD_WEIGHTS,
+    SHORT_BF16,
     TIED,
     TP2,
     TP2_SP,
@@ -94,6 +95,7 @@ REFERENCE_CASES = (
     LayoutCase("all-losses-mbs2", 1, MOE_ALL_LOSSES, MBS2, ""),
     LayoutCase("all-losses-mbs3", 1, MOE_ALL_LOSSES, MBS3, ""),
     LayoutCase("bf16", 1, BF16, "", ""),
+    LayoutCase("bf16-short", 1, SHORT_BF16, "", ""),
     LayoutCase("fp16-overflow", 1, FP16_HYSTERESIS_1, "", "", overflow=(0, 1)),
     LayoutCase("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     LayoutCase("tied-6", 1, TIED, "--global-batch-size 6", ""),
@@ -456,12 +458,23 @@ HOMOGENEOUS_CASES = (
     LayoutCase(
         "compiled-pp2-dp2-vpp2-do-overlap", 4, LLAMA, f"{COMPILED} {VPP2} {OVERLAP}", "llama"
     ),
-    LayoutCase("fp8", 1, BF16, f"{COMPILED} --fp8 hybrid", "bf16", 3e-2),
+    LayoutCase("fp8", 1, SHORT_BF16, f"{COMPILED} --fp8 hybrid", "bf16-short", 3e-2),
     LayoutCase(
-        "fp8-e4m3-rowwise", 1, BF16, f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise", "bf16", 3e-2
+        "fp8-e4m3-rowwise",
+        1,
+        SHORT_BF16,
+        f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise",
+        "bf16-short",
+        3e-2,
     ),
     LayoutCase(
-        "fp8-tp2-sp", 2, BF16, f"{COMPILED} {TP2_SP} --fp8 hybrid", "bf16", 3e-2, FAST_BACKEND
+        "fp8-tp2-sp",
+        2,
+        SHORT_BF16,
+        f"{COMPILED} {TP2_SP} --fp8 hybrid",
+        "bf16-short",
+        3e-2,
+        FAST_BACKEND,
     ),
     LayoutCase(
         "fp8-blockwise-pp2-dp2-do-overlap",

@@ -137,6 +137,8 @@ MLA_MASKED_DOCUMENTS = MLA.replace(
     "--mock-data", f"{SHORT_DOCUMENT_DATA} --reset-attention-mask --eod-mask-loss"
 )
 BF16 = LLAMA + "--bf16"
+# Less to compute: a CPU multiplies FP8 numbers one by one.
+SHORT_BF16 = BF16 + " --num-layers 2 --seq-length 16 --train-iters 2"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 MOE_SEQ_AUX_LOSS = MOE_AUX_LOSS.replace("aux_loss --", "seq_aux_loss --")
 DROPOUT = LLAMA + "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from support.warm_programs import WarmProgram, start_warm_program
 
 from flagscale.launcher.liveness.diagnosis import HostFiles, TorchrunExit, diagnose_host
 from flagscale.status import STATUS_DIR_VARIABLE, Event, list_status_files, read_events
@@ -50,7 +51,8 @@ class TrainingProcess:
         schedule: str = SCHEDULE,
         data: str = "--mock-data",
         python_path: tuple[Path, ...] = (),
-        output: IO[bytes] | int = subprocess.PIPE,
+        output: IO[bytes] | None = None,
+        cold: bool = False,
         **variables: str,
     ) -> None:
         """Start the program.
@@ -63,11 +65,12 @@ class TrainingProcess:
             data: arguments of the data.
             python_path: PYTHONPATH; by default the project and the patched megatron.core.
             output: destination of standard output and error.
+            cold: whether to start a new interpreter, or torchrun, as the launcher does. By default
+                ranks are forked after the imports (:mod:`support.warm_programs`).
             variables: additional environment variables.
         """
         self.status = directory / "status"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command = [sys.executable, *(torchrun if ranks > 1 else []), str(PROGRAM)]
+        words = f"{TINY} {data} {schedule} {arguments}".split()
         excluded_variables = {
             "RANK",
             "LOCAL_RANK",
@@ -84,14 +87,22 @@ class TrainingProcess:
             OMP_NUM_THREADS="1",
             **{STATUS_DIR_VARIABLE: str(self.status), **variables},
         )
-        self.process = subprocess.Popen(
-            [*command, *f"{TINY} {data} {schedule} {arguments}".split()],
-            env=environment,
-            cwd=directory,
-            stdout=output,
-            stderr=output,
-            text=True,
-        )
+        self.process: subprocess.Popen[str] | WarmProgram
+        if python_path or output is not None or cold:
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc_per_node", str(ranks)]
+            self.process = subprocess.Popen(
+                [sys.executable, *(torchrun if ranks > 1 else []), str(PROGRAM), *words],
+                env=environment,
+                cwd=directory,
+                stdout=output or subprocess.PIPE,
+                stderr=output or subprocess.PIPE,
+                text=True,
+            )
+        else:
+            self.process = start_warm_program(
+                PROGRAM, words, ranks=ranks, environment=environment, cwd=directory
+            )
 
     def wait(self) -> int:
         """Wait for the end, read the output, and return the exit code."""
@@ -127,6 +138,7 @@ def test_status_events_and_files_of_a_run(tmp_path: Path) -> None:
         "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints --load nowhere "
         "--tensorboard-dir board --log-params-norm --log-throughput --log-num-zeros-in-grad "
         "--profile --profile-step-start 2 --profile-step-end 4 --profile-dir traces",
+        cold=True,
     )
     assert training.wait() == 0, training.errors
     started = training.events("started")[0]
@@ -176,7 +188,9 @@ def test_last_step_is_logged_once(
 
 
 def test_sigterm_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
-    training = TrainingProcess(tmp_path, "--train-iters 100000 --save checkpoints", ranks=2)
+    training = TrainingProcess(
+        tmp_path, "--train-iters 100000 --save checkpoints", ranks=2, cold=True
+    )
     training.wait_for_event("progress", step=3)
     os.kill(training.wait_for_event("started", rank=1).get("pid"), signal.SIGTERM)
     assert training.wait() == 0, training.errors
@@ -437,7 +451,7 @@ def test_bounded_all_reduce_statistics_are_reported(tmp_path: Path) -> None:
 def test_step_that_loses_too_much_of_its_gradients_is_skipped(tmp_path: Path) -> None:
     """The configured rate is unreachable, so deadlines expire before the gradients arrive."""
     arguments_of_wide_model = (
-        "--hidden-size 256 --ffn-hidden-size 16384 --num-layers 1 --train-iters 8"
+        "--hidden-size 256 --ffn-hidden-size 16384 --num-layers 1 --train-iters 7"
     )
     tail_options = {
         "FSCCL_TAIL_RATE": "1000000",

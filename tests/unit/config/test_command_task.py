@@ -120,7 +120,7 @@ def test_override_of_command_keeps_commas(workspace: Workspace) -> None:
     )
     assert experiment_of_list.task.command == ("a", "1e-4", "010")
     with pytest.raises(ConfigError):
-        workspace.load("experiment.task.type=command", f"experiment.task.command={'[' * 60_000}")
+        workspace.load("experiment.task.type=command", f"experiment.task.command={'[' * 1000}")
     command = "experiment.task.command=eval.py --on a,b 'c d'"
     experiment = workspace.load("experiment.task.type=command", command)
     assert experiment.task.command == (str(workspace.root / "eval.py"), "--on", "a,b", "c d")

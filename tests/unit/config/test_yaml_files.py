@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.config.yaml_file import read_yaml
+from flagscale.config.yaml_file import parse_item_texts, read_yaml
 from flagscale.errors import ConfigError
 
 INVALID = {
@@ -88,6 +88,11 @@ def test_deeply_nested_aliases_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nests deeper than 32 levels") as error:
         read_yaml(path)
     assert len(error.value.problems) == 1
+
+
+def test_text_that_nests_without_end_has_no_items() -> None:
+    """A list of this depth ends the process if libyaml composes it."""
+    assert parse_item_texts("[" * 60_000) == ()
 
 
 def test_too_many_values_are_rejected(tmp_path: Path) -> None:

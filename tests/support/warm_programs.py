@@ -1,0 +1,229 @@
+"""Training programs that start without importing torch and megatron.core.
+
+The imports take longer than a tiny training run. So one process per test session imports them and
+forks each program, with its own arguments, environment, working directory and output:
+:func:`start_warm_program`. Everything after the imports is that of a new process, including its
+exit. This module is also the program of that process.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+_MAX_REQUEST = 1 << 20
+
+
+class WarmProgram:
+    """Ranks forked from the process with the imports, with the interface of ``Popen``.
+
+    Attributes:
+        returncode: 0, or the exit code of the first rank that failed; None while a rank runs.
+    """
+
+    def __init__(self, reports: Sequence[IO[str]], outputs: Sequence[IO[bytes]]) -> None:
+        self.returncode: int | None = None
+        self._reports, self._outputs = list(reports), outputs
+        self._exit_codes: list[int] = []
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 0.0)
+        while self._reports:
+            remaining = None if timeout is None else max(deadline - time.monotonic(), 0.0)
+            if not select.select(self._reports[:1], [], [], remaining)[0]:
+                raise subprocess.TimeoutExpired("warm program", timeout or 0.0)
+            with self._reports.pop(0) as report:
+                self._exit_codes.append(int(report.readline()))
+        if self.returncode is None:
+            self.returncode = next(filter(None, self._exit_codes), 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end and return standard output and standard error."""
+        self.wait(timeout)
+        texts = []
+        for output in self._outputs:
+            output.seek(0)
+            texts.append(output.read().decode())
+            output.close()
+        return texts[0], texts[1]
+
+
+def start_warm_program(
+    program: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int = 1,
+    environment: Mapping[str, str],
+    cwd: Path,
+) -> WarmProgram:
+    """Start a Python program that uses torch and megatron.core on a CPU.
+
+    With several ranks, each has the variables that torchrun would set.
+    """
+    outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
+    connection = _start_server()
+    reports = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in range(ranks):
+        rank_variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        request = {
+            "argv": [str(program), *arguments],
+            "environment": {**environment, **(rank_variables if ranks > 1 else {})},
+            "cwd": str(cwd),
+        }
+        read_end, write_end = os.pipe()
+        descriptors = array.array("i", [write_end, *(output.fileno() for output in outputs)])
+        connection.sendmsg(
+            [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+        )
+        os.close(write_end)
+        reports.append(os.fdopen(read_end))
+    return WarmProgram(reports, outputs)
+
+
+@cache
+def _start_server() -> socket.socket:
+    """Start the process with the imports, which ends with this one, and return its connection."""
+    connection, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
+        "OMP_NUM_THREADS": "1",
+        "FLAGSCALE_DEVICE": "cpu",
+    }
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(server_end.fileno())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[server_end.fileno()],
+    )
+    server_end.close()
+
+    def stop() -> None:
+        connection.close()
+        server.wait()
+
+    atexit.register(stop)
+    return connection
+
+
+class _Server:
+    """Forks the requested programs and reports their exit codes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._reports: dict[int, tuple[int, int]] = {}  # of each pidfd: pid, descriptor
+
+    def serve(self) -> dict[str, Any] | None:
+        """Return the request in a forked program, or None in the server after the last one."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._connection:
+                    self._report_exit(key.fd)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self._connection, _MAX_REQUEST, 3)
+                if not message:
+                    self._kill_programs()
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    self._become_program(descriptors)
+                    return json.loads(message)
+                self._add_program(pid, descriptors)
+
+    def _add_program(self, pid: int, descriptors: list[int]) -> None:
+        report, *outputs = descriptors
+        for output in outputs:
+            os.close(output)
+        pidfd = os.pidfd_open(pid)
+        self._reports[pidfd] = pid, report
+        self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _report_exit(self, pidfd: int) -> None:
+        pid, report = self._reports.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):  # the test does not wait for it
+            os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os.close(report)
+
+    def _kill_programs(self) -> None:
+        for pid, _ in self._reports.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _become_program(self, descriptors: list[int]) -> None:
+        report, output, errors = descriptors
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        for descriptor in (report, output, errors, *self._reports):
+            os.close(descriptor)
+        for _, other_report in self._reports.values():
+            os.close(other_report)
+        self._selector.close()
+        self._connection.close()
+
+
+def main() -> None:
+    server = _Server(socket.socket(fileno=int(sys.argv[1])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # What a training program imports by itself.
+        import torch.utils.tensorboard  # noqa: F401
+
+        import flagscale.train.setup  # noqa: F401
+    # A garbage collection would write to all imported objects and copy every page of them.
+    gc.collect()
+    gc.freeze()
+    request = server.serve()
+    if request is None:
+        return
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    time.tzset()
+    sys.argv = request["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
