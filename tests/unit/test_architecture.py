@@ -68,6 +68,7 @@ LAYERS = {
         "comm",
         "sinks",
         "flight_reporter",
+        "health",
     },
     "tune": {
         *COMMON,
