@@ -19,6 +19,11 @@ progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_sec
 evaluation  step, loss; written by the same rank
 checkpoint  step, path, seconds: a checkpoint is complete on disk; best, valid_loss: its
             validation loss is the lowest so far
+sections    step, steps: number of measured steps since the last report; data, forward, backward,
+            optimizer, waiting (for others), other: mean seconds of a step of this rank
+stragglers  step; stragglers: ranks that work longer in a step than equal ranks, each with rank,
+            host, excess (fraction), cost (fraction of a step), section; messages: the same for
+            users; written when they change, by the rank that writes progress
 warning     message
 failed      kind, message, traceback: this rank ends because of an exception
 finished    step, reason: ``completed``, ``signal`` or ``exit-interval``; detail: why training
@@ -50,13 +55,18 @@ STATUS_DIR_VARIABLE = "FLAGSCALE_STATUS_DIR"
 RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
 """Number of earlier starts of the job, from 0: after a failure the whole job is started again."""
+HOST_VARIABLE = "FLAGSCALE_HOST"
+"""Name of the host, as in the hostfile."""
 
-RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE)
+RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, HOST_VARIABLE)
 """Environment variables that identify the processes of a run."""
 
 TRAINING = "in training"
 BUSY_ACTIVITIES = ("starting", "evaluating", "saving a checkpoint", "ending")
 """Activities of a rank that advance no step."""
+
+SECTIONS = ("data", "forward", "backward", "optimizer", "waiting", "other")
+"""Sections of a step in a ``sections`` event."""
 
 _PROGRESS_LINE_BYTES = 96
 
@@ -67,6 +77,8 @@ EVENTS = (
     "progress",
     "evaluation",
     "checkpoint",
+    "sections",
+    "stragglers",
     "warning",
     "failed",
     "finished",

@@ -16,7 +16,8 @@ These look harmless and are left out on purpose:
 - Fused GELU: it is another function.
 - ``transformer_impl``: it orders parameters differently.
 - Megatron-LM's timers: they gather values across ranks.
-- ``log_interval``, ``log_params_norm``, ``log_num_zeros_in_grad``: all ranks take part in them.
+- ``log_interval``, ``log_params_norm``, ``log_num_zeros_in_grad``, ``log_straggler``: all ranks
+  take part in them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Logging that no other rank waits for": {
         "loss_spike_factor": "threshold of a warning of the rank that reports",
+        "straggler_threshold": "threshold of a warning of the rank that reports",
         "log_throughput": _REPORTING_RANK_ONLY,
         "log_memory_to_tensorboard": _REPORTING_RANK_ONLY,
         "log_learning_rate_to_tensorboard": _REPORTING_RANK_ONLY,

@@ -63,11 +63,18 @@ class Comparison:
 
 def compare_rates(rates: Sequence[float]) -> Comparison:
     """Compare the rates, at least one and all above 0, of equal devices."""
-    median = statistics.median(rates)
-    deviation = statistics.median(abs(rate - median) for rate in rates)
-    spread = _NORMAL_CONSISTENCY * _correct_small_sample(len(rates)) * deviation / median
-    threshold = max(FLOOR, _CUTOFF * spread)
-    return Comparison(len(rates), median, min(rates), max(rates), threshold)
+    threshold = max(FLOOR, noise_limit(rates))
+    return Comparison(len(rates), statistics.median(rates), min(rates), max(rates), threshold)
+
+
+def noise_limit(values: Sequence[float]) -> float:
+    """Return the largest usual deviation from the median of values above 0, as a fraction of it:
+    3.5 s.
+    """
+    median = statistics.median(values)
+    deviation = statistics.median(abs(value - median) for value in values)
+    spread = _NORMAL_CONSISTENCY * _correct_small_sample(len(values)) * deviation / median
+    return _CUTOFF * spread
 
 
 def _correct_small_sample(count: int) -> float:

@@ -23,7 +23,7 @@ from flagscale.accelerators.counters import DeviceCounters
 from flagscale.accelerators.registry import list_device_accelerators
 from flagscale.launcher.layout import STATUS_DIRECTORY, HostFiles, latest_status_directory
 from flagscale.launcher.liveness.agent_log import log_line
-from flagscale.status import Event, list_status_files, read_events, read_progress
+from flagscale.status import SECTIONS, Event, list_status_files, read_events, read_progress
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format."""
@@ -53,6 +53,12 @@ FAMILIES: Mapping[str, Family] = {
     "flagscale_gradient_norm": Family("gauge", "Norm of the gradient."),
     "flagscale_learning_rate": Family("gauge", "Learning rate."),
     "flagscale_step_seconds": Family("gauge", "Mean time of a step since the last report."),
+    "flagscale_section_seconds": Family(
+        "gauge", "Mean time of a step of a rank of this host by section, since its last report."
+    ),
+    "flagscale_straggler_cost_ratio": Family(
+        "gauge", "Fraction of a step for which all ranks wait for the slowest straggler."
+    ),
     "flagscale_tokens_per_second": Family("gauge", "Tokens per second of the job."),
     "flagscale_tokens_per_second_per_device": Family("gauge", "Tokens per second and device."),
     "flagscale_tflops_per_device": Family("gauge", "Model TFLOP/s of a device."),
@@ -117,6 +123,8 @@ class StatusReader:
     _offsets: dict[Path, int] = field(default_factory=dict)
     _progress: Event | None = None
     _checkpoint: Event | None = None
+    _sections: dict[int, Event] = field(default_factory=dict)
+    _stragglers: Event | None = None
     _evaluations: dict[str, Event] = field(default_factory=dict)
     _failed_ranks: set[int] = field(default_factory=set)
     _warnings: int = 0
@@ -127,6 +135,7 @@ class StatusReader:
         if directory != self._directory:
             # The values of an earlier attempt stay until the new one reports its own.
             self._directory, self._offsets, self._failed_ranks = directory, {}, set()
+            self._stragglers = None
         self._refresh(directory)
         number = directory.name.removeprefix(STATUS_DIRECTORY).removeprefix(".")
         yield Sample("flagscale_restarts_total", float(number or 0))
@@ -141,6 +150,7 @@ class StatusReader:
             for name, (key, factor) in _PROGRESS_FIELDS.items():
                 if (value := self._progress.get_number(key)) is not None:
                     yield Sample(name, value * factor)
+        yield from self._time_samples()
         for data_set, event in self._evaluations.items():
             if (loss := event.get_number("loss")) is not None:
                 yield Sample("flagscale_validation_loss", float(loss), {"data": data_set})
@@ -149,6 +159,15 @@ class StatusReader:
             for name, key in _CHECKPOINT_FIELDS.items():
                 if (value := self._checkpoint.get_number(key)) is not None:
                     yield Sample(name, float(value))
+
+    def _time_samples(self) -> Iterator[Sample]:
+        for rank, event in self._sections.items():
+            for section in SECTIONS:
+                if (value := event.get_number(section)) is not None:
+                    labels = {"rank": str(rank), "section": section}
+                    yield Sample("flagscale_section_seconds", float(value), labels)
+        if self._stragglers is not None:
+            yield Sample("flagscale_straggler_cost_ratio", _straggler_cost(self._stragglers))
 
     def _refresh(self, directory: Path) -> None:
         for path in list_status_files(directory):
@@ -160,10 +179,20 @@ class StatusReader:
                     self._checkpoint = event
                 elif event.event == "evaluation":
                     self._evaluations[str(event.get("data", ""))] = event
+                elif event.event == "sections":
+                    self._sections[event.rank] = event
+                elif event.event == "stragglers":
+                    self._stragglers = event
                 elif event.event == "failed":
                     self._failed_ranks.add(event.rank)
                 elif event.event == "warning":
                     self._warnings += 1
+
+
+def _straggler_cost(event: Event) -> float:
+    records = event.get("stragglers")
+    costs = [record.get("cost") for record in records or () if isinstance(record, dict)]
+    return max((float(cost) for cost in costs if isinstance(cost, (int, float))), default=0.0)
 
 
 def device_samples(kind: str, counters: DeviceCounters) -> Iterator[Sample]:

@@ -219,6 +219,7 @@ def take_snapshot(
     may_have_failed = phase in (Phase.FAILED, Phase.RUNNING)
     failure = failures.find_first_failure(state, events) if may_have_failed else None
     warnings = _collect_warnings(events)
+    warnings += _list_stragglers(events)
     if failure is not None and is_unsettled:
         warnings.append(f"{failure.headline()}; {_UNSETTLED}")
         failure = None
@@ -370,6 +371,13 @@ def _sorted_events(events: dict[int, list[Event]], event: str) -> list[Event]:
     """Return the events of a type from all ranks, oldest first."""
     rows = [row for rows in events.values() for row in rows if row.event == event]
     return sorted(rows, key=lambda row: row.time)
+
+
+def _list_stragglers(events: dict[int, list[Event]]) -> list[str]:
+    """Return the sentences about the current stragglers."""
+    rows = _sorted_events(events, "stragglers")
+    messages = rows[-1].get("messages") if rows else None
+    return [str(message) for message in messages] if isinstance(messages, list) else []
 
 
 def _collect_warnings(events: dict[int, list[Event]]) -> list[str]:

@@ -39,6 +39,7 @@ from flagscale.report.run_table import (
     render_run_table,
 )
 from flagscale.report.spikes import GRAD_NORM_RULE, LOSS_RULE
+from flagscale.report.step_times import render_step_times
 from flagscale.report.timeline import TimelineEvent
 
 _MAX_HOSTS = 256
@@ -115,6 +116,9 @@ def render_runs(
         _curves_section(run_reports),
         section("What happened", _events_part(run_reports, names)),
         _section_per_run(run_reports, names, "Hosts and layout", _hosts_part)
+        if overview is None
+        else "",
+        _section_per_run(run_reports, names, "Time of a step", render_step_times)
         if overview is None
         else "",
         render_records(configured_runs, configured_names),

@@ -93,7 +93,9 @@ def _restart_event(
 def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
     """Yield events reported by ranks."""
     reported: set[tuple[str, int | None]] = set()
-    for event in attempt.events_of_kind("checkpoint", "evaluation", "warning", "ready", "finished"):
+    for event in attempt.events_of_kind(
+        "checkpoint", "evaluation", "stragglers", "warning", "ready", "finished"
+    ):
         text = _describe_event(event)[:_MAX_CHARACTERS]
         step, kind = step_of(event), event.event
         # Equal reports of several ranks become one event.
@@ -118,6 +120,10 @@ def _describe_event(event: Event) -> str:
     if event.event == "finished":
         detail = f", {event.get('detail')}" if event.get("detail") else ""
         return f"training ended: {event.get('reason', '?')}{detail}"
+    if event.event == "stragglers":
+        messages = event.get("messages")
+        known = isinstance(messages, list) and messages
+        return "; ".join(map(str, messages)) if known else "there are no stragglers any more"
     return hide_passwords(str(event.get("message", "")))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class ForwardStep:
         *,
         per_token: bool,
         mask_builder: DocumentMaskBuilder | None = None,
+        measure_data: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Create the forward step of a model family.
 
@@ -71,18 +73,23 @@ class ForwardStep:
             per_token: whether the loss is divided by the tokens of the whole step instead of those
                 of a micro-batch (``calculate_per_token_loss``).
             mask_builder: builder of document masks, used if batches contain document numbers.
+            measure_data: returns a context manager in which a micro-batch is read.
         """
         self._spec = spec
         self._device = device.torch_device
         self._per_token = per_token
         self._mask_builder = mask_builder
+        self._measure_data = measure_data
 
     def __call__(
         self,
         iterator: Iterator[MicroBatchTensors | PreparedMicroBatch] | None,
         model: torch.nn.Module,
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossResult]]:
-        batch = next(iterator) if iterator is not None else {}
+        batch: MicroBatchTensors | PreparedMicroBatch = {}
+        if iterator is not None:
+            with self._measure_data():
+                batch = next(iterator)
         if not isinstance(batch, PreparedMicroBatch):
             batch = self.prepare(batch, model)
         group = parallel_state.get_context_parallel_group()

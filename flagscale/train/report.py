@@ -24,6 +24,8 @@ from flagscale.sinks.delivery import MetricsDelivery
 from flagscale.sinks.registry import create_sinks
 from flagscale.status import TRAINING, StatusWriter
 from flagscale.train.deferred_metrics import StepMetrics
+from flagscale.train.section_times import SectionTimes
+from flagscale.train.stragglers import StragglerUpdate
 from flagscale.train.validation_loss import ValidationHistory
 
 
@@ -55,7 +57,8 @@ class TrainingReporter:
     ) -> None:
         self._args = args
         self._status = status
-        self._is_reporting_rank = is_reporting_rank
+        self.is_reporting_rank = is_reporting_rank
+        """True on the rank that reports for the job."""
         sinks = create_sinks(vars(args), os.environ) if is_reporting_rank else []
         self._sinks = MetricsDelivery(sinks, vars(args))
 
@@ -76,19 +79,19 @@ class TrainingReporter:
 
     def log(self, text: str) -> None:
         """Print a line to the console, once per job."""
-        if self._is_reporting_rank:
+        if self.is_reporting_rank:
             _print(text)
 
     def warn(self, message: str) -> None:
         """Print a warning and write it as a status event, once per job."""
-        if self._is_reporting_rank:
+        if self.is_reporting_rank:
             self._status.write("warning", message=message)
             _print(f"warning: {message}")
 
     def log_scalars(self, metrics: StepMetrics) -> None:
         """Queue the metrics of one step for the metrics sinks."""
         host = metrics.host
-        if not self._is_reporting_rank or host.step % self._args.tensorboard_log_interval:
+        if not self.is_reporting_rank or host.step % self._args.tensorboard_log_interval:
             return
         values: dict[str, float | None] = {
             "train/loss": metrics.loss,
@@ -110,7 +113,7 @@ class TrainingReporter:
             throughput: throughput since the last call.
             extra_metrics: metrics that not every model or configuration has, by name.
         """
-        if not self._is_reporting_rank:
+        if not self.is_reporting_rank:
             return
         host, train_steps = metrics.host, self._args.train_iters
         self._status.write(
@@ -145,6 +148,44 @@ class TrainingReporter:
             values["memory/peak-gib"] = throughput.memory_gib
         self._write_scalars(host.step, values)
 
+    def write_sections(self, step: int, times: SectionTimes | None) -> None:
+        """Write the times of this rank since its last report to its status file."""
+        if times is not None:
+            seconds = {name: round(value, 6) for name, value in times.seconds.items()}
+            self._status.write("sections", step=step, steps=times.steps, **seconds)
+
+    def log_sections(
+        self, step: int, seconds: Mapping[str, float], straggler_cost: float | None
+    ) -> None:
+        """Queue the sections of a step for the metrics sinks.
+
+        Args:
+            step: last step of the report.
+            seconds: median over the ranks, by section.
+            straggler_cost: fraction of a step that stragglers cost; None if no ranks are compared.
+        """
+        if not self.is_reporting_rank:
+            return
+        values: dict[str, float | None] = {"speed/straggler-cost": straggler_cost}
+        if self._args.log_timers_to_tensorboard:
+            values |= {f"speed/{name}-seconds": value for name, value in seconds.items()}
+        self._write_scalars(step, values)
+
+    def log_stragglers(self, step: int, update: StragglerUpdate) -> None:
+        """Report that stragglers were detected, or are none any more."""
+        if not self.is_reporting_rank:
+            return
+        self._status.write(
+            "stragglers",
+            step=step,
+            stragglers=[straggler.to_fields() for straggler in update.stragglers],
+            messages=update.descriptions,
+        )
+        for message in update.warnings:
+            _print(f"warning: {message}")
+        for message in update.notes:
+            _print(f"step {step} | {message}")
+
     def log_evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
         """Report the loss on a validation or test split.
 
@@ -154,7 +195,7 @@ class TrainingReporter:
             loss: mean loss in nats.
             name: name of the data set, if the split has several.
         """
-        if not self._is_reporting_rank:
+        if not self.is_reporting_rank:
             return
         perplexity = math.exp(min(loss, 20.0))
         if split == "valid":
@@ -192,7 +233,7 @@ class TrainingReporter:
 
         ``best_loss`` is its validation loss if it is marked as the best checkpoint.
         """
-        if self._is_reporting_rank:
+        if self.is_reporting_rank:
             best: dict[str, Any] = (
                 {} if best_loss is None else {"best": True, "valid_loss": round(best_loss, 6)}
             )

@@ -13,6 +13,7 @@ from flagscale.checkpoints import CheckpointDirectory
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
 from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.config.arguments.rules.freezing import freezing_argument
+from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.resuming import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
@@ -40,8 +41,10 @@ from flagscale.train.models.freezing import count_trained_weights
 from flagscale.train.models.optimized import list_build_notes
 from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
+from flagscale.train.rank_comparison import RankComparison
 from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
+from flagscale.train.section_recorder import SectionRecorder
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
 from flagscale.train.throughput import ThroughputMeter
@@ -122,7 +125,8 @@ def prepare_training(
     load_data = partial(_load_data, datasets, state)
     profiler = Profiler(args, rank.rank, device, reporter.log)
     stopwatch = balancer.stopwatch if balancer is not None else None
-    stepper = Stepper(args, config, state, device, profiler, mesh_groups, stopwatch)
+    sections = _create_section_recorder(args, device)
+    stepper = Stepper(args, config, state, device, profiler, mesh_groups, stopwatch, sections)
     throughput_meter = ThroughputMeter(
         args, vocabulary=vocabulary, device=device, world_size=rank.world_size
     )
@@ -133,6 +137,8 @@ def prepare_training(
     reporter.start_sinks(state.progress.iteration)
     trainer.memory_checkpoints = memory_checkpoints
     trainer.memory_history = memory_history
+    if sections is not None:
+        trainer.rank_comparison = RankComparison(args, device, reporter, sections)
     if memory_history is not None and memory_history.lacks_support:
         reporter.log(
             "record_memory_history has no effect: allocations are recorded on CUDA devices only"
@@ -140,6 +146,13 @@ def prepare_training(
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state
+
+
+def _create_section_recorder(args: argparse.Namespace, device: Device) -> SectionRecorder | None:
+    # The passes of captured steps are one launch, which has no sections.
+    if not args.log_straggler or captures_steps(vars(args)):
+        return None
+    return SectionRecorder(device)
 
 
 def _load_data(datasets: Datasets, state: TrainState) -> DataIterators:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from flagscale.train.models.document_mask import DocumentMaskBuilder
 from flagscale.train.mtp_losses import MtpLossAverages
 from flagscale.train.profiling import Profiler
 from flagscale.train.router_losses import RouterLossAverages
+from flagscale.train.section_recorder import SectionRecorder, SectionTimers
+from flagscale.train.section_times import DATA, OPTIMIZER
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
 from flagscale.train.state import TrainState
 
@@ -50,6 +53,7 @@ class Stepper:
         profiler: Profiler | None = None,
         groups: MeshGroups | None = None,
         stopwatch: StepStopwatch | None = None,
+        sections: SectionRecorder | None = None,
     ) -> None:
         """Connect the schedules of megatron.core to the training state.
 
@@ -62,6 +66,7 @@ class Stepper:
             groups: additional process groups of heterogeneous training, in which groups of ranks
                 (meshes) have different parallel sizes. None for a homogeneous layout.
             stopwatch: times the steps while it is enabled.
+            sections: measures the sections of the steps; None without.
         """
         self._args = args
         self._state = state
@@ -72,7 +77,11 @@ class Stepper:
             device,
             per_token=args.calculate_per_token_loss,
             mask_builder=DocumentMaskBuilder(config, device),
+            measure_data=nullcontext if sections is None else partial(sections.section, DATA),
         )
+        self._sections = sections
+        if sections is not None:
+            config.timers = SectionTimers(sections)
         self.router_losses = RouterLossAverages(args, self._device)
         self.mtp_losses = MtpLossAverages(args.mtp_num_layers, state.modules(), self._device)
         self._skip_detector = SkippedReduceDetector()
@@ -111,6 +120,8 @@ class Stepper:
         state, batch_size = self._state, self.next_batch_size()
         if self._profiler:
             self._profiler.before_step(state.progress.iteration + 1)
+        if self._sections is not None:
+            self._sections.start_step()
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
@@ -125,7 +136,8 @@ class Stepper:
             is_updated, grad_norm, zero_gradients = False, None, None
             skip_reason = GRADIENTS_LOST
         else:
-            is_updated, grad_norm, zero_gradients = state.optimizer.step()
+            with nullcontext() if self._sections is None else self._sections.section(OPTIMIZER):
+                is_updated, grad_norm, zero_gradients = state.optimizer.step()
             skip_reason = "" if is_updated else GRADIENTS_OVERFLOWED
             self._invalidate_fp8_weights()
         learning_rate = _get_learning_rate(state.optimizer.param_groups)
@@ -141,6 +153,8 @@ class Stepper:
             zero_gradients=zero_gradients or None,
         )
         device_metrics = self._reduce_metrics(loss_reports, grad_norm, stop_flags)
+        if self._sections is not None:
+            self._sections.finish_step()
         if self._profiler:
             self._profiler.after_step(host_metrics.step)
         return host_metrics, device_metrics

@@ -24,6 +24,7 @@ from flagscale.train.memory_checkpoint.copies import MemoryCheckpoints
 from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.microbatch_balancer import MicrobatchBalancer
 from flagscale.train.parameter_norm import compute_parameters_norm
+from flagscale.train.rank_comparison import RankComparison
 from flagscale.train.report import TrainingReporter
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered_parameters
@@ -69,6 +70,8 @@ class Trainer:
         """Copies the state to host memory; None without."""
         self.memory_history: MemoryHistory | None = None
         """Writes a memory snapshot after a step; None without."""
+        self.rank_comparison: RankComparison | None = None
+        """Compares the times of the ranks; None without."""
         self._checkpointer = checkpointer
         self._reporter = reporter
         self._throughput_meter = throughput_meter
@@ -120,6 +123,8 @@ class Trainer:
                 break
         self._process_metrics(keep_newest=0)
         self._log_last_step()
+        if self.rank_comparison is not None:
+            self.rank_comparison.close()
         self._stepper.close()
         if reason == "completed":
             self._run_final_evaluation()
@@ -210,6 +215,8 @@ class Trainer:
         if self._args.fp16 or self._skipped_steps:
             extra_metrics["skipped_steps"], self._skipped_steps = self._skipped_steps, 0
         self._reporter.log_progress(self._latest_metrics, throughput, extra_metrics)
+        if self.rank_comparison is not None:
+            self.rank_comparison.report(self._logged_step)
 
     def _pending_stop_reason(self) -> StopReason | None:
         """Return the reason to end after this step, if any. The result is equal on all ranks."""

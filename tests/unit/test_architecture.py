@@ -71,6 +71,7 @@ LAYERS = {
         "comm",
         "sinks",
         "flight_reporter",
+        "health",
     },
     "tune": {
         *COMMON,

@@ -32,7 +32,12 @@ from flagscale.launcher.liveness.watch import (
     file_size,
     read_last_records,
 )
-from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE, read_exit_code
+from flagscale.status import (
+    ATTEMPT_VARIABLE,
+    HOST_VARIABLE,
+    STATUS_DIR_VARIABLE,
+    read_exit_code,
+)
 
 REFRESH_SECONDS = 0.25
 # Seconds that a training program without status reports has to run so that its end is no failed
@@ -115,6 +120,7 @@ class Member:
             **self._secrets,
             STATUS_DIR_VARIABLE: str(directory),
             ATTEMPT_VARIABLE: str(number + self._earlier_starts),
+            HOST_VARIABLE: self.host.name,
         }
         try:
             files.make_private_directory(directory)

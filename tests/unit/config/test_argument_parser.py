@@ -91,7 +91,7 @@ def test_default_lists_are_copied() -> None:
             "initialized to zero, so that training starts from the base model",
         ),
         ("--lora-seed 8", "--lora-seed: is not supported: `peft_type: lora`"),
-        ("--log-straggler", "--log-straggler: is not supported: this metric, trace or check"),
+        ("--log-progress", "--log-progress: is not supported: this metric, trace or check"),
         ("--moe-layer-freq [0]+1", r"or \[0\]\+\[1\]\*3 for \[0, 1, 1, 1\], found"),
         ("--moe-layer-freq [1]*[1]", "a whole number"),
         ("--moe-layer-freq [1]-[1]", "a whole number"),
@@ -146,7 +146,8 @@ def test_help_lists_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         ("window_size", ["127,0"], ("window_size", [127, 0])),
         ("moe_layer_freq", "(0, 1)", ("moe_layer_freq", [0, 1])),
         ("rampup_batch_size", "2 2 100", ("rampup_batch_size", [2, 2, 100])),
-        ("log_straggler", True, None),
+        ("log_progress", True, None),
+        ("enable_straggler_detection", True, ("log_straggler", True)),
         ("use_dualpipev", False, None),
     ],
 )

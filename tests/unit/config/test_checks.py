@@ -292,7 +292,7 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
         {"no_gradient_reduce_div_fusion": True},
         "no_gradient_reduce_div_fusion has no effect",
     ),
-    "foreign": ({"log_straggler": True}, "log_straggler has no effect: this metric, trace or"),
+    "foreign": ({"log_progress": True}, "log_progress has no effect: this metric, trace or"),
     "off": ({"moe_per_layer_logging": False, "fsdp_double_buffer": False, "auto_tune": False}, ""),
     "satisfied": ({"fp16": True, "initial_loss_scale": 1024}, ""),
 }

@@ -83,9 +83,9 @@ def test_false_negated_switch_enables_argument() -> None:
 
 
 def test_unused_key_is_passed_to_external_parser_only() -> None:
-    sections = {"a": {"log_straggler": True, "use_dualpipev": False, "x": 1}}
+    sections = {"a": {"log_progress": True, "use_dualpipev": False, "x": 1}}
     assert flatten(sections) == ["--x", "1"]
-    assert flatten(sections, external=True) == ["--log-straggler", "--x", "1"]
+    assert flatten(sections, external=True) == ["--log-progress", "--x", "1"]
 
 
 @pytest.mark.parametrize("name", ["exit_signal_handler", "use_mcore_models"])

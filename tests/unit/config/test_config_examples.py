@@ -203,7 +203,7 @@ def test_missing_quickstart_data_gets_hint(tmp_path: Path, monkeypatch: pytest.M
         ("legacy_tokenizer", "Accepted without effect"),
         ("lora_dim", "Has no effect without `peft_type: lora`"),
         ("lora_init", "Cannot be given: `peft_type: lora` trains low-rank adapters"),
-        ("log_straggler", "Accepted, without effect"),
+        ("log_progress", "Accepted, without effect"),
         ("auto_tuner.space", "Values to which `action=auto_tune` restricts arguments"),
         ("decoder_last_pipeline_num_layers", "alias of num_layers_in_last_pipeline_stage"),
         ("action", "`stop`: end this run"),

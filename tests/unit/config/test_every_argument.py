@@ -320,7 +320,7 @@ EXTERNAL_NAMES = {
     "torch_fsdp2_no_reshard_after_forward": ("fully sharded data parallelism", "refused"),
     "inprocess_hard_timeout": ("in-process restarts", "refused"),
     "no_one_logger": ("external telemetry", "noted"),
-    "log_straggler": ("metrics, traces and checks", "noted"),
+    "log_progress": ("metrics, traces and checks", "noted"),
 }
 
 

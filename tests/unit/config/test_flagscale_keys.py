@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 OBSERVED = """
 enable_perf_monitor no_perf_memory_tracking perf_breakdown perf_console_output perf_log_dir
 perf_log_format perf_log_interval perf_max_log_files perf_memory_tracking perf_model_type
-enable_straggler_detection no_straggler_enable_comm_logging no_straggler_enable_gpu_profile
+no_straggler_enable_comm_logging no_straggler_enable_gpu_profile
 straggler_enable_comm_logging straggler_enable_gpu_profile straggler_log_dir
-straggler_profiling_interval straggler_report_interval straggler_threshold straggler_warmup_steps
+straggler_profiling_interval straggler_report_interval straggler_warmup_steps
 wandb_log_model_interval
 """
 KERNELS = """

@@ -55,7 +55,8 @@ def _parse(text: str) -> dict[tuple[str, str], float]:
             labels = dict(sample.labels)
             assert labels.pop("experiment") == HOSTILE
             assert (labels.pop("run"), labels.pop("host")) == ("20261127-1", "node01")
-            distinguishing = labels.get("device", labels.get("rank", labels.get("data", "")))
+            names = ("device", "section", "rank", "data")
+            distinguishing = next((labels[name] for name in names if name in labels), "")
             samples[sample.name, distinguishing] = sample.value
     return samples
 
@@ -77,6 +78,8 @@ def _write_attempt(directory: Path, first_step: int) -> None:
     first.write("evaluation", step=first_step, loss=3.5, data="code")
     first.write("checkpoint", step=first_step, path="/x", seconds=1.5)
     first.write("warning", message="careful")
+    second.write("sections", step=first_step, steps=1, forward=0.25, waiting=0.125)
+    first.write("stragglers", stragglers=[{"rank": 1, "cost": 0.2}, {"rank": 2, "cost": 0.1}])
     second.write("failed", kind="X", message="m", traceback="")
 
 
@@ -104,6 +107,9 @@ def test_every_metric_is_served_with_its_value(tmp_path: Path) -> None:
         ("flagscale_restarts_total", ""): 0,
         ("flagscale_warnings_total", ""): 1,
         ("flagscale_failed_ranks", ""): 1,
+        ("flagscale_section_seconds", "forward"): 0.25,
+        ("flagscale_section_seconds", "waiting"): 0.125,
+        ("flagscale_straggler_cost_ratio", ""): 0.2,
         ("flagscale_device_utilization_ratio", "0"): 0.5,
         ("flagscale_device_memory_total_bytes", "0"): 80 * 2**30,
         ("flagscale_device_power_watts", "0"): 700.5,
@@ -174,7 +180,7 @@ def test_the_dashboard_shows_metrics_that_are_served() -> None:
     queries = [v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     text = "\n".join((*expressions, *queries))
     assert set(re.findall(r"\bflagscale_\w+", text)) == FAMILIES.keys()
-    labels = {"experiment", "run", "host", "rank", "data", "device", "kind"}
+    labels = {"experiment", "run", "host", "rank", "section", "data", "device", "kind"}
     legends = " ".join(target["legendFormat"] for panel in panels for target in panel["targets"])
     assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= labels
     for expression in expressions:

@@ -194,6 +194,15 @@ def test_warnings_are_reported_once(state: RunState) -> None:
     assert query(state).warnings == ("loss spike",)
 
 
+def test_current_stragglers_are_warnings(state: RunState) -> None:
+    write_status(state, 0, "stragglers", step=1, messages=["rank 1", "rank 2"])
+    assert query(state).warnings == ("rank 1", "rank 2")
+    write_status(state, 0, "stragglers", step=5, messages=["rank 2"])
+    assert query(state).warnings == ("rank 2",)
+    write_status(state, 0, "stragglers", step=9, messages=[])
+    assert query(state).warnings == ()
+
+
 RESET = "node: rank 1 failed: RuntimeError: Connection reset by peer"
 UNSETTLED = f"{RESET}; the hosts are still determining the first failure"
 

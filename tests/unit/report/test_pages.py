@@ -87,6 +87,22 @@ def test_completed_run(tmp_path: Path) -> None:
     assert "may have gone on since" not in page.text
 
 
+def test_sections_of_a_step_and_stragglers(tmp_path: Path) -> None:
+    stored_run = store_run(tmp_path, hosts=("a", "b"), nproc=1)
+    for rank, forward in enumerate((0.25, 0.5)):
+        for step, factor in ((1, 9), (10, 1)):
+            sections = {"forward": factor * forward, "waiting": 0.6 - forward}
+            record = {"event": "sections", "step": step, "steps": 1, **sections}
+            stored_run.append_events(record, rank=rank)
+    sentence = "straggler: rank 1 (b) works longer"
+    stored_run.append_events({"event": "stragglers", "step": 10, "messages": [sentence]})
+    page = _render(stored_run)
+    assert sentence in page.text
+    assert "around step 10" in page.text
+    assert "median of the ranks0.0375.00.00.0225.00.0375.0" in page.text
+    assert "1b0.0500.00.00.0100.00.0500.0" in page.text
+
+
 def test_each_validation_set_has_a_curve(tmp_path: Path) -> None:
     stored_run = store_run(tmp_path)
     stored_run.append_events(*progress_events(9))
@@ -199,6 +215,8 @@ def test_text_of_a_run_is_escaped(tmp_path: Path, hostile_text: str) -> None:
     stored_run.append_events(
         {"event": "warning", "message": hostile_text},
         {"event": "evaluation", "step": 3, "loss": hostile_text},
+        {"event": "sections", "step": hostile_text, "data": 10**400, "forward": hostile_text},
+        {"event": "stragglers", "messages": [hostile_text], "stragglers": hostile_text},
     )
     stored_run.append_events(
         {"event": "checkpoint", "step": 3, "path": hostile_text, "seconds": hostile_text}

@@ -118,6 +118,7 @@ ALIASES: tuple[Alias, ...] = (
     *_same("lr_warmup_iters", "warmup"),
     *_same("muon_use_nesterov", "muon_nesterov"),
     *_opposite("muon_use_nesterov", "no_muon_nesterov"),
+    *_same("log_straggler", "enable_straggler_detection"),
     *_same("save_interval", "persistent_save_interval"),
     *_same("verify_checkpoint", "verify_integrity"),
     *_same("ckpt_format", "dist_ckpt_format"),

@@ -254,11 +254,12 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         unused=True,
     ),
     UnsupportedFamily(
-        "FlagScale's detection of stragglers",
-        r"enable_straggler_detection|(no_)?straggler_(profiling_interval|report_interval|threshold|"
-        r"warmup_steps|enable_(comm_logging|gpu_profile)|log_dir)",
-        "the speed of single ranks is not compared; of a job that hangs, the rank that is behind "
-        "is reported (`experiment.runner.hang_detection_timeout`)",
+        "details of the detection of stragglers",
+        r"(no_)?straggler_(profiling_interval|report_interval|warmup_steps|"
+        r"enable_(comm_logging|gpu_profile)|log_dir)|straggler_(ctrlr_port|minmax_count)|"
+        r"disable_straggler_on_startup",
+        "all ranks are compared at every report, without the first one (`log_straggler`, "
+        "`straggler_threshold`)",
         unused=True,
     ),
     UnsupportedFamily(
@@ -271,12 +272,11 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     ),
     UnsupportedFamily(
         "metrics, traces and checks",
-        r"wandb_log_model_interval|log_(progress|straggler|energy|memory_interval|"
+        r"wandb_log_model_interval|log_(progress|energy|memory_interval|"
         r"device_memory_used)|log_(throughput|loss_scale|l2_norm_grad|runtime|world_size|batch_size|"
         r"num_zeros_in_grad)_to_tensorboard|throughput_window_size|timing_log_(level|option)|"
         r"memory_keys|runtime_time_unit|logging_level|filter_warnings|modules_to_filter|"
-        r"set_level_for_all_loggers|save_config_filepath|straggler_(ctrlr_port|minmax_count)|"
-        r"disable_straggler_on_startup|record_shapes|"
+        r"set_level_for_all_loggers|save_config_filepath|record_shapes|"
         r"nvtx_ranges|use_nsys_profiler|dump_param_to_param_group_map|"
         r"moe_routing_trace_\w+|gpu_sniff_test_interval|pytorch_profiler_collect_\w+|"
         r"save_(activations|params|tokens_per_expert)_interval|"

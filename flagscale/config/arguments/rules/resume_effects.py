@@ -135,9 +135,9 @@ _NAMES: Mapping[Effect, str] = {
     hetero_eager_1f1b hetero_micro_batch_sizes hetero_mode hetero_num_microbatches
     hetero_pipeline_layer_split hetero_process_meshes hetero_use_cpu_communication keep_last load
     log_interval log_learning_rate_to_tensorboard log_memory_to_tensorboard log_num_zeros_in_grad
-    log_params_norm log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard
-    loss_spike_factor manual_gc manual_gc_interval micro_batch_size
-    memory_snapshot_path memory_snapshot_step
+    log_params_norm log_straggler log_throughput log_timers_to_tensorboard
+    log_validation_ppl_to_tensorboard loss_spike_factor manual_gc manual_gc_interval
+    micro_batch_size memory_snapshot_path memory_snapshot_step
     microbatch_group_size_per_vp_stage mmap_bin_files moe_deepep_num_sms moe_enable_deepep
     moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_layer_recompute
     moe_shared_expert_overlap moe_token_dispatcher_type nccl_ub no_load_optim no_load_rng
@@ -157,7 +157,7 @@ _NAMES: Mapping[Effect, str] = {
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation replication
     replication_jump save
     save_best save_interval save_retain_interval sequence_parallel skip_train
-    standalone_embedding_stage store_param_remainders
+    standalone_embedding_stage store_param_remainders straggler_threshold
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_fused_weighted_squared_relu use_precision_aware_optimizer

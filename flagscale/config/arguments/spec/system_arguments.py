@@ -104,9 +104,21 @@ class Logging:
         "Write tokens/s (of the job and per GPU), TFLOP/s and MFU to metrics sinks, too, not only "
         "to the console",
     )
+    log_straggler: bool = arg(
+        True,
+        "Measure the time of a step by section (data, forward, backward, optimizer, waiting for "
+        "others) on each rank, and warn of ranks that work longer than equal ranks",
+    )
+    straggler_threshold: float = arg(
+        1.1,
+        "Working time of a straggler, as a multiple of the median of equal ranks",
+        minimum=1,
+    )
     log_params_norm: bool = arg(False, "Log the L2 norm of all parameters")
     log_learning_rate_to_tensorboard: bool = arg(True, "Write the learning rate to metrics sinks")
-    log_timers_to_tensorboard: bool = arg(False, "Write the step time in seconds to metrics sinks")
+    log_timers_to_tensorboard: bool = arg(
+        False, "Write the step time and its sections in seconds to metrics sinks"
+    )
     log_memory_to_tensorboard: bool = arg(False, "Write the peak memory of a rank to metrics sinks")
     log_validation_ppl_to_tensorboard: bool = arg(
         False, "Write the validation perplexity to metrics sinks"
