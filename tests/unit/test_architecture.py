@@ -19,6 +19,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 # Top-level modules that any package may import.
 COMMON = {"errors", "files", "flight_records", "module_command", "records", "registry", "status"}
+COMMON |= {"object_storage"}
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
     **{name: set[str]() for name in ("errors", "files", "module_command", "status")},
@@ -32,9 +33,10 @@ LAYERS = {
     "rank_hooks": {"after_torch", "flight_reporter"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
-    "sinks": {"errors", "files", "registry", "status"},
+    "sinks": {"errors", "files", "object_storage", "registry", "status"},
     "checkpoint_metadata": {"errors"},
-    "checkpoints": {"checkpoint_metadata", "errors"},
+    "object_storage": {"errors"},
+    "checkpoints": {"checkpoint_metadata", "errors", "object_storage"},
     "tokenizer_files": {"errors"},
     "tables": set(),
     "config": {*COMMON, "accelerators", "sinks", "tokenizer_files"},

@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import warnings
@@ -467,6 +468,70 @@ def kill_the_writer(run: Run) -> dict[str, Any]:
     run.save()
     run.checkpointer.close()
     return run.build_result(polled_before=polled_before)
+
+
+def lose_the_storage(run: Run) -> dict[str, Any]:
+    """Save in object storage on a disk (file://); replace it by a file during the second save."""
+    root = Path(run.args.save.removeprefix("file://"))
+    run.train(1)
+    run.save(required=True)
+    run.train(1)
+    run.save()
+    barrier()
+    if run.rank == 0:
+        root.rename(root.with_name("moved"))
+        root.write_text("")
+    barrier()
+    while run.checkpointer._pending_save is not None:
+        run.checkpointer.poll()
+    barrier()
+    if run.rank == 0:
+        root.unlink()
+        root.with_name("moved").rename(root)
+    barrier()
+    staged = list_checkpoints(run.args.save_staging_dir)
+    run.train(1)
+    run.save()
+    run.checkpointer.close()
+    return run.build_result(staged=staged)
+
+
+def damage_stored_tensors(run: Run) -> dict[str, Any]:
+    """Change bits of the stored tensors of the checkpoint ``name``, and copy the staging directory
+    to ``copy`` with the manifest of another save.
+    """
+    if run.rank == 0:
+        root = Path(run.args.save.removeprefix("file://"))
+        for path in (root / run.case["name"]).glob("*.distcp"):
+            content = bytearray(path.read_bytes())
+            middle = len(content) // 2
+            content[middle : middle + 64] = bytes(64)
+            path.write_bytes(content)
+        copy = Path(run.case["copy"])
+        shutil.copytree(run.args.save_staging_dir, copy)
+        copy.chmod(0o700)
+        manifest = copy / run.case["name"] / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"save_id": "', '"save_id": "0'))
+    barrier()
+    return {}
+
+
+def kill_the_uploader(run: Run) -> dict[str, Any]:
+    """Kill the process that uploads, on one rank, during the second save."""
+    run.train(1)
+    run.save(required=True)
+    run.train(1)
+    run.save()
+    run.checkpointer._continue_pending_save(run.checkpointer._pending_save)
+    if run.rank == 1:
+        process = run.checkpointer._uploads._process._process
+        process.kill()
+        process.wait()
+    run.checkpointer._finish_pending_save()
+    run.train(1)
+    run.save()
+    run.checkpointer.close()
+    return run.build_result()
 
 
 def damage(run: Run) -> dict[str, Any]:
