@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flagscale.errors import CheckpointError
-from flagscale.object_storage import Location, ObjectStore, StorageAddress, parse_location
+from flagscale.object_storage import ObjectStore, StorageAddress, parse_location
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Tracker file, as in Megatron-LM: contains the iteration of the newest checkpoint."""
@@ -46,21 +46,21 @@ completely.
 """
 
 
+L = TypeVar("L", Path, StorageAddress)
+
+
 @dataclass(frozen=True)
-class LatestCheckpoint:
+class LatestCheckpoint(Generic[L]):
     """Checkpoint to load.
 
     ``content`` is its manifest, empty if it has none. ``skipped`` are the checkpoints that were
     skipped, with reasons.
     """
 
-    path: Location
+    path: L
     iteration: int
     content: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
-
-
-L = TypeVar("L", Path, StorageAddress)
 
 
 class Checkpoints(ABC, Generic[L]):
@@ -85,14 +85,14 @@ class Checkpoints(ABC, Generic[L]):
         """Check the files of a checkpoint; see :func:`check_complete`."""
 
     @abstractmethod
-    def _find_named(self, *, verify_without_manifest: bool) -> LatestCheckpoint | None:
+    def _find_named(self, *, verify_without_manifest: bool) -> LatestCheckpoint[L] | None:
         """Return the checkpoint that the directory itself is; None if it is none."""
 
     @abstractmethod
     def _read_tracker_text(self) -> str | None:
         """Return the content of the tracker file; None if there is none."""
 
-    def find_latest(self, *, verify_without_manifest: bool = True) -> LatestCheckpoint | None:
+    def find_latest(self, *, verify_without_manifest: bool = True) -> LatestCheckpoint[L] | None:
         """Return the newest complete checkpoint up to the iteration in the tracker file.
 
         Writing an older iteration into the tracker file makes a run go back to it. A directory that
@@ -208,7 +208,7 @@ class CheckpointDirectory(Checkpoints[Path]):
     def check_complete(self, path: Path, *, verify_without_manifest: bool = True) -> dict[str, Any]:
         return check_complete(path, verify_without_manifest=verify_without_manifest)
 
-    def _find_named(self, *, verify_without_manifest: bool) -> LatestCheckpoint | None:
+    def _find_named(self, *, verify_without_manifest: bool) -> LatestCheckpoint[Path] | None:
         if not (self.root / _INDEX_FILE).is_file():
             return None
         path = self.root.resolve()
@@ -305,7 +305,9 @@ class StoredCheckpoints(Checkpoints[StorageAddress]):
             compare_digest(name, self.store.read(path / name), expected_digest)
         return manifest.entries
 
-    def _find_named(self, *, verify_without_manifest: bool) -> LatestCheckpoint | None:
+    def _find_named(
+        self, *, verify_without_manifest: bool
+    ) -> LatestCheckpoint[StorageAddress] | None:
         del verify_without_manifest
         path = self.root
         if self.root.name == BEST_LINK and (name := self._read_text(self.root)):
@@ -342,7 +344,7 @@ def match_iterations(names: Iterable[str]) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def _name_checkpoint(path: Location, content: Mapping[str, Any]) -> LatestCheckpoint:
+def _name_checkpoint(path: L, content: Mapping[str, Any]) -> LatestCheckpoint[L]:
     """Return the checkpoint in a directory, with the iteration that its manifest or name states."""
     match = re.fullmatch(DIRECTORY_PATTERN, path.name)
     iteration = content.get("iteration", match and int(match[1]))

@@ -57,12 +57,16 @@ class FaultProxy(Server):
                 ``internal_error`` answer 503 and 500, ``denied`` answers 403, and ``cut`` closes
                 the connection in the middle of a response. Those that are not given do not occur.
         """
-        request = urllib.request.Request(
-            self.endpoint + _FAULTS_PATH, json.dumps(faults).encode(), method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            counts: dict[str, int] = json.load(reply)
-        return counts
+        return set_faults(self.endpoint, faults)
+
+
+def set_faults(endpoint: str, faults: Mapping[str, float]) -> dict[str, int]:
+    """Replace the faults of a proxy; see :meth:`FaultProxy.set_faults`."""
+    body = json.dumps(faults).encode()
+    request = urllib.request.Request(endpoint + _FAULTS_PATH, body, method="POST")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        counts: dict[str, int] = json.load(reply)
+    return counts
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:

@@ -175,7 +175,7 @@ def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
     A null counts as set: ``save: null`` saves nothing. A run that saves to object storage loads
     from there.
     """
-    defaults = {
+    defaults: dict[str, Path | str] = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
         "tensorboard_dir": layout.tensorboard,

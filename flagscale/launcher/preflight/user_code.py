@@ -104,9 +104,7 @@ class CheckpointStorage:
         if reply.get("lacks_credentials") and any(
             is_secret(variable.name, variable.value) for variable in plan.environment
         ):
-            finding = (
-                f"{problem} but for the secrets of experiment.envs, without which it was checked"
-            )
+            finding = f"{problem}, apart from secrets of experiment.envs, which only ranks get"
             return Check(self.check, True, finding, warning=True)
         return Check(self.check, False, str(problem), str(reply.get("hint") or ""))
 

@@ -53,7 +53,7 @@ def verify_archive(file: io.BufferedIOBase) -> None:
     Raises:
         BadZipFile: a checksum differs.
     """
-    with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.CRC == 0:  # the first versions of flagscale convert wrote no checksums
                 continue

@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from flagscale.checkpoint_metadata import read_metadata
-from flagscale.checkpoints import LatestCheckpoint, open_checkpoints
+from flagscale.checkpoints import open_checkpoints
 from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
 from flagscale.config.arguments.rules.resuming import (
     PartsToLoad,
@@ -42,7 +42,7 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
 )
 from flagscale.train.checkpoint.optimizer_state import ParameterStates, remove_parameter_states
-from flagscale.train.checkpoint.range_reader import open_checkpoint
+from flagscale.train.checkpoint.range_reader import AnyCheckpoint, open_checkpoint
 from flagscale.train.checkpoint.sharded_weights import DeferredWeights
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import (
@@ -122,7 +122,7 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
         return _load_from(args, state, checkpoint, directory)
 
 
-def _open(args: argparse.Namespace, checkpoint: LatestCheckpoint) -> AbstractContextManager[Path]:
+def _open(args: argparse.Namespace, checkpoint: AnyCheckpoint) -> AbstractContextManager[Path]:
     """Return the local directory of a checkpoint, or one that stands for it."""
     staging = None
     if args.save and is_address(args.save) and str(checkpoint.path.parent) == args.save.rstrip("/"):
@@ -131,7 +131,7 @@ def _open(args: argparse.Namespace, checkpoint: LatestCheckpoint) -> AbstractCon
 
 
 def _load_from(
-    args: argparse.Namespace, state: TrainState, checkpoint: LatestCheckpoint, directory: Path
+    args: argparse.Namespace, state: TrainState, checkpoint: AnyCheckpoint, directory: Path
 ) -> LoadReport:
     """Load a checkpoint. ``directory`` is its local directory, or one that stands for it."""
     run_on_rank_0(lambda: _require_safe_metadata(directory))
@@ -216,7 +216,7 @@ def _find_damage(path: Path) -> str | None:
 
 def _read_shards(
     args: argparse.Namespace,
-    source: tuple[LatestCheckpoint, Path],
+    source: tuple[AnyCheckpoint, Path],
     state: TrainState,
     selected_parts: PartsToLoad,
     manifest: Mapping[str, Any],

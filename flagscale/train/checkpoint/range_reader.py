@@ -25,8 +25,7 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future as TorchFuture
 
 from flagscale.checkpoints import (
@@ -47,6 +46,7 @@ from flagscale.object_storage import (
 from flagscale.train.checkpoint.checksums import verify_archive
 from flagscale.train.checkpoint.uploads import find_staged_copy
 
+AnyCheckpoint = LatestCheckpoint[Path] | LatestCheckpoint[StorageAddress]
 _MAX_GAP_BYTES = 1 << 20
 """Bytes between two chunks that are read together, which takes less time than another request."""
 
@@ -118,7 +118,7 @@ def _read_copy(path: Path, size: int, begin: int, end: int) -> bytes | None:
 
 @contextmanager
 def open_checkpoint(
-    checkpoint: LatestCheckpoint, staging: Path | None, *, verify: bool
+    checkpoint: AnyCheckpoint, staging: Path | None, *, verify: bool
 ) -> Iterator[Path]:
     """Return a local directory that megatron.core loads a checkpoint from, as long as it is open.
 

@@ -71,7 +71,8 @@ class UploadProcess:
         """Return whether no request is in progress, so that :meth:`receive` does not wait."""
         if not self._is_waiting or self._process is None:
             return True
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        output = self._process.stdout
+        return output is None or bool(select.select([output], [], [], 0)[0])
 
     def receive(self) -> Any:
         """Wait for the reply to the request in progress; None if there is none.

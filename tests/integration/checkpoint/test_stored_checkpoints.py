@@ -55,7 +55,7 @@ def results(lab_root: Path) -> dict[str, Any]:
             "damage_stored_tensors",
             dp2,
             damaged,
-            name="iter_0000003",
+            checkpoint="iter_0000003",
             copy=str(lab_root / "copy"),
         ),
         make_case("staged", "load_only", dp2, f"{damaged} {load}"),

@@ -418,7 +418,8 @@ def missing_files(name: str, value: Any) -> Iterator[str]:
     function_file = _python_file_of(value) if name == EXTERNAL_DATA else None
     if function_file and not Path(function_file).is_file():
         yield f"no file {function_file}"
-    if name == PRETRAINED_CHECKPOINT and isinstance(value, str) and not Path(value).is_dir():
+    is_pretrained = name == PRETRAINED_CHECKPOINT and isinstance(value, str)
+    if is_pretrained and not is_address(value) and not Path(value).is_dir():
         yield f"no directory {value}"
     if name == DATA_PHASES:
         for words in _phase_blends(value):
