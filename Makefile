@@ -13,7 +13,7 @@ TORCH  := torch==2.13.0
 
 CONFIG := --config-path ./examples/llama3/conf --config-name train
 
-.PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-sinks _sinks test-bare lint format docs \
+.PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-sinks _sinks test-storage _storage test-bare lint format docs \
 	gpu-test gpu-bench bench wheel sanitize fuzz clean
 
 help: ## list the targets
@@ -100,6 +100,19 @@ $(VENV)/.setup-sinks: pyproject.toml | $(VENV)/bin/python
 
 _sinks: $(VENV)/.setup-sinks
 	FLAGSCALE_REQUIRE_SINKS=1 $(RUN) -m pytest tests/unit/sinks tests/integration/sinks
+
+test-storage: backend ## run the tests of checkpoints on an S3 server, in an environment of their own
+	@$(MAKE) --no-print-directory _storage VENV=.venv-storage
+
+# Without constraints: the S3 client needs older versions of packages that training uses.
+$(VENV)/.setup-storage: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet --editable '.[train,data,storage-tests,dev]'
+	@touch $@
+
+_storage: $(VENV)/.setup-storage
+	FLAGSCALE_REQUIRE_STORAGE=1 $(RUN) -m pytest tests/integration/checkpoint/test_s3_checkpoints.py \
+	tests/integration/checkpoint/test_stored_checkpoints.py tests/unit/test_object_storage.py
 
 test-bare: ## run quickstart and test in a minimal Debian, as root and as a user (requires debootstrap)
 	tools/dev/bare.sh

@@ -39,10 +39,12 @@ from flagscale.config.arguments.spec.paths import (
     BLENDS,
     DATA_PHASES,
     NOT_A_PATH,
+    PRETRAINED_CHECKPOINT,
     WRITTEN_DIRECTORIES,
     misnamed_data_sets,
     missing_files,
     pseudo_file_system_of,
+    storage_problem,
     why_too_long,
 )
 from flagscale.config.arguments.spec.registry import aliases
@@ -164,8 +166,10 @@ def check_directories(experiment: Experiment) -> list[Problem]:
         key, name, value = argument.key, argument.name, argument.value
         if name in WRITTEN_DIRECTORIES and name != "load":
             output_paths.append((key, value))
-        if name in WRITTEN_DIRECTORIES and isinstance(value, str):
+        if name in (*WRITTEN_DIRECTORIES, PRETRAINED_CHECKPOINT) and isinstance(value, str):
             reason = None if name == "load" else why_too_long(value)
+            if not experiment.task.external:
+                reason = storage_problem(name, value) or reason
             if value in NOT_A_PATH and not experiment.task.external:
                 reason = f"expected a directory, found {value!r}; to disable it, use null"
             if reason:

@@ -154,6 +154,7 @@ class Layout:
     runs = _SubPath("logs/runs")
     code = _SubPath("logs/code")
     checkpoints = _SubPath("checkpoints")
+    checkpoint_staging = _SubPath("checkpoint_staging")
     tensorboard = _SubPath("tensorboard")
     wandb = _SubPath("wandb")
 

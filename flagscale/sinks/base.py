@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from flagscale.object_storage import is_address
 from flagscale.sinks.run_record import RunRecord
 from flagscale.status import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 
@@ -64,12 +65,15 @@ class TrainingRun:
         (``save``) or the TensorBoard files, otherwise in the working directory.
         """
         for argument in ("save", "tensorboard_dir"):
-            if self.arguments[argument]:
-                return Path(self.arguments[argument]).parent / name
+            value = self.arguments[argument]
+            if value and not is_address(value):
+                return Path(value).parent / name
         return Path(name).absolute()
 
     def run_record(self, sink: str, **location: str | None) -> RunRecord:
         """Return the record of the run at a sink that this training continues.
+
+        It is in ``save``, or in the local directory ``metrics`` if that is object storage.
 
         Further calls return the same record, with the id that was written to it.
 
@@ -84,8 +88,11 @@ class TrainingRun:
         # An evaluation is no part of the training.
         is_stored = bool(arguments["save"]) and not arguments["skip_train"]
         is_restarted = self.environment.get(ATTEMPT_VARIABLE, "0") != "0"
+        directory = Path(arguments["save"] or "")
+        if is_address(arguments["save"] or ""):
+            directory = self.local_directory("metrics")
         record = self._records[sink] = RunRecord(
-            Path(arguments["save"], f"{sink}_run.json") if is_stored else None,
+            directory / f"{sink}_run.json" if is_stored else None,
             location,
             is_continued=self.iteration > 0 or is_restarted,
         )

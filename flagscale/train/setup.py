@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.checkpoints import CheckpointDirectory
+from flagscale.checkpoints import open_checkpoints
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
 from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.config.arguments.rules.freezing import freezing_argument
@@ -103,14 +103,7 @@ def prepare_training(
     if not same_device_kind:
         devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
     reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
-    if argument := freezing_argument(vars(args)):
-        counts = count_trained_weights(state.modules(), config)
-        reporter.log(
-            f"{argument}: {counts.trained / 1e6:,.2f} M of {counts.total / 1e6:,.2f} M weights are "
-            "trained"
-        )
-    for note in (*args.remarks, *list_build_notes(args, config, device)):
-        reporter.log(note)
+    _log_notes(args, state, config, device, reporter)
     memory_checkpoints = open_memory_checkpoints(args, rank, reporter.warn)
     _resume(args, state, checkpointer, memory_checkpoints, reporter, is_new_run=is_new_run)
     balancer = None
@@ -146,6 +139,24 @@ def prepare_training(
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state
+
+
+def _log_notes(
+    args: argparse.Namespace,
+    state: TrainState,
+    config: TransformerConfig,
+    device: Device,
+    reporter: TrainingReporter,
+) -> None:
+    """Log how many weights are trained, and what arguments mean here."""
+    if argument := freezing_argument(vars(args)):
+        counts = count_trained_weights(state.modules(), config)
+        reporter.log(
+            f"{argument}: {counts.trained / 1e6:,.2f} M of {counts.total / 1e6:,.2f} M weights are "
+            "trained"
+        )
+    for note in (*args.remarks, *list_build_notes(args, config, device)):
+        reporter.log(note)
 
 
 def _create_section_recorder(args: argparse.Namespace, device: Device) -> SectionRecorder | None:
@@ -222,7 +233,7 @@ def _find_saved_iteration(args: argparse.Namespace) -> int:
     """Return the iteration of the newest checkpoint in ``load``; -1 without any. Collective."""
 
     def find() -> int:
-        newest = CheckpointDirectory(Path(args.load)).find_latest() if args.load else None
+        newest = open_checkpoints(args.load).find_latest() if args.load else None
         return -1 if newest is None else newest.iteration
 
     return run_on_rank_0(find)

@@ -19,8 +19,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 # Top-level modules that any package may import.
 COMMON = {
-    *("errors", "files", "flight_records", "host_memory", "module_command", "records", "registry"),
-    "status",
+    *("errors", "files", "flight_records", "host_memory", "module_command", "object_storage"),
+    *("records", "registry", "status"),
 }
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
@@ -35,9 +35,10 @@ LAYERS = {
     "rank_hooks": {"after_torch", "flight_reporter"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
-    "sinks": {"errors", "files", "registry", "status"},
+    "sinks": {"errors", "files", "object_storage", "registry", "status"},
     "checkpoint_metadata": {"errors"},
-    "checkpoints": {"checkpoint_metadata", "errors"},
+    "object_storage": {"errors"},
+    "checkpoints": {"checkpoint_metadata", "errors", "object_storage"},
     "tokenizer_files": {"errors"},
     "tables": set(),
     "config": {*COMMON, "accelerators", "sinks", "tokenizer_files"},

@@ -67,6 +67,7 @@ from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
+from flagscale.object_storage import is_address
 from flagscale.sinks.registry import check_sink_names
 
 
@@ -118,10 +119,26 @@ def _check_export_directories(values: Values) -> Iterator[Violation]:
                 yield name, f"{path} is the directory of {other}; give another one"
 
 
+def _check_export_source(values: Values) -> Iterator[Violation]:
+    """Check that checkpoints to export are on a disk."""
+    if not is_address(values["save"] or ""):
+        return
+    for name in ("export_huggingface", "export_peft"):
+        if values[name]:
+            yield (
+                name,
+                (
+                    f"is not supported with save: {values['save']}, because exports are made from "
+                    "checkpoints on a disk; leave it out"
+                ),
+            )
+
+
 def _check_export(values: Values) -> Iterator[Violation]:
     """Check that a config.json of Hugging Face can describe the model, and that peft can load its
     adapters, if an export is requested."""
     yield from _check_export_directories(values)
+    yield from _check_export_source(values)
     for_peft = values["peft_type"] and values["export_peft"]
     if not values["export_huggingface"] and not for_peft:
         return

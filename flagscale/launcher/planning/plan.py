@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from flagscale.launcher.planning.model import (
 from flagscale.launcher.planning.per_host import HostSettings, program_path, resolve_all_settings
 from flagscale.launcher.planning.supervision import AgentRendezvous
 from flagscale.module_command import python_arguments
+from flagscale.object_storage import is_address
 
 HOOK_DIRECTORY = "flagscale/rank_hooks"
 """Directory in the project for PYTHONPATH of programs other than ours."""
@@ -161,28 +162,29 @@ def program_arguments(
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
-    directories = read_arguments(default_directories(layout, args.named)).arguments
+    directories = read_arguments(default_directories(layout, args)).arguments
     arguments = command_line(
         args.with_added(directories.entries), external=experiment.task.external
     )
     return (str(program_path(experiment.task, project)), *arguments)
 
 
-def default_directories(layout: Layout, given_names: Container[str]) -> dict[str, str]:
+def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
     """Return the default directories of an experiment for arguments that the YAML does not set.
 
-    Args:
-        layout: Paths of the experiment.
-        given_names: Arguments that the YAML sets. A null counts as set: ``save: null`` saves
-            nothing.
+    A null counts as set: ``save: null`` saves nothing. A run that saves to object storage loads
+    from there.
     """
-    defaults = {
+    defaults: dict[str, Path | str] = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
         "tensorboard_dir": layout.tensorboard,
         "wandb_save_dir": layout.wandb,
     }
-    return {name: str(path) for name, path in defaults.items() if name not in given_names}
+    save = args["save"]
+    if isinstance(save, str) and is_address(save):
+        defaults |= {"load": save, "save_staging_dir": layout.checkpoint_staging}
+    return {name: str(path) for name, path in defaults.items() if name not in args.named}
 
 
 @dataclass(frozen=True)

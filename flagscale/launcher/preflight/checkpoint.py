@@ -18,6 +18,7 @@ from flagscale.errors import CheckpointError
 from flagscale.hosts.facts import HostFacts
 from flagscale.launcher.preflight.checks import Check
 from flagscale.launcher.preflight.directories import HostPaths
+from flagscale.object_storage import is_address
 
 CHECK = "load"
 MODULE = "flagscale.checkpoints"
@@ -40,8 +41,10 @@ def check_checkpoint(
     if master_facts is None:
         return None
     reply = master_facts.module_reply(CHECK)
+    is_stored = is_address(paths.load_dir)
     if reply is None:
-        reply = {"problem": "its Python was not queried"} if master_facts.checkpoints else {}
+        is_expected = is_stored or master_facts.checkpoints
+        reply = {"problem": "its Python was not queried"} if is_expected else {}
     if reply.get("path"):
         return _check_fit(paths, reply, facts, world_size)
     if reply.get("refused"):
@@ -50,10 +53,12 @@ def check_checkpoint(
             finding = f"{paths.load_dir}: {finding}"
         return Check(CHECK, False, _join_lines(finding), str(reply.get("hint") or ""))
     if reply.get("problem"):
-        finding = (
-            f"{paths.load_dir} contains checkpoints, but they could not be checked: "
-            f"{reply['problem']}"
+        what = (
+            "was not checked"
+            if is_stored
+            else "contains checkpoints, but they could not be checked"
         )
+        finding = f"{paths.load_dir} {what}: {reply['problem']}"
         return Check(CHECK, True, finding, warning=True)
     finding, hint = missing_checkpoint(paths.arguments) if paths.arguments else ("", None)
     # With a hint, the arguments require a checkpoint. Without one, training starts from scratch.
@@ -67,7 +72,7 @@ def _check_fit(
 ) -> Check:
     """Check a complete checkpoint: every host must see it, and it must fit the run."""
     name = PurePath(reply["path"]).name
-    if name not in facts.checkpoints:
+    if name not in facts.checkpoints and not is_address(reply["path"]):
         hint = "all hosts have to see the same checkpoints: share the directory, or copy them there"
         return Check(CHECK, False, f"{reply['path']} does not exist on this host", hint)
     args = derive_arguments(argparse.Namespace(**paths.arguments), world_size)

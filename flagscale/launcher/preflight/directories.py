@@ -17,6 +17,7 @@ from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.per_host import HostSettings
 from flagscale.launcher.planning.plan import default_directories
 from flagscale.launcher.preflight.checks import Check
+from flagscale.object_storage import is_address
 
 _CACHE_ARGUMENT = "data_cache_path"
 _MIB = 1 << 20
@@ -50,8 +51,8 @@ def collect_host_paths(
     if experiment.task.external:
         return HostPaths()
     args = settings.train
-    values = {**args.values, **default_directories(layout, args.named)}
-    named_paths = {"save": values["save"]}
+    values = {**args.values, **default_directories(layout, args)}
+    named_paths = {name: values[name] for name in ("save", "save_staging_dir")}
     cache = data_cache_of(values)
     if is_first:
         named_paths["tensorboard_dir"] = values["tensorboard_dir"]
@@ -64,7 +65,7 @@ def collect_host_paths(
         output_paths={
             name: path
             for name, path in named_paths.items()
-            if path and "://" not in path and (name in args.given or name == _CACHE_ARGUMENT)
+            if path and not is_address(path) and (name in args.given or name == _CACHE_ARGUMENT)
         },
     )
 

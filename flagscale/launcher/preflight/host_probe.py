@@ -31,6 +31,7 @@ from flagscale.launcher.planning.per_host import HostSettings, rebase_path, reso
 from flagscale.launcher.planning.plan import master_address, plan, requested_port
 from flagscale.launcher.planning.supervision import liveness_port
 from flagscale.launcher.preflight import backend, checkpoint, directories, user_code
+from flagscale.object_storage import is_address
 
 TRAINING_BACKEND = "the adapted training backend"
 """Description of what requires the adapted backend's source, in place of a configuration key."""
@@ -191,24 +192,24 @@ def _preflight_query(
         (part.check, part.module, part.query_arguments(experiment))
         for part in user_code.HOST_QUERIES
     ]
+    # Rank 0 chooses the checkpoint for all.
+    load_query = (checkpoint.CHECK, checkpoint.MODULE, [host_paths.load_dir])
+    loads_from_storage = is_address(host_paths.load_dir)
+    if loads_from_storage and index == 0:
+        module_queries.append(load_query)
     return PreflightQuery(
         project=project,
         exp_dir=str(experiment.exp_dir),
         required_paths=list(replies.required_paths[index]),
         output_paths=list(host_paths.output_paths.values()),
-        load_dir=host_paths.load_dir,
+        load_dir="" if loads_from_storage else host_paths.load_dir,
         compare_code=compares_code(experiment, is_local=replies.is_local),
         module_queries=[
             make_query(check, module, arguments)
             for check, module, arguments in module_queries
             if arguments
         ],
-        # Rank 0 chooses the checkpoint for all.
-        checkpoint_queries=(
-            [make_query(checkpoint.CHECK, checkpoint.MODULE, [host_paths.load_dir])]
-            if index == 0
-            else []
-        ),
+        checkpoint_queries=[make_query(*load_query)] if index == 0 else [],
         ignore_cache=ignore_cache,
     )
 

@@ -15,9 +15,11 @@ from flagscale.config.arguments.rules.model_family import MODEL_FAMILIES
 from flagscale.config.arguments.spec.paths import EXTERNAL_DATA
 from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.schema import Experiment
+from flagscale.config.secrets import is_secret
 from flagscale.hosts.facts import HostFacts
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.preflight.checks import Check
+from flagscale.object_storage import is_address
 from flagscale.sinks.registry import ENABLING_KEYS, SINKS_KEY, list_enabled_sinks
 
 
@@ -80,9 +82,40 @@ class MetricsSinks:
         return Check(self.check, True, str(reply["found"]))
 
 
+@dataclass(frozen=True)
+class CheckpointStorage:
+    """Object storage to which every host uploads its part of the checkpoints."""
+
+    check: str = "save"
+    module: str = "flagscale.object_storage"
+
+    def query_arguments(self, experiment: Experiment) -> list[str] | None:
+        """Return the address, or None if checkpoints are saved on a disk or nowhere."""
+        save = experiment.train["save"]
+        is_stored = isinstance(save, str) and is_address(save) and not experiment.task.external
+        return [save] if is_stored else None
+
+    def check_host(self, experiment: Experiment, plan: HostPlan, facts: HostFacts) -> Check:
+        """Return the check of one host, from its reply."""
+        reply = facts.module_reply(self.check) or {"problem": "its Python was not queried"}
+        if not (problem := reply.get("problem")):
+            return Check(self.check, True, str(reply["found"]))
+        # Queries do not get secrets of the YAML, which the ranks get in their environment.
+        if reply.get("lacks_credentials") and any(
+            is_secret(variable.name, variable.value) for variable in plan.environment
+        ):
+            finding = f"{problem}, apart from secrets of experiment.envs, which only ranks get"
+            return Check(self.check, True, finding, warning=True)
+        return Check(self.check, False, str(problem), str(reply.get("hint") or ""))
+
+
 USER_CODE = (
     UserCode("family", "family", "flagscale.train.models.check", _is_external_family),
     UserCode("data", EXTERNAL_DATA, "flagscale.train.data.check", uses_external_data),
 )
-HOST_QUERIES: tuple[UserCode | MetricsSinks, ...] = (MetricsSinks(), *USER_CODE)
+HOST_QUERIES: tuple[UserCode | MetricsSinks | CheckpointStorage, ...] = (
+    MetricsSinks(),
+    CheckpointStorage(),
+    *USER_CODE,
+)
 """Code that the Python of each host looks for."""

@@ -10,33 +10,41 @@ from flagscale.checkpoints import CheckpointDirectory
 from flagscale.errors import CheckpointError
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.state import RunState
+from flagscale.object_storage import Location, StorageAddress, is_address
 
 
-def find_output_paths(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
+def find_output_paths(plan: LaunchPlan, state: RunState) -> list[tuple[str, Location]]:
     """Return the script, logs, TensorBoard files and newest checkpoint of a run, if they exist."""
     host = state.hosts[0]
     program = plan.hosts[0].program
-    candidates = [
+    candidates: list[tuple[str, Location]] = [
         ("script", host.script),
         ("output", host.output),
         ("logs of ranks", host.run_dir / "ranks"),
-        *(("TensorBoard", path) for path in _option_values(program, "--tensorboard-dir")),
+        *(("TensorBoard", Path(path)) for path in _option_values(program, "--tensorboard-dir")),
         *(_newest_checkpoint(path) for path in _option_values(program, "--save")),
     ]
-    return [(label, path) for label, path in candidates if path.exists()]
+    return [
+        (label, path)
+        for label, path in candidates
+        if isinstance(path, StorageAddress) or path.exists()
+    ]
 
 
-def _option_values(program: Sequence[str], flag: str) -> Iterator[Path]:
+def _option_values(program: Sequence[str], flag: str) -> Iterator[str]:
     """Yield the values of a flag of the training program."""
     for word, value in pairwise(program):
         if word == flag:
-            yield Path(value)
+            yield value
 
 
-def _newest_checkpoint(directory: Path) -> tuple[str, Path]:
-    """Return the checkpoint that would be loaded, as far as that is known without torch, otherwise
-    the directory.
+def _newest_checkpoint(save: str) -> tuple[str, Location]:
+    """Return the checkpoint that would be loaded, as far as that is known without torch and without
+    requests to object storage, otherwise the directory.
     """
+    if is_address(save):
+        return "checkpoints", StorageAddress(save)
+    directory = Path(save)
     try:
         # Checkpoints of other programs have no manifest that can be checked quickly.
         newest = CheckpointDirectory(directory).find_latest(verify_without_manifest=False)
@@ -53,6 +61,8 @@ def format_output_paths(plan: LaunchPlan, state: RunState) -> Iterator[str]:
         yield f"  {label + ':':{width + 1}} {_relative_if_below(path)}"
 
 
-def _relative_if_below(path: Path) -> Path:
+def _relative_if_below(path: Location) -> Location:
+    if isinstance(path, StorageAddress):
+        return path
     current_directory = Path.cwd()
     return path.relative_to(current_directory) if path.is_relative_to(current_directory) else path

@@ -1,7 +1,7 @@
 """Checkpointer: saves training state in the foreground or background, and loads it.
 
 The trainer calls it. :mod:`.writing` writes the tensors, :mod:`.store` manages the directory of
-checkpoints, and :mod:`.loading` loads.
+checkpoints, :mod:`.uploads` uploads to object storage, and :mod:`.loading` loads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flagscale.config.arguments.spec.paths import staging_directory
 from flagscale.errors import CheckpointError
+from flagscale.object_storage import Location, parse_location
 from flagscale.train.checkpoint import loading, sharded_state
 from flagscale.train.checkpoint.chat_template import MANIFEST_KEY, read_chat_template
 from flagscale.train.checkpoint.collective_errors import (
@@ -31,6 +33,7 @@ from flagscale.train.checkpoint.exporter import CheckpointExporter
 from flagscale.train.checkpoint.loading import LoadReport
 from flagscale.train.checkpoint.sharded_weights import copy_weights_to_owners
 from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
+from flagscale.train.checkpoint.uploads import CheckpointUploads, StagedUpload
 from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.optim.hyperparameters import save_schedule
 from flagscale.train.state import TrainState
@@ -40,17 +43,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete on disk.
+    """A checkpoint that is complete.
 
     Attributes:
         iteration: iteration of the training state.
-        path: directory of the checkpoint.
+        path: directory or address of the checkpoint.
         save_seconds: time from the start of saving until the checkpoint was complete.
         best_loss: its validation loss, if it is the lowest so far (``save_best``).
     """
 
     iteration: int
-    path: Path
+    path: Location
     save_seconds: float
     best_loss: float | None = None
 
@@ -82,6 +85,7 @@ class _PendingSave:
         write: the tensors being written.
         start_time: time of the start, of ``time.monotonic``.
         best: set if the validation loss is the lowest so far.
+        upload: the upload to object storage, once the tensors are written.
     """
 
     iteration: int
@@ -89,6 +93,7 @@ class _PendingSave:
     write: CheckpointWrite
     start_time: float
     best: BestCheckpoint | None = None
+    upload: StagedUpload | None = None
 
 
 class Checkpointer:
@@ -121,7 +126,7 @@ class Checkpointer:
         # Read now, because the file may change during the run.
         self._chat_template = read_chat_template(args) if args.save else None
         self._warn = warn or _log_on_rank_0
-        self._store = CheckpointStore(Path(args.save)) if args.save else None
+        self._store, self._uploads = _open_store(args)
         self._pending_save: _PendingSave | None = None
         self._completed: list[SavedCheckpoint] = []
         self._save_error: CheckpointError | None = None
@@ -161,17 +166,22 @@ class Checkpointer:
         """
         if self._store is None:
             return False
-        store = self._store
+        store, uploads = self._store, self._uploads
         try:
+            if uploads is not None:
+                is_new = uploads.check_usable()
+                uploads.check_staging()
+                return is_new
             is_new = run_on_rank_0(lambda: not store.root.exists())
             self._create_directory(0)
         except CheckpointError as error:
+            hint = "set save to a directory that every host can write, or to null to save none"
             raise CheckpointError(
-                f"save: no checkpoint can be written in {store.root}: {error.message}",
-                hint="set save to a directory that every host can write, or to null to save none",
+                f"save: no checkpoint can be written in {self._args.save}: {error.message}",
+                hint=error.hint or hint,
             ) from error
         finally:
-            if dist.get_rank() == 0:
+            if uploads is None and dist.get_rank() == 0:
                 store.abandon(0)
         return is_new
 
@@ -215,8 +225,9 @@ class Checkpointer:
 
     def poll(self) -> list[SavedCheckpoint]:
         """Return the checkpoints completed since the last call. Called once per step."""
-        if self._pending_save is not None and true_on_all_ranks(self._pending_save.write.is_done()):
-            self._finish_pending_save()
+        pending = self._pending_save
+        if pending is not None and true_on_all_ranks(self._is_stage_done(pending)):
+            self._continue_pending_save(pending)
         completed, self._completed = self._completed, []
         return completed
 
@@ -234,6 +245,8 @@ class Checkpointer:
         for removal in self._removals:
             removal.result()
         self._removal_pool.shutdown()
+        if self._uploads is not None:
+            self._uploads.close()
         if self._exporter is not None:
             self._exporter.close(finish=finish_exports)
             self._remove(self._kept_for_export)
@@ -254,13 +267,18 @@ class Checkpointer:
             and (replica_count > 1 or args.meshes is not None),
             in_background=self._args.async_save,
             validate_sharding=not self._sharding_validated,
+            is_staged=self._uploads is not None,
         )
         self._sharding_validated = True
+        if self._uploads is not None:
+            self._uploads.begin(iteration)
         return write
 
     def _create_directory(self, iteration: int) -> Path:
         """Create the temporary directory of a checkpoint; check that every rank can write to it."""
         store = self._require_store()
+        if self._uploads is not None:
+            return self._uploads.create_directory(iteration)
         directory = run_on_rank_0(lambda: store.begin(iteration))
         is_writable = os.access(directory, os.W_OK | os.X_OK)
         raise_on_all_ranks(
@@ -292,19 +310,54 @@ class Checkpointer:
 
     def _finish_pending_save(self) -> None:
         """Wait for the save in progress, if any; publish the checkpoint or record the failure."""
-        if self._pending_save is None:
-            return
-        pending, self._pending_save = self._pending_save, None
+        while self._pending_save is not None:
+            self._continue_pending_save(self._pending_save)
+
+    def _is_stage_done(self, pending: _PendingSave) -> bool:
+        """Return whether this rank has finished its part of the current stage of a save."""
+        is_uploaded = self._uploads is None or self._uploads.is_done()
+        return is_uploaded and pending.write.is_done()
+
+    def _continue_pending_save(self, pending: _PendingSave) -> None:
+        """Wait for the current stage of the save in progress, and start the next one, if any."""
         try:
-            pending.write.finish()
-            path = run_on_rank_0(lambda: self._publish(pending))
+            path = self._finish_stage(pending)
         except CheckpointError as error:
-            self._record_failure(pending.iteration, error)
+            self._pending_save = None
+            self._record_failure(pending.iteration, error, pending.upload)
             return
+        if path is None:
+            return
+        self._pending_save = None
+        for warning in () if pending.upload is None else pending.upload.warnings:
+            self._warn(warning)
         self._save_error, self._has_earlier_checkpoint = None, True
         seconds = time.monotonic() - pending.start_time
         best_loss = None if pending.best is None else pending.best.valid_loss
         self._completed.append(SavedCheckpoint(pending.iteration, path, seconds, best_loss))
+
+    def _finish_stage(self, pending: _PendingSave) -> Location | None:
+        """Finish a stage of a save; return the checkpoint if it was the last one."""
+        if pending.upload is not None:
+            return pending.upload.advance()
+        pending.write.finish()
+        if self._uploads is None:
+            return run_on_rank_0(lambda: self._publish(pending))
+        publication = {
+            "is_best": pending.best is not None,
+            "keep_count": self._keep_count,
+            "retain_interval": self._args.save_retain_interval,
+        }
+        pending.upload = self._uploads.start(
+            pending.iteration, pending.write, pending.manifest_entries, publication
+        )
+        return None
+
+    @property
+    def _keep_count(self) -> int | None:
+        """Number of newest checkpoints to keep; None for all."""
+        keep_last: int | None = self._args.keep_last
+        return keep_last or (1 if self._args.save_retain_interval else None)
 
     def _publish(self, pending: _PendingSave) -> Path:
         """Publish a checkpoint, then delete superseded ones in the background (rank 0)."""
@@ -317,9 +370,10 @@ class Checkpointer:
             except OSError as error:
                 reason = error.strerror or str(error)
                 self._warn(f"{path.name} is the best checkpoint, but cannot be marked: {reason}")
-        retain_interval = self._args.save_retain_interval
-        if keep_count := self._args.keep_last or (1 if retain_interval else None):
-            superseded += store.list_superseded(pending.iteration, keep_count, retain_interval)
+        if keep_count := self._keep_count:
+            superseded += store.list_superseded(
+                pending.iteration, keep_count, self._args.save_retain_interval
+            )
         if self._exporter is not None:
             # One that is still being exported is deleted later.
             source = self._exporter.source
@@ -337,10 +391,24 @@ class Checkpointer:
         if self._exporter is not None:
             self._exporter.remove(paths)
 
-    def _record_failure(self, iteration: int, error: CheckpointError) -> None:
-        """Delete the incomplete checkpoint, keep the error for later, and warn the user."""
-        if dist.get_rank() == 0:
-            self._require_store().abandon(iteration)
+    def _record_failure(
+        self, iteration: int, error: CheckpointError, upload: StagedUpload | None = None
+    ) -> None:
+        """Delete the incomplete checkpoint, keep the error for later, and warn the user.
+
+        A checkpoint that was written and not uploaded stays in the staging directory.
+        """
+        store = self._require_store()
+        if self._uploads is not None:
+            self._uploads.abandon(iteration)
+        elif dist.get_rank() == 0:
+            store.abandon(iteration)
+        if upload is not None:
+            error = CheckpointError(
+                f"{error.message}; its files stay in {store.path(iteration)} of each host until "
+                "the next save",
+                hint=error.hint,
+            )
         fallback_hint = (
             "the checkpoints saved before it are in place" if self._has_earlier_checkpoint else None
         )
@@ -354,6 +422,19 @@ class Checkpointer:
         if self._store is None:
             raise CheckpointError("save is not set: there is no directory for checkpoints")
         return self._store
+
+
+def _open_store(
+    args: argparse.Namespace,
+) -> tuple[CheckpointStore | None, CheckpointUploads | None]:
+    """Return the local directory of checkpoints, and the uploads from it to an address."""
+    if not args.save:
+        return None, None
+    location = parse_location(args.save)
+    if isinstance(location, Path):
+        return CheckpointStore(location), None
+    staging = CheckpointStore(staging_directory(vars(args)))
+    return staging, CheckpointUploads(location, staging)
 
 
 def _log_on_rank_0(message: str) -> None:

@@ -39,7 +39,7 @@ def verify_checksums(path: Path, storage_items: Any, partition: int, partition_c
             raise CheckpointError(f"{path}: {fqn}: {name!r} is not a file next to its metadata")
         try:
             with (path / name).open("rb") as file:
-                _read_archive(_FileRange(file, offset, length))
+                verify_archive(io.BufferedReader(_FileRange(file, offset, length), _BUFFER_BYTES))
         except (OSError, zipfile.BadZipFile) as error:
             message = f"{path / name}: {fqn} is not as it was written: {error}"
             raise CheckpointError(
@@ -47,9 +47,13 @@ def verify_checksums(path: Path, storage_items: Any, partition: int, partition_c
             ) from error
 
 
-def _read_archive(file: _FileRange) -> None:
-    """Read all records of a zip archive; the zipfile module compares their CRC-32."""
-    with zipfile.ZipFile(io.BufferedReader(file, _BUFFER_BYTES)) as archive:
+def verify_archive(file: io.BufferedIOBase) -> None:
+    """Verify the checksums of a zip archive, by reading all of its records.
+
+    Raises:
+        BadZipFile: a checksum differs.
+    """
+    with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.CRC == 0:  # the first versions of flagscale convert wrote no checksums
                 continue

@@ -72,6 +72,10 @@ def describe_error(error: BaseException) -> str:
     torch's archive writer replaces a failed write by an error of its own. The OSError is then found
     among the causes and contexts of that error.
     """
+    for failure, _ in getattr(error, "failures", {}).values():  # of torch.distributed.checkpoint
+        return describe_error(failure)
+    if isinstance(error, CheckpointError):
+        return error.message
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

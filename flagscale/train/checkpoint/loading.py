@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,19 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from flagscale.checkpoint_metadata import read_metadata
-from flagscale.checkpoints import CheckpointDirectory, LatestCheckpoint
+from flagscale.checkpoints import open_checkpoints
 from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
 from flagscale.config.arguments.rules.resuming import (
     PartsToLoad,
     loads_optimizer,
     parts_to_load,
 )
+from flagscale.config.arguments.spec.paths import staging_directory
 from flagscale.errors import CheckpointError
+from flagscale.object_storage import Location, is_address
 from flagscale.train.checkpoint import checksums, sharded_state
 from flagscale.train.checkpoint.collective_errors import (
     describe_error,
@@ -38,6 +42,7 @@ from flagscale.train.checkpoint.collective_errors import (
     run_on_rank_0,
 )
 from flagscale.train.checkpoint.optimizer_state import ParameterStates, remove_parameter_states
+from flagscale.train.checkpoint.range_reader import AnyCheckpoint, open_checkpoint
 from flagscale.train.checkpoint.sharded_weights import DeferredWeights
 from flagscale.train.layers import lora
 from flagscale.train.optim.hyperparameters import (
@@ -52,6 +57,8 @@ from flagscale.train.state import TrainState
 
 # Exceptions that torch and megatron.core raise for a damaged or malformed file.
 _READ_ERRORS = (
+    CheckpointError,
+    CheckpointException,
     CheckpointingException,
     EOFError,
     KeyError,
@@ -69,14 +76,14 @@ class LoadReport:
     """Result of loading, for the log.
 
     Attributes:
-        path: directory of the checkpoint that was loaded.
+        path: directory or address of the checkpoint that was loaded.
         iteration: iteration of the checkpoint.
         notes: messages about parts that were not loaded, such as the optimizer.
         skipped_checkpoints: newer checkpoints that were skipped because they are damaged, each
             with the reason.
     """
 
-    path: Path
+    path: Location
     iteration: int
     notes: tuple[str, ...] = ()
     skipped_checkpoints: tuple[str, ...] = ()
@@ -100,26 +107,48 @@ def load(args: argparse.Namespace, state: TrainState) -> LoadReport | None:
     Raises:
         CheckpointError: on all ranks, see :meth:`Checkpointer.load`.
     """
-    checkpoint = run_on_rank_0(CheckpointDirectory(Path(args.load)).find_latest)
+    checkpoint = run_on_rank_0(lambda: open_checkpoints(args.load).find_latest())
     if checkpoint is None:
         return None
-    raise_on_all_ranks(
-        None if checkpoint.path.is_dir() else f"{checkpoint.path} is not visible on this host"
-    )
-    run_on_rank_0(lambda: _require_safe_metadata(checkpoint.path))
-    if args.verify_checkpoint:
-        raise_on_all_ranks(_find_damage(checkpoint.path))
+    with ExitStack() as stack:
+        directory, error = Path(), None
+        try:
+            directory = stack.enter_context(_open(args, checkpoint))
+            if not directory.is_dir():
+                error = f"{checkpoint.path} is not visible on this host"
+        except (CheckpointError, OSError) as problem:
+            error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
+        raise_on_all_ranks(error)
+        return _load_from(args, state, checkpoint, directory)
+
+
+def _open(args: argparse.Namespace, checkpoint: AnyCheckpoint) -> AbstractContextManager[Path]:
+    """Return the local directory of a checkpoint, or one that stands for it."""
+    staging = None
+    if args.save and is_address(args.save) and str(checkpoint.path.parent) == args.save.rstrip("/"):
+        staging = staging_directory(vars(args))
+    return open_checkpoint(checkpoint, staging, verify=args.verify_checkpoint)
+
+
+def _load_from(
+    args: argparse.Namespace, state: TrainState, checkpoint: AnyCheckpoint, directory: Path
+) -> LoadReport:
+    """Load a checkpoint. ``directory`` is its local directory, or one that stands for it."""
+    run_on_rank_0(lambda: _require_safe_metadata(directory))
+    # Tensors of object storage are verified as they are read: not all of them may be.
+    if args.verify_checkpoint and directory == checkpoint.path:
+        raise_on_all_ranks(_find_damage(directory))
     vocabulary_range = sharded_state.vocabulary_range(args, state)
     manifest = dict(checkpoint.content)
     if loads_optimizer(vars(args)) and manifest.get("has_optimizer", True):
-        manifest |= run_on_rank_0(lambda: _describe_saved_optimizer(checkpoint.path))
+        manifest |= run_on_rank_0(lambda: _describe_saved_optimizer(directory))
     selected_parts = parts_to_load(manifest, vars(args), dist.get_world_size(), vocabulary_range)
     if selected_parts.kept_schedule:
         set_hyperparameters(state.scheduler, state.optimizer, selected_parts.kept_schedule)
     loaded_state, weights, parameter_states = _read_shards(
-        args, checkpoint, state, selected_parts, manifest
+        args, (checkpoint, directory), state, selected_parts, manifest
     )
-    read_part = partial(_read_part, args, str(checkpoint.path))
+    read_part = partial(_read_part, args, str(directory))
     error = None
     try:
         weights.load(read_part)
@@ -187,18 +216,26 @@ def _find_damage(path: Path) -> str | None:
 
 def _read_shards(
     args: argparse.Namespace,
-    checkpoint: LatestCheckpoint,
+    source: tuple[AnyCheckpoint, Path],
     state: TrainState,
     selected_parts: PartsToLoad,
     manifest: Mapping[str, Any],
 ) -> tuple[dict[str, Any], DeferredWeights, ParameterStates]:
     """Read this rank's shards of the selected parts of a checkpoint.
 
+    Args:
+        args: the resolved training arguments.
+        source: the checkpoint, and the local directory to read.
+        state: the training state.
+        selected_parts: the parts to read.
+        manifest: the manifest of the checkpoint.
+
     Returns:
         What was read, and the weights in shards and the states of a distributed optimizer, which
         remain to be read.
     """
-    path = str(checkpoint.path)
+    checkpoint, directory = source
+    path = str(directory)
     error = None
     loaded: dict[str, Any] = {}
     weights, parameter_states = DeferredWeights([], {}), ParameterStates()

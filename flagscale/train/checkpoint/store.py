@@ -88,34 +88,6 @@ class CheckpointStore(CheckpointDirectory):
         shutil.rmtree(replaced_directory, ignore_errors=True)
         return final_directory
 
-    def list_superseded(
-        self, newest: int, keep_count: int, retain_interval: int | None = None
-    ) -> list[Path]:
-        """List the checkpoints that may be deleted once ``newest`` is complete.
-
-        Checkpoints newer than ``newest`` (after training went back) are never listed, nor is the
-        best one.
-
-        Args:
-            newest: iteration of the checkpoint that was just published.
-            keep_count: number of newest complete checkpoints to keep, including ``newest``.
-            retain_interval: also keep every checkpoint whose iteration is a multiple of this.
-        """
-        kept_count = 1
-        superseded = []
-        best = self.best_iteration()
-        for iteration in self.iterations():
-            if iteration >= newest or (retain_interval and iteration % retain_interval == 0):
-                continue
-            if iteration == best and kept_count >= keep_count:
-                continue
-            path = self.path(iteration)
-            if kept_count < keep_count and _is_complete(path):
-                kept_count += 1
-            elif kept_count >= keep_count:
-                superseded.append(path)
-        return superseded
-
     def mark_best(self, iteration: int) -> list[Path]:
         """Mark a complete checkpoint as the best one, by the symbolic link ``best``.
 
@@ -163,35 +135,33 @@ class CheckpointStore(CheckpointDirectory):
                 shutil.rmtree(item, ignore_errors=True)
 
 
-def _is_complete(path: Path) -> bool:
-    try:
-        check_complete(path)
-    except CheckpointError:
-        return False
-    return True
-
-
 def write_manifest(path: Path, manifest_entries: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint.
-
-    It holds ``manifest_entries``, the size of each file, the SHA-256 of the small files, and a seal
-    (hash) of all that. Tensors have CRC-32 checksums in their own files (:mod:`.checksums`);
-    hashing them here would take as long as reading them.
-    """
+    """Write the manifest of a checkpoint; see :func:`format_manifest`."""
     file_sizes = {
         item.relative_to(path).as_posix(): item.stat().st_size
         for item in sorted(path.rglob("*"))
         if item.is_file()
     }
     digests = {name: hash_file(path / name) for name in REQUIRED_FILES if name in file_sizes}
+    _write_synced(path / MANIFEST_FILE, format_manifest(manifest_entries, file_sizes, digests))
+
+
+def format_manifest(
+    manifest_entries: Mapping[str, Any], file_sizes: Mapping[str, int], digests: Mapping[str, str]
+) -> str:
+    """Return the text of a manifest.
+
+    It holds ``manifest_entries``, the size of each file, the SHA-256 of the small files, and a seal
+    (hash) of all that. Tensors have CRC-32 checksums in their own files (:mod:`.checksums`);
+    hashing them here would take as long as reading them.
+    """
     manifest = {
         "version": _MANIFEST_VERSION,
         **manifest_entries,
-        "files": file_sizes,
-        "digests": digests,
+        "files": dict(file_sizes),
+        "digests": dict(digests),
     }
-    sealed_manifest = {**manifest, "seal": compute_seal(manifest)}
-    _write_synced(path / MANIFEST_FILE, json.dumps(sealed_manifest, indent=1) + "\n")
+    return json.dumps({**manifest, "seal": compute_seal(manifest)}, indent=1) + "\n"
 
 
 def _write_synced(path: Path, text: str) -> Path:

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from flagscale.checkpoints import REQUIRED_FILES
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.collective_errors import (
     collect_errors,
@@ -78,6 +79,7 @@ class CheckpointWrite:
         fully_parallel: bool,
         in_background: bool,
         validate_sharding: bool,
+        is_staged: bool = False,
     ) -> None:
         """Plan the checkpoint, take a snapshot, and write it or start to write it.
 
@@ -87,8 +89,11 @@ class CheckpointWrite:
             fully_parallel: distribute the replicated tensors over the data-parallel ranks.
             in_background: write from a forked process.
             validate_sharding: check the sharding of all ranks for consistency.
+            is_staged: the directory may be another one on each host, from which the files are
+                uploaded.
         """
         self._directory = directory
+        self._is_staged = is_staged
         self._errors: list[str] = []
         sharded_state, common_state = save_preprocess(state_dict, validate_sharding)
         with collect_errors(self._errors):
@@ -124,13 +129,17 @@ class CheckpointWrite:
         dist.gather_object(self._result.tensor_results, results_by_rank, dst=0)
         run_on_rank_0(lambda: self._write_metadata(results_by_rank or []))
 
+    def measure_files(self) -> dict[str, int]:
+        """Return the sizes of the files that this rank has written, by name, after the end."""
+        names = _list_files(self._result.tensor_results)
+        if dist.get_rank() == 0:
+            names.update(REQUIRED_FILES)
+        return {name: (self._directory / name).stat().st_size for name in sorted(names)}
+
     def _write_metadata(self, results_by_rank: list[list[Any]]) -> None:
         """Check that this host sees the files of all ranks, and write the metadata."""
-        for name in {
-            tensor_result.storage_data.relative_path
-            for rank_results in results_by_rank
-            for tensor_result in rank_results
-        }:
+        names = _list_files(result for results in results_by_rank for result in results)
+        for name in () if self._is_staged else names:
             if not (self._directory / name).is_file():
                 raise CheckpointError(
                     f"{self._directory / name} was written on another host and is not visible on "
@@ -139,6 +148,11 @@ class CheckpointWrite:
                 )
         self._writer.finish(self._metadata, results_by_rank)
         save_config(CheckpointingConfig(_STORAGE_BACKEND, _STORAGE_VERSION), str(self._directory))
+
+
+def _list_files(tensor_results: Iterable[Any]) -> set[str]:
+    """Return the names of the files that hold tensors."""
+    return {result.storage_data.relative_path for result in tensor_results}
 
 
 def _write_common_state(common_state: Mapping[str, Any], directory: Path) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import warnings
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[3] / "tools" / "bench"))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
 from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
@@ -501,6 +503,114 @@ def kill_the_writer(run: Run) -> dict[str, Any]:
     run.save()
     run.checkpointer.close()
     return run.build_result(polled_before=polled_before)
+
+
+def lose_the_storage(run: Run) -> dict[str, Any]:
+    """Save in object storage on a disk (file://); replace it by a file during the second save."""
+    root = Path(run.args.save.removeprefix("file://"))
+    run.train(1)
+    run.save(required=True)
+    run.train(1)
+    run.save()
+    barrier()
+    if run.rank == 0:
+        root.rename(root.with_name("moved"))
+        root.write_text("")
+    barrier()
+    while run.checkpointer._pending_save is not None:
+        run.checkpointer.poll()
+    barrier()
+    if run.rank == 0:
+        root.unlink()
+        root.with_name("moved").rename(root)
+    barrier()
+    staged = list_checkpoints(run.args.save_staging_dir)
+    run.train(1)
+    run.save()
+    run.checkpointer.close()
+    return run.build_result(staged=staged)
+
+
+def change_faults(faults: dict[str, float]) -> dict[str, int]:
+    """Replace the faults of the proxy in front of the S3 server; return its counts."""
+    from s3_lab import set_faults
+
+    return set_faults(os.environ["AWS_ENDPOINT_URL"], faults)
+
+
+def set_faults(run: Run) -> dict[str, Any]:
+    """Replace the faults of the storage; return how often each has occurred."""
+    counts = change_faults(run.case["faults"]) if run.rank == 0 else {}
+    barrier()
+    return {"counts": counts}
+
+
+def load_single_chunks(run: Run) -> dict[str, Any]:
+    """Load; do not read what is between chunks, although a tiny model has little of it."""
+    from flagscale.train.checkpoint import range_reader
+
+    range_reader._MAX_GAP_BYTES = 0
+    return load_only(run)
+
+
+def deny_an_upload(run: Run) -> dict[str, Any]:
+    """Save three times; the storage denies access during the second save."""
+    from flagscale.checkpoints import StoredCheckpoints, open_checkpoints
+
+    for step in range(3):
+        run.train(1)
+        barrier()
+        if run.rank == 0:
+            change_faults({"denied": 1} if step == 1 else {})
+        barrier()
+        run.save()
+        while run.checkpointer._pending_save is not None:
+            run.checkpointer.poll()
+    run.checkpointer.close()
+    checkpoints = open_checkpoints(run.args.save)
+    assert isinstance(checkpoints, StoredCheckpoints)
+    latest = checkpoints.find_latest()
+    assert latest is not None
+    stored_bytes = sum(checkpoints.files(latest.path.name).values())
+    return run.build_result(latest=latest.iteration, stored_bytes=stored_bytes)
+
+
+def damage_stored_tensors(run: Run) -> dict[str, Any]:
+    """Change bits of the stored tensors of ``checkpoint``, and copy the staging directory
+    to ``copy`` with the manifest of another save.
+    """
+    if run.rank == 0:
+        root = Path(run.args.save.removeprefix("file://"))
+        for path in (root / run.case["checkpoint"]).glob("*.distcp"):
+            content = bytearray(path.read_bytes())
+            middle = len(content) // 2
+            content[middle : middle + 64] = bytes(64)
+            path.write_bytes(content)
+        copy = Path(run.case["copy"])
+        shutil.copytree(run.args.save_staging_dir, copy)
+        copy.chmod(0o700)
+        manifest = copy / run.case["checkpoint"] / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"save_id": "', '"save_id": "0'))
+    barrier()
+    return {}
+
+
+def kill_the_uploader(run: Run) -> dict[str, Any]:
+    """Kill the process that uploads, on one rank, during the second save."""
+    run.train(1)
+    run.save(required=True)
+    run.train(1)
+    run.save()
+    run.checkpointer._continue_pending_save(run.checkpointer._pending_save)
+    if run.rank == 1:
+        process = run.checkpointer._uploads._process._process
+        process.kill()
+        process.wait()
+    run.checkpointer._finish_pending_save()
+    run.train(1)
+    run.save()
+    run.checkpointer.close()
+    return run.build_result()
 
 
 def damage(run: Run) -> dict[str, Any]:

@@ -325,6 +325,29 @@ def test_kernel_directory_is_rejected(workspace: Workspace, override: str, place
     assert f"is in {place}, a pseudo file system of the kernel" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("save='s3://id:xyzzy@b/a'", "a user and a password is refused", id="login"),
+        pytest.param("load='s3://b/a?k=xyzzy'", "without ? and #", id="query"),
+        pytest.param("load=https://host/a", "https:// cannot be written", id="https"),
+        *(
+            pytest.param(
+                f"{name}=s3://b/xyzzy",
+                "found an address of object storage, which only save and load may be",
+                id=name,
+            )
+            for name in ("tensorboard_dir", "save_staging_dir", "pretrained_checkpoint")
+        ),
+    ],
+)
+def test_unusable_address_is_rejected(workspace: Workspace, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load(f"+train.system.checkpoint.{override}")
+    assert message in str(error.value)
+    assert "xyzzy" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["save", "load", "tensorboard_dir"])
 @pytest.mark.parametrize("value", ["''", "false", "true"])
 def test_boolean_or_empty_directory_is_rejected(

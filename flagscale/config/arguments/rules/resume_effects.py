@@ -156,7 +156,7 @@ _NAMES: Mapping[Effect, str] = {
     recompute_method recompute_method_per_stage_micro_batch recompute_modules recompute_num_layers
     recompute_num_layers_per_stage_micro_batch reduce_scatter_with_fp32_accumulation replication
     replication_jump save
-    save_best save_interval save_retain_interval sequence_parallel skip_train
+    save_best save_interval save_retain_interval save_staging_dir sequence_parallel skip_train
     standalone_embedding_stage store_param_remainders straggler_threshold
     tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
     test_mode tp_comm_overlap transformer_impl use_checkpoint_opt_param_scheduler

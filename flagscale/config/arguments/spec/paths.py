@@ -22,6 +22,7 @@ from typing import Any
 
 from flagscale.config.arguments.compat.names import ALIASES
 from flagscale.config.arguments.spec.values import MAX_NAME, byte_length, format_value, to_word
+from flagscale.object_storage import explain_unusable, is_address
 
 DATA_PHASES = "data_phases"
 PHASE_UNITS = ("samples", "tokens")
@@ -185,6 +186,7 @@ PRETRAINED_CHECKPOINT = "pretrained_checkpoint"
 WRITTEN_DIRECTORIES = frozenset(
     {
         "save",
+        "save_staging_dir",
         "load",
         "export_huggingface",
         "export_peft",
@@ -195,6 +197,9 @@ WRITTEN_DIRECTORIES = frozenset(
     }
 )
 """Arguments whose value is a directory that a run creates if it is missing."""
+STORED_DIRECTORIES = frozenset({"save", "load"})
+"""Arguments whose value may also be an address of object storage."""
+_STAGING = "checkpoint_staging"
 NOT_A_PATH = frozenset({"", "false", "true"})
 """Values that are not directories, such as in the override ``save=false``. ``./false`` is one."""
 _MAX_PATH = 4096 - 512  # PATH_MAX without room for the names of a run's files
@@ -210,15 +215,43 @@ def data_cache_of(values: Mapping[str, Any]) -> tuple[Path, str] | None:
     """
     if values["data_cache_path"]:
         return Path(values["data_cache_path"]), "data_cache_path"
+    directory = run_directory(values)
+    return None if directory is None else (directory[0] / "data_cache", directory[1])
+
+
+def run_directory(values: Mapping[str, Any]) -> tuple[Path, str] | None:
+    """Return the directory of a run's own files and the argument that determines it: the parent of
+    ``save`` or of ``tensorboard_dir``. None without one of them on a disk.
+    """
     for name in ("save", "tensorboard_dir"):
-        if values[name]:
-            return Path(values[name]).parent / "data_cache", name
+        if values[name] and not is_address(values[name]):
+            return Path(values[name]).parent, name
     return None
 
 
+def staging_directory(values: Mapping[str, Any]) -> Path:
+    """Return the directory from which checkpoints are uploaded, if ``save`` is an address."""
+    if values["save_staging_dir"]:
+        return Path(values["save_staging_dir"])
+    directory = run_directory(values)
+    return (Path() if directory is None else directory[0]).absolute() / _STAGING
+
+
+def storage_problem(name: str, value: str) -> str | None:
+    """Return the problem of an argument that names object storage; None if there is none."""
+    if not is_address(value):
+        return None
+    if name not in STORED_DIRECTORIES:
+        return (
+            "expected a directory, found an address of object storage, which only "
+            f"{' and '.join(sorted(STORED_DIRECTORIES, reverse=True))} may be"
+        )
+    return explain_unusable(value)
+
+
 def _absolute_path(path: str) -> str:
-    if "://" in path:
-        return path  # object storage
+    if is_address(path):
+        return path
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - folds ".."
 
 
@@ -363,7 +396,7 @@ def files_needed(name: str, value: Any) -> list[str]:
         return [path for words in _phase_blends(value) for path in files_needed("data_path", words)]
     if name not in BLENDS or not _is_blend(value):
         return []
-    local = [prefix for prefix in blend_prefixes(value) if "://" not in prefix]
+    local = [prefix for prefix in blend_prefixes(value) if not is_address(prefix)]
     return [
         prefix + suffix
         for prefix in local
@@ -385,14 +418,15 @@ def missing_files(name: str, value: Any) -> Iterator[str]:
     function_file = _python_file_of(value) if name == EXTERNAL_DATA else None
     if function_file and not Path(function_file).is_file():
         yield f"no file {function_file}"
-    if name == PRETRAINED_CHECKPOINT and isinstance(value, str) and not Path(value).is_dir():
+    is_pretrained = name == PRETRAINED_CHECKPOINT and isinstance(value, str)
+    if is_pretrained and not is_address(value) and not Path(value).is_dir():
         yield f"no directory {value}"
     if name == DATA_PHASES:
         for words in _phase_blends(value):
             yield from missing_files("data_path", words)
     if name in BLENDS and _is_blend(value):
         for prefix in blend_prefixes(value):
-            if "://" not in prefix:
+            if not is_address(prefix):
                 yield from _missing_data_set(prefix)
 
 
@@ -422,7 +456,7 @@ def misnamed_data_sets(name: str, value: Any) -> Iterator[str]:
             yield from misnamed_data_sets("data_path", words)
     if name in BLENDS and _is_blend(value):
         for prefix in blend_prefixes(value):
-            if "://" not in prefix and not is_conversation_file(prefix):
+            if not is_address(prefix) and not is_conversation_file(prefix):
                 yield from filter(None, [misnamed_data_set(prefix)])
 
 

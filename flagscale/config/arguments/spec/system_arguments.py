@@ -200,9 +200,21 @@ class Profiling:
 class Checkpointing:
     """Saving and loading of checkpoints."""
 
-    save: str | None = arg(None, "Directory in which checkpoints are saved")
+    save: str | None = arg(
+        None,
+        "Directory in which checkpoints are saved, or an address of object storage "
+        "(s3://bucket/prefix, gs://…)",
+    )
+    save_staging_dir: str | None = arg(
+        None,
+        "Directory on each host to which checkpoints are written before they are uploaded, if save "
+        "is an address (default: checkpoint_staging in the run's directory). It holds one "
+        "checkpoint, and only its owner may write it",
+    )
     load: str | None = arg(
-        None, "Directory from which the newest complete checkpoint is loaded, if there is one"
+        None,
+        "Directory or address from which the newest complete checkpoint is loaded, if there is one "
+        "(default: the run's own checkpoints)",
     )
     pretrained_checkpoint: str | None = arg(
         None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flagscale.object_storage import is_address
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 LAYOUT_OPTIONS = {
     "--tensor-model-parallel-size": ("tensor_parallel", "tensor-parallel size (default: 1)"),
@@ -40,10 +42,13 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="IN", type=Path, help="directory of a model or of checkpoints"
+        "source", metavar="IN", type=_parse_directory, help="directory of a model or of checkpoints"
     )
     parser.add_argument(
-        "target", metavar="OUT", type=Path, help="directory to write; must not exist, or be empty"
+        "target",
+        metavar="OUT",
+        type=_parse_directory,
+        help="directory to write; must not exist, or be empty",
     )
     parser.add_argument(
         "--to",
@@ -54,13 +59,13 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--base",
         metavar="DIR",
-        type=Path,
+        type=_parse_directory,
         help="base model of the adapters in IN (default: the model that they were trained on)",
     )
     parser.add_argument(
         "--like",
         metavar="DIR",
-        type=Path,
+        type=_parse_directory,
         help="take config.json and tokenizer from this Hugging Face model",
     )
     parser.add_argument(
@@ -103,6 +108,14 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="run the experts as one grouped GEMM of Transformer Engine",
     )
+
+
+def _parse_directory(text: str) -> Path:
+    if is_address(text):
+        raise argparse.ArgumentTypeError(
+            "expected a directory, found an address of object storage: copy the checkpoint first"
+        )
+    return Path(text)
 
 
 def _parse_count(text: str) -> int:

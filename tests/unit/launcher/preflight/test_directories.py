@@ -66,6 +66,13 @@ def paths_of(experiment: Experiment, *, is_first: bool = True) -> HostPaths:
             {"save": "/a/b"}, True, {"save": "/a/b", "data_cache_path": "/a/data_cache"}, id="save"
         ),
         pytest.param({"save": "/a/b"}, False, {"save": "/a/b"}, id="other-host"),
+        pytest.param({"save": "s3://bucket/a"}, True, {}, id="object-storage"),
+        pytest.param(
+            {"save": "s3://bucket/a", "save_staging_dir": "/nvme/staging"},
+            True,
+            {"save_staging_dir": "/nvme/staging"},
+            id="staging",
+        ),
         pytest.param(
             {"save": "/a/b", "path_to_cache": "/c"},
             True,

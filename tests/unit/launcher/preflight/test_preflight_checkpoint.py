@@ -84,6 +84,11 @@ def complete_reply(load: str, iteration: int, *skipped: str, **content: Any) -> 
         ),
         pytest.param({"load": None}, None, id="no-load"),
         pytest.param(
+            {"save": "s3://bucket/run"},
+            (True, True, "s3://bucket/run was not checked: its Python was not queried"),
+            id="storage-that-was-not-asked",
+        ),
+        pytest.param(
             {"load": "/l", "finetune": True, "pretrained_checkpoint": "/models/m"},
             (
                 True,
@@ -299,3 +304,16 @@ def test_tracker_file_without_a_checkpoint_fails(
     result = check_here()
     assert not result.ok
     assert "holds 'soon', expected an iteration" in result.found
+
+
+def test_a_checkpoint_in_object_storage_needs_no_directory_on_hosts(
+    experiment: MakeExperiment,
+) -> None:
+    address = "s3://bucket/run"
+    paths = paths_of(experiment(save=address, override_opt_param_scheduler=True))
+    assert (paths.load_dir, paths.expects_checkpoint) == (address, False)
+    master = make_facts(load_reply=complete_reply(address, 5))
+    check = check_checkpoint(paths, make_facts(), master, 1)
+    assert check is not None
+    assert check.ok
+    assert check.found.startswith(f"iteration 5 in {address}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flagscale.config.arguments.spec.train_arguments import read_arguments
-from flagscale.config.schema import Experiment, Runner
+from flagscale.config.schema import Environments, Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
 from flagscale.hosts.facts import NOT_WRITABLE, HostFacts, PathState
@@ -20,7 +20,7 @@ from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.preflight.checks import Check, compute_exit_code, require_passed
 from flagscale.launcher.preflight.host_probe import HostReplies
 from flagscale.launcher.preflight.hosts import check_hosts, require_usable
-from flagscale.launcher.preflight.user_code import MetricsSinks
+from flagscale.launcher.preflight.user_code import CheckpointStorage, MetricsSinks
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = PythonEnvironment("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
@@ -264,3 +264,56 @@ def test_metrics_sinks_are_needed_by_the_first_host(
     check = sinks.check_host(experiment, first, facts)
     assert (check.ok, check.found) == (is_ok, text)
     assert sinks.check_host(experiment, second, FACTS).ok
+
+
+BUCKET = "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("save", "query"),
+    [
+        pytest.param(BUCKET, [BUCKET], id="address"),
+        pytest.param("/s3", None, id="path"),
+        pytest.param(None, None, id="none"),
+    ],
+)
+def test_every_host_is_asked_for_the_storage_of_checkpoints(
+    make_experiment: Callable[..., Experiment], save: str | None, query: list[str] | None
+) -> None:
+    experiment = make_experiment()
+    task = replace(experiment.task, external=False)
+    arguments = read_arguments({"save": save}).arguments
+    storage = CheckpointStorage()
+    assert storage.query_arguments(replace(experiment, train=arguments, task=task)) == query
+
+
+NO_CREDENTIALS = {"problem": "none there", "hint": "set some", "lacks_credentials": True}
+
+
+@pytest.mark.parametrize(
+    ("reply", "envs", "row"),
+    [
+        pytest.param({"found": "usable"}, {}, (True, False, "usable"), id="usable"),
+        pytest.param({"problem": "denied"}, {}, (False, False, "denied"), id="denied"),
+        pytest.param(None, {}, (False, False, "its Python was not queried"), id="no-python"),
+        pytest.param(NO_CREDENTIALS, {}, (False, False, "none there"), id="no-credentials"),
+        pytest.param(
+            NO_CREDENTIALS,
+            {"AWS_SECRET_ACCESS_KEY": "abcdefgh"},
+            (True, True, "none there, apart from secrets of experiment.envs, which only ranks get"),
+            id="credentials-of-the-ranks",
+        ),
+    ],
+)
+def test_storage_of_checkpoints(
+    make_plan: Callable[..., LaunchPlan],
+    make_experiment: Callable[..., Experiment],
+    reply: dict[str, object] | None,
+    envs: dict[str, str],
+    row: tuple[bool, bool, str],
+) -> None:
+    environments = Environments(common=envs)
+    host = make_plan(envs=environments, runner=Runner(nproc_per_node=1)).hosts[0]
+    facts = python(module_replies={} if reply is None else {"save": reply})
+    check = CheckpointStorage().check_host(make_experiment(), host, facts)
+    assert (check.ok, check.warning, check.found) == row

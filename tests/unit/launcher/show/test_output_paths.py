@@ -48,6 +48,15 @@ def test_the_checkpoint_that_would_be_loaded(
     assert [path.name for label, path in state.items() if "checkpoint" in label] == [named]
 
 
+def test_object_storage_is_named_without_a_request(
+    tmp_path: Path, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    address = "s3://bucket/checkpoints"
+    plan = make_plan(exp_dir=tmp_path, train=train_arguments(system={"save": address}))
+    lines = "\n".join(output_paths.format_output_paths(plan, make_state(plan)))
+    assert f"checkpoints: {address}" in lines
+
+
 def test_checkpoint_of_an_external_program(
     tmp_path: Path, make_plan: Callable[..., LaunchPlan]
 ) -> None:
