@@ -3,14 +3,17 @@ r"""Train a small model with Adam and with Muon, and compare losses and step tim
 Every run is one of run.py's, of the quickstart's text (`make data`), in bf16. Runs of a seed start
 from the same weights and see the same samples. Both optimizers have the same learning rates, with
 muon_extra_scale_factor 0.2. A run is compared with the first one of the same seed; over several
-seeds, the mean has Student's 95 % confidence interval.
+seeds, the mean has Student's 95 % confidence interval. With --speed, the time of a step is measured
+instead, in runs of the example's own model that alternate, and added to the file.
 
     python tools/bench/optimizers.py --seeds 1,2,3 --output docs/results/optimizers-cpu.json
+    python tools/bench/optimizers.py --speed --output docs/results/optimizers-cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,8 +37,37 @@ RUNS = {
     "muon, lr 1e-2": f"{_MUON} {_LEARNING_RATE}=1e-2",
 }
 """Overrides of the runs by name."""
+_SPEED_SETTINGS = (
+    "experiment.runner.nproc_per_node=1 train.system.checkpoint.save=null "
+    "train.system.checkpoint.save_interval=null train.model.eval_iters=1 "
+    "train.system.logging.log_interval=2"
+)
+_SPEED_RUNS = {"adam": "", "muon": _MUON}
+_SPEED_ROUNDS, _SPEED_STEPS = 3, 40
 _MAX_PERCENT = 15
 """Limit of differences in the plot."""
+
+
+def measure_speed(output: Path) -> None:
+    """Add the step time of each optimizer to the results: the smallest median of several runs,
+    because other programs on the machine only slow runs down.
+    """
+    record = json.loads(output.read_text())
+    medians: dict[str, list[float]] = {name: [] for name in _SPEED_RUNS}
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(_SPEED_ROUNDS):
+            for name, overrides in _SPEED_RUNS.items():
+                settings = [*_SPEED_SETTINGS.split(), *overrides.split()]
+                directory = Path(scratch) / f"{number}-{name}"
+                curve = train_example(name, settings, 1, _SPEED_STEPS, directory)
+                medians[name].append(curve["step_seconds"])
+                print(f"{name}: {curve['step_seconds']:.3f} s/step", flush=True)
+    record["speed"] = {
+        "settings": _SPEED_SETTINGS,
+        "steps": _SPEED_STEPS,
+        "step_seconds": {name: min(values) for name, values in medians.items()},
+    }
+    output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--append", action="store_true", help="keep the runs that --output already contains"
     )
+    parser.add_argument(
+        "--speed", action="store_true", help="measure step times, and add them to --output"
+    )
     options = parser.parse_args(argv)
+    if options.speed:
+        measure_speed(options.output)
+        return 0
     settings = [
         setting
         for setting in SETTINGS.split()

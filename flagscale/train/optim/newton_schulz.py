@@ -43,8 +43,8 @@ def orthogonalize(
     Args:
         matrix: fp32 [rows, columns], or several [matrices, rows, columns].
         steps: number of iterations.
-        precision: ``medium``, products of bf16 matrices; ``high`` and ``highest``, of fp32
-            matrices with torch's setting of that name.
+        precision: ``medium``, products of bf16 matrices where they are fast; ``high`` and
+            ``highest``, of fp32 matrices with torch's setting of that name.
         group: ranks that have parts of ``matrix`` and share the products; None if it is whole.
         split_dimension: dimension in which it is split over the group, -2 or -1.
 
@@ -60,7 +60,7 @@ def orthogonalize(
         dist.all_reduce(squares, group=group)
     x = x / squares.sqrt().clamp_min(_MIN_NORM)
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    if precision == "medium":
+    if precision == "medium" and _multiplies_bf16(matrix.device):
         x = x.bfloat16()
     with _matmul_precision("highest" if precision == "medium" else precision):
         for a, b, c in itertools.islice(itertools.cycle(_COEFFICIENTS), steps):
@@ -70,6 +70,17 @@ def orthogonalize(
             polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
             x = multiply_add(x, polynomial, x, beta=a)
     return (x.mT if is_transposed else x).float()
+
+
+def _multiplies_bf16(device: torch.device) -> bool:
+    """Return whether products of bf16 matrices are fast: other CPUs take a hundred times as long as
+    for fp32.
+    """
+    if device.type != "cpu":
+        return True
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 @contextmanager

@@ -19,6 +19,12 @@ class Model:
         "Model family: gpt (causal language model), bert (bidirectional, masked-token prediction), "
         "or one of an installed package (docs/reference/models.md)",
     )
+    optimizer: str = arg(
+        "adam",
+        "Optimizer: adam (AdamW), sgd, or muon (Muon for matrices, AdamW for other weights); "
+        "Megatron-LM's dist_muon is muon with use_distributed_optimizer "
+        "(docs/guides/optimizers.md)",
+    )
     fp8_recipe: str = arg(
         "tensorwise",
         "Scaling of fp8 GEMMs (fp8: hybrid or e4m3): one scale per tensor (tensorwise), per row "
@@ -221,7 +227,7 @@ class OptimizerStates:
 
 @dataclass(frozen=True)
 class Muon:
-    """Options of Muon, which trains the matrices of layers (docs/guides/muon.md)."""
+    """Options of Muon, which trains the matrices of layers (docs/guides/optimizers.md)."""
 
     muon_momentum: float = arg(
         0.95, "Decay rate of Muon's moving average of gradients", minimum=0, maximum=1
@@ -250,7 +256,8 @@ class Muon:
     )
     muon_fp32_matmul_prec: str = arg(
         "medium",
-        "Precision of the matrix products of Muon: medium, bf16; high, TF32 on GPUs; highest, fp32",
+        "Precision of the matrix products of Muon: medium, bf16 (fp32 on CPUs that do not support "
+        "it); high, TF32 on GPUs; highest, fp32",
         choices=("medium", "high", "highest"),
     )
     muon_tp_mode: str = arg(
