@@ -86,7 +86,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         "precision",
         "Number formats",
-        r"bf16|fp16|\w*_dtype|\w*_in_fp32|\w*loss_scale\w*|hysteresis|\w*fp32\w*|"
+        r"bf16|fp16|\w*_dtype|\w*_in_fp32|\w*loss_scale\w*|hysteresis|(?!muon)\w*fp32\w*|"
         r"use_precision_aware_optimizer|store_param_remainders|\w*bf16\w*",
     ),
     Topic(
@@ -143,6 +143,7 @@ TOPICS: tuple[Topic, ...] = (
         r"lr|min_lr|decoupled_\w+|\w*weight_decay\w*|lr_\w+|apply_wd\w*",
     ),
     Topic("optimizer", "Optimizer", groups=("OptimizerConfig",)),
+    Topic("optimizer", "Muon", groups=("Muon",)),
     Topic("optimizer", "Optimizer", r"calculate_per_token_loss|clip_grad|\w*optimizer\w*"),
     Topic(
         "data",

@@ -24,6 +24,7 @@ from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSIT
 from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
+from flagscale.config.arguments.rules.muon import ADAM_FAMILY, uses_muon
 from flagscale.config.arguments.rules.optimizer_states import (
     StateFormats,
     model_format,
@@ -31,7 +32,7 @@ from flagscale.config.arguments.rules.optimizer_states import (
 )
 from flagscale.config.arguments.rules.recompute import module_choice
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
-from flagscale.estimate import activation_offload, attention, module_recompute, weights
+from flagscale.estimate import activation_offload, attention, module_recompute, muon, weights
 from flagscale.estimate.arithmetic import (
     LayerKind,
     expert_tp,
@@ -128,12 +129,19 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
     host_weights = offloaded_weights(args, trainable)
     kept_weights = count_optimizer_weights(args, trainable) - host_weights
     exact_bytes, exact_host_bytes = _replicated_state_bytes(args, vocabulary_size, part)
+    optimizer_bytes = state_bytes(args) * kept_weights + exact_bytes
+    activations = _activation_bytes(args, part)
+    transient = _transient_bytes(args, vocabulary_size, part)
+    if uses_muon(vars(args)):
+        matrices = count_muon_weights(args, vocabulary_size, part)
+        optimizer_bytes -= FP32_BYTES * count_optimizer_weights(args, matrices)
+        transient = max(transient, muon.workspace_bytes(args, part.layers) - activations)
     return MemoryEstimate(
         _weight_bytes(args, weight_count, vocabulary_size, part) + _fp8_copy_bytes(args, part),
         _gradient_bytes(args, trainable, vocabulary_size, part),
-        state_bytes(args) * kept_weights + exact_bytes,
-        _activation_bytes(args, part),
-        _transient_bytes(args, vocabulary_size, part),
+        optimizer_bytes,
+        activations,
+        transient,
         formats.host_bytes * host_weights + exact_host_bytes + _offloaded_activations(args, part),
     )
 
@@ -144,7 +152,7 @@ def _weight_bytes(
     """Return the bytes of a rank's weights; if they are sharded, of its shard and of what is
     gathered at the same time: a layer, and another one or the head.
     """
-    if not shards_weights(vars(args)) or _count_shards(args) == (1, 1):
+    if not shards_weights(vars(args)) or count_shards(args) == (1, 1):
         return float(weight_count.all * element_bytes(args))
     layer = max((_count_layer(args, kind).all for kind in set(part.layers)), default=0)
     outer = max(_count_outer(args, vocabulary_size, part))
@@ -160,7 +168,7 @@ def _gradient_bytes(
     whole ones of two layers and of the embedding or the head are in memory besides the shard.
     """
     bytes_per_weight = state_formats(vars(args)).gradient_bytes
-    if not shards_gradients(vars(args)) or _count_shards(args) == (1, 1):
+    if not shards_gradients(vars(args)) or count_shards(args) == (1, 1):
         return float(trainable.all * bytes_per_weight)
     whole = trainable.all
     if not args.peft_type and freezing_argument(vars(args)) is None:
@@ -184,7 +192,7 @@ def _count_outer(args: Any, vocabulary_size: int, part: ModelPart) -> tuple[int,
     return before, after
 
 
-def _count_shards(args: Any) -> tuple[int, int]:
+def count_shards(args: Any) -> tuple[int, int]:
     """Return the numbers of data-parallel ranks that share weights outside experts and experts."""
     replicas = args.data_parallel_size * args.context_parallel_size
     ranks = replicas * args.tensor_model_parallel_size
@@ -193,7 +201,7 @@ def _count_shards(args: Any) -> tuple[int, int]:
 
 def _shard(args: Any, count: WeightCount) -> float:
     """Return the number of weights in a rank's shard of ``count``."""
-    replicas, expert_replicas = _count_shards(args)
+    replicas, expert_replicas = count_shards(args)
     return count.shared / replicas + count.experts / expert_replicas
 
 
@@ -210,6 +218,17 @@ def count_trainable_weights(
         return all_weights or count_weights(args, vocabulary_size, part)
     is_frozen = frozen_predicate(vars(args))
     return count_weights(args, vocabulary_size, part, lambda name: not is_frozen(name))
+
+
+def count_muon_weights(args: Any, vocabulary_size: int, part: ModelPart) -> WeightCount:
+    """Return the weights of a rank that Muon trains."""
+    is_frozen = frozen_predicate(vars(args))
+    return count_weights(
+        args,
+        vocabulary_size,
+        part,
+        lambda name: muon.is_muon_weight(name) and not is_frozen(name),
+    )
 
 
 @dataclass(frozen=True)
@@ -311,9 +330,9 @@ def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
 
 def state_bytes(args: Any) -> float:
     """Return the bytes per weight of the state in the device's memory: moments, and fp32 weights if
-    the model has 16-bit weights.
+    the model has 16-bit weights. Matrices that Muon trains have one moment less.
     """
-    if args.optimizer == "adam":
+    if args.optimizer in ADAM_FAMILY:
         return state_formats(vars(args)).device_bytes(model_format(vars(args)))
     has_masters = element_bytes(args) < FP32_BYTES
     return float(FP32_BYTES * (bool(args.sgd_momentum) + has_masters))

@@ -16,10 +16,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flagscale.config.arguments.rules.muon import DUPLICATED, uses_muon
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
-from flagscale.estimate import arithmetic, attention, memory, weights
+from flagscale.estimate import arithmetic, attention, memory, muon, weights
 from flagscale.estimate.arithmetic import LayerKind
 from flagscale.estimate.memory import ModelPart
 
@@ -90,6 +91,10 @@ _HOST_WEIGHTS_PER_SECOND = 2.9e9
 _COPIED_BYTES_PER_SECOND = 45e9
 """Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
 the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.
+"""
+_ORTHOGONALIZATION_BYTES = 100
+"""Traffic per weight of Muon besides its matrix products: results of products are added to other
+matrices, and momentum, norm and update are read and written.
 """
 # Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
 # both passes, and of the end of a step.
@@ -368,15 +373,46 @@ def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload
     # States are read and written, and gradients set to zero.
     bytes_per_weight = _GRADIENT_ACCESSES * gradient_bytes + 2 * memory.state_bytes(args)
     traffic_bytes = bytes_per_weight * device_weights + gradient_bytes * trainable.all
+    orthogonalization = Workload()
+    if uses_muon(vars(args)):
+        orthogonalization = _orthogonalization_load(args, vocabulary_size, part)
     if shards_gradients(vars(args)):
         shard = memory.count_optimizer_weights(args, trainable)
         accesses = _SHARD_ACCESSES * args.num_microbatches
         traffic_bytes += accesses * gradient_bytes * shard
+    return (
+        Workload(
+            traffic_bytes=traffic_bytes,
+            kernels=_STEP_KERNELS,
+            launches=_STEP_KERNELS,
+            host_weights=host_weights,
+        )
+        + orthogonalization
+    )
+
+
+def _orthogonalization_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload:
+    """Return the load of Muon in addition to Adam's. If states are sharded, momentum and updates
+    are exchanged with the ranks that have whole matrices.
+    """
+    layers = list(part.layers)
+    if part.has_head:
+        layers += [arithmetic.list_layer_kinds(args)[-1]] * arithmetic.mtp_depth(args)
+    replicas = memory.count_shards(args)
+    load = muon.orthogonalization_load(args, layers, replicas)
+    shard = memory.count_optimizer_weights(
+        args, memory.count_muon_weights(args, vocabulary_size, part)
+    )
+    is_exchanged = args.use_distributed_optimizer and max(replicas) > 1
+    exchanged = 2 * memory.FP32_BYTES * shard if is_exchanged else 0.0
+    if args.muon_tp_mode == DUPLICATED:
+        exchanged += memory.FP32_BYTES * shard * (args.tensor_model_parallel_size - 1)
     return Workload(
-        traffic_bytes=traffic_bytes,
-        kernels=_STEP_KERNELS,
-        launches=_STEP_KERNELS,
-        host_weights=host_weights,
+        load.flops / _GEMM_EFFICIENCY,
+        traffic_bytes=_ORTHOGONALIZATION_BYTES * shard,
+        kernels=load.kernels,
+        launches=load.kernels,
+        exchanged_bytes=exchanged,
     )
 
 

@@ -56,6 +56,9 @@ from support.layout_models import (
     MTP_LORA,
     MTP_MOE,
     MTP_TIED,
+    MUON,
+    MUON_MLA,
+    MUON_MOE,
     OFFLOAD,
     OFFLOAD_LAYERS,
     OFFLOAD_MODULES,
@@ -70,6 +73,7 @@ from support.layout_models import (
     SFT,
     SHARD_GRADIENTS,
     SHARD_WEIGHTS,
+    SHARED_PRODUCTS,
     SHORT_BF16,
     TIED,
     TP2,
@@ -131,6 +135,10 @@ REFERENCE_CASES = (
     LayoutCase("mtp-per-token", 1, MTP, f"{PER_TOKEN} {MBS2}", ""),
     LayoutCase("mtp-tied", 1, MTP_TIED, "", ""),
     LayoutCase("mtp-moe", 1, MTP_MOE, "", ""),
+    LayoutCase("muon", 1, MUON, "", ""),
+    LayoutCase("muon-moe", 1, MUON_MOE, "", ""),
+    LayoutCase("muon-mla", 1, MUON_MLA, "", ""),
+    LayoutCase("muon-bf16", 1, MUON + "--bf16", "", ""),
     LayoutCase("divisible-by-six", 1, DIVISIBLE_BY_SIX, "--make-vocab-size-divisible-by 384", ""),
 )
 HOMOGENEOUS_CASES = (
@@ -260,6 +268,43 @@ HOMOGENEOUS_CASES = (
         f"{LEAN_MOMENTS} {EP2} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
         "moe",
         1e-2,
+    ),
+    LayoutCase("muon-pp2-vpp2-do-overlap", 2, MUON, f"{VPP2} {OVERLAP}", "muon"),
+    LayoutCase("muon-dp2-sharded", 2, MUON, SHARD_WEIGHTS, "muon"),
+    LayoutCase("muon-tp2", 2, MUON, TP2, "muon", backend=FAST_BACKEND),
+    LayoutCase(
+        "muon-tp2-dp2-sp-sharded",
+        4,
+        MUON,
+        f"{TP2_SP} {SHARD_WEIGHTS} {SHARED_PRODUCTS}",
+        "muon",
+        backend=FAST_BACKEND,
+    ),
+    LayoutCase(
+        "muon-mesh-tp2+dp2-sp-do",
+        4,
+        MUON,
+        mesh_options(TP2_DP2, "3 1", f"{MBS2} {DISTRIBUTED_OPTIMIZER} --sequence-parallel"),
+        "muon",
+        backend=FAST_BACKEND,
+    ),
+    LayoutCase("muon-bf16-dp2-do", 2, MUON + "--bf16", DISTRIBUTED_OPTIMIZER, "muon-bf16"),
+    LayoutCase(
+        "muon-moe-grouped-tp2-sp-do",
+        2,
+        MUON_MOE,
+        f"{GROUPED_EXPERTS} {TP2_SP} {DISTRIBUTED_OPTIMIZER} {SHARED_PRODUCTS}",
+        "muon-moe",
+        backend=FAST_BACKEND,
+    ),
+    LayoutCase("muon-moe-ep2", 2, MUON_MOE, EP2, "muon-moe"),
+    LayoutCase(
+        "muon-mla-tp2-do",
+        2,
+        MUON_MLA,
+        f"{TP2} {DISTRIBUTED_OPTIMIZER}",
+        "muon-mla",
+        backend=FAST_BACKEND,
     ),
     LayoutCase("dp2-do-overlap", 2, LLAMA, OVERLAP, "llama"),
     LayoutCase("dp2-sharded-gradients", 2, TIED, f"{COMPILED} {SHARD_GRADIENTS}", "tied"),
@@ -807,7 +852,7 @@ ALWAYS_TRAINED = frozenset({
     "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "mla-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
     "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-on-last-stage",
     "mesh-recompute-per-stage", "replicas-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
-    "compiled-tp2-dp2-sp-sharded",
+    "compiled-tp2-dp2-sp-sharded", "muon-tp2-dp2-sp-sharded",
 })  # fmt: skip
 """Layouts of four and more ranks that are always trained. The others are slow tests, because they
 rarely find additional errors.
@@ -820,7 +865,8 @@ RARELY_TRAINED = frozenset({
     "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
     "fp16-dp2-sharded", "fp8-dp2-sharded", "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
-    "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do",
+    "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do", "muon-tp2", "muon-moe-ep2",
+    "muon-mla-tp2-do",
 })  # fmt: skip
 """Smaller layouts whose features are covered by other layouts. They are slow tests as well."""
 

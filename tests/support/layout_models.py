@@ -136,6 +136,13 @@ GEMMA_MASKED_DOCUMENTS += "--reset-position-ids"
 MLA_MASKED_DOCUMENTS = MLA.replace(
     "--mock-data", f"{SHORT_DOCUMENT_DATA} --reset-attention-mask --eod-mask-loss"
 )
+# Muon with fp32 products; its updates are as large as Adam's.
+_MUON = (
+    " --optimizer muon --muon-fp32-matmul-prec highest --muon-use-nesterov --lr 1e-2 "
+    "--muon-extra-scale-factor 0.2 --weight-decay 0.1 "
+)
+MUON, MUON_MOE, MUON_MLA = LLAMA + _MUON, MOE + _MUON, MLA + _MUON
+SHARED_PRODUCTS = "--muon-tp-mode distributed"
 BF16 = LLAMA + "--bf16"
 # Less to compute: a CPU multiplies FP8 numbers one by one.
 SHORT_BF16 = BF16 + " --num-layers 2 --seq-length 16 --train-iters 2"

@@ -57,9 +57,16 @@ FORMATS = {
 
 def train_format(name: str, seed: int, steps: int, directory: Path) -> Curve:
     """Train with states of one format. Return training losses and the final validation loss."""
+    arguments = [f"+train.model.{argument}" for argument in FORMATS[name].split()]
+    return train_example(name, [*SETTINGS.split(), *arguments], seed, steps, directory)
+
+
+def train_example(
+    name: str, settings: Sequence[str], seed: int, steps: int, directory: Path
+) -> Curve:
+    """Train examples/llama3's model ``tiny`` with changed settings. Return the curve ``name``."""
     overrides = [
-        *SETTINGS.split(),
-        *(f"+train.model.{argument}" for argument in FORMATS[name].split()),
+        *settings,
         f"train.model.train_iters={steps}",
         f"train.model.eval_interval={steps}",
         f"train.model.seed={seed}",

@@ -156,9 +156,9 @@ def compare_at_each_step(pairs: Sequence[tuple[Curve, Curve]]) -> list[Ratio]:
     ]
 
 
-def plot_curves(curves: Sequence[Curve], path: Path) -> None:
+def plot_curves(curves: Sequence[Curve], path: Path, max_percent: float = 2) -> None:
     """Plot the mean curves, and below them the ratios to the first precision with their 95 %
-    intervals.
+    intervals, up to ``max_percent`` above and below.
     """
     import matplotlib as mpl
 
@@ -189,7 +189,7 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
     loss_axes.legend()
     ratio_axes.set_ylabel(f"% from {list_precisions(curves)[0]}\n({SMOOTHING_WINDOW} records)")
     ratio_axes.set_xlabel("step")
-    ratio_axes.set_ylim(-2, 2)
+    ratio_axes.set_ylim(-max_percent, max_percent)
     for axes in (loss_axes, ratio_axes):
         axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -244,8 +244,13 @@ def read_earlier_curves(options: argparse.Namespace, setting: dict[str, Any]) ->
     return curves
 
 
-def write_results(path: Path, setting: dict[str, Any], curves: Sequence[Curve]) -> None:
-    """Write the results so far. An interrupted run leaves the file complete."""
+def write_results(
+    path: Path, setting: dict[str, Any], curves: Sequence[Curve], max_percent: float = 2
+) -> None:
+    """Write the results so far. An interrupted run leaves the file complete.
+
+    ``max_percent`` limits the plot, see :func:`plot_curves`.
+    """
     machine_facts = machine.describe_machine("torch", "triton", "megatron-core")
     record = {
         **machine_facts,
@@ -256,7 +261,7 @@ def write_results(path: Path, setting: dict[str, Any], curves: Sequence[Curve]) 
     temporary_path = path.with_suffix(".part")
     temporary_path.write_text(json.dumps(record, indent=1) + "\n")
     temporary_path.replace(path)
-    plot_curves(curves, path.with_suffix(".svg"))
+    plot_curves(curves, path.with_suffix(".svg"), max_percent)
 
 
 def describe_last_run(curves: Sequence[Curve]) -> Iterator[str]:

@@ -211,6 +211,19 @@ def _optimizer_states_table() -> str:
     return _format_table(("States", "bytes a weight", "validation loss", "from fp32"), table_rows)
 
 
+def _optimizers_table() -> str:
+    results = _read_results("optimizers-cpu")
+    compared = {row["precision"]: row for row in results["compared"]}
+    table_rows = []
+    for name in results["runs"]:
+        losses = [c["validation_loss"] for c in results["curves"] if c["precision"] == name]
+        difference = "reference"
+        if row := compared.get(name):
+            difference = f"{row['percent']:+.1f} % ({row['low']:+.1f} to {row['high']:+.1f})"
+        table_rows.append((name, f"{sum(losses) / len(losses):.3f}", difference))
+    return _format_table(("Run", "validation loss", "from the first"), table_rows)
+
+
 _STATE_BYTES = {
     "fp32": "2 + 4 + 12",
     "remainders": "2 + 4 + 10",
@@ -331,6 +344,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "offload": _offload_table,
     "sharding": _sharding_table,
     "states": _optimizer_states_table,
+    "optimizers": _optimizers_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,

@@ -25,12 +25,14 @@ class LayerParameter(NamedTuple):
 
     ``name`` is that in the layer; of an expert's parameter, it is that in the expert. ``size`` is
     the number of elements over all tensor-parallel ranks, which share them if ``is_split``.
+    ``inputs`` is the number of columns of a matrix, 0 for other parameters.
     """
 
     name: str
     size: int
     is_split: bool = True
     is_expert: bool = False
+    inputs: int = 0
 
 
 def list_layer_parameters(values: Values, *, is_moe: bool) -> tuple[LayerParameter, ...]:
@@ -126,8 +128,8 @@ def _fused_projections(values: Values) -> tuple[list[LayerParameter], dict[str, 
     width = values["kv_channels"] or hidden // heads
     qkv_width = width * (heads + 2 * (values["num_query_groups"] or heads))
     parameters = [
-        LayerParameter("linear_qkv.weight", hidden * qkv_width),
-        LayerParameter("linear_proj.weight", width * heads * hidden),
+        LayerParameter("linear_qkv.weight", hidden * qkv_width, inputs=hidden),
+        LayerParameter("linear_proj.weight", width * heads * hidden, inputs=width * heads),
     ]
     if values["add_bias_linear"] or values["add_qkv_bias"]:
         parameters.append(LayerParameter("linear_qkv.bias", qkv_width))
@@ -142,19 +144,22 @@ def _latent_projections(values: Values) -> tuple[list[LayerParameter], dict[str,
     query_rank, kv_rank = values["q_lora_rank"], values["kv_lora_rank"]
     rope_width = values["qk_pos_emb_head_dim"]
     query_width = heads * (values["qk_head_dim"] + rope_width)
-    sizes = {
-        "linear_kv_down_proj": hidden * (kv_rank + rope_width),
-        "linear_kv_up_proj": kv_rank * heads * (values["qk_head_dim"] + values["v_head_dim"]),
-        "linear_proj": heads * values["v_head_dim"] * hidden,
+    shapes = {
+        "linear_kv_down_proj": (kv_rank + rope_width, hidden),
+        "linear_kv_up_proj": (heads * (values["qk_head_dim"] + values["v_head_dim"]), kv_rank),
+        "linear_proj": (hidden, heads * values["v_head_dim"]),
     }
     norms = {"kv_layernorm": kv_rank}
     if query_rank:
-        sizes["linear_q_down_proj"] = hidden * query_rank
-        sizes["linear_q_up_proj"] = query_rank * query_width
+        shapes["linear_q_down_proj"] = query_rank, hidden
+        shapes["linear_q_up_proj"] = query_width, query_rank
         norms["q_layernorm"] = query_rank
     else:
-        sizes["linear_q_proj"] = hidden * query_width
-    return [LayerParameter(f"{name}.weight", size) for name, size in sizes.items()], norms
+        shapes["linear_q_proj"] = query_width, hidden
+    return [
+        LayerParameter(f"{name}.weight", rows * inputs, inputs=inputs)
+        for name, (rows, inputs) in shapes.items()
+    ], norms
 
 
 def _dense_mlp_parameters(values: Values) -> Iterator[LayerParameter]:
@@ -166,7 +171,7 @@ def _moe_parameters(values: Values) -> Iterator[LayerParameter]:
     hidden = values["hidden_size"]
     width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"] or 4 * hidden
     experts = values["num_moe_experts"]
-    yield LayerParameter("mlp.router.weight", hidden * experts, is_split=False)
+    yield LayerParameter("mlp.router.weight", hidden * experts, is_split=False, inputs=hidden)
     if values["add_bias_linear"]:
         yield LayerParameter("mlp.router.bias", experts, is_split=False)
     for parameter in _mlp_parameters(values, width, "", has_bias=values["add_bias_linear"]):
@@ -175,7 +180,7 @@ def _moe_parameters(values: Values) -> Iterator[LayerParameter]:
         path = "mlp.shared_experts."
         yield from _mlp_parameters(values, shared_width, path, has_bias=False)
         if values["moe_shared_expert_gate"]:
-            yield LayerParameter(f"{path}gate_weight", hidden, is_split=False)
+            yield LayerParameter(f"{path}gate_weight", hidden, is_split=False, inputs=hidden)
 
 
 def _mlp_parameters(
@@ -183,8 +188,8 @@ def _mlp_parameters(
 ) -> Iterator[LayerParameter]:
     hidden = values["hidden_size"]
     fc1_width = width * (2 if values["swiglu"] or values["gated_linear_unit"] else 1)
-    yield LayerParameter(f"{path}linear_fc1.weight", hidden * fc1_width)
-    yield LayerParameter(f"{path}linear_fc2.weight", width * hidden)
+    yield LayerParameter(f"{path}linear_fc1.weight", hidden * fc1_width, inputs=hidden)
+    yield LayerParameter(f"{path}linear_fc2.weight", width * hidden, inputs=width)
     if has_bias:
         yield LayerParameter(f"{path}linear_fc1.bias", fc1_width)
         yield LayerParameter(f"{path}linear_fc2.bias", hidden, is_split=False)

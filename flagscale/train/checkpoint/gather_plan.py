@@ -75,6 +75,31 @@ def choose_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
+def plan_waves(sizes: Sequence[int], owners: Sequence[int]) -> list[list[int]]:
+    """Return waves of indices of parameters that are exchanged together.
+
+    In a wave a rank receives at most as many elements as the largest parameter has.
+
+    Args:
+        sizes: number of elements of each parameter.
+        owners: rank that receives each parameter.
+    """
+    max_elements = max(sizes, default=0)
+    waves: list[list[int]] = []
+    positions = dict.fromkeys(owners, (0, 0))
+    # Owners process their large parameters at the same time.
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner, size = owners[index], sizes[index]
+        number, filled = positions[owner]
+        if filled + size > max_elements:
+            number, filled = number + 1, 0
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(index)
+        positions[owner] = number, filled + size
+    return waves
+
+
 def plan_rounds(
     parts: Iterable[Sequence[Part]], owners: Sequence[int], round_size: int
 ) -> list[list[Piece]]:

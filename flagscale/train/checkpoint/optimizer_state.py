@@ -1,10 +1,11 @@
 """State of megatron.core's distributed optimizer in checkpoints, without whole copies on a rank.
 
-In the ``fully_reshardable`` format, each parameter has a fp32 weight and two moments of its own
-shape. megatron.core gathers them of all parameters on every rank to save them, and allocates them
-on every rank to load them: 12 bytes a weight and rank, 770 GB on a host for 8 ranks of an 8B model.
-Here each parameter is gathered on one rank of the data-parallel group only, which writes it, and a
-rank reads only parameters of which its shards contain a part, a limited number at a time. The files
+In the ``fully_reshardable`` format, each parameter has a fp32 weight and states of its own shape:
+two moments of Adam, or the momentum of Muon. megatron.core gathers them of all parameters on every
+rank to save them, and allocates them on every rank to load them: 12 bytes a weight and rank, 770 GB
+on a host for 8 ranks of an 8B model. Here each parameter is gathered on one rank of the
+data-parallel group only, which writes it, and a rank reads only parameters of which its shards
+contain a part, a limited number at a time. The files
 are the same.
 """
 
@@ -32,9 +33,8 @@ from flagscale.train.checkpoint.gather_plan import (
     plan_rounds,
 )
 from flagscale.train.optim.members import list_members
+from flagscale.train.optim.muon import state_names
 
-_STATE_NAMES = ("param", "exp_avg", "exp_avg_sq")
-"""Tensors of a parameter: the fp32 weight and the moments."""
 _SENT_ELEMENTS = 1 << 25
 """Maximum number of elements that all ranks together send at once."""
 _READ_ELEMENTS = 1 << 28
@@ -70,6 +70,11 @@ class _Parameter(NamedTuple):
 
     weight: Any
     parts: list[Part]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of its tensors: the fp32 weight and the optimizer's states."""
+        return ("param", *state_names(self.weight))
 
 
 def _list_parameters(optimizer: Any) -> list[_Parameter]:
@@ -108,7 +113,7 @@ def _describe_parameter_states(
                 name: _describe_state(
                     weight, name, torch.empty(parameter.weight.shape, device="meta")
                 )
-                for name in _STATE_NAMES
+                for name in parameter.tensor_names
             }
             for index, (parameter, weight) in enumerate(zip(parameters, weights, strict=True))
             if any(part.rank == rank for part in parameter.parts)
@@ -164,13 +169,15 @@ def _gather_states(
     owners = choose_owners([parameter.weight.numel() for parameter in parameters], ranks)
     result = {
         index: {
-            name: torch.empty(parameter.weight.shape, dtype=torch.float32) for name in _STATE_NAMES
+            name: torch.empty(parameter.weight.shape, dtype=torch.float32)
+            for name in parameter.tensor_names
         }
         for index, (parameter, owner) in enumerate(zip(parameters, owners, strict=True))
         if owner == rank
     }
     round_size = max(_SENT_ELEMENTS // ranks, 1)
     all_parts = [parameter.parts for parameter in parameters]
+    names = [parameter.tensor_names for parameter in parameters]
     held: dict[int, _HeldPart] = {}
     for pieces in plan_rounds(all_parts, owners, round_size):
         # A part may be sent in several consecutive rounds, and converting it to fp32 takes time.
@@ -179,8 +186,9 @@ def _gather_states(
             for index in {piece.parameter for piece in pieces if piece.source == rank}
         }
         device = parameters[pieces[0].parameter].weight.device
-        for name in _STATE_NAMES:
-            _exchange(name, pieces, held, result, group, device)
+        for name in sorted({name for piece in pieces for name in names[piece.parameter]}):
+            named_pieces = [piece for piece in pieces if name in names[piece.parameter]]
+            _exchange(name, named_pieces, held, result, group, device)
     return result
 
 

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from flagscale.accelerators.device import current_device
 from flagscale.config.arguments.layout import vocabulary_parts
+from flagscale.config.arguments.rules.muon import optimizer_kind
 from flagscale.config.arguments.rules.resuming import describe_arguments
 from flagscale.train.checkpoint.content_metadata import METADATA_KEY, sharding_metadata
 from flagscale.train.checkpoint.embedding_sharding import shard_embedding_rows
@@ -154,7 +155,7 @@ def describe_run(args: argparse.Namespace, state: TrainState) -> dict[str, Any]:
     return {
         **describe_arguments(vars(args), dist.get_world_size()),
         "vocabulary": vocabulary_range(args, state),
-        "optimizer": args.optimizer,
+        "optimizer": optimizer_kind(vars(args)),
         "schedule": describe_schedule(state.scheduler, state.optimizer),
     }
 

@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from flagscale.train.optim.members import list_members
+from flagscale.train.optim.muon import USES_MUON
 
 _SCHEDULER_KEYS = (
     "max_lr",
@@ -61,8 +62,12 @@ def read_saved_schedule(common_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_optimizer_name(common_state: Mapping[str, Any]) -> str | None:
-    """Return the optimizer that saved a checkpoint (``adam`` or ``sgd``); None if unknown."""
+    """Return the optimizer that saved a checkpoint (``adam``, ``muon`` or ``sgd``); None if
+    unknown.
+    """
     groups = list(_saved_groups(common_state["optimizer"]))
+    if any(group.get(USES_MUON) for group in groups):
+        return "muon"
     if any("betas" in group for group in groups):
         return "adam"
     return "sgd" if any("momentum" in group for group in groups) else None

@@ -22,6 +22,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from flagscale.config.arguments.rules.muon import uses_muon
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
@@ -33,7 +34,15 @@ from flagscale.train.optim.global_norm import use_global_grad_norm
 from flagscale.train.optim.host_memory import check_host_memory
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 from flagscale.train.optim.master_adam import MasterWeightAdam
+from flagscale.train.optim.matrices import MuonSettings
 from flagscale.train.optim.members import list_members
+from flagscale.train.optim.muon import Muon
+from flagscale.train.optim.muon_setup import (
+    connect_members,
+    group_overrides,
+    identify_groups,
+    mark_parameters,
+)
 from flagscale.train.sharding.optimizer import ShardedOptimizer
 
 
@@ -68,7 +77,14 @@ def build_optimizer(
             replacements.enter_context(_use_master_weight_adam(args, config))
         if shards_gradients(vars(args)):
             replacements.enter_context(_use_sharded_optimizer())
-        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        overrides = None
+        if has_muon := uses_muon(vars(args)):
+            mark_parameters(chunks)
+            overrides = group_overrides(config)
+            replacements.enter_context(_use_muon(args, config))
+        optimizer = get_megatron_optimizer(
+            config, chunks, config_overrides=overrides, use_gloo_process_groups=False
+        )
     _drop_empty_members(optimizer)
     for chained in list_members(optimizer):
         if chained.optimizer is not None and chained.init_state_fn is None:
@@ -79,6 +95,8 @@ def build_optimizer(
     if args.optimizer_cpu_offload:
         check_host_memory(_count_host_bytes(optimizer))
     mark_decoupled_groups(optimizer)
+    identify_groups(optimizer, has_muon=has_muon)
+    connect_members(args, optimizer, chunks)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(optimizer, device.torch_device)
     return optimizer
@@ -118,6 +136,17 @@ def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -
     core_optimizer.Adam = partial(
         MasterWeightAdam, offload_fraction=fraction, formats=state_formats(vars(args))
     )
+    try:
+        yield
+    finally:
+        core_optimizer.Adam = FusedAdam
+
+
+@contextmanager
+def _use_muon(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
+    """Return a context manager in which megatron.core builds :class:`Muon` in place of Adam."""
+    config.optimizer = "adam"
+    core_optimizer.Adam = partial(Muon, settings=MuonSettings.from_arguments(vars(args)))
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from flagscale.train.checkpoint.gather_plan import (
     choose_owners,
     locate_parts,
     plan_rounds,
+    plan_waves,
 )
 
 
@@ -67,3 +68,27 @@ def test_each_element_reaches_the_owner_once_in_limited_rounds(
     for pieces in rounds:
         for rank in range(ranks):
             assert sum(piece.size for piece in pieces if piece.owner == rank) <= round_size
+
+
+@given(
+    st.lists(st.integers(1, 20), max_size=12).flatmap(
+        lambda sizes: st.tuples(
+            st.just(sizes),
+            st.lists(st.integers(0, 2), min_size=len(sizes), max_size=len(sizes)),
+        )
+    )
+)
+def test_a_wave_brings_a_rank_no_more_than_the_largest_parameter(
+    parameters: tuple[list[int], list[int]],
+) -> None:
+    sizes, owners = parameters
+    waves = plan_waves(sizes, owners)
+    assert sorted(index for wave in waves for index in wave) == list(range(len(sizes)))
+    for wave in waves:
+        assert wave
+        for rank in set(owners):
+            received = sum(sizes[index] for index in wave if owners[index] == rank)
+            assert received <= max(sizes)
+    # Some owner needs about so many, because two waves of an owner exceed the limit together.
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == r) for r in set(owners)]
+    assert len(waves) <= 1 + 2 * max(loads, default=0) // max(sizes, default=1)

@@ -39,7 +39,7 @@ wandb_log_model_interval
 KERNELS = """
 te_fl_prefer te_fl_per_op te_fl_allow_vendors te_fl_deny_vendors mg_fl_prefer enable_flag_gems
 flag_gems_log_path flag_gems_unused no_dsa_kernel_fusion use_padded_layerwise_optimizer
-use_dualpipev moe_fb_overlap muon_matched_adamw_rms muon_ns_steps
+use_dualpipev moe_fb_overlap
 apply_sft_dataset_separated_loss_mask_if_existed ckpt_convert_save
 ckpt_convert_update_legacy_dist_opt_format
 """
@@ -67,6 +67,7 @@ special_tokens_file tokenizer_path enable_hetero hetero_device_types hetero_curr
 hetero_pipeline_layer_split hetero_process_meshes expert_tensor_parallel_size_per_process_mesh
 hetero_use_cpu_communication peft_type lora_target_modules lora_dim lora_alpha lora_dropout
 lora_dropout_position lora_in_init_method lora_out_init_method muon_momentum no_muon_nesterov
+muon_matched_adamw_rms muon_ns_steps
 delay_wgrad_compute overlap_moe_expert_parallel_comm
 """
 RUNNER_KEYS = """

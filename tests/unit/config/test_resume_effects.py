@@ -61,6 +61,7 @@ RUNS = {
     "--weight-decay-incr-style linear",
     "decoupled": f"{GPT} --decoupled-lr 1e-4",
     "sgd": f"{GPT} --optimizer sgd",
+    "muon": f"{GPT} --optimizer muon",
     "fp16": f"{GPT} --fp16",
     "bf16": f"{GPT} --bf16",
     "lean": f"{GPT} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer",

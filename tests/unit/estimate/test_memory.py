@@ -397,3 +397,61 @@ def test_copies_take_time_only_if_they_take_longer_than_the_passes() -> None:
         for count in (0, 2, 7)
     ]
     assert seconds[0] == seconds[1] < seconds[2]
+
+
+MATRICES_8B = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "saved"),
+    [
+        ("", 1, 4 * MATRICES_8B),
+        ("", 8, 4 * MATRICES_8B / 8),
+        ("--freeze-parameters decoder.layers.*.mlp", 1, 4 * 32 * 4096 * (6144 + 4096)),
+    ],
+    ids=["one-rank", "sharded", "frozen"],
+)
+def test_muon_has_one_state_per_weight_of_a_matrix(options: str, world: int, saved: float) -> None:
+    adam, muon = (
+        forecast_llama(f"{WHOLE} {options} --optimizer {name}", world).stages[0].memory
+        for name in ("adam", "muon")
+    )
+    assert adam.optimizer - muon.optimizer == pytest.approx(saved)
+    assert (adam.weights, adam.gradients) == (muon.weights, muon.gradients)
+
+
+def test_an_orthogonalization_needs_memory_when_there_are_no_activations() -> None:
+    short = f"{WHOLE} --optimizer muon --seq-length 16 --global-batch-size 1"
+    memory = forecast_llama(short).stages[0].memory
+    assert memory.activations + memory.transient == 12 * 4096 * 2 * 14336
+
+
+def test_muon_takes_the_time_of_its_products() -> None:
+    """Of a layer these are queries and output projection [4096, 4096], keys and values
+    [1024, 4096], and two matrices [28672, 4096] and [4096, 14336].
+    """
+    loads = {
+        options: forecast_llama(f"{WHOLE} --optimizer {options}").stages[0].optimizer_load
+        for options in ("adam", "muon", "muon --muon-fp32-matmul-prec high")
+    }
+    square, small = 6 * 4096**3, 4 * 1024**2 * 4096 + 2 * 1024**3
+    large = sum(4 * 4096**2 * width + 2 * 4096**3 for width in (28672, 14336))
+    flops = 32 * 5 * (2 * square + 2 * small + large)
+    assert loads["adam"].gemm_flops == 0
+    assert loads["muon"].gemm_flops == pytest.approx(flops / 0.7)
+    assert loads["muon --muon-fp32-matmul-prec high"].gemm_flops == pytest.approx(2 * flops / 0.7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "factor"),
+    [("duplicated", 1.0), ("distributed", 0.55), ("blockwise", 0.4)],
+)
+def test_tensor_parallel_ranks_share_products_of_muon(mode: str, factor: float) -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel"
+    whole, split = (
+        forecast_llama(f"{WHOLE} --optimizer muon --muon-tp-mode {mode} {flags}", world)
+        .stages[0]
+        .optimizer_load.gemm_flops
+        for flags, world in (("", 1), (layout, 2))
+    )
+    assert split / whole == pytest.approx(factor, abs=0.1)

@@ -67,8 +67,8 @@ _LR_DECAY = by_value(
 _ADAM = ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _OPTIMIZER = by_value(
     "train.model.optimizer",
-    {**dict.fromkeys(_ADAM, "adam"), "sgd": "sgd"},
-    "the implemented optimizers are adam (AdamW) and sgd (`train.model.optimizer`)",
+    {**dict.fromkeys(_ADAM, "adam"), "sgd": "sgd", "muon": "muon"},
+    "the implemented optimizers are adam (AdamW), sgd and muon (`train.model.optimizer`)",
 )
 _ATTENTION = by_value(
     "train.model.attention_backend",

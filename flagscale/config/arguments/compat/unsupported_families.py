@@ -157,9 +157,21 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     ),
     UnsupportedFamily(
         "other optimizers",
-        r"lion_beta[12]|muon_(scalar_optimizer|coefficient_type|use_syrk|matched_adamw_rms|ns_steps)|"
-        r"(no_)?use_layer_wise_param_layout|use_padded_layerwise_optimizer",
-        "it is an option of Muon or Lion, but `optimizer` is adam or sgd",
+        r"lion_beta[12]",
+        "it is an option of Lion, but `optimizer` is adam, sgd or muon",
+        unused=True,
+    ),
+    UnsupportedFamily(
+        "other Muons",
+        r"muon_(scalar_optimizer|coefficient_type)",
+        "leave it out: Muon has the coefficients `quintic`, and Adam trains weights that are not "
+        "matrices",
+    ),
+    UnsupportedFamily(
+        "kernels and layout of Muon",
+        r"muon_use_syrk|(no_)?use_layer_wise_param_layout|use_padded_layerwise_optimizer",
+        "it selects kernels or the place of whole matrices; with `use_distributed_optimizer` every "
+        "rank orthogonalizes some of the matrices",
         unused=True,
     ),
     UnsupportedFamily(
@@ -292,7 +304,7 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
         r"use_persistent_ckpt_worker|ckpt_assume_constant_structure|save_tokenizer_assets|"
         r"dist_ckpt_\w+|distrib_optim_fully_reshardable_mem_efficient|te_rng_tracker|"
         r"no_scatter_gather_tensors_in_pipeline|ddp_num_buckets|"
-        r"lazy_mpu_init|enable_experimental|disable_msc|tp_comm_overlap_cfg|muon_no_split_qkv|"
+        r"lazy_mpu_init|enable_experimental|disable_msc|tp_comm_overlap_cfg|"
         r"(no_)?use_tokenizer_model_from_checkpoint_args|(no_)?align_grad_reduce|enable_msc|"
         r"async_(ckpt_\w+|strategy)|ckpt_(pg_tensors_cache_\w+|drop_redundant_extra_state)|"
         r"ckpt_fully_parallel_(save|load)_\w+|(no_)?ckpt_load_validate_sharding_integrity|"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flagscale.config.arguments.rules.data import uses_external_data
 from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.config.arguments.rules.model_family import arguments_of_family, families_by_argument
+from flagscale.config.arguments.rules.muon import MUON
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, CUDA_GRAPH_SCOPE, FULL_ITERATION
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
@@ -224,10 +225,10 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "optimizer",
         "muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_num_ns_steps "
         "muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov",
-        ("muon",),
+        MUON,
     ),
     Requirement("optimizer", "sgd_momentum", ("sgd",)),
-    Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam",)),
+    Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam", *MUON)),
     Requirement("optimizer_cpu_offload", "optimizer_offload_fraction"),
     Requirement("use_precision_aware_optimizer", "store_param_remainders"),
     Requirement(

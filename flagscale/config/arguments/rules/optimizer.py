@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flagscale.config.arguments.rules.data import check_data_phases
+from flagscale.config.arguments.rules.muon import OPTIMIZERS
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.model_arguments import LearningRate
 from flagscale.config.arguments.spec.paths import DATA_PHASES, parse_phase
@@ -113,10 +114,10 @@ def exact_reductions(values: Values, name: str) -> Iterator[Violation]:
 
 
 def check_optimizer(values: Values) -> Iterator[Violation]:
-    if values["optimizer"] not in ("adam", "sgd"):
+    if values["optimizer"] not in OPTIMIZERS:
         yield (
             "optimizer",
-            f"{values['optimizer']!r} is not implemented; expected 'adam' (AdamW) or 'sgd'",
+            f"{values['optimizer']!r} is not implemented; expected 'adam' (AdamW), 'sgd' or 'muon'",
         )
     if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
         yield (

@@ -101,7 +101,9 @@ _NAMES: Mapping[Effect, str] = {
     moe_aux_loss_coeff moe_enable_routing_replay moe_expert_capacity_factor moe_input_jitter_eps
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_force_load_balancing moe_router_load_balancing_type moe_token_drop_policy
-    moe_z_loss_coeff mtp_loss_scaling_factor num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+    moe_z_loss_coeff mtp_loss_scaling_factor muon_extra_scale_factor muon_fp32_matmul_prec
+    muon_momentum muon_num_ns_steps muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov
+    num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
     rampup_batch_size
     """,
     Effect.DATA: """

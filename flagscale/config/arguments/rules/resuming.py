@@ -15,6 +15,7 @@ from typing import Any
 from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, effective
 from flagscale.config.arguments.rules.adapters import describe_adapters, first_differing_weight
 from flagscale.config.arguments.rules.freezing import describe_freezing, freezing_differences
+from flagscale.config.arguments.rules.muon import ADAM_FAMILY, optimizer_kind
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.optimizer_states import OPTIMIZER_DTYPES, model_format
 from flagscale.config.arguments.rules.resume_effects import (
@@ -171,8 +172,8 @@ def _schedule_of(values: Values) -> dict[str, Any]:
         decoupled_min_lr = values["decoupled_min_lr"]
         if decoupled_min_lr is None:
             decoupled_min_lr = values["min_lr"]
-    is_adam = values["optimizer"] == "adam"
-    own_names = ("adam_beta1", "adam_beta2", "adam_eps") if is_adam else ("sgd_momentum",)
+    has_adam = values["optimizer"] in ADAM_FAMILY
+    own_names = ("adam_beta1", "adam_beta2", "adam_eps") if has_adam else ("sgd_momentum",)
     return {
         **schedule_lengths(values),
         **{name: values[name] for name in own_names},
@@ -455,7 +456,7 @@ def _check_optimizer(content: Manifest, values: Values, run_description: Mapping
             + f"; or {_WITHOUT_OPTIMIZER_HINT}",
         )
     _check_experts(content, values, run_description)
-    optimizer = values["optimizer"]
+    optimizer = optimizer_kind(values)
     if (saved_optimizer := content.get("optimizer", optimizer)) != optimizer:
         raise CheckpointError(
             f"the checkpoint's optimizer is {saved_optimizer}, this run's is {optimizer} "

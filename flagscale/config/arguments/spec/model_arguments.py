@@ -19,6 +19,12 @@ class Model:
         "Model family: gpt (causal language model), bert (bidirectional, masked-token prediction), "
         "or one of an installed package (docs/reference/models.md)",
     )
+    optimizer: str = arg(
+        "adam",
+        "Optimizer: adam (AdamW), sgd, or muon (Muon for matrices, AdamW for other weights); "
+        "Megatron-LM's dist_muon is muon with use_distributed_optimizer "
+        "(docs/guides/optimizers.md)",
+    )
     fp8_recipe: str = arg(
         "tensorwise",
         "Scaling of fp8 GEMMs (fp8: hybrid or e4m3): one scale per tensor (tensorwise), per row "
@@ -216,6 +222,51 @@ class OptimizerStates:
         "Format of Adam's second moment, as exp_avg_dtype; fp8 has no sign, 5 bits of exponent and "
         "3 of significand",
         choices=_FORMATS_OF_MOMENTS,
+    )
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Options of Muon, which trains the matrices of layers (docs/guides/optimizers.md)."""
+
+    muon_momentum: float = arg(
+        0.95, "Decay rate of Muon's moving average of gradients", minimum=0, maximum=1
+    )
+    muon_use_nesterov: bool = arg(
+        False, "Orthogonalize Nesterov's momentum: the average once more averaged with the gradient"
+    )
+    muon_num_ns_steps: int = arg(
+        5, "Newton-Schulz iterations that orthogonalize an update", minimum=1
+    )
+    muon_scale_mode: str = arg(
+        "spectral",
+        "Scale of the update of a matrix [out, in]: spectral, sqrt(max(out, in)); unit_rms_norm, "
+        "sqrt(out / in); shape_scaling, sqrt(max(1, out / in))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = arg(
+        1.0,
+        "Additional factor of Muon's updates. With muon_scale_mode: spectral, 0.2 makes them about "
+        "as large as Adam's, so that the same learning rate fits both",
+        minimum=0,
+    )
+    muon_split_qkv: bool = arg(
+        True,
+        "Orthogonalize queries, keys and values of linear_qkv as three matrices instead of one",
+    )
+    muon_fp32_matmul_prec: str = arg(
+        "medium",
+        "Precision of the matrix products of Muon: medium, bf16 (fp32 on CPUs that do not support "
+        "it); high, TF32 on GPUs; highest, fp32",
+        choices=("medium", "high", "highest"),
+    )
+    muon_tp_mode: str = arg(
+        "duplicated",
+        "Orthogonalization of a matrix that is split over tensor-parallel ranks: duplicated, every "
+        "rank gathers the matrix and orthogonalizes it; distributed, the ranks share the products; "
+        "blockwise (Megatron-LM's default), every rank orthogonalizes its own part, so that "
+        "results depend on tensor_model_parallel_size",
+        choices=("duplicated", "distributed", "blockwise"),
     )
 
 

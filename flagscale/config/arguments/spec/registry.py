@@ -31,6 +31,7 @@ from flagscale.config.arguments.spec.model_arguments import (
     Latent,
     LearningRate,
     Model,
+    Muon,
     OptimizerStates,
     TrainingLength,
 )
@@ -69,6 +70,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (TrainingLength, "model"),
     (LearningRate, "model"),
     (OptimizerStates, "model"),
+    (Muon, "model"),
     (Freezing, "model"),
     (Adapters, "model"),
     (Data, "data"),
