@@ -1,7 +1,7 @@
 """Weights in shards (fully sharded data parallelism) in checkpoints.
 
-The whole weights of one unit of the model at a time are in a device's memory, and each weight is
-copied to the host memory of one data-parallel rank only, which writes it.
+The unsharded weights of one unit of the model at a time are in a device's memory, and each weight
+is copied to the host memory of one data-parallel rank only, which writes it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _copy_chunk(chunk: ShardedDataParallel, weights: dict[str, Any]) -> None:
         for name, owner, replica_id in zip(names, owners, replica_ids, strict=True):
             if owner == group.rank():
                 owned[name] = replica_id
-    for buckets in chunk.iter_gathered():
+    for buckets in chunk.iter_unsharded():
         for name in (name for bucket in buckets for name in names_by_bucket[bucket]):
             weight = weights.pop(name)
             if name in owned:
