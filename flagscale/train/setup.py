@@ -36,7 +36,7 @@ from flagscale.train.profiling import Profiler
 from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, gathered_parameters, unsharded_parameters
+from flagscale.train.step import Stepper, gathered_parameters
 from flagscale.train.throughput import ThroughputMeter
 from flagscale.train.trainer import Trainer
 
@@ -187,7 +187,7 @@ def _resume(
 def _load_pretrained(
     args: argparse.Namespace, state: TrainState, reporter: TrainingReporter
 ) -> None:
-    with unsharded_parameters(args, state.chunks):
+    with gathered_parameters(args, state.chunks):
         reporter.log(load_pretrained(args, state))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -326,18 +326,3 @@ def gathered_parameters(
     finally:
         for chunk in chunks:
             chunk.enable_forward_pre_hook()
-
-
-@contextmanager
-def unsharded_parameters(
-    args: argparse.Namespace, chunks: list[DistributedDataParallel]
-) -> Iterator[None]:
-    """Return a context manager in which every rank holds unsharded, up-to-date parameters.
-
-    They can be read and written, which all data-parallel ranks must do alike.
-    """
-    with gathered_parameters(args, chunks), ExitStack() as contexts:
-        for chunk in chunks:
-            if isinstance(chunk, ShardedDataParallel):
-                contexts.enter_context(chunk.unsharded_weights())
-        yield

@@ -36,7 +36,6 @@ the same order on all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -347,25 +346,6 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
 
     # Access to unsharded weights
 
-    @contextmanager
-    def unsharded_weights(self) -> Iterator[None]:
-        """Return a context manager in which every rank holds all unsharded weights.
-
-        Weights that are written to in it are kept, unless it ends with an exception; all ranks must
-        write the same.
-        """
-        try:
-            for unit in self._units:
-                unit.all_gather()
-            yield
-            self._synchronize_ranks()
-            for unit in self._units:
-                unit.update_shards()
-        finally:
-            for unit in self._units:
-                unit.release()
-        self._synchronize_ranks()
-
     @property
     def unit_count(self) -> int:
         """Number of units."""
@@ -374,7 +354,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     def iter_unsharded(self) -> Iterator[list[ShardedBucket]]:
         """Yield the buckets of one unit at a time while their unsharded weights can be read.
 
-        A caller that may fail closes the generator (``contextlib.closing``).
+        Closing the generator releases them.
         """
         for unit in self._units:
             try:
@@ -386,7 +366,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     def iter_writable(self) -> Iterator[list[ShardedBucket]]:
         """Yield the buckets of one unit at a time while their unsharded weights can be written to.
 
-        What is written is kept; all ranks must write the same. See also :meth:`iter_unsharded`.
+        What is written is kept, except if the generator is closed; all ranks must write the same.
         """
         for unit in self._units:
             try:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
 from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.unsharded import unsharded_parameters
 
 RESULTS: dict[str, Any] = {}
 
@@ -94,7 +95,6 @@ class Run:
         from flagscale.train.checkpoint.formats.pretrained import overwrites_all_weights
         from flagscale.train.data.tokenizers import build_tokenizer
         from flagscale.train.models.config import build_transformer_config
-        from flagscale.train.step import unsharded_parameters
 
         self.case = case
         self.rank = rank.rank
@@ -264,7 +264,6 @@ def train_frozen(run: Run) -> dict[str, Any]:
 
     from flagscale.config.arguments.rules.freezing import select_frozen
     from flagscale.train.models.initialize import iter_parameter_names
-    from flagscale.train.step import unsharded_parameters
 
     parameters = {
         names[0]: parameter

@@ -20,7 +20,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.unsharded import count_unsharded_weights, unsharded_parameters
 
 
 def main() -> None:
@@ -179,29 +180,23 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
 def compute_weight_statistics(args: Any, state: Any, config: Any) -> dict[str, list[float]]:
     """Return standard deviation and mean of the weights by name.
 
-    The access to unsharded weights that follows ends with an exception, which must release them.
+    The access to sharded weights that follows ends with an exception, which must release them.
     """
     from flagscale.config.arguments.rules.sharding import shards_weights
     from flagscale.train.models.initialize import iter_global_parameters
-    from flagscale.train.step import unsharded_parameters
 
     with unsharded_parameters(args, state.chunks):
         statistics = {
             name: [float(weight.std()), float(weight.mean())]
             for name, weight in iter_global_parameters(state.modules()[0], config)
         }
-    with suppress(ZeroDivisionError), unsharded_parameters(args, state.chunks):
-        raise ZeroDivisionError
-    assert not (shards_weights(vars(args)) and count_unsharded_weights(state.chunks))
+    for chunk in state.chunks if shards_weights(vars(args)) else ():
+        for units in (chunk.iter_unsharded(), chunk.iter_writable()):
+            with suppress(ZeroDivisionError), closing(units):
+                for _ in units:
+                    raise ZeroDivisionError
+        assert not count_unsharded_weights([chunk])
     return statistics
-
-
-def count_unsharded_weights(chunks: list[Any]) -> int:
-    """Return the number of weights that have memory on this rank, except for shards."""
-    from flagscale.train.models.provider import list_parameters
-
-    parameters = list_parameters(chunks)
-    return sum(weight.numel() for weight in parameters if weight.untyped_storage().size())
 
 
 def describe_failure_of_rank_1(rank: int, ranks: int) -> str | None:
