@@ -46,7 +46,7 @@ from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.section_recorder import SectionRecorder
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
+from flagscale.train.step import Stepper, gathered_parameters
 from flagscale.train.throughput import ThroughputMeter
 from flagscale.train.trainer import Trainer
 
@@ -242,7 +242,7 @@ def _find_saved_iteration(args: argparse.Namespace) -> int:
 def _load_pretrained(
     args: argparse.Namespace, state: TrainState, reporter: TrainingReporter
 ) -> None:
-    with whole_parameters(args, state.chunks):
+    with gathered_parameters(args, state.chunks):
         reporter.log(load_pretrained(args, state))
 
 

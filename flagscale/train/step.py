@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -122,14 +122,15 @@ class Stepper:
             self._profiler.before_step(state.progress.iteration + 1)
         if self._sections is not None:
             self._sections.start_step()
+        micro_batches = self.count_micro_batches(batch_size)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
+            if isinstance(chunk, ShardedDataParallel):
+                chunk.forward_passes_left = micro_batches
         state.optimizer.zero_grad()
         with self._time_step():
-            loss_reports = self._run_schedule(
-                data, self.count_micro_batches(batch_size), forward_only=False
-            )
-        self.router_losses.count_step(self.count_micro_batches(batch_size))
+            loss_reports = self._run_schedule(data, micro_batches, forward_only=False)
+        self.router_losses.count_step(micro_batches)
         # With ``tail_above: skip``, an all_reduce that lost too much data was skipped.
         are_gradients_lost = self._skip_detector.pop_skipped()
         if are_gradients_lost:
@@ -278,10 +279,11 @@ def _set_schedule_functions(
     chunks = state.chunks
     config.grad_scale_func = state.optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if args.overlap_grad_reduce or shards_gradients(vars(args)):
+    if shards_gradients(vars(args)):
+        return  # every backward pass reduces gradients, and every forward pass gathers weights
+    if args.overlap_grad_reduce:
         config.no_sync_func = _unwrap_single([chunk.no_sync for chunk in chunks])
-    overlaps_gather = args.overlap_param_gather and not shards_gradients(vars(args))
-    if overlaps_gather and args.align_param_gather:
+    if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = _unwrap_single([chunk.start_param_sync for chunk in chunks])
 
 
@@ -333,21 +335,8 @@ def gathered_parameters(
         return
     for chunk in chunks:
         chunk.disable_forward_pre_hook(param_sync=True)
-    yield
-    for chunk in chunks:
-        chunk.enable_forward_pre_hook()
-
-
-@contextmanager
-def whole_parameters(
-    args: argparse.Namespace, chunks: list[DistributedDataParallel]
-) -> Iterator[None]:
-    """Return a context manager in which every rank holds whole, up-to-date parameters.
-
-    They can be read and written, which all data-parallel ranks must do alike.
-    """
-    with gathered_parameters(args, chunks), ExitStack() as gathered:
-        for chunk in chunks:
-            if isinstance(chunk, ShardedDataParallel):
-                gathered.enter_context(chunk.gathered_weights())
+    try:
         yield
+    finally:
+        for chunk in chunks:
+            chunk.enable_forward_pre_hook()

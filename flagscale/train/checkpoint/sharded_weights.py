@@ -1,12 +1,12 @@
 """Weights in shards (fully sharded data parallelism) in checkpoints.
 
-The whole weights of one unit of the model at a time are in a device's memory, and each weight is
-copied to the host memory of one data-parallel rank only, which writes it.
+The unsharded weights of one unit of the model at a time are in a device's memory, and each weight
+is copied to the host memory of one data-parallel rank only, which writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,26 @@ def copy_weights_to_owners(chunks: Iterable[Any], model_state_dict: Mapping[str,
     for chunk, weights in zip(chunks, model_state_dict.values(), strict=True):
         if isinstance(chunk, ShardedDataParallel):
             _copy_chunk(chunk, weights)
+
+
+def iter_writable_weights(chunk: Any, weights: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sharded weights of a model chunk while they can be written to. Collective.
+
+    The data-parallel ranks must write the same and iterate to the end together. Weights in shards
+    are yielded one unit of the model at a time, whose unsharded weights are in memory meanwhile.
+
+    Args:
+        chunk: model chunk.
+        weights: its sharded weights by name.
+    """
+    if not isinstance(chunk, ShardedDataParallel):
+        yield dict(weights)
+        return
+    names_by_bucket = _sort_by_bucket(chunk, weights)
+    sharded_names = {name for names in names_by_bucket.values() for name in names}
+    yield {name: weight for name, weight in weights.items() if name not in sharded_names}
+    for buckets in chunk.iter_writable():
+        yield {name: weights[name] for bucket in buckets for name in names_by_bucket[bucket]}
 
 
 class DeferredWeights:
@@ -98,7 +118,7 @@ def _copy_chunk(chunk: ShardedDataParallel, weights: dict[str, Any]) -> None:
         for name, owner, replica_id in zip(names, owners, replica_ids, strict=True):
             if owner == group.rank():
                 owned[name] = replica_id
-    for buckets in chunk.iter_gathered():
+    for buckets in chunk.iter_unsharded():
         for name in (name for bucket in buckets for name in names_by_bucket[bucket]):
             weight = weights.pop(name)
             if name in owned:

@@ -27,42 +27,42 @@ _LIBRARY.define("add_tensor(Tensor(a!) sum, Tensor value) -> ()")
 _LIBRARY.define("add_rows(Tensor(a!) sum, Tensor rows, Tensor value) -> ()")
 
 
-_first_writes: dict[int, bool] = {}
+_unwritten: dict[int, bool] = {}
 """Addresses of accumulators that nothing has been added to yet, with whether they are zero."""
 
 
-def expect_first_write(total: torch.Tensor, *, is_zero: bool) -> None:
+def mark_unwritten(total: torch.Tensor, *, is_zero: bool) -> None:
     """Take note that an accumulator has no value yet; if it is not zero, it is uninitialized.
 
     The first value is then written to an uninitialized accumulator, which saves setting it to zero
     and reading it.
     """
-    _first_writes[total.data_ptr()] = is_zero
+    _unwritten[total.data_ptr()] = is_zero
 
 
-def take_first_write(total: torch.Tensor) -> bool:
+def pop_uninitialized(total: torch.Tensor) -> bool:
     """Return whether an accumulator is uninitialized; the caller then writes its first value."""
-    return bool(_first_writes) and not _first_writes.pop(total.data_ptr(), True)
+    return bool(_unwritten) and not _unwritten.pop(total.data_ptr(), True)
 
 
 def is_uninitialized(total: torch.Tensor) -> bool:
     """Return whether the first value of an accumulator has not been written yet."""
-    return _first_writes.get(total.data_ptr(), True) is False
+    return _unwritten.get(total.data_ptr(), True) is False
 
 
-def forget_first_write(total: torch.Tensor) -> bool:
-    """Return whether nothing has been added to an accumulator since :func:`expect_first_write`.
+def pop_unwritten(total: torch.Tensor) -> bool:
+    """Return whether nothing has been added to an accumulator since :func:`mark_unwritten`.
 
     A compiled graph may add to a copy of an accumulator and copy the sum back, which looks the
     same.
     """
-    return _first_writes.pop(total.data_ptr(), None) is not None
+    return _unwritten.pop(total.data_ptr(), None) is not None
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, input_: torch.Tensor) -> None:
     """Compute ``total [out, in] += gradient [tokens, out]^T · input [tokens, in]``."""
     with _preserve_version(total):
-        beta = 0 if take_first_write(total) else 1
+        beta = 0 if pop_uninitialized(total) else 1
         if total.dtype == gradient.dtype:
             total.addmm_(gradient.t(), input_, beta=beta)
         elif unaligned_gemm.needs_split(gradient.t()):
@@ -93,7 +93,7 @@ def _add_in_place(total: torch.Tensor, value: torch.Tensor) -> None:
 
 def _add_tensor(total: torch.Tensor, value: torch.Tensor) -> None:
     with _preserve_version(total):
-        if take_first_write(total):
+        if pop_uninitialized(total):
             total.copy_(value)
         else:
             _add_in_place(total.view(-1), value.view(-1))
@@ -102,7 +102,7 @@ def _add_tensor(total: torch.Tensor, value: torch.Tensor) -> None:
 def _add_rows(total: torch.Tensor, rows: torch.Tensor, value: torch.Tensor) -> None:
     """Compute ``total[rows[i]] += value[i]``."""
     with _preserve_version(total):
-        if take_first_write(total):
+        if pop_uninitialized(total):
             total.zero_()
         total.index_add_(0, rows, value.to(total.dtype))
 

@@ -133,7 +133,7 @@ def _gather_kept_weights(state: TrainState) -> None:
     for chunk in state.chunks:
         for bucket in chunk.iter_buckets() if isinstance(chunk, ShardedDataParallel) else ():
             if bucket.param_data.untyped_storage().size():
-                handle = bucket.start_gather()
+                handle = bucket.start_all_gather()
                 if handle is not None:
                     handle.wait()
 

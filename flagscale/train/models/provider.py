@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -170,6 +171,7 @@ def _add_data_parallelism(
             model,
             shards_weights=shards_weights(vars(args)),
             accumulates_in_layers=optimized,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
             initialize=None if initialize is None else partial(initialize, unwrap_model(model)),
         )
     ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel

@@ -1,10 +1,10 @@
-"""Weights and gradients that are gathered, reduced and released together.
+"""Buckets: weights and gradients that are all-gathered, reduce-scattered and released together.
 
-A bucket is one flat tensor of weights and one of gradients. Every data-parallel rank keeps an equal
-shard of both. The whole weights have memory only while a layer computes: their storage is resized
-to zero bytes when they are released, so that parameters and the tensors that autograd has saved
-remain views of it. The whole gradients are in a buffer that other buckets use as well, at other
-times.
+A bucket is one flat tensor of unsharded weights and one of unsharded gradients. Every data-parallel
+rank keeps an equal shard of both. Unsharded weights have memory only while a layer computes: their
+storage is resized to zero bytes when they are released, so that parameters and the tensors that
+autograd has saved remain views of it. Unsharded gradients are in memory that several buckets use in
+turn.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from flagscale.train.layers.wgrad_accumulation import expect_first_write, forget_first_write
+from flagscale.train.layers.wgrad_accumulation import mark_unwritten, pop_unwritten
+from flagscale.train.sharding.collectives import ShardCollectives
 from flagscale.train.sharding.deferred import lacks_memory
-from flagscale.train.sharding.exchange import Exchange
 
 Initialize = Callable[[Collection[torch.nn.Parameter]], None]
 """Function that initializes those weights in place that are in a collection."""
@@ -39,8 +39,8 @@ class ShardedBucket:
             :meth:`finish_step` and :meth:`start_step` the part of it in this rank's shard.
         params: the same as a set.
         param_to_index: first and last element (exclusive) of each weight in the flat tensors.
-        param_data: whole weights [numel].
-        grad_data: whole gradients [numel]; None without :meth:`create_gradients`.
+        param_data: unsharded weights [numel].
+        grad_data: unsharded gradients [numel]; None without :meth:`create_gradients`.
         weight_shard: this rank's part of the weights [numel / ranks].
         gradient_shard: the part of the gradients that this rank sums up over the micro-batches of
             a step [numel / ranks]; None like ``grad_data``.
@@ -55,9 +55,9 @@ class ShardedBucket:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        exchange: Exchange,
+        collectives: ShardCollectives,
         *,
-        keeps_weights: bool,
+        shards_weights: bool,
         offset: int = 0,
         bucket_id: int = 0,
         gradient_scaling_factor: float = 1.0,
@@ -67,8 +67,8 @@ class ShardedBucket:
 
         Args:
             params: the weights, at least one, all of one dtype.
-            exchange: exchange of shards between the data-parallel ranks.
-            keeps_weights: keep the whole weights in memory, and shard only gradients.
+            collectives: collectives of the data-parallel ranks.
+            shards_weights: release the unsharded weights. If false, only gradients are sharded.
             offset: see the class.
             bucket_id: see the class.
             gradient_scaling_factor: see the class.
@@ -78,8 +78,8 @@ class ShardedBucket:
         self.params = set(self.params_list)
         self.offset, self.bucket_id = offset, bucket_id
         self.gradient_scaling_factor = gradient_scaling_factor
-        self._exchange, self._ranks = exchange, exchange.ranks
-        self.group = exchange.group
+        self._collectives, self._ranks = collectives, collectives.ranks
+        self.group = collectives.group
         self.param_to_index: dict[torch.nn.Parameter, tuple[int, int]] = {}
         end = 0
         for param in self.params_list:
@@ -89,7 +89,7 @@ class ShardedBucket:
         self.numel_unpadded = end
         self.numel = _round_up(end, self._ranks * _ALIGNED_SHARD_ELEMENTS)
         self._shard_numel = self.numel // self._ranks
-        self._keeps_weights = keeps_weights or self._ranks == 1
+        self._shards_weights = shards_weights and self._ranks > 1
         self.grad_data: torch.Tensor | None = None
         self.gradient_shard: torch.Tensor | None = None
         self._gradient_views: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -101,10 +101,10 @@ class ShardedBucket:
     @torch.no_grad()
     def _move_weights(self, initialize: Initialize | None) -> None:
         first = self.params_list[0]
-        if self._keeps_weights:
-            self.param_data = self._exchange.allocate_shared(self.numel, first.dtype)
-        else:
+        if self._shards_weights:
             self.param_data = torch.empty(self.numel, dtype=first.dtype, device=first.device)
+        else:
+            self.param_data = self._collectives.allocate_shared(self.numel, first.dtype)
         self.param_data.zero_()
         for param in self.params_list:
             if not lacks_memory(param.data):
@@ -112,18 +112,18 @@ class ShardedBucket:
             param.data = self._view(self.param_data, param)
         if initialize is not None:
             initialize(self.params)
-        self.weight_shard = self._local_part(self.param_data)
-        if not self._keeps_weights:
-            own_part = self.weight_shard
-            self.weight_shard = self._exchange.allocate_shared(self._shard_numel, first.dtype)
-            self.weight_shard.copy_(own_part)
+        self.weight_shard = self._collectives.local_part(self.param_data)
+        if self._shards_weights:
+            local_part = self.weight_shard
+            self.weight_shard = self._collectives.allocate_shared(self._shard_numel, first.dtype)
+            self.weight_shard.copy_(local_part)
             self.param_data.untyped_storage().resize_(0)
 
     def create_gradients(self, buffer: torch.Tensor) -> None:
         """Create the gradients of the weights.
 
         Args:
-            buffer: memory for the whole gradients, of at least ``numel`` elements.
+            buffer: memory for the unsharded gradients, of at least ``numel`` elements.
         """
         self.grad_data = buffer[: self.numel]
         self.gradient_shard = self.grad_data
@@ -147,14 +147,10 @@ class ShardedBucket:
         start, end = self.param_to_index[param]
         return flat[start:end].view(param.shape)
 
-    def _local_part(self, flat: torch.Tensor) -> torch.Tensor:
-        start = self._exchange.rank * self._shard_numel
-        return flat[start : start + self._shard_numel]
-
     def _select(self, shard: torch.Tensor, param: torch.nn.Parameter) -> torch.Tensor:
         """Return the elements of a weight that are in this rank's shard; maybe none."""
         start, end = self.param_to_index[param]
-        offset = self._exchange.rank * self._shard_numel
+        offset = self._collectives.rank * self._shard_numel
         begin = min(max(start - offset, 0), self._shard_numel)
         return shard[begin : max(min(end - offset, self._shard_numel), begin)]
 
@@ -163,8 +159,8 @@ class ShardedBucket:
         for param in self.params_list:
             yield param, self._select(self.weight_shard, param)
 
-    def start_gather(self) -> Any:
-        """Start to gather the whole weights, after allocating them if they have no memory.
+    def start_all_gather(self) -> Any:
+        """Start to all-gather the weights, after allocating the unsharded ones if necessary.
 
         Returns:
             Handle whose ``wait`` must be called before the weights are read; None with one rank.
@@ -174,40 +170,40 @@ class ShardedBucket:
         if lacks_memory(self.param_data):
             storage_bytes = self.param_data.numel() * self.param_data.element_size()
             self.param_data.untyped_storage().resize_(storage_bytes)
-        return self._exchange.start_gather(self.param_data, self.weight_shard)
+        return self._collectives.start_all_gather(self.param_data, self.weight_shard)
 
     def release_weights(self) -> None:
-        """Free the whole weights."""
-        if not self._keeps_weights:
+        """Free the unsharded weights."""
+        if self._shards_weights:
             self.param_data.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def update_shard(self) -> None:
-        """Copy this rank's part of the whole weights, which have been written to, to the shard.
+        """Copy this rank's part of the unsharded weights, which have been written to, to the shard.
 
-        Nothing happens if the whole weights have no memory.
+        Nothing happens if the unsharded weights have no memory.
         """
-        if not self._keeps_weights and not lacks_memory(self.param_data):
-            self.weight_shard.copy_(self._local_part(self.param_data))
+        if self._shards_weights and not lacks_memory(self.param_data):
+            self.weight_shard.copy_(self._collectives.local_part(self.param_data))
 
-    def expect_gradients(self) -> None:
-        """Prepare the whole gradients for a micro-batch.
+    def prepare_gradients(self) -> None:
+        """Prepare the unsharded gradients for the backward pass of a micro-batch.
 
-        They are set to zero where the first value was not written in place so far.
+        Those are set to zero whose first value was not written in place in earlier micro-batches.
         """
         if self._ranks > 1:
             for param, view in self._gradient_views.items():
                 is_zero = param not in self._written_in_place
                 if is_zero:
                     view.zero_()
-                expect_first_write(view, is_zero=is_zero)
+                mark_unwritten(view, is_zero=is_zero)
 
-    def complete_gradients(self) -> None:
+    def zero_unwritten_gradients(self) -> None:
         """Set to zero what the backward pass of a micro-batch has not written, and the padding."""
         if self.grad_data is None or self._ranks == 1:
             return
         for param, view in self._gradient_views.items():
-            is_unwritten = forget_first_write(view)
+            is_unwritten = pop_unwritten(view)
             if is_unwritten and param in self._written_in_place:
                 view.zero_()
             elif not is_unwritten:
@@ -215,21 +211,23 @@ class ShardedBucket:
         for start, end in self._gaps:
             self.grad_data[start:end].zero_()
 
-    def start_reduce(self) -> Any:
-        """Start to add the complete gradients of all ranks to the shards of the ranks.
+    def start_reduce_scatter(self) -> Any:
+        """Start to reduce-scatter the gradients of a micro-batch, and add them to the shards.
 
         Returns:
-            Handle whose ``wait`` must be called before the whole gradients are written to or the
-            shard is read; None with one rank.
+            Handle whose ``wait`` must be called before the unsharded gradients are written to or
+            the shard is read; None with one rank.
         """
         if self.grad_data is None or self._ranks == 1:
             return None
         assert self.gradient_shard is not None
-        adds, self._has_first_gradients = self._has_first_gradients, True
-        return self._exchange.start_reduce(self.grad_data, self.gradient_shard, adds=adds)
+        accumulate, self._has_first_gradients = self._has_first_gradients, True
+        return self._collectives.start_reduce_scatter(
+            self.grad_data, self.gradient_shard, accumulate=accumulate
+        )
 
     def start_step(self) -> None:
-        """Discard the gradients of the last step and expose the whole ones as ``main_grad``."""
+        """Discard the gradients of the last step and set ``main_grad`` to the unsharded ones."""
         if self.gradient_shard is None:
             return
         if self._ranks == 1:
@@ -239,7 +237,7 @@ class ShardedBucket:
             param.main_grad = view  # type: ignore[attr-defined]
 
     def finish_step(self) -> None:
-        """Complete the gradients of a step and expose this rank's shard of them.
+        """Complete the gradients of a step and set ``main_grad`` to this rank's shard of them.
 
         Sums over other groups, such as those of layer norms over tensor-parallel ranks, then apply
         to that part, which is the same one on those ranks.

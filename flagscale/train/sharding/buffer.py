@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from flagscale.train.sharding.bucket import Initialize, ShardedBucket
-from flagscale.train.sharding.exchange import Exchange
+from flagscale.train.sharding.collectives import ShardCollectives
 
 
 class ShardedBuffer:
@@ -36,23 +36,23 @@ class ShardedBuffer:
         ddp_config: DistributedDataParallelConfig,
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        exchange: Exchange,
+        collectives: ShardCollectives,
         gradient_scaling_factor: float,
         *,
-        keeps_weights: bool,
+        shards_weights: bool,
     ) -> None:
         """Create a buffer without buckets; the arguments are those of its buckets."""
         self.ddp_config = ddp_config
         self.param_dtype, self.grad_dtype = param_dtype, grad_dtype
-        self.data_parallel_group = exchange.group
-        self.data_parallel_world_size = exchange.ranks
+        self.data_parallel_group = collectives.group
+        self.data_parallel_world_size = collectives.ranks
         self.params: list[torch.nn.Parameter] = []
         self.buckets: list[ShardedBucket] = []
         self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
         self.numel = self.numel_unpadded = 0
-        self._exchange = exchange
+        self._collectives = collectives
         self._gradient_scaling_factor = gradient_scaling_factor
-        self._keeps_weights = keeps_weights
+        self._shards_weights = shards_weights
 
     def add_bucket(
         self, params: Sequence[torch.nn.Parameter], initialize: Initialize | None
@@ -63,8 +63,8 @@ class ShardedBuffer:
         """
         bucket = ShardedBucket(
             params,
-            self._exchange,
-            keeps_weights=self._keeps_weights,
+            self._collectives,
+            shards_weights=self._shards_weights,
             offset=self.numel,
             bucket_id=len(self.buckets),
             gradient_scaling_factor=self._gradient_scaling_factor,
@@ -78,9 +78,9 @@ class ShardedBuffer:
         self.numel_unpadded += bucket.numel_unpadded
         return bucket
 
-    def create_gradients(self, sharing: Sequence[Sequence[ShardedBucket]]) -> None:
+    def create_gradients(self, sharing_buckets: Sequence[Sequence[ShardedBucket]]) -> None:
         """Create the gradients of all buckets, in memory that the buckets of each list share."""
-        for buckets in sharing:
+        for buckets in sharing_buckets:
             if self.data_parallel_world_size == 1:
                 for bucket in buckets:
                     bucket.create_gradients(self._allocate_gradients(bucket.numel))
@@ -90,4 +90,4 @@ class ShardedBuffer:
                     bucket.create_gradients(memory)
 
     def _allocate_gradients(self, numel: int) -> torch.Tensor:
-        return self._exchange.allocate_shared(numel, self.grad_dtype)
+        return self._collectives.allocate_shared(numel, self.grad_dtype)

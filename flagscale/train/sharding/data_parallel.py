@@ -1,19 +1,42 @@
-"""Data parallelism that gathers weights and reduces gradients layer by layer.
+"""Data parallelism with sharded gradients (ZeRO-2) and optionally sharded weights (ZeRO-3, FSDP).
 
-A rank keeps a shard of the weights of each layer. Before the forward and the backward pass of a
-layer its whole weights are gathered, while the layer before is computed, and they are released
-afterwards. The gradients of a layer are reduced to the shards after its backward pass in each
-micro-batch, while the next layer's pass is computed. (Rajbhandari et al., "ZeRO: Memory
-optimizations toward training trillion parameter models", 2020; Zhao et al., "PyTorch FSDP", 2023.)
+Every data-parallel rank keeps a shard of the gradients, the optimizer state and, with ZeRO-3, the
+weights of each unit: a transformer layer, the embedding, or everything after the last layer
+(Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020;
+Zhao et al., "PyTorch FSDP", 2023). The unsharded tensors of a unit exist only around its passes.
+One micro-batch, with what the communication streams do below what the compute stream does::
 
-Communication is started by hooks of the forward passes and of the gradients of layers' outputs,
-which run in the same order on all ranks.
+    forward     | layer k-1        | layer k            | layer k+1
+                | all-gather k     | all-gather k+1     | all-gather k+2
+
+    backward    | layer k+1          | layer k             | layer k-1
+                | all-gather k       | all-gather k-1      | all-gather k-2
+                | reduce-scatter k+2 | reduce-scatter k+1  | reduce-scatter k
+
+1. When layer k-1 begins its forward pass, the weights of layer k are prefetched: their all-gather
+   starts.
+2. Layer k waits for them, computes and releases them. The last layer of the model keeps them,
+   because its backward pass follows.
+3. When layer k+1 begins its backward pass, the weights of layer k are prefetched again.
+4. Layer k waits for them, receives memory for its unsharded gradients and computes.
+   Recomputation of its forward pass uses the same weights.
+5. When layer k-1 begins its backward pass, the reduce-scatter of the gradients of layer k starts,
+   and the weights of layer k are released.
+6. When layer k-2 begins, that reduce-scatter is waited for. Its result has been added to this
+   rank's shard of the gradients, and the memory of the unsharded ones is used by layer k-2.
+
+After the last micro-batch ``main_grad`` of a weight is the part of it that is in this rank's shard.
+:class:`.optimizer.ShardedOptimizer` updates its main parameters (fp32 shards) with it and writes
+them to the shards of the weights.
+
+Hooks of forward passes and of the gradients of layers' outputs start the communication. They run in
+the same order on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,12 +51,12 @@ from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.layers.wgrad_accumulation import (
     bind_accumulators,
     is_uninitialized,
-    take_first_write,
+    pop_uninitialized,
 )
 from flagscale.train.sharding.bucket import Initialize, ShardedBucket
-from flagscale.train.sharding.buffer import ShardedBuffer
-from flagscale.train.sharding.exchange import create_exchange
-from flagscale.train.sharding.unit import GradientSlot, ShardedUnit
+from flagscale.train.sharding.collectives import create_collectives
+from flagscale.train.sharding.partition import ChunkPartition, has_embedding_in_head
+from flagscale.train.sharding.unit import ShardedUnit
 from flagscale.train.state import unwrap_model
 
 
@@ -41,11 +64,13 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     """Data parallelism with sharded gradients and, optionally, sharded weights.
 
     It has the methods that megatron.core's schedules and distributed optimizer call. Each
-    transformer layer is a unit; so are the embedding and everything after the last layer. If they
-    share weights, both are one unit, which stays gathered from the start of a micro-batch's forward
-    pass to the end of its backward pass.
+    transformer layer is a unit; so are the embedding and everything after the last layer (the
+    head). If these two share weights, the head's unit holds those of both, and they stay unsharded
+    from the start of a micro-batch's forward pass to the end of its backward pass.
 
     Attributes:
+        forward_passes_left: number of forward passes for training that are to come in this step.
+            The caller sets it; the weights that the next one reads first are prefetched.
         buffers: buckets of the trained weights, except for those of experts.
         expert_parallel_buffers: buckets of the trained weights of experts.
     """
@@ -58,6 +83,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         *,
         shards_weights: bool,
         accumulates_in_layers: bool,
+        timeout: timedelta,
         initialize: Initialize | None = None,
     ) -> None:
         """Shard a model chunk.
@@ -69,136 +95,61 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             shards_weights: shard weights as well, not only gradients.
             accumulates_in_layers: layers add the gradients of their weights to ``main_grad``
                 themselves (:mod:`flagscale.train.layers.wgrad_accumulation`).
+            timeout: timeout of operations between ranks.
             initialize: initializes given weights of ``module``, which then needs no memory for its
                 matrices before (:mod:`.deferred`). None if they are initialized.
         """
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
-        self._shards_weights, self._initialize = shards_weights, initialize
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
-        self._data_parallel_size = int(groups["dp_cp_group"].size())
-        # By whether they are of experts.
-        self._exchanges = {
-            False: create_exchange(groups["intra_dp_cp_group"]),
-            True: create_exchange(groups["intra_expt_dp_group"]),
+        self._collectives = {
+            of_experts: create_collectives(groups[name], timeout=timeout)
+            for of_experts, name in ((False, "intra_dp_cp_group"), (True, "intra_expt_dp_group"))
         }
-        self._buffers: dict[tuple[bool, torch.dtype, torch.dtype], ShardedBuffer] = {}
+        # Sums over the ranks become gradients of the mean loss. The factor is the same for experts,
+        # which see the tokens of all ranks that share them.
+        gradient_scaling_factor = 1.0 / groups["dp_cp_group"].size()
+        if config.calculate_per_token_loss:
+            gradient_scaling_factor = 1.0
         self.params_with_grad = [param for param in module.parameters() if param.requires_grad]
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        self._create_units()
-        self.buffers = self._list_buffers(of_experts=False)
-        self.expert_parallel_buffers = self._list_buffers(of_experts=True)
+        model: Any = unwrap_model(self)
+        self._ends_model = bool(getattr(model, "post_process", False))
+        self._head_has_embedding = has_embedding_in_head(model)
+        partition = ChunkPartition(
+            model,
+            ddp_config,
+            self._collectives,
+            gradient_scaling_factor,
+            shards_weights=shards_weights,
+            initialize=initialize,
+        )
+        self._embedding_unit, self._head_unit = partition.embedding_unit, partition.head_unit
+        self._layer_units = partition.layer_units
+        self._units = [self._embedding_unit, *self._layer_units, self._head_unit]
+        self._synchronize_ranks()
+        self.buffers = partition.list_buffers(of_experts=False)
+        self.expert_parallel_buffers = partition.list_buffers(of_experts=True)
         self._accumulated_weights: list[torch.nn.Parameter] = []
         if accumulates_in_layers:
             self._accumulated_weights = bind_accumulators(unwrap_model(self))
-        self._in_backward_pass = self._micro_batches_follow = False
+        self._in_backward_pass = False
+        self.forward_passes_left = 0
         self._add_hooks()
-
-    # Construction
-
-    def _create_units(self) -> None:
-        model: Any = unwrap_model(self)
-        layers = find_transformer_layers(model)
-        layer_parameters = {param for layer in layers for param in layer.parameters()}
-        others = [param for param in model.parameters() if param not in layer_parameters]
-        embedding = getattr(model, "embedding", None)
-        embedding_parameters = set() if embedding is None else set(embedding.parameters())
-        # MTP layers embed tokens again, after the last layer of the decoder.
-        embeds_first_only = not getattr(self.config, "mtp_num_layers", None) and not (
-            embedding is not None
-            and getattr(model, "post_process", False)
-            and getattr(model, "share_embeddings_and_output_weights", False)
-        )
-        before = [param for param in others if param in embedding_parameters and embeds_first_only]
-        after = [param for param in others if param not in set(before)]
-        # When the gradients of a layer are expected, those of the next but one are reduced.
-        outer_slot, layer_slots = GradientSlot(), (GradientSlot(), GradientSlot())
-        self._unit_before = self._create_unit(before, outer_slot)
-        self._layer_units = [
-            self._create_unit(list(layer.parameters()), layer_slots[index % len(layer_slots)])
-            for index, layer in enumerate(layers)
-        ]
-        self._unit_after = self._create_unit(after, outer_slot)
-        self._after_is_used_before = not embeds_first_only
-        self._ends_model = bool(getattr(model, "post_process", False))
-        self._units = [self._unit_before, *self._layer_units, self._unit_after]
-        for buffer in self._buffers.values():
-            buffer.create_gradients(self._list_sharing_buckets(buffer))
-        self._synchronize_ranks()
-
-    def _list_sharing_buckets(self, buffer: ShardedBuffer) -> list[list[ShardedBucket]]:
-        """Return lists of buckets whose gradients are never needed at the same time."""
-        sharing: dict[tuple[GradientSlot, int], list[ShardedBucket]] = {}
-        for unit in self._units:
-            buckets = [bucket for bucket in unit.buckets if bucket in buffer.buckets]
-            for index, bucket in enumerate(buckets):
-                sharing.setdefault((unit.slot, index), []).append(bucket)
-        return list(sharing.values())
-
-    def _create_unit(self, params: Sequence[torch.nn.Parameter], slot: GradientSlot) -> ShardedUnit:
-        by_bucket: dict[Any, list[torch.nn.Parameter]] = {}
-        for param in dict.fromkeys(params):
-            of_experts = not getattr(param, "allreduce", True)
-            # Weights that two pipeline stages share must be sharded in the same way on both.
-            shared = getattr(param, "shared_embedding", False)
-            key = (of_experts, param.dtype, param.requires_grad, shared)
-            by_bucket.setdefault(key, []).append(param)
-        buckets = []
-        for (of_experts, dtype, is_trained, _), bucket_params in by_bucket.items():
-            if is_trained:
-                buckets.append(
-                    self._get_buffer(dtype, of_experts).add_bucket(bucket_params, self._initialize)
-                )
-            else:
-                buckets.append(
-                    ShardedBucket(
-                        bucket_params,
-                        self._exchanges[of_experts],
-                        keeps_weights=not self._shards_weights,
-                        initialize=self._initialize,
-                    )
-                )
-        return ShardedUnit(buckets, slot, keeps_weights=not self._shards_weights)
-
-    def _get_buffer(self, dtype: torch.dtype, of_experts: bool) -> ShardedBuffer:
-        grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype
-        key = (of_experts, dtype, grad_dtype)
-        if key not in self._buffers:
-            self._buffers[key] = ShardedBuffer(
-                self.ddp_config,
-                dtype,
-                grad_dtype,
-                self._exchanges[of_experts],
-                self._gradient_scaling_factor(),
-                keeps_weights=not self._shards_weights,
-            )
-        return self._buffers[key]
-
-    def _gradient_scaling_factor(self) -> float:
-        """Return the factor that makes sums over the ranks the gradients of the mean loss.
-
-        It is the same for experts, which see the tokens of all ranks that share them.
-        """
-        if self.config.calculate_per_token_loss:
-            return 1.0
-        return 1.0 / self._data_parallel_size
-
-    def _list_buffers(self, *, of_experts: bool) -> list[ShardedBuffer]:
-        return [buffer for key, buffer in self._buffers.items() if key[0] == of_experts]
 
     # Hooks
 
     def _add_hooks(self) -> None:
         model: Any = unwrap_model(self)
         layers = find_transformer_layers(model)
-        model.register_forward_pre_hook(self._before_chunk)
-        model.register_forward_hook(self._after_chunk)
+        model.register_forward_pre_hook(self._pre_forward_chunk)
+        model.register_forward_hook(self._post_forward_chunk)
         if getattr(model, "embedding", None) is not None:
-            model.embedding.register_forward_hook(self._after_embedding)
+            model.embedding.register_forward_hook(self._post_forward_embedding)
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(self._before_layer, index))
-            layer.register_forward_hook(partial(self._after_layer, index))
+            layer.register_forward_pre_hook(partial(self._pre_forward_layer, index))
+            layer.register_forward_hook(partial(self._post_forward_layer, index))
         for unit in self._units:
             for bucket in unit.buckets:
                 for param in bucket.params_list:
@@ -207,49 +158,52 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                             partial(self._accumulate_gradient, unit)
                         )
 
-    def _before_chunk(self, *_: Any) -> None:
-        self._start_gathering_first()
-        self._unit_before.gather()
-        if self._after_is_used_before or not self._layer_units:
-            self._unit_after.gather()
-
-    def _start_gathering_first(self) -> None:
-        """Start to gather what the forward pass of a micro-batch reads first."""
-        self._unit_before.start_gather()
-        if self._after_is_used_before:
-            self._unit_after.start_gather()
-        for unit in self._layer_units[:1]:
-            unit.start_gather()
-
-    def _after_embedding(self, _: Any, __: Any, output: Any) -> None:
-        self._on_gradient(output, self._before_embedding_backward)
-
-    def _before_layer(self, index: int, *_: Any) -> None:
-        if index == 0 and not self._in_backward_pass:
-            self._unit_before.release()
-        self._layer_units[index].gather()
-        if self._in_backward_pass:
-            self._start_gather_before(index)
-        else:
-            following = self._unit_after if self._is_last(index) else self._layer_units[index + 1]
-            following.start_gather()
-
-    def _after_layer(self, index: int, _: Any, __: Any, output: Any) -> None:
+    def _pre_forward_chunk(self, *_: Any) -> None:
+        self._prefetch_first_units()
+        self._embedding_unit.all_gather()
+        if self._head_has_embedding or not self._layer_units:
+            self._head_unit.all_gather()
         if torch.is_grad_enabled():
-            self._on_gradient(output, partial(self._before_layer_backward, index))
+            self.forward_passes_left -= 1
+
+    def _prefetch_first_units(self) -> None:
+        """Prefetch the weights that the forward pass of a micro-batch reads first."""
+        self._embedding_unit.start_all_gather()
+        if self._head_has_embedding:
+            self._head_unit.start_all_gather()
+        for unit in self._layer_units[:1]:
+            unit.start_all_gather()
+
+    def _post_forward_embedding(self, _: Any, __: Any, output: Any) -> None:
+        self._on_gradient(output, self._pre_backward_embedding)
+
+    def _pre_forward_layer(self, index: int, *_: Any) -> None:
+        if index == 0 and not self._in_backward_pass:
+            self._embedding_unit.release()
+        self._layer_units[index].all_gather()
+        if self._in_backward_pass:  # recomputation
+            self._prefetch_previous_layer(index)
+        elif self._is_last(index):
+            self._head_unit.start_all_gather()
+        else:
+            self._layer_units[index + 1].start_all_gather()
+
+    def _post_forward_layer(self, index: int, _: Any, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._on_gradient(output, partial(self._pre_backward_layer, index))
         if not self._in_backward_pass:
             # The backward pass of the model's last layer follows its forward pass.
             is_kept = self._is_last(index) and self._ends_model and torch.is_grad_enabled()
             if not is_kept:
                 self._layer_units[index].release()
             if self._is_last(index):
-                self._unit_after.gather()
+                self._head_unit.all_gather()
 
     def _is_last(self, index: int) -> bool:
         return index + 1 == len(self._layer_units)
 
-    def _after_chunk(self, _: Any, __: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and self._on_gradient(output, self._begin_backward):
+    def _post_forward_chunk(self, _: Any, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self._on_gradient(output, self._pre_backward_chunk):
             return
         if not self._in_backward_pass:
             for unit in self._units:
@@ -267,38 +221,38 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                 has_gradient = True
         return has_gradient
 
-    def _begin_backward(self, _: torch.Tensor) -> None:
+    def _pre_backward_chunk(self, _: torch.Tensor) -> None:
         if self._in_backward_pass:
             return
         self._in_backward_pass = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._unit_after.gather()
-        self._unit_after.expect_gradients()
+        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward_chunk)
+        self._head_unit.all_gather()
+        self._head_unit.prepare_gradients()
 
-    def _before_layer_backward(self, index: int, _: torch.Tensor) -> None:
+    def _pre_backward_layer(self, index: int, _: torch.Tensor) -> None:
         unit = self._layer_units[index]
-        unit.gather()
-        # The pass of the next layer has ended; the gradients of the one after it are reduced.
-        finished = self._layer_units[index + 1 : index + 3]
-        if not self._after_is_used_before:
-            finished.append(self._unit_after)
-        self._reduce(finished)
-        self._start_gather_before(index)
-        unit.expect_gradients()
+        unit.all_gather()
+        # The pass of the next layer has ended; the reduce-scatter of the one after it is under way.
+        finished_units = self._layer_units[index + 1 : index + 3]
+        if not self._head_has_embedding:
+            finished_units.append(self._head_unit)
+        self._reduce_scatter(finished_units)
+        self._prefetch_previous_layer(index)
+        unit.prepare_gradients()
 
-    def _before_embedding_backward(self, _: torch.Tensor) -> None:
-        self._unit_before.expect_gradients()
+    def _pre_backward_embedding(self, _: torch.Tensor) -> None:
+        self._embedding_unit.prepare_gradients()
 
-    def _start_gather_before(self, index: int) -> None:
-        """Start to gather the layer whose backward pass follows that of a layer."""
+    def _prefetch_previous_layer(self, index: int) -> None:
+        """Prefetch the weights of the layer whose backward pass follows that of a layer."""
         if index > 0:
-            self._layer_units[index - 1].start_gather()
+            self._layer_units[index - 1].start_all_gather()
 
     def _accumulate_gradient(self, unit: ShardedUnit, param: Any) -> None:
         """Add a gradient from autograd to ``main_grad`` unless the layer has done so."""
-        unit.expect_gradients()
+        unit.prepare_gradients()
         if not param.grad_added_to_main_grad or getattr(param, "zero_out_wgrad", False):
-            if take_first_write(param.main_grad):
+            if pop_uninitialized(param.main_grad):
                 param.main_grad.copy_(param.grad)
             else:
                 param.main_grad.add_(param.grad)
@@ -309,22 +263,23 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             )
         param.grad = None
 
-    def _end_backward(self) -> None:
-        self._reduce(self._units)
+    def _post_backward_chunk(self) -> None:
+        self._reduce_scatter(self._units)
         self._in_backward_pass = False
-        if self._micro_batches_follow:
-            self._start_gathering_first()
+        # In the last phase of a pipeline, no forward pass follows a backward pass.
+        if self.forward_passes_left > 0:
+            self._prefetch_first_units()
 
-    def _reduce(self, units: Sequence[ShardedUnit]) -> None:
-        """Start to reduce the gradients of units whose backward pass has ended, release their
-        weights, and complete the reductions that were started before.
+    def _reduce_scatter(self, units: Sequence[ShardedUnit]) -> None:
+        """Reduce-scatter the gradients of units whose backward pass has ended, and release their
+        weights. Those that were started before are waited for.
         """
         for unit in units:
-            unit.finish_reduce()
+            unit.finish_reduce_scatter()
         for unit in units:
-            unit.complete_gradients()
+            unit.zero_unwritten_gradients()
             self._check_gradients(unit)
-            unit.start_reduce()
+            unit.start_reduce_scatter()
             unit.release()
 
     def _check_gradients(self, unit: ShardedUnit) -> None:
@@ -333,14 +288,10 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             config.check_for_nan_in_grad or config.check_for_large_grads
         ):
             buckets = [bucket for bucket in unit.buckets if bucket.grad_data is not None]
-            group = self._exchanges[False].group
+            group = self._collectives[False].group
             _ParamAndGradBucketGroup(buckets, config, group, group.size()).check_grads(
                 config.check_for_nan_in_grad, config.check_for_large_grads
             )
-
-    def _finish_reduces(self) -> None:
-        for unit in self._units:
-            unit.finish_reduce()
 
     # Methods that schedules and the optimizer call
 
@@ -353,23 +304,14 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         for bucket in self.iter_buckets():
             bucket.start_step()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Return a context manager for all micro-batches of a step except the last one.
-
-        Gradients are reduced in it as well.
-        """
-        self._micro_batches_follow = True
-        yield
-        self._micro_batches_follow = False
-
     def start_grad_sync(self, *_: Any) -> None:
-        """Do nothing: the backward pass starts to reduce gradients."""
+        """Do nothing: the backward pass of each micro-batch starts to reduce gradients."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete this rank's shards of the gradients and expose them as ``main_grad``."""
+        """Complete this rank's shards of the gradients and set ``main_grad`` to them."""
         assert not force_all_reduce
-        self._finish_reduces()
+        for unit in self._units:
+            unit.finish_reduce_scatter()
         # From here on no rank reads the weights of another one, until the optimizer has updated
         # them.
         self._synchronize_ranks()
@@ -383,65 +325,57 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                 bucket.gradient_shard *= scaling_factor
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, **__: Any) -> None:
-        """Take note that the optimizer has updated the shards of the weights.
+        """Require a new all-gather, because the optimizer has updated the shards of the weights.
 
         The next forward pass gathers them, or this method with ``force_sync``.
         """
         self._synchronize_ranks()
         for unit in self._units:
-            unit.mark_updated()
+            unit.invalidate()
             if force_sync:
-                unit.gather()
+                unit.all_gather()
 
     def _synchronize_ranks(self) -> None:
-        for exchange in self._exchanges.values():
-            exchange.synchronize_ranks()
+        for collectives in self._collectives.values():
+            collectives.synchronize_ranks()
 
     def iter_buckets(self) -> Iterator[ShardedBucket]:
         """Yield all buckets of the chunk."""
         for unit in self._units:
             yield from unit.buckets
 
-    # Access to whole weights
-
-    @contextmanager
-    def gathered_weights(self) -> Iterator[None]:
-        """Return a context manager in which every rank holds all whole weights.
-
-        Weights that are written to in it are kept; all ranks must write the same.
-        """
-        for unit in self._units:
-            unit.gather()
-        yield
-        self._synchronize_ranks()
-        for unit in self._units:
-            unit.update_shards()
-            unit.release()
-        self._synchronize_ranks()
+    # Access to unsharded weights
 
     @property
     def unit_count(self) -> int:
         """Number of units."""
         return len(self._units)
 
-    def iter_gathered(self) -> Iterator[list[ShardedBucket]]:
-        """Yield the buckets of one unit at a time while their whole weights can be read."""
-        for unit in self._units:
-            unit.gather()
-            yield unit.buckets
-            unit.release()
+    def iter_unsharded(self) -> Iterator[list[ShardedBucket]]:
+        """Yield the buckets of one unit at a time while their unsharded weights can be read.
 
-    def iter_writable(self) -> Iterator[list[ShardedBucket]]:
-        """Yield the buckets of one unit at a time while their whole weights can be written to.
-
-        What is written is kept; all ranks must write the same.
+        Closing the generator releases them.
         """
         for unit in self._units:
-            unit.gather()
-            yield unit.buckets
-            self._synchronize_ranks()
-            unit.update_shards()
-            unit.release()
+            try:
+                unit.all_gather()
+                yield unit.buckets
+            finally:
+                unit.release()
+
+    def iter_writable(self) -> Iterator[list[ShardedBucket]]:
+        """Yield the buckets of one unit at a time while their unsharded weights can be written to.
+
+        What is written is kept, except if the generator is closed; all ranks must write the same.
+        """
+        for unit in self._units:
+            try:
+                unit.all_gather()
+                yield unit.buckets
+                self._synchronize_ranks()
+                unit.update_shards()
+            finally:
+                unit.release()
         self._synchronize_ranks()
 
     def iter_weight_shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:

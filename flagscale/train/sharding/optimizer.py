@@ -1,7 +1,7 @@
-"""megatron.core's distributed optimizer on buckets whose whole tensors have no memory.
+"""megatron.core's distributed optimizer on buckets whose unsharded tensors have no memory.
 
-The base class takes shards as views of whole weights and gradients. Here they are parts of the
-shards that every rank keeps.
+The base class takes shards as views of unsharded weights and gradients. Here they are parts of the
+shards that every rank keeps. Main parameters are the fp32 copies of the shards of 16-bit weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
     ) -> Any:
-        """Create the optimizer's parameters: shards of fp32 weights and fp32 copies of 16-bit ones.
+        """Create the optimizer's parameters: shards of fp32 weights, main parameters of others.
 
         Returns:
             Lists of one list per parameter group: 16-bit weights, fp32 weights, the shards of
-            both, and the fp32 copies of the 16-bit shards (None if the optimizer has them).
+            both, and the main parameters of the 16-bit shards (None if the optimizer has them).
         """
-        keeps_copies = not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        has_main_params = not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         groups = []
         for group_range in opt_group_ranges:
-            weights_16, weights_32, shards_16, shards_32, copies = [], [], [], [], []
+            weights_16, weights_32, shards_16, shards_32, main_params = [], [], [], [], []
             for weight in group_range["params"]:
                 buffer_index, dtype, bucket_index = param_gbuf_map[weight]
                 ranges = gbuf_ranges[buffer_index][dtype][bucket_index]
@@ -46,30 +46,30 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
                     weights_32.append(weight)
                     shards_32.append(shard)
                     continue
-                copy = None
-                if keeps_copies:
-                    copy = shard.clone().float()
-                    _copy_attributes(copy, weight)
-                weight.main_param, weight.main_param_sharded = copy, True
+                main_param = None
+                if has_main_params:
+                    main_param = shard.clone().float()
+                    _copy_attributes(main_param, weight)
+                weight.main_param, weight.main_param_sharded = main_param, True
                 weights_16.append(weight)
                 shards_16.append(shard)
-                copies.append(copy)
+                main_params.append(main_param)
             group_range["orig_group"]["params"] = [
                 *shards_32,
-                *(copies if keeps_copies else shards_16),
+                *(main_params if has_main_params else shards_16),
             ]
-            groups.append((weights_16, weights_32, shards_16, shards_32, copies))
+            groups.append((weights_16, weights_32, shards_16, shards_32, main_params))
         return tuple(map(list, zip(*groups, strict=True))) if groups else ([], [], [], [], [])
 
     def _copy_model_grads_to_main_grads(self) -> None:
         if self.is_stub_optimizer:
             return
         is_precision_aware = self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        copies = self.shard_float16_groups
+        main_params = self.shard_float16_groups
         if not is_precision_aware:
-            copies = self.shard_fp32_from_float16_groups
+            main_params = self.shard_fp32_from_float16_groups
         for weights, parameters in (
-            (self.model_float16_groups, copies),
+            (self.model_float16_groups, main_params),
             (self.model_fp32_groups, self.shard_fp32_groups),
         ):
             for weight, parameter in _iter_pairs(weights, parameters):
@@ -84,13 +84,13 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     def _copy_main_params_to_model_params(self) -> None:
         if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             return
-        for shard, copy in _iter_pairs(
+        for shard, main_param in _iter_pairs(
             self.shard_float16_groups, self.shard_fp32_from_float16_groups
         ):
-            shard.copy_(copy)
+            shard.copy_(main_param)
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Take over weights that were loaded: whole ones if they are gathered, or else shards."""
+        """Take over loaded weights: unsharded ones if they are gathered, or else shards."""
         assert state_dict is None, "weights are loaded into the model"
         if self.is_stub_optimizer:
             return
@@ -99,10 +99,10 @@ class ShardedOptimizer(DistributedOptimizer):  # type: ignore[misc]
                 bucket.update_shard()
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             return
-        for shard, copy in _iter_pairs(
+        for shard, main_param in _iter_pairs(
             self.shard_float16_groups, self.shard_fp32_from_float16_groups
         ):
-            copy.data.copy_(shard)
+            main_param.data.copy_(shard)
 
 
 def _copy_attributes(shard: torch.Tensor, weight: Any) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a model chunk whose weights are gathered and released together."""
+"""Units: parts of a model chunk whose weights are all-gathered and released together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from flagscale.train.sharding.bucket import ShardedBucket
 
 
-class GradientSlot:
-    """Memory for the whole gradients of one unit at a time.
+class GradientMemory:
+    """Memory for unsharded gradients that several units use in turn.
 
     Attributes:
-        user: the unit whose gradients are in it, or None.
+        unit: the unit whose gradients are in it, or None.
     """
 
     def __init__(self) -> None:
-        self.user: ShardedUnit | None = None
+        self.unit: ShardedUnit | None = None
 
 
 class ShardedUnit:
@@ -26,90 +26,96 @@ class ShardedUnit:
     """
 
     def __init__(
-        self, buckets: Sequence[ShardedBucket], slot: GradientSlot, *, keeps_weights: bool
+        self,
+        buckets: Sequence[ShardedBucket],
+        gradient_memory: GradientMemory,
+        *,
+        shards_weights: bool,
     ) -> None:
         """Create the unit.
 
         Args:
             buckets: its buckets, possibly none.
-            slot: memory of its whole gradients.
-            keeps_weights: whether the buckets keep their whole weights.
+            gradient_memory: memory of its unsharded gradients.
+            shards_weights: whether the buckets can release their unsharded weights.
         """
-        self.buckets, self.slot = list(buckets), slot
-        self._keeps_weights = keeps_weights
-        self._is_current = keeps_weights
-        self._gathers: list[Any] | None = None
-        self._reduces: list[Any] | None = None
+        self.buckets, self.gradient_memory = list(buckets), gradient_memory
+        self._shards_weights = shards_weights
+        self._is_unsharded = not shards_weights
+        self._all_gathers: list[Any] | None = None
+        self._reduce_scatters: list[Any] | None = None
         self._has_gradients = False
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """True if gradients of a micro-batch wait for their reduction to start."""
-        return self._has_gradients and self._reduces is None
+        """True if gradients of a micro-batch wait for their reduce-scatter to start."""
+        return self._has_gradients and self._reduce_scatters is None
 
-    def start_gather(self) -> None:
-        """Start to gather the weights unless they are there already or on their way."""
-        if not self._is_current and self._gathers is None:
-            self._gathers = [bucket.start_gather() for bucket in self.buckets]
+    def start_all_gather(self) -> None:
+        """Start to all-gather the weights unless they are unsharded or being gathered already."""
+        if not self._is_unsharded and self._all_gathers is None:
+            self._all_gathers = [bucket.start_all_gather() for bucket in self.buckets]
 
-    def gather(self) -> None:
-        """Gather the weights; kernels that are launched afterwards can read them."""
-        self.start_gather()
-        if self._gathers is not None:
-            _wait_all(self._gathers)
-            self._gathers, self._is_current = None, True
+    def all_gather(self) -> None:
+        """All-gather the weights; kernels that are launched afterwards can read them."""
+        self.start_all_gather()
+        if self._all_gathers is not None:
+            _wait_all(self._all_gathers)
+            self._all_gathers, self._is_unsharded = None, True
 
     def release(self) -> None:
-        """Free the weights unless they are kept."""
-        if self._gathers is not None:
-            self.gather()
-        if self._is_current and not self._keeps_weights:
+        """Free the unsharded weights if there are shards of them."""
+        if self._all_gathers is not None:
+            self.all_gather()
+        if self._is_unsharded and self._shards_weights:
             for bucket in self.buckets:
                 bucket.release_weights()
-            self._is_current = False
+            self._is_unsharded = False
 
-    def mark_updated(self) -> None:
-        """Take note that the shards of the weights have changed, so that the whole ones are old."""
+    def invalidate(self) -> None:
+        """Require an all-gather before the next use, because the shards of the weights changed."""
         self.release()
-        self._is_current = False
+        self._is_unsharded = False
 
     def update_shards(self) -> None:
-        """Copy this rank's parts of the whole weights, which have been written to, to its shards.
+        """Copy this rank's parts of the unsharded weights, which were written to, to its shards.
 
         The weights must be gathered.
         """
         for bucket in self.buckets:
             bucket.update_shard()
 
-    def expect_gradients(self) -> None:
+    def prepare_gradients(self) -> None:
         """Prepare for the gradients of a micro-batch unless that has been done."""
-        self.finish_reduce()
+        self.finish_reduce_scatter()
         if self._has_gradients or not self.buckets:
             return
-        if self.slot.user is not None:
-            assert not self.slot.user.has_unreduced_gradients
-            self.slot.user.finish_reduce()
-        self.slot.user = self
+        previous_unit = self.gradient_memory.unit
+        if previous_unit is not None:
+            assert not previous_unit.has_unreduced_gradients
+            previous_unit.finish_reduce_scatter()
+        self.gradient_memory.unit = self
         for bucket in self.buckets:
-            bucket.expect_gradients()
+            bucket.prepare_gradients()
         self._has_gradients = True
 
-    def complete_gradients(self) -> None:
-        """Fill in what no layer has written of gradients that wait for their reduction."""
+    def zero_unwritten_gradients(self) -> None:
+        """Set to zero what no layer has written of gradients that wait for their reduce-scatter."""
         if self.has_unreduced_gradients:
             for bucket in self.buckets:
-                bucket.complete_gradients()
+                bucket.zero_unwritten_gradients()
 
-    def start_reduce(self) -> None:
-        """Start to reduce the gradients of a micro-batch, if there are any."""
+    def start_reduce_scatter(self) -> None:
+        """Start to reduce-scatter the gradients of a micro-batch, if there are any."""
         if self.has_unreduced_gradients:
-            self._reduces = [bucket.start_reduce() for bucket in self.buckets]
+            self._reduce_scatters = [bucket.start_reduce_scatter() for bucket in self.buckets]
 
-    def finish_reduce(self) -> None:
+    def finish_reduce_scatter(self) -> None:
         """Wait until the gradients that are being reduced, if any, are in the shards."""
-        if self._reduces is not None:
-            _wait_all(self._reduces)
-            self._reduces, self._has_gradients, self.slot.user = None, False, None
+        if self._reduce_scatters is not None:
+            _wait_all(self._reduce_scatters)
+            self._reduce_scatters, self._has_gradients = None, False
+            self.gradient_memory.unit = None
 
 
 def _wait_all(handles: Sequence[Any]) -> None:

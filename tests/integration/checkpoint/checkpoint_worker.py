@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[3] / "tools" / "bench"))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
 from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.unsharded import unsharded_parameters
 
 RESULTS: dict[str, Any] = {}
 
@@ -96,7 +97,6 @@ class Run:
         from flagscale.train.checkpoint.formats.pretrained import overwrites_all_weights
         from flagscale.train.data.tokenizers import build_tokenizer
         from flagscale.train.models.config import build_transformer_config
-        from flagscale.train.step import whole_parameters
 
         self.case = case
         self.rank = rank.rank
@@ -111,7 +111,7 @@ class Run:
             self.args, self.config, vocabulary, device, initialize_all=initializes_weights
         )
         if not initializes_weights:
-            with whole_parameters(self.args, self.state.chunks):
+            with unsharded_parameters(self.args, self.state.chunks):
                 fill_weights_with_nan(self.state.modules())
         self.device = device
         self.warnings: list[str] = []
@@ -300,7 +300,6 @@ def train_frozen(run: Run) -> dict[str, Any]:
 
     from flagscale.config.arguments.rules.freezing import select_frozen
     from flagscale.train.models.initialize import iter_parameter_names
-    from flagscale.train.step import whole_parameters
 
     parameters = {
         names[0]: parameter
@@ -321,7 +320,7 @@ def train_frozen(run: Run) -> dict[str, Any]:
     if run.case.get("masked"):
         run.config.finalize_model_grads_func = finalize_and_mask
     metrics = run.train(run.case["steps"])
-    with whole_parameters(run.args, run.state.chunks):
+    with unsharded_parameters(run.args, run.state.chunks):
         barrier()
     members = getattr(run.state.optimizer, "chained_optimizers", [run.state.optimizer])
     states = [s for m in members if m.optimizer is not None for s in m.optimizer.state.values()]

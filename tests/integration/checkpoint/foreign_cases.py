@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from support.unsharded import count_unsharded_weights, unsharded_parameters
 
 
 def start_and_compare(run: Any) -> dict[str, Any]:
@@ -17,11 +21,16 @@ def start_and_compare(run: Any) -> dict[str, Any]:
 
     if run.args.load:
         run.load()
-    note = load_pretrained(run.args, run.state) if run.args.pretrained_checkpoint else ""
+    note, most_unsharded_weights = "", 0
+    if run.args.pretrained_checkpoint:
+        with measure_unsharded_weights(run) as counts:
+            note = load_pretrained(run.args, run.state)
+        most_unsharded_weights = max(counts)
     parameters = [parameter for module in run.state.modules() for parameter in module.parameters()]
-    assert all(parameter.isfinite().all() for parameter in parameters), (
-        "weights were left as they were"
-    )
+    with unsharded_parameters(run.args, run.state.chunks):
+        assert all(parameter.isfinite().all() for parameter in parameters), (
+            "weights were left as they were"
+        )
     max_difference = None
     if reference := run.case.get("reference"):
         expected = torch.load(reference)
@@ -31,7 +40,34 @@ def start_and_compare(run: Any) -> dict[str, Any]:
     if run.args.save:
         run.save(required=True)
     run.checkpointer.close()
-    return {"note": note, "max_difference": max_difference, "report": run.report}
+    return {
+        "note": note,
+        "max_difference": max_difference,
+        "report": run.report,
+        "most_unsharded_weights": most_unsharded_weights,
+        "embedding_weights": parameters[0].numel(),
+        "weights": sum(parameter.numel() for parameter in parameters),
+    }
+
+
+@contextmanager
+def measure_unsharded_weights(run: Any) -> Iterator[list[int]]:
+    """Return a context manager that counts unsharded weights in memory at each copy to a tensor."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts = [0]
+
+    class CopyObserver(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function is torch.ops.aten.copy_.default:
+                counts.append(count_unsharded_weights(run.state.chunks))
+            return function(*args, **(kwargs or {}))
+
+    with CopyObserver():
+        yield counts
 
 
 def compute_logits(run: Any, ids: Any) -> Any:

@@ -28,7 +28,10 @@ LAYOUTS = {
     "tp2": (2, TP2),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "ep2": (2, EP2),
+    "sharded": (2, "--data-parallel-sharding-strategy optim_grads_params"),
 }
+SHARDED_MODELS = ("llama", "mixtral")
+"""Models that also run with weights in shards."""
 EXPERTS = [n for n in MODELS if "moe" in n or n == "mixtral" or n.startswith("deepseek")]
 SAVE_ONLY_LAYOUTS = {
     "qwen2-vpp": (
@@ -59,9 +62,14 @@ CASES = [
     (name, layout)
     for name in MODELS
     for layout in VARIANT_LAYOUTS.get(name, LAYOUTS)
-    if layout != "ep2" or name in EXPERTS
+    if (layout != "ep2" or name in EXPERTS) and (layout != "sharded" or name in SHARDED_MODELS)
 ]
-RELOADED_CASES = [("llama", "tp2"), ("mixtral", "ep2"), *((name, "one") for name in MODELS)]
+RELOADED_CASES = [
+    ("llama", "tp2"),
+    ("llama", "sharded"),
+    ("mixtral", "ep2"),
+    *((name, "one") for name in MODELS),
+]
 """Cases that also load the converted checkpoint, whose files are the same for every layout."""
 
 
@@ -151,7 +159,7 @@ class ForeignModelRuns:
                 start = ["--pretrained-checkpoint", str(self.root / name)]
                 start += ["--save", str(self.saved_path(name, layout))]
                 load = ["--load", str(self.converted_path(name)), "--finetune"]
-                if (name, layout) == ("llama", "tp2"):
+                if name == "llama" and layout in ("tp2", "sharded"):
                     load = ["--pretrained-checkpoint", str(self.converted_path(name))]
                 # Mock data has one token more than the model, and a run may not have fewer tokens
                 # than its checkpoint.

@@ -19,6 +19,7 @@ from integration.checkpoint.foreign_lab import (
     CASES,
     RELOADED_CASES,
     SAVE_ONLY_LAYOUTS,
+    SHARDED_MODELS,
     ForeignModelRuns,
     build_argv,
 )
@@ -77,6 +78,16 @@ def test_a_run_starts_from_a_model_in_any_layout(
 ) -> None:
     assert f"{name}-{layout}" in models.results, models.results["stderr"][-4000:]
     assert _max_difference(models.results[f"{name}-{layout}"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case", [*(f"{name}-sharded" for name in SHARDED_MODELS), "llama-sharded-loaded"]
+)
+def test_a_model_in_shards_is_loaded_layer_by_layer(models: ForeignModelRuns, case: str) -> None:
+    result = models.results[case]
+    # The embedding is larger than a layer, except for one of experts.
+    layer = (result["weights"] - 2 * result["embedding_weights"]) / 2
+    assert 0 < result["most_unsharded_weights"] <= max(result["embedding_weights"], layer) * 1.1
 
 
 @pytest.mark.parametrize(("name", "layout"), RELOADED_CASES)

@@ -20,7 +20,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.unsharded import count_unsharded_weights, unsharded_parameters
 
 
 def main() -> None:
@@ -114,10 +115,9 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     from flagscale.train.layers.tp_comm_overlap import enable_overlap
     from flagscale.train.meshes.auto_layout import resolve_auto_layout
     from flagscale.train.models.config import build_transformer_config
-    from flagscale.train.models.initialize import iter_global_parameters
     from flagscale.train.models.provider import list_parameters
     from flagscale.train.parameter_norm import compute_parameters_norm
-    from flagscale.train.step import Stepper, gathered_parameters, whole_parameters
+    from flagscale.train.step import Stepper, gathered_parameters
 
     args = rank_arguments(
         derive_arguments(parse_arguments(case["argv"]), rank.world_size), rank.rank
@@ -139,16 +139,13 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         compile_layers_on_cpu(state.modules())
     reference_values = compute_reference(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, model_chunks=len(state.chunks))
-    with whole_parameters(args, state.chunks):
-        weight_statistics = {
-            name: [float(weight.std()), float(weight.mean())]
-            for name, weight in iter_global_parameters(state.modules()[0], config)
-        }
+    weight_statistics = compute_weight_statistics(args, state, config)
     initial_norm = compute_parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
     deferred_metrics, scales, mtp_losses = DeferredMetrics(), [], list[float]()
     layer_counter = LayerCounter(state.modules()) if recomputes else None
     activations = ActivationMeter(state.modules())
+    gather_counter = GatherCounter(state.chunks[0])
     overflow_rank, overflow_step = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
         with (
@@ -183,11 +180,10 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         ],
         "mtp_losses": mtp_losses,
         "weight_count": sum(p.numel() for p in list_parameters(state.chunks)),
-        "whole_weights": sum(
-            weight.numel()
-            for weight in list_parameters(state.chunks)
-            if weight.untyped_storage().size()
-        ),
+        "embedding_gathers": gather_counter.count,
+        "forward_passes": args.train_iters * args.num_microbatches,
+        "failure_of_rank_1": describe_failure_of_rank_1(rank.rank, rank.world_size),
+        "unsharded_weights": count_unsharded_weights(state.chunks),
         "vocabulary": vocabulary,
         "stage_layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
         "skipped": [metrics.host.skip_reason for metrics in step_metrics],
@@ -196,6 +192,74 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         "loss_scales": scales,
         "graphs": count_graphs() if case.get("graphs") else 0,
     }
+
+
+def compute_weight_statistics(args: Any, state: Any, config: Any) -> dict[str, list[float]]:
+    """Return standard deviation and mean of the weights by name.
+
+    The access to sharded weights that follows ends with an exception, which must release them.
+    """
+    from flagscale.config.arguments.rules.sharding import shards_weights
+    from flagscale.train.models.initialize import iter_global_parameters
+
+    with unsharded_parameters(args, state.chunks):
+        statistics = {
+            name: [float(weight.std()), float(weight.mean())]
+            for name, weight in iter_global_parameters(state.modules()[0], config)
+        }
+    for chunk in state.chunks if shards_weights(vars(args)) else ():
+        for units in (chunk.iter_unsharded(), chunk.iter_writable()):
+            with suppress(ZeroDivisionError), closing(units):
+                for _ in units:
+                    raise ZeroDivisionError
+        assert not count_unsharded_weights([chunk])
+    return statistics
+
+
+def describe_failure_of_rank_1(rank: int, ranks: int) -> str | None:
+    """Return what this rank reports if rank 1 fails alone; None if there is no other rank."""
+    import torch.distributed as dist
+
+    from flagscale.errors import JobError
+    from flagscale.train.sharding.collectives import run_on_group
+
+    def allocate() -> None:
+        if rank == 1:
+            raise RuntimeError("no memory left\nwith details")
+
+    if ranks == 1:
+        return None
+    try:
+        run_on_group(dist.group.WORLD, allocate, "allocate 8 bytes")
+    except (JobError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+class GatherCounter:
+    """Counts how often the bucket of the embedding is gathered for training on this rank.
+
+    ``count`` is None without an embedding or if weights are not sharded.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        from flagscale.train.sharding.data_parallel import ShardedDataParallel
+        from flagscale.train.state import unwrap_model
+
+        self.count: int | None = None
+        embedding = getattr(unwrap_model(chunk), "embedding", None)
+        if embedding is None or not isinstance(chunk, ShardedDataParallel):
+            return
+        self.count = 0
+        weight = embedding.word_embeddings.weight
+        bucket: Any = next(b for b in chunk.iter_buckets() if weight in b.params)
+        start_all_gather = bucket.start_all_gather
+
+        def count_and_start() -> Any:
+            self.count += chunk.training
+            return start_all_gather()
+
+        bucket.start_all_gather = count_and_start
 
 
 def compile_layers_on_cpu(models: list[Any]) -> None:

@@ -96,8 +96,22 @@ def test_layout_equals_single_rank(case: LayoutCase, results: dict[str, Any]) ->
 
 @parametrize_cases([case for case in LAYOUTS if SHARD_WEIGHTS in case.layout])
 def test_only_shards_of_weights_stay_in_memory(case: LayoutCase, results: dict[str, Any]) -> None:
-    assert results[case.name]["whole_weights"] == 0
-    assert results[case.reference]["whole_weights"] == results[case.reference]["weight_count"]
+    assert results[case.name]["unsharded_weights"] == 0
+    assert results[case.reference]["unsharded_weights"] == results[case.reference]["weight_count"]
+
+
+@parametrize_cases([case for case in LAYOUTS if SHARD_WEIGHTS in case.layout])
+def test_weights_are_gathered_only_if_a_pass_follows(
+    case: LayoutCase, results: dict[str, Any]
+) -> None:
+    """Nothing is prefetched after the last forward pass, as in the last phase of a pipeline."""
+    assert results[case.name]["embedding_gathers"] == results[case.name]["forward_passes"]
+
+
+@parametrize_cases([case for case in LAYOUTS if SHARD_WEIGHTS in case.layout])
+def test_ranks_report_that_another_one_failed(case: LayoutCase, results: dict[str, Any]) -> None:
+    failure = results[case.name]["failure_of_rank_1"]
+    assert failure == "rank 1 could not allocate 8 bytes: no memory left"
 
 
 @parametrize_cases(MASKED_DOCUMENT_CASES)

@@ -434,10 +434,10 @@ class Sharding:
 
     data_parallel_sharding_strategy: str = arg(
         NO_SHARD,
-        "What data-parallel ranks share instead of each keeping all of it. optim: the optimizer "
-        "state, as use_distributed_optimizer does; optim_grads: gradients too; "
-        "optim_grads_params: weights too, which are gathered layer by layer (fully sharded data "
-        "parallelism, ZeRO stage 3). no_shard: what use_distributed_optimizer says",
+        "State that is sharded over data-parallel ranks. optim: the optimizer state, as with "
+        "use_distributed_optimizer (ZeRO-1); optim_grads: gradients too (ZeRO-2); "
+        "optim_grads_params: weights too, which are gathered layer by layer (ZeRO-3, FSDP). "
+        "no_shard: as use_distributed_optimizer says",
         choices=(NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS),
     )
 

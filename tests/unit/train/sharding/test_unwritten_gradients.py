@@ -10,9 +10,9 @@ from flagscale.train.layers.wgrad_accumulation import (
     add_product,
     add_rows,
     add_tensor,
-    expect_first_write,
-    forget_first_write,
     is_uninitialized,
+    mark_unwritten,
+    pop_unwritten,
 )
 from flagscale.train.sharding.deferred import DeferredAllocation, lacks_memory
 
@@ -38,21 +38,21 @@ ADDITIONS = {
 def test_first_gradient_is_written_and_the_next_is_added(name: str) -> None:
     add, expected = ADDITIONS[name]
     total = torch.full((3, 4), float("nan"))
-    expect_first_write(total, is_zero=False)
+    mark_unwritten(total, is_zero=False)
     add(total)
     torch.testing.assert_close(total, expected)
     add(total)
     torch.testing.assert_close(total, 2 * expected)
-    assert not forget_first_write(total)
+    assert not pop_unwritten(total)
 
 
 def test_gradient_that_goes_elsewhere_is_noticed() -> None:
     total = torch.zeros(3, 4)
-    expect_first_write(total, is_zero=True)
+    mark_unwritten(total, is_zero=True)
     add_product(total.clone(), GRADIENT, INPUT)
     assert not is_uninitialized(total)
-    assert forget_first_write(total)
-    assert not wgrad_accumulation._first_writes
+    assert pop_unwritten(total)
+    assert not wgrad_accumulation._unwritten
 
 
 def test_matrices_of_a_deferred_model_have_no_memory() -> None:
