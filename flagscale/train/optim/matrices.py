@@ -99,7 +99,7 @@ def _update_matrices(
     if layout.row_blocks is not None:
         columns = direction.shape[-1]
         groups = direction.view(-1, sum(layout.row_blocks), columns)
-        blocks = torch.split(groups, layout.row_blocks, dim=1)
+        blocks = torch.split(groups, list(layout.row_blocks), dim=1)
         updates = [
             _update_matrix(block.reshape(-1, columns), layout, settings, group).view_as(block)
             for block in blocks

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,9 +79,8 @@ def _multiplies_bf16(device: torch.device) -> bool:
     """
     if device.type != "cpu":
         return True
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    backend: Any = torch.backends.mkldnn
+    return bool(backend.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager
