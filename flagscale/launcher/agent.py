@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from types import FrameType
 
 from flagscale.files import to_plain
-from flagscale.host_memory import create_regions
 from flagscale.hosts.kernel import (
     become_subreaper,
     count_oom_kills,
@@ -57,6 +56,7 @@ from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, rai
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.liveness.output_times import OutputTimes
 from flagscale.launcher.notify import Notifier
+from flagscale.memory_regions import create_regions
 from flagscale.status import RUN_ID_VARIABLE
 
 SECOND_SIGNAL_SECONDS = 1.0

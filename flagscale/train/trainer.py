@@ -178,7 +178,9 @@ class Trainer:
         memory_checkpoints = self.memory_checkpoints
         if memory_checkpoints is not None and memory_checkpoints.is_due(step):
             with gathered_parameters(args, self._state.chunks):
-                memory_checkpoints.save(self._state)
+                note = memory_checkpoints.save(self._state)
+            if note is not None:
+                self._reporter.log(note)
         self._report_saved_checkpoints()
         if args.manual_gc and step % args.manual_gc_interval == 0:
             gc.collect()

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flagscale.host_memory import find_regions
+from flagscale.memory_regions import find_regions
 from flagscale.train.checkpoint.collective_errors import describe_error, true_on_all_ranks
 from flagscale.train.distributed import RankIdentity
+from flagscale.train.host_memory import explain_lack_of_memory
 from flagscale.train.memory_checkpoint.local_state import LocalState
 from flagscale.train.memory_checkpoint.region import INCOMPLETE, Region
 from flagscale.train.state import TrainState
@@ -74,8 +75,7 @@ class MemoryCheckpoints:
         self._others: list[Region] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory-checkpoint")
         self._transfer: Future[None] | None = None
-        self.seconds = 0.0
-        """Duration of the last save."""
+        self._is_announced = False
         error = self._open_regions(rank.local_rank)
         if not true_on_all_ranks(not error):
             if error or rank.rank == 0:
@@ -106,31 +106,52 @@ class MemoryCheckpoints:
         """Return whether the state is saved after this iteration."""
         return self._interval is not None and iteration % self._interval == 0
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState) -> str | None:
         """Save this rank's state, and send it to another host in the background.
 
         Parameters must be up to date (:func:`flagscale.train.step.gathered_parameters`).
+
+        Returns:
+            After the first save, what it took, for the log.
         """
         start_time = time.monotonic()
+        local_state = LocalState(state)
+        if reason := self._explain_lack_of_memory(local_state):
+            self._give_up(reason if self._rank == 0 else "")
+            return None
         iteration, error = state.progress.iteration, ""
+        target = min(self._own, key=Region.iteration)
         try:
             self._finish_transfer()
-            local_state = LocalState(state)
-            target = min(self._own, key=Region.iteration)
             target.write(iteration, local_state.tensors, local_state.describe())
         except (OSError, RuntimeError) as problem:
             error = describe_error(problem)
         if not true_on_all_ranks(not error):
-            if error or self._rank == 0:
-                self._warn(
-                    "the training state is no longer kept in host memory: "
-                    f"{error or 'another rank failed'}"
-                )
-            self._interval = None
-            return
+            self._give_up(error or ("another rank failed" if self._rank == 0 else ""))
+            return None
         if self._group is not None:
             self._transfer = self._pool.submit(self._exchange, target)
-        self.seconds = time.monotonic() - start_time
+        if self._is_announced:
+            return None
+        self._is_announced = True
+        return (
+            f"the training state is copied to host memory every {self._interval} steps: "
+            f"{target.size() / 2**30:.2f} GiB and {time.monotonic() - start_time:.2f} s on rank 0"
+        )
+
+    def _explain_lack_of_memory(self, local_state: LocalState) -> str | None:
+        """Return why the hosts cannot hold the copies, before the first is saved. Collective."""
+        if self._is_announced:
+            return None
+        regions = [*self._own, *(self._others if self._group is not None else ())]
+        # The rank that sends its copies here is expected to hold as much as this one.
+        return explain_lack_of_memory(sum(r.missing_bytes(local_state.tensors) for r in regions))
+
+    def _give_up(self, reason: str) -> None:
+        """End copying; warn if there is a reason."""
+        if reason:
+            self._warn(f"the training state is not kept in host memory: {reason}")
+        self._interval = None
 
     def _finish_transfer(self) -> None:
         """Wait until the last copy has arrived everywhere.

@@ -20,6 +20,8 @@ _HEADER = struct.Struct("<8sqqq")
 _MAGIC = b"fscopy01"
 _ALIGNMENT = 64
 INCOMPLETE = -1
+_DESCRIPTION_BYTES = 1 << 20
+"""Allowance for the description of a copy."""
 
 
 class Region:
@@ -48,6 +50,11 @@ class Region:
         """Return the number of bytes of the copy with its header and description."""
         _, position, length = self._read_header()
         return position + length
+
+    def missing_bytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Return by how much the region has to grow for a copy of tensors."""
+        size = _assign_places(tensors)[1] + _DESCRIPTION_BYTES
+        return max(size - os.fstat(self._descriptor).st_size, 0)
 
     def write(self, iteration: int, tensors: Mapping[str, torch.Tensor], description: Any) -> None:
         """Store a copy.

@@ -26,12 +26,13 @@ from flagscale.config.arguments.rules.muon import uses_muon
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
+from flagscale.errors import ConfigError
 from flagscale.train.device import Device
+from flagscale.train.host_memory import explain_lack_of_memory
 from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
 from flagscale.train.optim.global_norm import use_global_grad_norm
-from flagscale.train.optim.host_memory import check_host_memory
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
 from flagscale.train.optim.master_adam import MasterWeightAdam
 from flagscale.train.optim.matrices import MuonSettings
@@ -93,7 +94,7 @@ def build_optimizer(
         if isinstance(chained.optimizer, MasterWeightAdam):
             _keep_master_weights(chained)
     if args.optimizer_cpu_offload:
-        check_host_memory(_count_host_bytes(optimizer))
+        _check_host_memory(optimizer)
     mark_decoupled_groups(optimizer)
     identify_groups(optimizer, has_muon=has_muon)
     connect_members(args, optimizer, chunks)
@@ -109,6 +110,19 @@ def _drop_empty_members(optimizer: Any) -> None:
     members = getattr(optimizer, "chained_optimizers", [])
     if trained := [member for member in members if not member.is_stub_optimizer]:
         optimizer.chained_optimizers = trained
+
+
+def _check_host_memory(optimizer: MegatronOptimizer) -> None:
+    """Check that the hosts have the memory for offloaded states. Collective.
+
+    Raises:
+        ConfigError: on all ranks, if a host has too little memory.
+    """
+    if reason := explain_lack_of_memory(_count_host_bytes(optimizer)):
+        raise ConfigError(
+            f"optimizer_cpu_offload: {reason}",
+            hint="lower optimizer_offload_fraction, or use more hosts",
+        )
 
 
 def _count_host_bytes(optimizer: MegatronOptimizer) -> int:

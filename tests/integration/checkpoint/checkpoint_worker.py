@@ -213,7 +213,7 @@ def restore_from_memory(run: Run) -> dict[str, Any]:
 
     Each rank is a host of its own, and rank 1 has lost its memory when the state is restored.
     """
-    from flagscale.host_memory import create_regions
+    from flagscale.memory_regions import create_regions
     from flagscale.train.distributed import RankIdentity
     from flagscale.train.memory_checkpoint.copies import MemoryCheckpoints
     from flagscale.train.step import gathered_parameters

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flagscale.train.host_memory import read_available_memory
 from flagscale.train.optim import master_adam
 from flagscale.train.optim.adam import FusedAdam
-from flagscale.train.optim.host_memory import read_available_memory
 from flagscale.train.optim.master_adam import MasterWeightAdam
 
 pytestmark = pytest.mark.torch

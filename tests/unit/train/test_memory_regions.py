@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flagscale import host_memory
+from flagscale import memory_regions
 from flagscale.train.memory_checkpoint.region import INCOMPLETE, Region
 
 pytestmark = pytest.mark.torch
@@ -74,11 +74,11 @@ def test_a_copy_is_received_as_it_was_sent(tmp_path: Path) -> None:
 
 
 def test_ranks_find_their_own_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    (variable,) = host_memory.create_regions(2).items()
+    (variable,) = memory_regions.create_regions(2).items()
     monkeypatch.setenv(*variable)
-    regions = [host_memory.find_regions(rank) for rank in range(2)]
+    regions = [memory_regions.find_regions(rank) for rank in range(2)]
     paths = [path for found in regions if found is not None for pair in found for path in pair]
     assert len({Path(path).stat().st_ino for path in paths}) == 8
-    assert host_memory.find_regions(2) is None
-    monkeypatch.delenv(host_memory.VARIABLE)
-    assert host_memory.find_regions(0) is None
+    assert memory_regions.find_regions(2) is None
+    monkeypatch.delenv(memory_regions.VARIABLE)
+    assert memory_regions.find_regions(0) is None

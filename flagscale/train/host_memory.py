@@ -1,25 +1,21 @@
-"""Check that the hosts have the memory for the optimizer's offloaded state."""
+"""Memory of the hosts, for state that ranks keep there."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
 
-from flagscale.errors import ConfigError
 from flagscale.train.distributed import gather_from_ranks
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_host_memory(needed_bytes: int) -> None:
-    """Check the memory of every host for all its ranks together. Collective.
+def explain_lack_of_memory(needed_bytes: int) -> str | None:
+    """Return what a host lacks for all its ranks together; None if every host has it. Collective.
 
     Args:
         needed_bytes: memory that this rank is going to allocate on its host.
-
-    Raises:
-        ConfigError: on all ranks, if a host has too little memory.
     """
     ranks = gather_from_ranks((socket.gethostname(), needed_bytes, read_available_memory()))
     needed: dict[str, int] = {}
@@ -30,11 +26,11 @@ def check_host_memory(needed_bytes: int) -> None:
             available[host] = min(available.get(host, available_bytes), available_bytes)
     for host, host_bytes in needed.items():
         if host_bytes > available.get(host, host_bytes):
-            raise ConfigError(
-                f"optimizer_cpu_offload: the ranks of {host} need {host_bytes / _GIB:.1f} GiB of "
-                f"its memory, and {available[host] / _GIB:.1f} GiB are available",
-                hint="lower optimizer_offload_fraction, or use more hosts",
+            return (
+                f"the ranks of {host} need {host_bytes / _GIB:.1f} GiB of its memory, and "
+                f"{available[host] / _GIB:.1f} GiB are available"
             )
+    return None
 
 
 def read_available_memory(
