@@ -1,0 +1,259 @@
+"""Measure saving and loading of checkpoints, on a disk and on an S3 server of this machine.
+
+    python tools/bench/checkpoints.py --gib 0.5 --output docs/results/checkpoints-cpu.json
+
+One rank holds a model in fp32 with Adam's moments in host memory. Measured are a save in the
+foreground, the stall of a save in the background and the time until that one is complete, and a
+load. They are compared with the rate of the disk itself (writing with fsync, reading with an empty
+cache) and with that of the S3 client, which transfers the same files. The S3 server is moto's,
+which is slow: what counts is the ratio to the client's own rate.
+
+Requires the extra ``storage-tests``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from s3_lab import BUCKET, run_s3_server, s3_environment
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(PROJECT / "third_party" / "Megatron-LM"))
+os.environ.update({"FLAGSCALE_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"})
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", "0")
+
+from flagscale.bench import machine  # noqa: E402
+from flagscale.files import write_json  # noqa: E402
+from flagscale.object_storage import (  # noqa: E402
+    CONCURRENT_PARTS,
+    PART_BYTES,
+    ObjectStore,
+    StorageAddress,
+)
+
+_GIB = 1 << 30
+_BYTES_PER_WEIGHT = 12
+_HIDDEN_SIZE = 1024
+_LAYER_WEIGHTS = 12 * _HIDDEN_SIZE**2
+_MODEL = f"""
+--hidden-size {_HIDDEN_SIZE} --num-attention-heads 16 --ffn-hidden-size {4 * _HIDDEN_SIZE}
+--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --lr 1e-3
+--vocab-size 512 --mock-data --eval-iters 0 --num-workers 0 --device cpu --disable-bias-linear
+--position-embedding-type rope --use-distributed-optimizer --async-save --keep-last 1
+"""
+
+
+def main() -> int:
+    """Measure and print the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gib", type=float, default=0.5, help="size of a checkpoint")
+    parser.add_argument("--repetitions", type=int, default=3, help="saves and loads of each kind")
+    parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
+    parser.add_argument("--output", type=Path, help="file of the result")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    result = machine.describe_machine("flagscale", "torch", "megatron-core", "s3fs", "moto")
+    with (
+        tempfile.TemporaryDirectory(dir=options.directory, prefix="flagscale-bench-") as scratch,
+        run_s3_server() as server,
+    ):
+        os.environ.update(s3_environment(server.endpoint))
+        root = Path(scratch)
+        layers = max(1, round(options.gib * _GIB / _BYTES_PER_WEIGHT / _LAYER_WEIGHTS))
+        rank = Rank(layers, root / "staging")
+        rows = {}
+        for name, save in (("disk", str(root / "disk")), ("s3", f"s3://{BUCKET}/bench")):
+            rows[name] = rank.measure(save, options.repetitions)
+        directory = root / "disk" / "iter_0000000"
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        result |= {"gib": round(size / _GIB, 4), "repetitions": options.repetitions, **rows}
+        result["disk_alone"] = measure_disk(directory, root, options.repetitions)
+        result["s3_client_alone"] = measure_client(directory, options.repetitions)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        result["peak_memory_gib"] = round(usage.ru_maxrss / 2**20, 2)
+    print(json.dumps(result, indent=1))
+    if options.output:
+        write_json(options.output, result)
+    return 0
+
+
+class Rank:
+    """A rank with a model in host memory."""
+
+    def __init__(self, layers: int, staging: Path) -> None:
+        from flagscale.train import distributed
+        from flagscale.train.device import choose_device
+
+        self._flags = [*_MODEL.split(), "--num-layers", str(layers)]
+        self._flags += ["--save-staging-dir", str(staging)]
+        self._staging = staging
+        self._rank = distributed.RankIdentity.from_environment()
+        self._device = choose_device("cpu", 0)
+        distributed.init_default_group(self._rank, self._device, backend="gloo", timeout_minutes=5)
+        self._state: Any = None
+
+    def measure(self, save: str, repetitions: int) -> dict[str, Any]:
+        """Save to and load from a directory or an address; return seconds, and memory in MiB."""
+        from flagscale.train.step import gathered_parameters
+
+        args = self._prepare(save)
+        from flagscale.train.checkpoint import Checkpointer
+
+        checkpointer = Checkpointer(args)
+        checkpointer.check_writable()
+        foreground, stalls, background, loads, memory = [], [], [], [], 0.0
+        for _ in range(repetitions):
+            with gathered_parameters(args, self._state.chunks):
+                begin = time.monotonic()
+                checkpointer.save(self._state, required=True)
+                foreground.append(time.monotonic() - begin)
+                begin = time.monotonic()
+                checkpointer.save(self._state)
+                stalls.append(time.monotonic() - begin)
+            while not checkpointer.poll() or checkpointer._pending_save is not None:
+                memory = max(memory, _uploader_memory())
+                time.sleep(0.01)
+            background.append(time.monotonic() - begin)
+        for _ in range(repetitions):
+            # Read from the storage itself, not from copies of this machine.
+            for path in self._staging.glob("iter_*/manifest.json"):
+                path.unlink()
+            _drop_caches(Path(save))
+            with gathered_parameters(args, self._state.chunks):
+                begin = time.monotonic()
+                checkpointer.load(self._state)
+                loads.append(time.monotonic() - begin)
+        checkpointer.close()
+        return {
+            "save": _describe(foreground),
+            "stall": _describe(stalls),
+            "async_complete": _describe(background),
+            "load": _describe(loads),
+            **({"uploader_mib": round(memory)} if memory else {}),
+        }
+
+    def _prepare(self, save: str) -> Any:
+        from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+        from flagscale.config.arguments.spec.command_line import parse_arguments
+        from flagscale.train import distributed
+        from flagscale.train.build import build_state, padded_vocabulary_size
+        from flagscale.train.data.tokenizers import build_tokenizer
+        from flagscale.train.models.config import build_transformer_config
+
+        flags = [*self._flags, "--save", save, "--load", save]
+        args = rank_arguments(derive_arguments(parse_arguments(flags), 1), 0)
+        if self._state is None:
+            distributed.init_model_parallel(args)
+            config = build_transformer_config(args, self._device)
+            vocabulary = padded_vocabulary_size(args, build_tokenizer(args))
+            self._state = build_state(args, config, vocabulary, self._device)
+        return args
+
+
+def measure_disk(directory: Path, root: Path, repetitions: int) -> dict[str, Any]:
+    """Write and read the files of a checkpoint without any other work."""
+    files = [path for path in directory.iterdir() if path.is_file()]
+    writes, reads = [], []
+    for _ in range(repetitions):
+        content = {path: path.read_bytes() for path in files}
+        begin = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(_write_synced, [root / f"raw_{p.name}" for p in files], content.values()))
+        writes.append(time.monotonic() - begin)
+        del content
+        _drop_caches(directory)
+        begin = time.monotonic()
+        buffer = bytearray(8 << 20)
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        reads.append(time.monotonic() - begin)
+    return {"save": _describe(writes), "load": _describe(reads)}
+
+
+def measure_client(directory: Path, repetitions: int) -> dict[str, Any]:
+    """Transfer the files of a checkpoint by the client of S3 without any other work."""
+    store = ObjectStore(StorageAddress.parse(f"s3://{BUCKET}/raw"))
+    files = [path for path in directory.iterdir() if path.is_file()]
+    uploads, reads = [], []
+    for _ in range(repetitions):
+        begin = time.monotonic()
+        for path in files:
+            store._fs.put_file(
+                str(path),
+                f"{BUCKET}/raw/{path.name}",
+                chunksize=PART_BYTES,
+                max_concurrency=CONCURRENT_PARTS,
+            )
+        uploads.append(time.monotonic() - begin)
+        parts = [
+            (f"{BUCKET}/raw/{path.name}", begin, min(begin + PART_BYTES, path.stat().st_size))
+            for path in files
+            for begin in range(0, path.stat().st_size, PART_BYTES)
+        ]
+        begin_time = time.monotonic()
+        with ThreadPoolExecutor(CONCURRENT_PARTS) as pool:
+            list(pool.map(partial(_read_part, store._fs), parts))
+        reads.append(time.monotonic() - begin_time)
+    return {"save": _describe(uploads), "load": _describe(reads)}
+
+
+def _read_part(client: Any, part: tuple[str, int, int]) -> int:
+    name, begin, end = part
+    return len(client.cat_file(name, start=begin, end=end))
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb", buffering=0) as file:
+        view = memoryview(content)
+        while view:
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def _drop_caches(directory: Path) -> None:
+    """Remove the files of a directory from the page cache."""
+    for path in directory.rglob("*") if directory.is_dir() else ():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _uploader_memory() -> float:
+    """Return the resident memory of the processes that upload, in MiB."""
+    children = psutil.Process().children()
+    return sum(
+        child.memory_info().rss / 2**20
+        for child in children
+        if any("upload_worker" in word for word in child.cmdline())
+    )
+
+
+def _describe(seconds: list[float]) -> dict[str, Any]:
+    return {
+        "median": round(statistics.median(seconds), 3),
+        "all": [round(value, 3) for value in seconds],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
