@@ -45,7 +45,7 @@ _REFUSED_VERBS = {
         "transformers",
     ),
     "rl": "reinforcement learning is not supported; `train.data.sft: true` fine-tunes on "
-    "conversations",
+    "conversations, `train.data.dpo: true` on preferences",
     "compress": "compressing a model is not supported; `flagscale convert` writes it in Hugging "
     "Face's format, which tools for quantization read",
     **dict.fromkeys(

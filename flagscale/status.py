@@ -62,7 +62,13 @@ RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, HOST_VA
 """Environment variables that identify the processes of a run."""
 
 TRAINING = "in training"
-BUSY_ACTIVITIES = ("starting", "evaluating", "saving a checkpoint", "ending")
+BUSY_ACTIVITIES = (
+    "starting",
+    "scoring the reference",
+    "evaluating",
+    "saving a checkpoint",
+    "ending",
+)
 """Activities of a rank that advance no step."""
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "waiting", "other")

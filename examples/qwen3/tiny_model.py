@@ -1,9 +1,10 @@
-"""Write a small random Qwen3 in Hugging Face format, and conversations for fine-tuning it.
+"""Write a small random Qwen3 in Hugging Face format, and conversations and preferences to train it.
 
     python examples/qwen3/tiny_model.py DIRECTORY
 
 DIRECTORY receives model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
-valid.jsonl and prompts.jsonl. Nothing is downloaded.
+valid.jsonl and prompts.jsonl, and pairs of answers in pairs_train.jsonl and pairs_valid.jsonl.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -46,6 +47,26 @@ def generate_conversations(count: int, seed: int) -> Iterator[dict[str, list[dic
                 {"role": "assistant", "content": f"{thing.capitalize()} is {COLOURS[thing]}."},
             ]
         yield {"messages": messages}
+
+
+def generate_pairs(count: int, seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield pairs of answers to a question about a colour, of which one is true."""
+    generator = random.Random(seed)
+    for _ in range(count):
+        thing = generator.choice(list(COLOURS))
+        other = generator.choice([name for name in COLOURS.values() if name != COLOURS[thing]])
+        colours = {"chosen": COLOURS[thing], "rejected": other}
+        yield {
+            "prompt": [{"role": "user", "content": f"What colour is {thing}?"}],
+            **{
+                key: [{"role": "assistant", "content": f"{thing.capitalize()} is {colour}."}]
+                for key, colour in colours.items()
+            },
+        }
+
+
+def write_lines(path: Path, records: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def write_model(directory: Path) -> None:
@@ -86,23 +107,21 @@ def write_model(directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Write a small random Qwen3 in Hugging Face format, and conversations for "
-        "fine-tuning it. Nothing is downloaded."
+        description="Write a small random Qwen3 in Hugging Face format, and conversations and "
+        "preferences to train it. Nothing is downloaded."
     )
     parser.add_argument(
         "directory",
         type=Path,
         metavar="DIRECTORY",
-        help="receives model/, train.jsonl, valid.jsonl and prompts.jsonl",
+        help="receives model/ and files of conversations, prompts and pairs of answers",
     )
     directory: Path = parser.parse_args().directory
     (directory / "model").mkdir(parents=True, exist_ok=True)
     write_model(directory / "model")
     for name, count, seed in (("train", 2000, 1), ("valid", 100, 2)):
-        lines = (
-            json.dumps(conversation) + "\n" for conversation in generate_conversations(count, seed)
-        )
-        (directory / f"{name}.jsonl").write_text("".join(lines))
+        write_lines(directory / f"{name}.jsonl", generate_conversations(count, seed))
+        write_lines(directory / f"pairs_{name}.jsonl", generate_pairs(count // 5, seed))
     prompt = [{"role": "user", "content": "What colour is a banana?"}]
     (directory / "prompts.jsonl").write_text(json.dumps({"messages": prompt}) + "\n")
     print(f"wrote a model and conversations to {directory}")

@@ -71,6 +71,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic("fine-tuning", "Low-rank adapters (LoRA)", groups=("Adapters",)),
     Topic("fine-tuning", "Frozen parameters", groups=("Freezing",)),
     Topic("fine-tuning", "Conversations", groups=("Conversations",)),
+    Topic("fine-tuning", "Preferences", groups=("Preferences",)),
     Topic("fine-tuning", "Answers to prompts", groups=("Prompts",)),
     Topic("parallelism", "Heterogeneous devices", groups=("Heterogeneous",)),
     Topic("parallelism", "Heterogeneous devices", r"hetero\w*|hetereogenous\w*"),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flagscale.config.arguments.derive import rank_arguments
 from flagscale.config.arguments.hetero.meshes import Meshes
+from flagscale.config.arguments.layout import tokens_per_sample
 from flagscale.config.arguments.rules.parallel_layout import layers_of_stages
 from flagscale.config.arguments.rules.recompute import (
     NO_MODULES,
@@ -131,7 +132,7 @@ def forecast_step(
     limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
     layer_kinds = arithmetic.list_layer_kinds(args)
-    tokens = float(args.global_batch_size * args.seq_length)
+    tokens = float(args.global_batch_size * tokens_per_sample(vars(args)))
     flops = tokens * arithmetic.flops_per_token(args, vocabulary_size)
     if meshes is None:
         counts = layers_of_stages(vars(args))

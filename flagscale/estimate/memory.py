@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any
 
+from flagscale.config.arguments.layout import tokens_per_sample
 from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSITIONS
 from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.adapters import adapter_targets
@@ -375,7 +376,7 @@ def count_optimizer_weights(args: Any, trainable: WeightCount) -> float:
 
 def count_microbatch_tokens(args: Any) -> float:
     """Return the number of tokens of a rank per micro-batch."""
-    return float(args.micro_batch_size * args.seq_length / args.context_parallel_size)
+    return float(args.micro_batch_size * tokens_per_sample(vars(args)) / args.context_parallel_size)
 
 
 def _activation_bytes(args: Any, part: ModelPart) -> float:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from flagscale.config.arguments.layout import describe_batch, tokens_per_sample
 from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.estimate import replicas
 from flagscale.estimate.forecast import StageForecast
@@ -87,14 +88,14 @@ def _format_device(device: DeviceSpec | None) -> str:
 
 def _iter_lines(estimate: Estimate) -> Iterator[str]:
     args, forecast = estimate.args, estimate.forecast
-    tokens = args.global_batch_size * args.seq_length
+    tokens = args.global_batch_size * tokens_per_sample(vars(args))
     yield (
         "grads, optimizer: in fp32; activations: of micro-batches under way; transient: within one "
         "pass, the logits among it; work: arithmetic, relative to the busiest stage's"
     )
     yield _format_model_size(estimate)
     yield (
-        f"a step: {args.global_batch_size} x {args.seq_length} tokens in {forecast.micro_batches} "
+        f"a step: {describe_batch(vars(args))} in {forecast.micro_batches} "
         f"micro-batches, {forecast.flops_per_step / 1e15:,.3g} PFLOP"
     )
     if host_bytes := max(stage.memory.host for stage in forecast.stages):

@@ -14,6 +14,8 @@ from flagscale.config.arguments.layout import (
     data_parallel_size,
     describe_rank_ranges,
     global_batch_size,
+    sequences_per_sample,
+    tokens_per_sample,
 )
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.config.secrets import redact, redact_overrides
@@ -158,8 +160,9 @@ def _describe_layout(values: Mapping[str, Any], world_size: int) -> str:
 def _describe_batch(values: Mapping[str, Any], world_size: int) -> str:
     batch_size = global_batch_size(values, world_size)
     length = values.get("seq_length") or 0
-    tokens = f", {batch_size * length:,} tokens" if length else ""
-    return f"{batch_size:,} sequences a step{tokens}; micro-batches of {values['micro_batch_size']}"
+    tokens = f", {batch_size * tokens_per_sample(values):,} tokens" if length else ""
+    noun = "sequences" if sequences_per_sample(values) == 1 else "pairs of sequences"
+    return f"{batch_size:,} {noun} a step{tokens}; micro-batches of {values['micro_batch_size']}"
 
 
 def _describe_host_roles(values: Mapping[str, Any], state: RunState) -> dict[int, str]:

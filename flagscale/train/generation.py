@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.errors import DataError
 from flagscale.train.data.chat.messages import (
     UnusableConversationError,
@@ -56,7 +57,7 @@ class Generator:
         self._args, self._state, self._tokenizer = args, state, tokenizer
         self._device, self._spec = device.torch_device, get_model_spec(args)
         self._mask_builder = DocumentMaskBuilder(config, device)
-        self._mask_documents = bool(args.sft or args.reset_attention_mask)
+        self._mask_documents = documents_are_separate(vars(args))
         self.prompts, self._prompt_ids = read_prompts(args, tokenizer)
         self._end_tokens = tokenizer.special_ids | {tokenizer.eod}
 

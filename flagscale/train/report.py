@@ -186,7 +186,14 @@ class TrainingReporter:
         for message in update.notes:
             _print(f"step {step} | {message}")
 
-    def log_evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
+    def log_evaluation(
+        self,
+        split: str,
+        step: int,
+        loss: float,
+        name: str = "",
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:
         """Report the loss on a validation or test split.
 
         Args:
@@ -194,19 +201,23 @@ class TrainingReporter:
             step: number of the last training step.
             loss: mean loss in nats.
             name: name of the data set, if the split has several.
+            rewards: means over pairs by name, in preference training. Its loss has no perplexity.
         """
         if not self.is_reporting_rank:
             return
-        perplexity = math.exp(min(loss, 20.0))
+        metrics = dict(rewards) if rewards else {"perplexity": math.exp(min(loss, 20.0))}
         if split == "valid":
-            data_field = {"data": name} if name else {}
-            self._status.write("evaluation", step=step, loss=round(loss, 6), **data_field)
+            fields: dict[str, Any] = {"data": name} if name else {}
+            fields |= {key: round(value, 6) for key, value in (rewards or {}).items()}
+            self._status.write("evaluation", step=step, loss=round(loss, 6), **fields)
         label = f"{split} {name}" if name else split
-        _print(f"step {step} | {label} loss {loss:.4f} | perplexity {perplexity:.2f}")
+        digits = 3 if rewards else 2
+        texts = [f"{key.replace('_', ' ')} {metrics[key]:.{digits}f}" for key in metrics]
+        _print(" | ".join((f"step {step}", f"{label} loss {loss:.4f}", *texts)))
         prefix = f"{split}/{name}" if name else split
         values: dict[str, float | None] = {f"{prefix}/loss": loss}
-        if self._args.log_validation_ppl_to_tensorboard:
-            values[f"{prefix}/perplexity"] = perplexity
+        if rewards or self._args.log_validation_ppl_to_tensorboard:
+            values |= {f"{prefix}/{key.replace('_', '-')}": metrics[key] for key in metrics}
         self._write_scalars(step, values)
 
     def log_answer(self, step: int, prompt: str, text: str) -> None:

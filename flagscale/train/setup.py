@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.checkpoints import open_checkpoints
 from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
-from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.config.arguments.layout import describe_batch, pad_vocabulary
 from flagscale.config.arguments.rules.freezing import freezing_argument
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.resuming import missing_checkpoint
@@ -24,7 +24,11 @@ from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.checkpoint.formats.pretrained import load_pretrained, overwrites_all_weights
 from flagscale.train.checkpoint.formats.weight_sample import sample_base_model
 from flagscale.train.data.datasets import DataIterators, Datasets
-from flagscale.train.data.tokenizers import build_tokenizer, describe_unused_vocabulary
+from flagscale.train.data.tokenizers import (
+    Tokenizer,
+    build_tokenizer,
+    describe_unused_vocabulary,
+)
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
@@ -42,6 +46,7 @@ from flagscale.train.models.optimized import list_build_notes
 from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
 from flagscale.train.rank_comparison import RankComparison
+from flagscale.train.reference_scores import provide_reference
 from flagscale.train.report import TrainingReporter
 from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.section_recorder import SectionRecorder
@@ -104,17 +109,26 @@ def prepare_training(
         devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
     reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
     _log_notes(args, state, config, device, reporter)
+    datasets, has_start_weights = _prepare_preferences(
+        args, config, state, device, tokenizer, vocabulary, reporter
+    )
     memory_checkpoints = open_memory_checkpoints(args, rank, reporter.warn)
-    _resume(args, state, checkpointer, memory_checkpoints, reporter, is_new_run=is_new_run)
+    _resume(
+        args,
+        state,
+        checkpointer,
+        memory_checkpoints,
+        reporter,
+        is_new_run=is_new_run,
+        has_start_weights=has_start_weights,
+    )
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
     else:
         # The checkpoint may be of a run that measured the micro-batch counts of replicas.
         state.measured_shares = None
-    datasets = Datasets(args, tokenizer)
-    for note in datasets.remarks:
-        reporter.log(note)
+    datasets = datasets or _build_datasets(args, tokenizer, reporter)
     load_data = partial(_load_data, datasets, state)
     profiler = Profiler(args, rank.rank, device, reporter.log)
     stopwatch = balancer.stopwatch if balancer is not None else None
@@ -166,6 +180,43 @@ def _create_section_recorder(args: argparse.Namespace, device: Device) -> Sectio
     return SectionRecorder(device)
 
 
+def _prepare_preferences(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    state: TrainState,
+    device: Device,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    reporter: TrainingReporter,
+) -> tuple[Datasets | None, bool]:
+    """Build the datasets of preference training, with the scores of the reference model.
+
+    This has to be done before a checkpoint is loaded, which replaces the weights to start from.
+
+    Returns:
+        The datasets, None for other training, and whether the weights of the reference model are
+        loaded.
+    """
+    if not args.dpo:
+        return None, False
+    datasets = _build_datasets(args, tokenizer, reporter)
+    assert datasets.conversations is not None
+    load_reference = partial(_load_pretrained, args, state, reporter)
+    is_loaded = provide_reference(
+        args, config, state, device, datasets.conversations, vocabulary, reporter, load_reference
+    )
+    return datasets, is_loaded
+
+
+def _build_datasets(
+    args: argparse.Namespace, tokenizer: Tokenizer, reporter: TrainingReporter
+) -> Datasets:
+    datasets = Datasets(args, tokenizer)
+    for note in datasets.remarks:
+        reporter.log(note)
+    return datasets
+
+
 def _load_data(datasets: Datasets, state: TrainState) -> DataIterators:
     """Return the data iterators of this rank, starting after the consumed samples."""
     # A loader draws a seed for its workers. On a CPU it would use the generator of dropout, and a
@@ -182,11 +233,19 @@ def _resume(
     reporter: TrainingReporter,
     *,
     is_new_run: bool,
+    has_start_weights: bool,
 ) -> None:
     """Restore the state from the memory of the hosts if that is newer than the checkpoint; or else
     load the checkpoint of ``load``, or the weights of ``pretrained_checkpoint``.
 
-    ``is_new_run``: whether the directory to which the run saves its checkpoints is new.
+    Args:
+        args: resolved arguments of this rank.
+        state: training state without progress.
+        checkpointer: loads checkpoints.
+        memory_checkpoints: checkpoints in the memory of the hosts; None without.
+        reporter: gets messages.
+        is_new_run: whether the directory to which the run saves its checkpoints is new.
+        has_start_weights: whether ``pretrained_checkpoint`` is loaded already.
     """
     resume_from_own_checkpoint(args)
     if memory_checkpoints is not None:
@@ -197,7 +256,7 @@ def _resume(
             return
     # Adapter checkpoints do not contain the base model.
     loads_base_model = bool(args.peft_type and args.pretrained_checkpoint)
-    if loads_base_model:
+    if loads_base_model and not has_start_weights:
         _load_pretrained(args, state, reporter)
     load_report = None
     if args.load:
@@ -205,7 +264,7 @@ def _resume(
             load_report = checkpointer.load(state)
     _finish_rampup(args, state)
     if load_report is None and args.pretrained_checkpoint:
-        if not loads_base_model:
+        if not (loads_base_model or has_start_weights):
             _load_pretrained(args, state, reporter)
         return
     if load_report is None:
@@ -290,7 +349,7 @@ def _describe_run(args: argparse.Namespace, state: TrainState, vocabulary: int) 
     return (
         f"{sizes} | {precision} | "
         f"{get_model_spec(args).display_name}, {weights}, vocabulary {vocabulary:,} | "
-        f"{_describe_steps(args)} of {_describe_batch_size(args)} x {args.seq_length} tokens, "
+        f"{_describe_steps(args)} of {_describe_ramp(args)}{describe_batch(vars(args))}, "
         f"{_describe_micro_batches(args)} micro-batches a step"
     )
 
@@ -301,9 +360,8 @@ def _describe_steps(args: argparse.Namespace) -> str:
     return f"{args.train_iters:,} steps"
 
 
-def _describe_batch_size(args: argparse.Namespace) -> str:
-    ramp = f"{args.rampup.start} to " if args.rampup is not None else ""
-    return f"{ramp}{args.global_batch_size}"
+def _describe_ramp(args: argparse.Namespace) -> str:
+    return f"{args.rampup.start} to " if args.rampup is not None else ""
 
 
 def _describe_micro_batches(args: argparse.Namespace) -> str:

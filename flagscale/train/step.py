@@ -6,10 +6,10 @@ The training loop (:mod:`flagscale.train.trainer`) calls :class:`Stepper`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.config.arguments.layout import sequences_per_sample
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.sharding import shards_gradients
 from flagscale.train.bounded_all_reduce import SkippedReduceDetector
@@ -33,12 +34,30 @@ from flagscale.train.microbatch_balancer import StepStopwatch
 from flagscale.train.models.base import get_model_spec
 from flagscale.train.models.document_mask import DocumentMaskBuilder
 from flagscale.train.mtp_losses import MtpLossAverages
+from flagscale.train.preference_loss import (
+    PairForwardStep,
+    PreferenceLoss,
+    RewardAverages,
+    finish_training,
+)
 from flagscale.train.profiling import Profiler
 from flagscale.train.router_losses import RouterLossAverages
 from flagscale.train.section_recorder import SectionRecorder, SectionTimers
 from flagscale.train.section_times import DATA, OPTIMIZER
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
 from flagscale.train.state import TrainState
+
+
+class Evaluation(NamedTuple):
+    """Result of an evaluation.
+
+    Attributes:
+        loss: mean loss in nats.
+        rewards: means of preference training by name; empty for other training.
+    """
+
+    loss: float
+    rewards: Mapping[str, float]
 
 
 class Stepper:
@@ -72,17 +91,13 @@ class Stepper:
         self._state = state
         self._device = device.torch_device
         self._profiler = profiler
-        self._forward_step = ForwardStep(
-            get_model_spec(args),
-            device,
-            per_token=args.calculate_per_token_loss,
-            mask_builder=DocumentMaskBuilder(config, device),
-            measure_data=nullcontext if sections is None else partial(sections.section, DATA),
-        )
+        self._forward_step = _build_forward_step(args, config, device, sections)
         self._sections = sections
         if sections is not None:
             config.timers = SectionTimers(sections)
         self.router_losses = RouterLossAverages(args, self._device)
+        self.rewards = RewardAverages(self._device) if args.dpo else None
+        """Rewards of preference training; None without."""
         self.mtp_losses = MtpLossAverages(args.mtp_num_layers, state.modules(), self._device)
         self._skip_detector = SkippedReduceDetector()
         self._schedule = get_forward_backward_func()
@@ -131,6 +146,8 @@ class Stepper:
         with self._time_step():
             loss_reports = self._run_schedule(data, micro_batches, forward_only=False)
         self.router_losses.count_step(micro_batches)
+        if self.rewards is not None:
+            self.rewards.add(loss_reports)
         # With ``tail_above: skip``, an all_reduce that lost too much data was skipped.
         are_gradients_lost = self._skip_detector.pop_skipped()
         if are_gradients_lost:
@@ -170,24 +187,31 @@ class Stepper:
         if self._profiler:
             self._profiler.close()
 
-    def evaluate(self, data: Any, steps: int) -> float:
-        """Return the mean loss in nats over ``steps`` global batches, equal on all ranks."""
+    def evaluate(self, data: Any, steps: int) -> Evaluation:
+        """Evaluate ``steps`` global batches. The result is equal on all ranks."""
         chunks = self._state.chunks
         for chunk in chunks:
             chunk.eval()
         # Sum of losses and number of tokens.
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        rewards = RewardAverages(self._device) if self._args.dpo else None
         with torch.no_grad():
             for _ in range(steps):
-                for loss_report in self._run_schedule(
+                loss_reports = self._run_schedule(
                     data, self._args.num_microbatches, forward_only=True
-                ):
+                )
+                for loss_report in loss_reports:
                     total += loss_report[LOSS_REPORT_KEY]
+                if rewards is not None:
+                    rewards.add(loss_reports)
         for chunk in chunks:
             chunk.train()
         dist.all_reduce(total)
         loss_sum, tokens = total.tolist()
-        return loss_sum / tokens if tokens else 0.0
+        return Evaluation(
+            loss_sum / tokens if tokens else 0.0,
+            rewards.pop_averages() if rewards is not None else {},
+        )
 
     @contextmanager
     def _time_step(self) -> Iterator[None]:
@@ -238,7 +262,7 @@ class Stepper:
             model=self._state.chunks,
             num_microbatches=micro_batches,
             seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_size=args.micro_batch_size * sequences_per_sample(vars(args)),
             forward_only=forward_only,
             **self._schedule_options,
         )
@@ -270,6 +294,34 @@ class Stepper:
         return torch.cat(
             [values, norm_value.to(self._device, non_blocking=True).view(1), rank_loss]
         )
+
+
+def _build_forward_step(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    device: Device,
+    sections: SectionRecorder | None,
+) -> ForwardStep:
+    spec, mask_builder = get_model_spec(args), DocumentMaskBuilder(config, device)
+    per_token = args.calculate_per_token_loss
+    measure_data = nullcontext if sections is None else partial(sections.section, DATA)
+    if not args.dpo:
+        return ForwardStep(
+            spec,
+            device,
+            per_token=per_token,
+            mask_builder=mask_builder,
+            measure_data=measure_data,
+        )
+    loss = PreferenceLoss(args.dpo_beta, args.dpo_loss, args.dpo_label_smoothing)
+    return PairForwardStep(
+        spec,
+        device,
+        per_token=per_token,
+        mask_builder=mask_builder,
+        measure_data=measure_data,
+        finish=partial(finish_training, loss, per_token),
+    )
 
 
 def _set_schedule_functions(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flagscale.config.arguments.layout import tokens_per_sample
 from flagscale.train.device import Device
 from flagscale.train.models.base import get_model_spec
 from flagscale.train.report import Throughput
@@ -25,7 +26,7 @@ class ThroughputMeter:
     ) -> None:
         self._device = device
         self._world_size = world_size
-        self._seq_length = args.seq_length
+        self._tokens_per_sample = tokens_per_sample(vars(args))
         self._flops_per_token = get_model_spec(args).flops_per_token(args, vocabulary)
         self._peak_tflops = args.peak_tflops or device.peak_tflops(
             sixteen_bit=args.bf16 or args.fp16
@@ -40,7 +41,7 @@ class ThroughputMeter:
         self._steps, self._samples = 0, 0
 
     def count_step(self, samples: int) -> None:
-        """Count a step that trained on ``samples`` sequences over all ranks."""
+        """Count a step that trained on ``samples`` samples over all ranks."""
         self._steps += 1
         self._samples += samples
 
@@ -48,7 +49,8 @@ class ThroughputMeter:
         """Return the throughput since the last lap and start the next one."""
         seconds = time.monotonic() - self._lap_start - self._excluded_seconds
         seconds = max(seconds, 1e-9)
-        step_seconds, tokens = seconds / max(self._steps, 1), self._samples * self._seq_length
+        step_seconds = seconds / max(self._steps, 1)
+        tokens = self._samples * self._tokens_per_sample
         tflops = None
         if self._flops_per_token is not None:
             tflops = tokens * self._flops_per_token / seconds / self._world_size / 1e12

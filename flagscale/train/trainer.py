@@ -206,6 +206,7 @@ class Trainer:
         self._logged_step = self._latest_metrics.host.step
         throughput = self._throughput_meter.finish_lap()
         extra_metrics: dict[str, float | int] = {
+            **(self._stepper.rewards.pop_averages() if self._stepper.rewards else {}),
             **self._stepper.mtp_losses.pop_averages(),
             **self._stepper.router_losses.pop_averages(),
             **self._bounded_statistics.pop_statistics(),
@@ -239,7 +240,7 @@ class Trainer:
         self._reporter.write_progress(self._state.progress.iteration, "evaluating")
         with self._throughput_meter.pause():
             with gathered_parameters(self._args, self._state.chunks):
-                losses = {
+                evaluations = {
                     name: self._stepper.evaluate(iterator, self._args.eval_iters)
                     for name, iterator in iterators.items()
                 }
@@ -249,10 +250,11 @@ class Trainer:
                     self._args.eval_iters * self._args.global_batch_size
                 )
                 self._evaluated_step = progress.iteration
-            for name, loss in losses.items():
-                self._reporter.log_evaluation(split, progress.iteration, loss, name)
+            for name, (loss, rewards) in evaluations.items():
+                self._reporter.log_evaluation(split, progress.iteration, loss, name, rewards)
             if split == "valid":
-                self._track_validation(sum(losses.values()) / len(losses))
+                losses = [evaluation.loss for evaluation in evaluations.values()]
+                self._track_validation(sum(losses) / len(losses))
                 self._report_answers()
 
     def _require_validation_data(self) -> None:

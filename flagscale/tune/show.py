@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from flagscale.config.arguments.layout import tokens_per_sample
 from flagscale.estimate.step_time import format_seconds
 from flagscale.tables import FittingTable
 from flagscale.tune.machine import GIB
@@ -131,7 +132,7 @@ def explain_difference(layout: Layout, best: Layout) -> str:
 
 
 def tokens_per_step(problem: SearchProblem) -> int:
-    return int(problem.values["global_batch_size"] * problem.values["seq_length"])
+    return int(problem.values["global_batch_size"] * tokens_per_sample(problem.values))
 
 
 def space_record(problem: SearchProblem, space: Space) -> dict[str, Any]:

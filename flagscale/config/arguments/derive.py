@@ -150,6 +150,8 @@ def _set_batch(args: argparse.Namespace, world_size: int) -> None:
     args.global_batch_size = global_batch_size(vars(args), world_size)
     if args.sft:
         args.calculate_per_token_loss = True  # sequences have different numbers of target tokens
+    if args.dpo:
+        args.calculate_per_token_loss = args.sft_packing  # sequences have several pairs, or one
     if uses_microbatch_split(vars(args)):
         args.shares = shares_of(vars(args), args.data_parallel_size)
         args.calculate_per_token_loss = True  # weights each replica by its number of tokens

@@ -143,6 +143,25 @@ def global_batch_size(values: Values, world_size: int) -> int:
     return int(values["micro_batch_size"] * replicas)
 
 
+def sequences_per_sample(values: Values) -> int:
+    """Return the number of sequences of a sample: two for pairs of answers (``dpo``).
+
+    Batch sizes count samples.
+    """
+    return 2 if values.get("dpo") else 1
+
+
+def tokens_per_sample(values: Values) -> int:
+    """Return the number of tokens of a sample that the model processes."""
+    return sequences_per_sample(values) * int(values["seq_length"])
+
+
+def describe_batch(values: Values) -> str:
+    """Describe the resolved global batch: ``8 x 2048 tokens``, or ``8 pairs of 2048 tokens``."""
+    separator = "pairs of" if sequences_per_sample(values) == 2 else "x"
+    return f"{values['global_batch_size']} {separator} {values['seq_length']} tokens"
+
+
 def _stages_and_chunks(values: Values, meshes: Meshes | None) -> tuple[int, int]:
     """Return the number of pipeline stages, and of model chunks per stage."""
     if meshes is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flagscale.config.arguments.rules.data import trains_on_conversations
 from flagscale.errors import CheckpointError, DataError
 from flagscale.tokenizer_files import DEFAULT_TEMPLATE, read_chat_templates, read_settings
 
@@ -24,7 +25,7 @@ def read_chat_template(args: argparse.Namespace) -> str | None:
     from flagscale.train.data.chat.templates import NAMED_TEMPLATES
 
     name = args.chat_template
-    if not args.sft:
+    if not trains_on_conversations(vars(args)):
         return None
     if name is None:
         path = args.tokenizer_path

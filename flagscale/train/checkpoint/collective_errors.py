@@ -6,6 +6,7 @@ Without this, the remaining ranks would wait in their next collective until it t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from flagscale.accelerators.device import current_device
 from flagscale.errors import CheckpointError
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.5
 
 
 def raise_on_all_ranks(error: str | None) -> None:
@@ -64,6 +66,19 @@ def true_on_all_ranks(value: bool) -> bool:
     flag = torch.tensor([int(value)], dtype=torch.int32, device=current_device().torch_device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
+
+
+def run_while_polling(function: Callable[[], T]) -> T:
+    """Run a function in a thread while all ranks poll for its end in short collectives.
+
+    A single collective would time out if the function takes long on one rank. Collective, if
+    torch.distributed is initialized.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="polled") as pool:
+        future = pool.submit(function)
+        while dist.is_initialized() and not true_on_all_ranks(future.done()):
+            wait([future], timeout=_POLL_SECONDS)
+        return future.result()
 
 
 def describe_error(error: BaseException) -> str:

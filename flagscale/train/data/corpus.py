@@ -264,13 +264,18 @@ def open_decompressed(path: Path) -> IO[bytes]:
     if compression == ".xz":
         return lzma.open(path, "rb")
     if compression == ".zst":
-        zstandard: Any = _import_optional("zstandard", path)
+        zstandard: Any = import_optional("zstandard", path)
         stream: IO[bytes] = BufferedReader(zstandard.open(path, "rb"))
         return stream
     return path.open("rb")
 
 
-def _import_optional(name: str, path: Path) -> Any:
+def import_optional(name: str, path: Path) -> Any:
+    """Import a package that is required only for some files.
+
+    Raises:
+        DataError: it is not installed; the message names the file.
+    """
     from importlib import import_module
 
     try:
@@ -319,7 +324,7 @@ def _split_parquet(path: Path) -> Iterator[CorpusChunk]:
     """Yield the row groups of a Parquet file."""
     if path == STDIN:
         raise DataError("-: Parquet cannot be read from standard input")
-    parquet = _import_optional("pyarrow.parquet", path)
+    parquet = import_optional("pyarrow.parquet", path)
     try:
         groups = parquet.ParquetFile(path).metadata.num_row_groups
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
@@ -386,7 +391,7 @@ def _parse_documents(
 
 def _read_parquet(chunk: CorpusChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the documents of a row group."""
-    parquet = _import_optional("pyarrow.parquet", chunk.path)
+    parquet = import_optional("pyarrow.parquet", chunk.path)
     file = parquet.ParquetFile(chunk.path)
     names = file.schema_arrow.names
     for key in keys:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from flagscale.accelerators.device import current_device
-from flagscale.config.arguments.rules.data import uses_external_data
+from flagscale.config.arguments.rules.data import trains_on_conversations, uses_external_data
 from flagscale.errors import DataError
 from flagscale.train.data import external
 from flagscale.train.data.chat.conversation_sets import ConversationSets, build_conversation_sets
+from flagscale.train.data.chat.packed_preferences import REFERENCE_KEY, collate_pairs
 from flagscale.train.data.phases import apply_phases
 from flagscale.train.data.plan import SPLITS, DataPlan, SplitPlan, plan_data
 from flagscale.train.data.samplers import MicroBatchSampler, SampleOrder, Shard
@@ -45,9 +46,12 @@ Batch = dict[str, Tensor]
 """Tensors of a micro-batch on the CPU, by name, as defined by the model family's dataset.
 
 With GPT: ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), each
-``[micro_batch_size, seq_length]``.
+``[micro_batch_size, seq_length]``. Pairs of conversations have twice as many rows.
 """
 
+
+Collate = Callable[[list[Batch]], Batch]
+"""Function that combines samples to a micro-batch."""
 
 Batches = Iterator[Batch] | list[Iterator[Batch]]
 """A rank's micro-batches. With several model chunks (virtual pipeline stages), a list with one
@@ -108,10 +112,11 @@ class Datasets:
         self._args = args
         self.remarks: tuple[str, ...] = ()
         """Messages about the data for the user, one per line."""
-        self._conversations: ConversationSets | None = None
-        if args.sft:
-            self._conversations = build_conversation_sets(args, tokenizer)
-            self.remarks = self._conversations.remarks
+        self.conversations: ConversationSets | None = None
+        """Conversations, or pairs of them; None for other data."""
+        if trains_on_conversations(vars(args)):
+            self.conversations = build_conversation_sets(args, tokenizer)
+            self.remarks = self.conversations.remarks
             return
         self._dataset_spec = get_model_spec(args).data(args, tokenizer)
         self._data_function: external.DataFunction | None = None
@@ -142,9 +147,9 @@ class Datasets:
         """
         shard = shard or get_rank_shard(self._args)
         consumed_by_split = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
-        if self._conversations is not None:
+        if self.conversations is not None:
             return _build_conversation_iterators(
-                self._args, self._conversations, consumed_by_split, model_chunks, shard
+                self._args, self.conversations, consumed_by_split, model_chunks, shard
             )
         if self._data_function is not None:
             return self._build_external(self._data_function, consumed_by_split, model_chunks, shard)
@@ -332,7 +337,7 @@ def _build_split(
         consumed_samples,
         model_chunks,
         shard,
-        keys,
+        partial(_collate, keys=keys),
         start_workers=split.name == "train",
     )
 
@@ -346,6 +351,9 @@ def _build_conversation_iterators(
 ) -> DataIterators:
     """Build the iterators of conversations. Training reads them in another order in each epoch."""
     keys = (*BATCH_KEYS, DOCUMENT_NUMBERS_KEY)
+    collate: Collate = partial(_collate, keys=keys)
+    if args.dpo:
+        collate = partial(collate_pairs, keys=(*keys, REFERENCE_KEY))
 
     def create_loader(
         data: Dataset[Batch] | None, order: SampleOrder, consumed_samples: int
@@ -360,7 +368,7 @@ def _build_conversation_iterators(
             consumed_samples,
             model_chunks,
             shard,
-            keys,
+            collate,
             start_workers=start_workers,
         )
 
@@ -383,7 +391,7 @@ def _create_loader(
     consumed_samples: int,
     model_chunks: int,
     shard: Shard,
-    keys: Sequence[str],
+    collate: Collate,
     *,
     start_workers: bool,
 ) -> Batches:
@@ -396,7 +404,7 @@ def _create_loader(
         consumed_samples: samples of the dataset that all ranks have consumed before.
         model_chunks: number of model chunks of this rank.
         shard: the samples that this rank reads.
-        keys: tensors of a sample to put into the micro-batches.
+        collate: combines samples to a micro-batch.
         start_workers: start the loader's worker processes now.
     """
     sampler = MicroBatchSampler(
@@ -412,7 +420,7 @@ def _create_loader(
         num_workers=args.num_workers,
         pin_memory=not current_device().is_host,
         persistent_workers=args.num_workers > 0,
-        collate_fn=partial(_collate, keys=keys),
+        collate_fn=collate,
         worker_init_fn=_ignore_stop_signals,
     )
     # iter() starts the worker processes: now for training, and on first use for the test split,

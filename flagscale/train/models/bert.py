@@ -47,6 +47,7 @@ class Bert(ModelSpec):
             ("eval_prompts", "text generation is not supported"),
             ("peft_type", "adapters are supported for autoregressive models only"),
             ("sft", "answers are not predicted token by token"),
+            ("dpo", "answers are not predicted token by token"),
             (
                 "eod_mask_loss",
                 "the end of a document is never masked, so it is never part of the loss",

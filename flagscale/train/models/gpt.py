@@ -32,6 +32,7 @@ class Gpt(ModelSpec):
         "reset_attention_mask",
         "eod_mask_loss",
         "sft",
+        "dpo",
         "peft_type",
         "eval_prompts",
         "mtp_num_layers",

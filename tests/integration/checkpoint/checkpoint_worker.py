@@ -374,7 +374,7 @@ def evaluate(run: Run) -> dict[str, Any]:
     data_args = argparse.Namespace(**{**vars(run.args), "skip_train": False})
     data = build_data_iterators(data_args, run.tokenizer, run.state.progress, model_chunks=1)
     stepper = Stepper(run.args, run.config, run.state, run.device, groups=run.groups)
-    return run.build_result(loss=[stepper.evaluate(data.train, 1)])
+    return run.build_result(loss=[stepper.evaluate(data.train, 1).loss])
 
 
 def save_each_step(run: Run) -> dict[str, Any]:

@@ -238,14 +238,17 @@ def test_the_templates_of_a_tokenizer_are_kept_if_they_are_those_of_the_run(
 
 
 def build_template_arguments(
-    chat_template: str | None, *, sft: bool = True, tokenizer_path: Path | None = None
+    chat_template: str | None, *, data: str = "sft", tokenizer_path: Path | None = None
 ) -> argparse.Namespace:
-    return argparse.Namespace(sft=sft, chat_template=chat_template, tokenizer_path=tokenizer_path)
+    values = {"sft": False, "dpo": False, data: True}
+    return argparse.Namespace(**values, chat_template=chat_template, tokenizer_path=tokenizer_path)
 
 
 def test_a_run_records_the_text_of_its_template(tmp_path: Path) -> None:
-    assert read_chat_template(build_template_arguments("chatml")) == NAMED_TEMPLATES["chatml"]
-    assert read_chat_template(build_template_arguments("chatml", sft=False)) is None
+    for data in ("sft", "dpo"):
+        arguments = build_template_arguments("chatml", data=data)
+        assert read_chat_template(arguments) == NAMED_TEMPLATES["chatml"]
+    assert read_chat_template(build_template_arguments("chatml", data="mock_data")) is None
     (tmp_path / "own.jinja").write_text("{{ messages }}", encoding="utf-8")
     file_arguments = build_template_arguments(str(tmp_path / "own.jinja"))
     assert read_chat_template(file_arguments) == "{{ messages }}"

@@ -348,7 +348,8 @@ NOT_TRIED = {
     "needs fp8 on a GPU": """first_last_layers_bf16 fp8 fp8_recipe fp8_wgrad
     num_layers_at_end_in_bf16 num_layers_at_start_in_bf16""",
     "needs many steps with overflows": "hysteresis loss_scale_window min_loss_scale",
-    "needs files of conversations": "chat_template sft sft_format sft_packing sft_too_long",
+    "needs files of conversations": """chat_template dpo dpo_beta dpo_label_smoothing dpo_loss sft
+    sft_format sft_packing sft_too_long""",
     "needs another tokenizer": """merge_file special_tokens_file tokenizer_path tokenizer_type""",
     "is read like data_path": "train_data_path valid_data_path test_data_path mock_data",
     "chooses evaluation data": "multiple_validation_sets",

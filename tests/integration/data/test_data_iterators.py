@@ -85,6 +85,7 @@ def make_args(tmp_path: Path, **defaults: Any) -> Namespace:
         "eod_mask_loss": False,
         "reset_attention_mask": False,
         "sft": False,
+        "dpo": False,
         "multiple_validation_sets": None,
     }
     return Namespace(**{**values, **defaults})

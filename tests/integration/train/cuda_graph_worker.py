@@ -42,7 +42,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     stepper, deferred_metrics = Stepper(args, config, state, device), DeferredMetrics()
     for _ in range(3):
         deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
-    validation = stepper.evaluate(data.valid, 1)
+    validation = stepper.evaluate(data.valid, 1).loss
     from torch._dynamo.utils import counters
 
     return {

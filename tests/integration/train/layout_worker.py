@@ -160,7 +160,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     step_metrics = list(deferred_metrics.pop_completed(keep_newest=0))
     routers = stepper.router_losses.pop_averages()
     with gathered_parameters(args, state.chunks):
-        validation = stepper.evaluate(data.valid, 1)
+        validation = stepper.evaluate(data.valid, 1).loss
     recomputed = gather_from_ranks(layer_counter.counts) if layer_counter else None
     scales = gather_from_ranks(scales) if args.fp16 else None
     reset_megatron_state()

@@ -60,6 +60,13 @@ LLAMA = {
 }
 SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CHAT_DATA = {"sft": True, "data_path": "a.jsonl", "mock_data": False}
+PAIR_DATA = {
+    "dpo": True,
+    "data_path": "a.jsonl",
+    "mock_data": False,
+    "pretrained_checkpoint": "m",
+    "eval_iters": 0,
+}
 
 
 def list_problems(values: dict[str, Any]) -> list[tuple[str, str]]:

@@ -67,7 +67,7 @@ FAMILIES = {
     "qwen3": {"tiny_pretraining": [1, 8], "tiny_moe": [1, 8], "30b_a3b": [32]},
 }
 """Examples of model families, each with supported numbers of ranks."""
-FINE_TUNING = {"qwen3": {"tiny", "8b"}}
+FINE_TUNING = {"qwen3": {"tiny", "8b", "tiny_dpo", "8b_dpo"}}
 """Examples that start from a checkpoint; separate tests cover them."""
 BILLIONS = {
     ("deepseek", "v2_lite"): 15.706484224,
@@ -126,6 +126,18 @@ def test_fine_tuning_example_is_valid(world: int, monkeypatch: pytest.MonkeyPatc
     parsed = parse_arguments(command_line(experiment.train))
     assert (parsed.sft, parsed.peft_type, parsed.qk_layernorm) == (True, "lora", True)
     assert parsed.valid_data_path[1] == str(REPOSITORY / "data" / "code_valid.jsonl")
+    assert check_world(experiment, world) == []
+    assert experiment_notes(experiment, world) == []
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_preference_example_is_valid(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    conf = REPOSITORY / "examples" / "qwen3" / "conf"
+    experiment = load(conf, "train", ["train=8b_dpo", "action=dryrun"]).experiment
+    parsed = parse_arguments(command_line(experiment.train))
+    assert (parsed.dpo, parsed.dpo_beta, parsed.peft_type) == (True, 0.1, "lora")
+    assert parsed.train_data_path == [str(REPOSITORY / "data" / "pairs.jsonl")]
     assert check_world(experiment, world) == []
     assert experiment_notes(experiment, world) == []
 

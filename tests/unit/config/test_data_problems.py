@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit.config.check_helpers import CHAT_DATA, Problems, list_problems
+from unit.config.check_helpers import CHAT_DATA, PAIR_DATA, Problems, list_problems
 
 PROBLEMS: Problems = {
     "documents-and-a-window": (
@@ -46,7 +46,7 @@ PROBLEMS: Problems = {
     "conversations-as-text": (
         {"data_path": "a.jsonl", "mock_data": False},
         "data_path",
-        "a.jsonl: to train on its conversations set sft: true; to train on its text",
+        "a.jsonl: to train on its conversations set sft: true; to train on its pairs of",
     ),
     **{
         f"conversations-{name}": ({**CHAT_DATA, **values}, key, message)
@@ -54,7 +54,7 @@ PROBLEMS: Problems = {
             "of-an-index": (
                 {"data_path": "a/b"},
                 "data_path",
-                "sft requires conversation files (.jsonl, .ndjson, .json), found a/b",
+                "sft requires conversation files (.jsonl, .ndjson, .json, .parquet), found a/b",
             ),
             "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
             "without-template": (
@@ -73,6 +73,33 @@ PROBLEMS: Problems = {
                 "cannot separate conversations",
             ),
             "of-bert": ({"family": "bert"}, "sft", "answers are not predicted token by token"),
+        }.items()
+    },
+    **{
+        f"pairs-{name}": ({**PAIR_DATA, **values}, key, message)
+        for name, (values, key, message) in {
+            "of-an-index": (
+                {"data_path": "a/b"},
+                "data_path",
+                "dpo requires files of pairs (.jsonl, .ndjson, .json, .parquet), found a/b",
+            ),
+            "and-conversations": ({"sft": True}, "sft", "cannot be combined with dpo"),
+            "without-model": (
+                {"pretrained_checkpoint": None},
+                "pretrained_checkpoint",
+                "is required by dpo: the model to start from, which is also the reference",
+            ),
+            "smoothed-ipo": (
+                {"dpo_loss": "ipo", "dpo_label_smoothing": 0.1},
+                "dpo_label_smoothing",
+                "is not supported with dpo_loss: ipo; leave it out",
+            ),
+            "of-experts": (
+                {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01},
+                "moe_aux_loss_coeff",
+                "have different numbers of pairs; set moe_aux_loss_coeff: 0 or sft_packing: false",
+            ),
+            "of-bert": ({"family": "bert"}, "dpo", "answers are not predicted token by token"),
         }.items()
     },
     "prompts-without-evaluation": (
@@ -238,6 +265,20 @@ PROBLEMS: Problems = {
     ),
     "mock-and-data": ({"data_path": ["a"]}, "mock_data", "cannot be combined with data_path"),
 }
+
+
+NOT_WITH_PAIRS = {
+    "cuda_graph_impl": ("local", "is not supported with dpo"),
+    "mtp_num_layers": (1, "is not supported with dpo, which has no loss of single tokens"),
+    "enable_hetero": (True, "is not supported with dpo"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WITH_PAIRS)
+def test_argument_is_rejected_with_pairs(name: str) -> None:
+    value, message = NOT_WITH_PAIRS[name]
+    problems = list_problems({**PAIR_DATA, name: value})
+    assert any(key == name and text.startswith(message) for key, text in problems)
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)

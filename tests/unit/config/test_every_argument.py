@@ -233,7 +233,7 @@ def test_tables_have_no_stale_names() -> None:
     unused = {name for names, _ in UNUSED_ARGUMENTS.values() for name in names} | set(
         REFUSED_ARGUMENTS
     )
-    unused |= {name for need in REQUIREMENTS for name in (need.required, *need.names.split())}
+    unused |= {name for need in REQUIREMENTS for name in f"{need.required} {need.names}".split()}
     assert unused - set(arguments()) == set()
     assert [name for name in UNSUPPORTED if name in registry()] == []
     pairs = [(name, value) for name, value in UNSUPPORTED_VALUES if name in arguments()]

@@ -70,6 +70,8 @@ RUNS = {
     "cyclic": GPT + " --dataloader-type cyclic",
     "sft": GPT.replace("--mock-data", "--data-path chats.jsonl")
     + " --sft --tokenizer-type HuggingFaceTokenizer --tokenizer-path t --chat-template chatml",
+    "dpo": GPT.replace("--mock-data", "--data-path pairs.jsonl --pretrained-checkpoint m")
+    + " --dpo --tokenizer-type HuggingFaceTokenizer --tokenizer-path t --chat-template chatml",
     "files": GPT.replace("--mock-data", "--data-path web")
     + " --tokenizer-type HuggingFaceTokenizer --tokenizer-path t --split 90,5,5",
     "two-files": GPT.replace("--mock-data", "--train-data-path web --valid-data-path v")
@@ -141,6 +143,8 @@ VALUES: dict[str, list[Any]] = {
     "start_weight_decay": [0.05],
     "end_weight_decay": [0.2],
     "weight_decay_incr_style": ["cosine"],
+    "dpo_beta": [0.5],
+    "dpo_label_smoothing": [0.1],
 }
 """Values to try where the general rule (:func:`candidates`) finds none that is valid."""
 NAMED_DIFFERENTLY = {
@@ -153,6 +157,7 @@ ONLY_IN = {"seq_length": "rope", "global_batch_size": "samples"}
 """The run in which an argument is changed. In others it determines arguments that are refused."""
 CHANGED_WITH: dict[str, dict[str, Any]] = {
     "sft": {"data_path": ["web"], "chat_template": None},
+    "dpo": {"data_path": ["web"], "chat_template": None},
     "cpu_offloading": {"cpu_offloading_num_layers": 1},
     "fine_grained_activation_offloading": {"offload_modules": ["core_attn"]},
     "offload_modules": {"fine_grained_activation_offloading": True},

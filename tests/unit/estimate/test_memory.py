@@ -122,6 +122,18 @@ def test_lean_states_take_less_time() -> None:
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_pairs_are_two_sequences_a_sample() -> None:
+    data = "--dpo --data-path pairs.jsonl --pretrained-checkpoint m --tokenizer-type"
+    options = f"{LLAMA} {COMPILED} {WHOLE} {data} HuggingFaceTokenizer --tokenizer-path m"
+    parsed = parse_arguments(options.replace("--mock-data", "").split())
+    pairs = forecast_step(derive_arguments(parsed, 1), VOCABULARY)
+    sequences = forecast_llama(f"{COMPILED} {WHOLE}")
+    twice = forecast_llama(f"{COMPILED} {WHOLE} --micro-batch-size 2")
+    assert pairs.stages[0].memory == twice.stages[0].memory
+    assert pairs.flops_per_step == 2 * sequences.flops_per_step
+    assert pairs.micro_batches == sequences.micro_batches
+
+
 def test_flops_of_stages_add_up() -> None:
     forecast = forecast_llama(f"{WHOLE} {TP2_PP2}", 4)
     stage_flops = sum(sum(stage.flops) * stage.ranks for stage in forecast.stages)

@@ -46,6 +46,7 @@ _OTHER_FAMILIES: Mapping[str, str] = {
 }
 """Models of FlagScale's other programs, by the name of the file without its suffix."""
 _INSTEAD = {
+    "train_aquila_dpo": "`dpo: true` trains on pairs of answers",
     "train_aquila_sft": "`sft: true` trains on conversations",
     "train_nemo_llama": "`pretrained_checkpoint` reads a Hugging Face model",
 }

@@ -317,6 +317,20 @@ _WHOLE_TEXT = (
     "with tools/data/preprocess.py"
 )
 _TOKENIZER_FILES = "leave it out: special tokens are read from the files of the tokenizer"
+_DPO_LOSS = by_value(
+    "train.data.dpo_loss",
+    {"sigmoid": "sigmoid", "ipo": "ipo"},
+    "the implemented losses are sigmoid and ipo",
+)
+_WITHOUT_REFERENCE = by_value(
+    "train.data.dpo",
+    {False: "leave it out: this is the default"},
+    "training without a reference model is not implemented",
+)
+_PAIR_LENGTH = (
+    "`train.model.seq_length` limits prompt and answer together, and `train.data.sft_too_long` "
+    "truncates their end"
+)
 _TRL: Mapping[str, Entry] = {
     "max_seq_length": same_value("train.model.seq_length"),
     "max_length": same_value("train.model.seq_length"),
@@ -365,6 +379,15 @@ _TRL: Mapping[str, Entry] = {
     ),
     "load_in_4bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
     "load_in_8bit": advice("quantized base models are not implemented; `peft_type: lora` is"),
+    "beta": same_value("train.data.dpo_beta"),
+    "loss_type": _DPO_LOSS,
+    "label_smoothing": same_value("train.data.dpo_label_smoothing"),
+    "reference_free": _WITHOUT_REFERENCE,
+    "precompute_ref_log_probs": advice("leave it out: the reference model scores pairs once"),
+    "precompute_ref_batch_size": advice("leave it out: it is `train.model.micro_batch_size`"),
+    "max_prompt_length": advice(_PAIR_LENGTH),
+    "max_completion_length": advice(_PAIR_LENGTH),
+    "truncation_mode": advice(_PAIR_LENGTH),
 }
 _FREEZE_KEY, _TRAIN_KEY = "train.model.freeze_parameters", "train.model.trainable_parameters"
 _FREEZE = patterns(_FREEZE_KEY)
@@ -376,6 +399,7 @@ _AXOLOTL: Mapping[str, Entry] = {
     "unfrozen_parameters": patterns(_TRAIN_KEY),
     "sequence_len": same_value("train.model.seq_length"),
     "sample_packing": same_value("train.data.sft_packing"),
+    "rl_beta": same_value("train.data.dpo_beta"),
     "pad_to_sequence_len": advice("leave it out: sequences have `train.model.seq_length` tokens"),
     "base_model": same_value(
         "train.system.pretrained_checkpoint", "a directory with config.json and *.safetensors"
@@ -392,6 +416,11 @@ _AXOLOTL: Mapping[str, Entry] = {
 _LLAMA_FACTORY: Mapping[str, Entry] = {
     "lora_target": same_value("train.model.lora_target_modules"),
     "template": same_value("train.data.chat_template"),
+    "pref_beta": same_value("train.data.dpo_beta"),
+    "pref_loss": _DPO_LOSS,
+    "ref_model": advice(
+        "the reference model is `train.system.pretrained_checkpoint`, which training starts from"
+    ),
     "val_size": computed(split_of_validation, "train.data.split"),
     "freeze_trainable_layers": computed(layers_to_train, _TRAIN_KEY),
     "freeze_trainable_modules": patterns(_TRAIN_KEY),

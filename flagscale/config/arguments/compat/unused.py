@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments.rules.data import uses_external_data
+from flagscale.config.arguments.rules.data import trains_on_conversations, uses_external_data
 from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.config.arguments.rules.model_family import arguments_of_family, families_by_argument
 from flagscale.config.arguments.rules.muon import MUON
@@ -190,7 +190,7 @@ class Requirement(NamedTuple):
     """Arguments that have an effect only if another argument is set."""
 
     required: str
-    """The other argument."""
+    """The other argument, or several of which one suffices, separated by spaces."""
     names: str
     """Arguments without effect otherwise, separated by spaces."""
     values: tuple[str, ...] = ()
@@ -277,7 +277,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("record_memory_history", "memory_snapshot_path memory_snapshot_step"),
     Requirement("early_stopping_patience", "early_stopping_min_delta"),
     Requirement("dataloader_type", "external_data", ("external",)),
-    Requirement("sft", "sft_format chat_template sft_packing sft_too_long"),
+    Requirement("sft", "sft_format"),
+    Requirement("sft dpo", "chat_template sft_packing sft_too_long"),
+    Requirement("dpo", "dpo_beta dpo_loss dpo_label_smoothing"),
     Requirement(
         "profile",
         "profile_step_start profile_step_end profile_ranks profile_dir use_pytorch_profiler",
@@ -321,7 +323,7 @@ def note_unused(values: Values, given: Collection[str]) -> Iterator[tuple[list[s
     if values["device"] == "cpu":
         names = [name for name in requested if name == "record_memory_history"]
         groups.append((names, "allocations of a CPU are not recorded, only those of CUDA devices"))
-    if values["sft"]:
+    if trains_on_conversations(values):
         names = [name for name in requested if name in TEXT_ONLY]
         reason = "conversations are always separate and reshuffled in every epoch"
         groups.append((names, reason))
@@ -380,7 +382,7 @@ def describe_support(name: str) -> str:
 def requirement_text(requirement: Requirement) -> str:
     """Return the required argument and value as a YAML would write them."""
     values = f": {' or '.join(requirement.values)}" if requirement.values else ""
-    return requirement.required + values
+    return " or ".join(requirement.required.split()) + values
 
 
 def _requests_change(value: object, default: object) -> bool:
@@ -390,5 +392,7 @@ def _requests_change(value: object, default: object) -> bool:
 
 
 def _is_met(requirement: Requirement, values: Values) -> bool:
-    value = values[requirement.required]
-    return value in requirement.values if requirement.values else bool(value)
+    required_values = [values[name] for name in requirement.required.split()]
+    if requirement.values:
+        return any(value in requirement.values for value in required_values)
+    return any(required_values)

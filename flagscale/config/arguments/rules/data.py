@@ -27,6 +27,7 @@ from flagscale.config.arguments.spec.paths import (
     parse_phase,
     phase_problem,
 )
+from flagscale.config.arguments.spec.values import format_value
 
 
 def check_data_phases(values: Values) -> Iterator[Violation]:
@@ -56,11 +57,22 @@ def check_data_phases(values: Values) -> Iterator[Violation]:
             f"cyclic is not supported with {DATA_PHASES}: it shuffles samples across phases; leave "
             "it out",
         )
-    if values["sft"]:
+    if trains_on_conversations(values):
         yield (
             DATA_PHASES,
-            "is not supported with sft: conversations are reshuffled in every epoch",
+            f"is not supported with {_conversation_key(values)}: conversations are reshuffled in "
+            "every epoch",
         )
+
+
+def trains_on_conversations(values: Values) -> bool:
+    """Return whether the data are conversations (``sft``) or pairs of them (``dpo``)."""
+    return bool(values["sft"] or values["dpo"])
+
+
+def _conversation_key(values: Values) -> str:
+    """Return the argument that selects conversations as data."""
+    return "sft" if values["sft"] else "dpo"
 
 
 def uses_external_data(values: Values) -> bool:
@@ -90,9 +102,9 @@ def check_external_data(values: Values) -> Iterator[Violation]:
                 "cannot be combined with dataloader_type: external, whose data comes from "
                 f"{EXTERNAL_DATA}; leave one out",
             )
-    if values["sft"]:
+    if trains_on_conversations(values):
         yield (
-            "sft",
+            _conversation_key(values),
             f"is not supported with dataloader_type: external: {EXTERNAL_DATA} returns batches, "
             "not conversations",
         )
@@ -115,8 +127,8 @@ def _check_validation_sets(words: Sequence[str]) -> Iterator[Violation]:
     if not words:
         yield (
             "multiple_validation_sets",
-            "requires valid_data_path with one prefix per validation set, or sft; split makes only "
-            "one validation set",
+            "requires valid_data_path with one prefix per validation set, or sft or dpo; split "
+            "makes only one validation set",
         )
     elif any(map(is_weight, words)):
         yield (
@@ -166,11 +178,13 @@ def check_conversations(values: Values) -> Iterator[Violation]:
         for name in sorted(BLENDS)
         if values[name]
     }
+    reads_conversations = trains_on_conversations(values)
+    key = _conversation_key(values)
     for name, words in sets.items():
         for word in words:
-            if is_conversation_file(word) != bool(values["sft"]) and not is_weight(word):
-                yield name, _wrong_file_message(word, conversations=values["sft"])
-    if not values["sft"]:
+            if is_conversation_file(word) != reads_conversations and not is_weight(word):
+                yield name, _wrong_file_message(word, key if reads_conversations else None)
+    if not reads_conversations:
         if values["multiple_validation_sets"]:
             yield from _check_validation_sets(sets.get("valid_data_path", ()))
         return
@@ -178,16 +192,16 @@ def check_conversations(values: Values) -> Iterator[Violation]:
         if any(map(is_weight, words)):
             yield (
                 name,
-                "weights are not supported with sft, which uses every conversation once per epoch; "
-                "leave the weights out",
+                f"weights are not supported with {key}, which uses every conversation once per "
+                "epoch; leave the weights out",
             )
     if values["mock_data"]:
         yield (
             "mock_data",
-            "is not supported with sft, which has no mock conversations; set data_path",
+            f"is not supported with {key}, which has no mock conversations; set data_path",
         )
     if values["tokenizer_type"] in _WITHOUT_CHAT_TEMPLATE:
-        message = f"{values['tokenizer_type']} is not supported with sft: it has no chat template"
+        message = f"{values['tokenizer_type']} is not supported with {key}: it has no chat template"
         yield "tokenizer_type", f"{message}; use HuggingFaceTokenizer"
     template = values["chat_template"]
     if template is not None and template not in CHAT_TEMPLATES and not is_template_file(template):
@@ -196,23 +210,62 @@ def check_conversations(values: Values) -> Iterator[Violation]:
     if values["window_size"] and values["attention_backend"] == "local":
         yield (
             "window_size",
-            "is not supported with sft and attention_backend: local, whose window mask does not "
+            f"is not supported with {key} and attention_backend: local, whose window mask does not "
             "separate conversations; use attention_backend: auto",
         )
     if values["attention_backend"] == "fused":
         yield (
             "attention_backend",
-            "fused is not supported with sft: the cuDNN kernel cannot separate conversations; use "
-            "auto",
+            f"fused is not supported with {key}: the cuDNN kernel cannot separate conversations; "
+            "use auto",
         )
 
 
-def _wrong_file_message(word: str, *, conversations: bool) -> str:
-    if conversations:
-        return f"sft requires conversation files ({', '.join(CONVERSATION_SUFFIXES)}), found {word}"
+def check_preferences(values: Values) -> Iterator[Violation]:
+    """Check preference training (``dpo``)."""
+    if not values["dpo"]:
+        return
+    if values["sft"]:
+        yield "sft", "cannot be combined with dpo, whose data are pairs of answers; leave one out"
+    if values["pretrained_checkpoint"] is None:
+        yield (
+            "pretrained_checkpoint",
+            "is required by dpo: the model to start from, which is also the reference",
+        )
+    if values["dpo_label_smoothing"] and values["dpo_loss"] != "sigmoid":
+        yield (
+            "dpo_label_smoothing",
+            f"is not supported with dpo_loss: {values['dpo_loss']}; leave it out",
+        )
+    if values["mtp_num_layers"]:
+        yield (
+            "mtp_num_layers",
+            "is not supported with dpo, which has no loss of single tokens; leave it out, and the "
+            "multi-token prediction layers of the model are left out",
+        )
+    if values["enable_hetero"]:
+        yield "enable_hetero", "is not supported with dpo"
+    if values["cuda_graph_impl"] == "local":
+        yield "cuda_graph_impl", "is not supported with dpo; leave it out"
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        coefficient = values[name] if isinstance(values[name], list | tuple) else [values[name]]
+        if values["num_moe_experts"] and any(coefficient) and values["sft_packing"]:
+            yield (
+                name,
+                f"{format_value(values[name])} is not supported with dpo and packing, whose "
+                f"sequences have different numbers of pairs; set {name}: 0 or sft_packing: false",
+            )
+
+
+def _wrong_file_message(word: str, key: str | None) -> str:
+    """Return the message about a file that does not fit; ``key`` selects conversations."""
+    if key is not None:
+        kind = "conversation files" if key == "sft" else "files of pairs"
+        return f"{key} requires {kind} ({', '.join(CONVERSATION_SUFFIXES)}), found {word}"
     return (
         f"expected the prefix of a data set, found {word}: to train on its conversations set "
-        "sft: true; to train on its text, convert it with tools/data/preprocess.py first"
+        "sft: true; to train on its pairs of answers set dpo: true; to train on its text, convert "
+        "it with tools/data/preprocess.py first"
     )
 
 

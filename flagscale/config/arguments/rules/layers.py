@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments.rules.context_parallel import check_whole_sequence
+from flagscale.config.arguments.rules.data import trains_on_conversations
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, captures_steps
 from flagscale.config.arguments.rules.parallel_layout import layout_of_chunks
 from flagscale.config.arguments.spec.argument import Values, Violation
@@ -96,7 +97,7 @@ def documents_are_separate(values: Values) -> bool:
 
     With relative positions, it then does not matter at which position a document starts.
     """
-    return bool(values["reset_attention_mask"] or values["sft"])
+    return bool(values["reset_attention_mask"] or trains_on_conversations(values))
 
 
 def check_latent_attention(values: Values) -> Iterator[Violation]:

@@ -95,6 +95,7 @@ _NAMES: Mapping[Effect, str] = {
     Effect.TRAINING: """
     apply_query_key_layer_scaling apply_wd_to_qk_layernorm attention_dropout
     attention_softmax_in_fp32 calculate_per_token_loss clip_grad decoupled_weight_decay
+    dpo_beta dpo_label_smoothing dpo_loss
     enable_autocast first_last_layers_bf16 fp8 fp8_recipe fp8_wgrad global_batch_size
     grad_reduce_in_fp32 hidden_dropout hysteresis iterations_to_skip lora_dropout main_grads_dtype
     lora_dropout_position loss_scale loss_scale_window make_vocab_size_divisible_by min_loss_scale
@@ -107,7 +108,7 @@ _NAMES: Mapping[Effect, str] = {
     rampup_batch_size
     """,
     Effect.DATA: """
-    chat_template data_path data_phases dataloader_type eod_mask_loss external_data mask_prob
+    chat_template data_path data_phases dataloader_type dpo eod_mask_loss external_data mask_prob
     merge_file mid_level_dataset_surplus mock_data multiple_validation_sets reset_attention_mask
     reset_position_ids seed seq_length sft sft_format sft_packing sft_too_long special_tokens_file
     split test_data_path tokenizer_path tokenizer_type train_data_path valid_data_path

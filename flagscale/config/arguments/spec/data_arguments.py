@@ -151,14 +151,49 @@ class Conversations:
     )
     sft_packing: bool = arg(
         True,
-        "Pack several conversations into a sequence; attention does not cross them. False pads "
-        "each conversation to a sequence",
+        "Pack several conversations, or pairs of them (dpo), into a sequence; attention does not "
+        "cross them. False pads each conversation to a sequence",
     )
     sft_too_long: str = arg(
         "truncate",
         "Handling of conversations longer than seq_length: truncate them, drop them, or refuse to "
-        "start training",
+        "start training. A pair (dpo) is too long if either answer is",
         choices=("truncate", "drop", "refuse"),
+    )
+
+
+DPO_LOSSES = ("sigmoid", "ipo")
+"""Loss functions of preference training."""
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """Training on preferences between answers (docs/guides/fine-tune.md)."""
+
+    dpo: bool = arg(
+        False,
+        "Direct preference optimization: data_path names JSON lines or Parquet files of pairs, a "
+        "chosen and a rejected answer to the same prompt. The reference model is "
+        "pretrained_checkpoint, which scores all pairs once",
+    )
+    dpo_beta: float = arg(
+        0.1,
+        "Weight of the divergence from the reference model; lower values allow more divergence. "
+        "With dpo_loss: ipo, the regularization parameter (tau in the paper)",
+        minimum=1e-4,
+    )
+    dpo_loss: str = arg(
+        "sigmoid",
+        "Loss of a pair. sigmoid: DPO; ipo: squared distance of the mean log-probability ratio per "
+        "token from 1 / (2 dpo_beta)",
+        choices=DPO_LOSSES,
+    )
+    dpo_label_smoothing: float = arg(
+        0.0,
+        "Assumed fraction of pairs whose answers are interchanged (conservative DPO), for "
+        "dpo_loss: sigmoid",
+        minimum=0.0,
+        maximum=0.49,
     )
 
 

@@ -173,7 +173,7 @@ TOKENIZER_PATHS = frozenset(
     {"tokenizer_path", "merge_file", "special_tokens_file"}
     | {a.name for a in ALIASES if a.target == "tokenizer_path"}
 )
-CONVERSATION_SUFFIXES = (".jsonl", ".ndjson", ".json")
+CONVERSATION_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 """Suffixes of conversation files; other words of a blend are prefixes of data sets."""
 CHAT_TEMPLATE = "chat_template"
 """Argument whose value is the path of a file, or the name of a built-in template."""

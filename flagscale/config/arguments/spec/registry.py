@@ -20,6 +20,7 @@ from flagscale.config.arguments.spec.data_arguments import (
     Data,
     External,
     Masking,
+    Preferences,
     Prompts,
     Tokenizer,
 )
@@ -77,6 +78,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (External, "data"),
     (Masking, "data"),
     (Conversations, "data"),
+    (Preferences, "data"),
     (Prompts, "data"),
     (Tokenizer, "data"),
 )

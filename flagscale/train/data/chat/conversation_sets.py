@@ -1,13 +1,13 @@
 """Conversation datasets of a run: tokenization of its files, and their division into splits.
 
-:mod:`flagscale.train.data.datasets` uses them for supervised fine-tuning (``sft: true``).
+:mod:`flagscale.train.data.datasets` uses them for supervised fine-tuning (``sft: true``) and for
+preference training (``dpo: true``), whose samples are pairs of conversations.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,19 @@ import torch.distributed as dist
 from flagscale.config.arguments.rules.data import split_shares
 from flagscale.config.arguments.spec.paths import blend_words, data_cache_of
 from flagscale.errors import DataError
-from flagscale.train.checkpoint.collective_errors import true_on_all_ranks
+from flagscale.train.checkpoint.collective_errors import run_while_polling
 from flagscale.train.data.blends import make_unique
-from flagscale.train.data.chat.packed_dataset import PackedConversations, SequenceSettings
-from flagscale.train.data.chat.templates import open_template, warn_unknown_markers
+from flagscale.train.data.chat.packed_dataset import (
+    PackedConversations,
+    PackedSamples,
+    SequenceSettings,
+)
+from flagscale.train.data.chat.packed_preferences import PackedPreferences
+from flagscale.train.data.chat.preference_files import PreferenceFile
+from flagscale.train.data.chat.templates import ChatTemplate, open_template, warn_unknown_markers
 from flagscale.train.data.chat.token_cache import (
     ConversationFile,
+    TokenFile,
     TokenizedSamples,
     build_cache,
     open_samples,
@@ -31,7 +38,6 @@ from flagscale.train.data.chat.token_cache import (
 from flagscale.train.data.tokenizers import Tokenizer
 
 _SPLIT_NAMES = ("train", "valid", "test")
-_POLL_SECONDS = 0.5
 _ALL_FOR_TRAINING = (1.0, 0.0, 0.0)
 
 
@@ -44,12 +50,19 @@ class ConversationSets:
         valid: validation datasets by name; a single dataset has the name ``""``.
         test: test data.
         remarks: messages for the user, one per line.
+        files: the files, tokenized.
     """
 
-    train: PackedConversations | None
-    valid: Mapping[str, PackedConversations]
-    test: PackedConversations | None
+    train: PackedSamples | None
+    valid: Mapping[str, PackedSamples]
+    test: PackedSamples | None
     remarks: tuple[str, ...]
+    files: tuple[TokenizedSamples, ...] = ()
+
+    def list_datasets(self) -> list[PackedSamples]:
+        """Return the datasets of all splits."""
+        datasets = (self.train, *self.valid.values(), self.test)
+        return [dataset for dataset in datasets if dataset is not None]
 
 
 def build_conversation_sets(args: Any, tokenizer: Tokenizer) -> ConversationSets:
@@ -71,17 +84,17 @@ def build_conversation_sets(args: Any, tokenizer: Tokenizer) -> ConversationSets
     )
     result = _TokenizationResult(None, [])
     error = None
-    sources_by_path: dict[Path, ConversationFile] = {}
+    sources_by_path: dict[Path, TokenFile] = {}
+    template: ChatTemplate | None = None
     try:
-        template = open_template(args.chat_template, tokenizer, str(args.tokenizer_path))
+        template = _open_template(args, tokenizer)
         sources_by_path = {
-            path: ConversationFile(path, args.sft_format, tokenizer, template)
-            for path in paths_to_read
+            path: _open_file(args, path, tokenizer, template) for path in paths_to_read
         }
     except DataError as problem:
         error = problem
     try:
-        result = _run_while_polling(lambda: _tokenize_missing(sources_by_path, cache_root))
+        result = run_while_polling(lambda: _tokenize_missing(sources_by_path, cache_root))
     except DataError as problem:
         error = problem
     keys = _exchange_keys(result.keys, error)
@@ -90,9 +103,25 @@ def build_conversation_sets(args: Any, tokenizer: Tokenizer) -> ConversationSets
         for path, source in sources_by_path.items()
     }
     sets = _build_datasets(args, files, samples_by_path, result.new_names)
-    if warning := warn_unknown_markers(template, tokenizer):
+    if template is not None and (warning := warn_unknown_markers(template, tokenizer)):
         return replace(sets, remarks=(f"warning: {warning}", *sets.remarks))
     return sets
+
+
+def _open_template(args: Any, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Open the chat template; None if there is none, which pairs of texts do not need."""
+    if args.dpo and args.chat_template is None and not tokenizer.chat_templates:
+        return None
+    return open_template(args.chat_template, tokenizer, str(args.tokenizer_path))
+
+
+def _open_file(
+    args: Any, path: Path, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> TokenFile:
+    if args.dpo:
+        return PreferenceFile(path, tokenizer, template)
+    assert template is not None
+    return ConversationFile(path, args.sft_format, tokenizer, template)
 
 
 class _TokenizationResult(NamedTuple):
@@ -107,9 +136,7 @@ class _TokenizationResult(NamedTuple):
     new_names: list[str]
 
 
-def _tokenize_missing(
-    sources: Mapping[Path, ConversationFile], cache_root: Path
-) -> _TokenizationResult:
+def _tokenize_missing(sources: Mapping[Path, TokenFile], cache_root: Path) -> _TokenizationResult:
     """Tokenize files that are not in the cache. Ranks other than the first of a host do nothing."""
     if int(os.environ.get("LOCAL_RANK", "0")):
         return _TokenizationResult(None, [])
@@ -118,18 +145,6 @@ def _tokenize_missing(
         path.name for path, source in sources.items() if build_cache(source, cache_root, keys[path])
     ]
     return _TokenizationResult(keys, new_names)
-
-
-def _run_while_polling(function: Callable[[], _TokenizationResult]) -> _TokenizationResult:
-    """Run a function in a thread while all ranks poll for its end in short collectives.
-
-    A single collective would time out if the function takes long on one rank.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
-        future = pool.submit(function)
-        while dist.is_initialized() and not true_on_all_ranks(future.done()):
-            wait([future], timeout=_POLL_SECONDS)
-        return future.result()
 
 
 def _exchange_keys(
@@ -171,7 +186,8 @@ def _list_files(args: Any) -> dict[str, tuple[Path, ...]]:
     if not args.eval_iters:
         files = {name: files[name] for name in files if name in ("all", "train")}
     if not files.keys() & {"all", "train"} and not (args.skip_train and files):
-        raise DataError("no conversations to train on: data_path is not set")
+        noun = "pairs" if args.dpo else "conversations"
+        raise DataError(f"no {noun} to train on: data_path is not set")
     return files
 
 
@@ -190,21 +206,24 @@ def _build_datasets(
     new_names: Sequence[str],
 ) -> ConversationSets:
     """Build a dataset per split, or per file with ``multiple_validation_sets``."""
-    settings = SequenceSettings(args.seq_length, args.sft_packing, args.sft_too_long, args.seed)
+    dataset_class = PackedPreferences if args.dpo else PackedConversations
+    settings = sequence_settings(args)
     fractions = _ALL_FOR_TRAINING
     if args.split:
         fractions = split_shares(args.split) or _ALL_FOR_TRAINING
-    datasets: dict[str, PackedConversations] = {}
+    datasets: dict[str, PackedSamples] = {}
     for split, begin, end in _iter_split_ranges(
         fractions, trains=not args.skip_train, evaluates=bool(args.eval_iters)
     ):
+        counts = {
+            path: dataset_class.count_samples(samples) for path, samples in samples_by_path.items()
+        }
         file_samples = [
-            (samples_by_path[path], _select_samples(samples_by_path[path], begin, end, args.seed))
+            (samples_by_path[path], _select_samples(counts[path], begin, end, args.seed))
             for path in files.get("all", ())
         ]
         file_samples += [
-            (samples_by_path[path], np.arange(len(samples_by_path[path])))
-            for path in files.get(split, ())
+            (samples_by_path[path], np.arange(counts[path])) for path in files.get(split, ())
         ]
         file_groups = {"": file_samples}
         if split == "valid" and args.multiple_validation_sets and len(file_samples) > 1:
@@ -215,9 +234,10 @@ def _build_datasets(
         for name, group_samples in file_groups.items():
             if sum(len(selected) for _, selected in group_samples):
                 label = f"{split}/{name}" if name else split
-                datasets[label] = PackedConversations(label, group_samples, settings)
+                datasets[label] = dataset_class(label, group_samples, settings)
     if "train" not in datasets and not args.skip_train:
-        raise DataError("sft: no conversation is left for training")
+        noun = dataset_class.noun.removesuffix("s")
+        raise DataError(f"{dataset_class.argument}: no {noun} is left for training")
     valid = {
         label.partition("/")[2]: dataset
         for label, dataset in datasets.items()
@@ -228,7 +248,13 @@ def _build_datasets(
         valid,
         datasets.get("test"),
         tuple(_iter_remarks(datasets, new_names)),
+        tuple(samples_by_path.values()),
     )
+
+
+def sequence_settings(args: Any) -> SequenceSettings:
+    """Return the settings of sequences in resolved arguments."""
+    return SequenceSettings(args.seq_length, args.sft_packing, args.sft_too_long, args.seed)
 
 
 def _iter_split_ranges(
@@ -242,27 +268,27 @@ def _iter_split_ranges(
         begin += fraction
 
 
-def _select_samples(samples: TokenizedSamples, begin: float, end: float, seed: int) -> Any:
-    """Select the samples of a split from a file, at random.
+def _select_samples(count: int, begin: float, end: float, seed: int) -> Any:
+    """Select the samples of a split from the ``count`` samples of a file, at random.
 
     Returns:
         Sample numbers in ascending order.
     """
-    order = np.random.default_rng([seed, len(samples)]).permutation(len(samples))
-    first, last = (round(edge * len(samples)) for edge in (begin, end))
+    order = np.random.default_rng([seed, count]).permutation(count)
+    first, last = (round(edge * count) for edge in (begin, end))
     return np.sort(order[first:last])
 
 
-def _iter_remarks(
-    datasets: Mapping[str, PackedConversations], new_names: Sequence[str]
-) -> Iterator[str]:
+def _iter_remarks(datasets: Mapping[str, PackedSamples], new_names: Sequence[str]) -> Iterator[str]:
     """Yield messages about the files that were tokenized and about each dataset's packing."""
     if new_names:
         yield f"tokenized {', '.join(new_names)}; later runs take that from the cache"
     for name, dataset in datasets.items():
+        sequences = "sequences" if dataset.conversations_per_sample == 1 else "pairs of sequences"
         text = (
-            f"{name}: {dataset.conversation_count:,} conversations in {len(dataset):,} sequences "
-            f"of {dataset.settings.length}, {dataset.token_utilization:.1%} of their tokens used"
+            f"{name}: {dataset.sample_count:,} {dataset.noun} in {len(dataset):,} "
+            f"{sequences} of {dataset.settings.length}, {dataset.token_utilization:.1%} of their "
+            "tokens used"
         )
         if dataset.truncated_count:
             text += f"; {dataset.truncated_count:,} were longer and are cut"

@@ -31,11 +31,13 @@ class RenderedSample:
         text: the text.
         answer_spans: half-open ranges of characters.
         is_exact: the template marks the spans itself; otherwise they end with the turn.
+        prefix_ids: tokens before those of the text, which have no loss.
     """
 
     text: str
     answer_spans: tuple[Span, ...]
     is_exact: bool = False
+    prefix_ids: tuple[int, ...] = ()
 
 
 def render_samples(conversation: Conversation, template: ChatTemplate) -> list[RenderedSample]:
@@ -142,7 +144,8 @@ def encode_samples(
                 # A model does not generate the text that the template writes after a turn's end.
                 answer_tokens = answer_tokens[answer_tokens <= turn_ends[-1]]
             in_loss[answer_tokens] = True
-        yield np.where(in_loss, tokens, ~tokens)
+        prefix = ~np.array(sample.prefix_ids, dtype=np.int32)
+        yield np.concatenate((prefix, np.where(in_loss, tokens, ~tokens)))
 
 
 def decode_ids(tokens: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Conversations in JSON lines, in three common formats.
+"""Conversations in JSON lines or Parquet, in three common formats.
 
 ``messages``  ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", …}]}``, as in
               OpenAI's API; optionally with ``tools`` or ``functions``
@@ -8,15 +8,12 @@
               ``history``, a list of pairs of question and answer
 
 Messages of either form are accepted under both keys. All are converted to one normal form
-(:mod:`flagscale.train.data.chat.messages`). Every error names file and line. A line is read at
-once, so its length is limited.
+(:mod:`flagscale.train.data.chat.messages`). Every error names file and line.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +29,9 @@ from flagscale.train.data.chat.messages import (
     normalize_tools,
     require_text,
 )
-from flagscale.train.data.corpus import open_decompressed
+from flagscale.train.data.chat.record_files import Record, read_records
 
 ConversationFormat = Literal["auto", "messages", "alpaca", "sharegpt"]
-MAX_LINE_BYTES = 64 << 20
-"""Maximum length of a line in bytes."""
 _MESSAGE_KEYS = ("messages", "conversations", "conversation")
 _FORMATS_BY_KEY: Mapping[str, ConversationFormat] = {
     "messages": "messages",
@@ -52,13 +47,13 @@ class Conversation:
 
     Attributes:
         path: the file.
-        line: line number, counted from 1.
+        line: line number, counted from 1, or ``row 1`` and so on in a Parquet file.
         messages: messages in order.
         tools: descriptions of the tools that the messages may call, as in OpenAI's API.
     """
 
     path: Path
-    line: int
+    line: int | str
     messages: tuple[Message, ...]
     tools: Any = None
 
@@ -83,51 +78,22 @@ def read_conversations(
     Raises:
         DataError: the file cannot be read, or a line is not a conversation.
     """
-    try:
-        size = path.stat().st_size
-        with open_decompressed(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-                if on_progress is not None:
-                    on_progress(min(file.tell(), size), size)
-                if len(line) > MAX_LINE_BYTES:
-                    raise DataError(
-                        f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB",
-                        hint="a conversation is one line of JSON; a file that is one JSON list has "
-                        "to be written as lines first",
-                    )
-                body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if body.strip():
-                    yield _parse_conversation(path, number, body, conversation_format)
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read: {reason}") from None
+    for record in read_records(path, on_progress):
+        yield _parse_conversation(record, conversation_format)
 
 
-def _parse_conversation(
-    path: Path, line: int, body: bytes, conversation_format: ConversationFormat
-) -> Conversation:
-    location = f"{path}:{line}"
-    try:
-        record = json.loads(body)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{location}: not UTF-8: {error.reason}") from None
-    except ValueError as error:
-        raise DataError(f"{location}: not JSON: {error}") from None
-    except RecursionError:
-        raise DataError(f"{location}: not JSON that can be read: nested too deeply") from None
-    if not isinstance(record, dict):
-        message = f"{location}: expected a JSON object a line, found {type(record).__name__}"
-        raise DataError(message)
+def _parse_conversation(record: Record, conversation_format: ConversationFormat) -> Conversation:
+    fields = record.fields
     try:
         record_format = (
-            _detect_format(record) if conversation_format == "auto" else conversation_format
+            _detect_format(fields) if conversation_format == "auto" else conversation_format
         )
-        messages = tuple(_MESSAGE_READERS[record_format](record))
-        tools = normalize_tools(record)
-        _require_answer(messages)
+        messages = tuple(_MESSAGE_READERS[record_format](fields))
+        tools = normalize_tools(fields)
+        require_answer(messages)
     except UnusableConversationError as error:
-        raise DataError(f"{location}: {error}") from None
-    return Conversation(path, line, messages, tools)
+        raise record.error(str(error)) from None
+    return Conversation(record.path, record.line, messages, tools)
 
 
 def _detect_format(record: Mapping[str, Any]) -> ConversationFormat:
@@ -182,8 +148,12 @@ def _require_list(record: Mapping[str, Any], key: str) -> list[Any]:
     return items
 
 
-def _require_answer(messages: tuple[Message, ...]) -> None:
-    """Check that the loss is computed on at least one message."""
+def require_answer(messages: Sequence[Message]) -> None:
+    """Check that the loss is computed on at least one message.
+
+    Raises:
+        UnusableConversationError: it is not.
+    """
     if not any(map(has_loss, messages)):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "none"
         raise UnusableConversationError(

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,21 +34,40 @@ from flagscale.train.data.progress_bar import ProgressCallback, show_progress
 from flagscale.train.data.tokenizers import Tokenizer
 
 _CACHE_VERSION = "1"
-_BATCH_SIZE = 512
+BATCH_SIZE = 512
 """Number of conversations that are tokenized together, on all cores."""
 _SMALL_FILE_BYTES = 16 << 20
 """Files smaller than this, in bytes, are tokenized without a progress bar."""
 _TOKENS_FILE, _BEGINS_FILE = "tokens.bin", "begins.npy"
 
 
-@dataclass(frozen=True)
-class ConversationFile:
-    """A file of conversations, and the tokenizer and template for it."""
+class TokenFile(ABC):
+    """A file to tokenize, and the tokenizer and template for it.
+
+    Attributes:
+        path: the file.
+        tokenizer: the tokenizer.
+        template: the chat template; None if there is none.
+        content: name of one record of the file, for messages.
+    """
 
     path: Path
-    conversation_format: ConversationFormat
     tokenizer: Tokenizer
-    template: ChatTemplate
+    template: ChatTemplate | None
+    content: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def format_identity(self) -> Any:
+        """Identity of the records' format in cache keys."""
+
+    @abstractmethod
+    def iter_tokenized(self, on_progress: ProgressCallback | None) -> Iterator[NDArray[np.int32]]:
+        """Yield the tokens of each sample, as :func:`encode_samples` encodes them.
+
+        Raises:
+            DataError: the file cannot be read, or a record is unusable (with file and line).
+        """
 
     def compute_cache_key(self) -> str:
         """Compute a hash of everything that the tokens depend on.
@@ -56,15 +77,15 @@ class ConversationFile:
         """
         digest = hashlib.blake2b(digest_size=12)
         tokenizer_identity = sorted(self.tokenizer.unique_identifiers.items())
-        special_tokens = sorted(self.template.special_tokens.items())
+        template = self.template
         digest.update(
             repr(
                 (
                     _CACHE_VERSION,
-                    self.conversation_format,
+                    self.format_identity,
                     tokenizer_identity,
-                    sorted(self.template.texts.items()),
-                    special_tokens,
+                    sorted(template.texts.items()) if template is not None else [],
+                    sorted(template.special_tokens.items()) if template is not None else [],
                 )
             ).encode()
         )
@@ -78,16 +99,52 @@ class ConversationFile:
 
 
 @dataclass(frozen=True)
+class ConversationFile(TokenFile):
+    """A file of conversations."""
+
+    path: Path
+    conversation_format: ConversationFormat
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    content: ClassVar[str] = "conversation"
+
+    @property
+    def format_identity(self) -> Any:
+        return self.conversation_format
+
+    def iter_tokenized(self, on_progress: ProgressCallback | None) -> Iterator[NDArray[np.int32]]:
+        """Yield the tokens of each conversation, or of each of its answers."""
+        conversations = read_conversations(self.path, self.conversation_format, on_progress)
+        while batch := list(islice(conversations, BATCH_SIZE)):
+            samples: list[RenderedSample] = []
+            lines: list[int | str] = []
+            for conversation in batch:
+                try:
+                    rendered_samples = render_samples(conversation, self.template)
+                except UnusableConversationError as error:
+                    raise conversation.error(str(error)) from None
+                samples += rendered_samples
+                lines += [conversation.line] * len(rendered_samples)
+            for line, tokens in zip(lines, encode_samples(samples, self.tokenizer), strict=True):
+                if not (tokens[1:] >= 0).any():
+                    raise DataError(f"{self.path}:{line}: its answers have no tokens with a loss")
+                yield tokens
+
+
+@dataclass(frozen=True)
 class TokenizedSamples:
     """Memory-mapped samples of a file.
 
     Attributes:
         path: the file of conversations.
+        directory: the directory of the cache that holds them.
         tokens: tokens of all samples, int32.
         offsets: sample ``i`` is ``tokens[offsets[i] : offsets[i + 1]]``.
     """
 
     path: Path
+    directory: Path
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]
 
@@ -98,13 +155,13 @@ class TokenizedSamples:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def build_cache(source: ConversationFile, cache_root: Path, key: str) -> bool:
+def build_cache(source: TokenFile, cache_root: Path, key: str) -> bool:
     """Tokenize a file into the cache, unless the cache has it.
 
     Args:
         source: the file, with tokenizer and template.
         cache_root: directory of the cache.
-        key: result of :meth:`ConversationFile.compute_cache_key`.
+        key: result of :meth:`TokenFile.compute_cache_key`.
 
     Returns:
         True if the file was tokenized now.
@@ -141,39 +198,19 @@ def build_cache(source: ConversationFile, cache_root: Path, key: str) -> bool:
 
 
 def _write_tokens(
-    source: ConversationFile, directory: Path, on_progress: ProgressCallback | None = None
+    source: TokenFile, directory: Path, on_progress: ProgressCallback | None = None
 ) -> None:
     lengths: list[int] = [0]
     with (directory / _TOKENS_FILE).open("wb") as file:
-        for tokens in _iter_tokenized(source, on_progress):
+        for tokens in source.iter_tokenized(on_progress):
             file.write(tokens.tobytes())
             lengths.append(len(tokens))
     if len(lengths) == 1:
-        raise DataError(f"{source.path}: holds no conversation")
+        raise DataError(f"{source.path}: holds no {source.content}")
     np.save(directory / _BEGINS_FILE, np.cumsum(np.array(lengths, dtype=np.int64)))
 
 
-def _iter_tokenized(
-    source: ConversationFile, on_progress: ProgressCallback | None
-) -> Iterator[NDArray[np.int32]]:
-    conversations = read_conversations(source.path, source.conversation_format, on_progress)
-    while batch := list(islice(conversations, _BATCH_SIZE)):
-        samples: list[RenderedSample] = []
-        lines: list[int] = []
-        for conversation in batch:
-            try:
-                rendered_samples = render_samples(conversation, source.template)
-            except UnusableConversationError as error:
-                raise conversation.error(str(error)) from None
-            samples += rendered_samples
-            lines += [conversation.line] * len(rendered_samples)
-        for line, tokens in zip(lines, encode_samples(samples, source.tokenizer), strict=True):
-            if not (tokens[1:] >= 0).any():
-                raise DataError(f"{source.path}:{line}: its answers have no tokens with a loss")
-            yield tokens
-
-
-def open_samples(source: ConversationFile, cache_root: Path, key: str) -> TokenizedSamples:
+def open_samples(source: TokenFile, cache_root: Path, key: str) -> TokenizedSamples:
     """Open the samples that :func:`build_cache` wrote; see there for the arguments.
 
     Raises:
@@ -191,4 +228,4 @@ def open_samples(source: ConversationFile, cache_root: Path, key: str) -> Tokeni
         ) from None
     if len(tokens) != int(offsets[-1]):
         raise DataError(f"{cache_directory}: damaged; remove it: it is written anew")
-    return TokenizedSamples(source.path, tokens, offsets)
+    return TokenizedSamples(source.path, cache_directory, tokens, offsets)

@@ -42,6 +42,11 @@ class Tokenizer(ABC):
         return None
 
     @property
+    def text_prefix_ids(self) -> tuple[int, ...]:
+        """The ids that transformers puts before every text, such as the one that begins it."""
+        return ()
+
+    @property
     def mask(self) -> int | None:
         """The id of the mask token, or None if there is none."""
         return None

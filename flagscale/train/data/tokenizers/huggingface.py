@@ -208,6 +208,11 @@ class FastTokenizer(Tokenizer):
         return self._bos
 
     @property
+    def text_prefix_ids(self) -> tuple[int, ...]:
+        ids = self._backend.encode("", add_special_tokens=True).ids
+        return (self._bos,) if self._bos is not None and ids[:1] == [self._bos] else ()
+
+    @property
     def mask(self) -> int | None:
         return self._bert_ids["mask_token"]
 

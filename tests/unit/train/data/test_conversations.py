@@ -267,6 +267,7 @@ def arguments(tmp_path: Path, **changes: Any) -> Namespace:
         "test_data_path": None,
         "data_cache_path": str(tmp_path / "cache"),
         "chat_template": None,
+        "dpo": False,
         "sft_format": "auto",
         "sft_packing": True,
         "sft_too_long": "truncate",
@@ -316,7 +317,7 @@ def test_separate_files_and_splits_of_one_file(
         tmp_path, data_path=[str(one)], split="8,1,1", tokenizer_path=str(tokenizer_directory)
     )
     cut = conversation_sets.build_conversation_sets(parts, tokenizer)
-    counts = [data.conversation_count for data in (cut.train, cut.valid[""], cut.test) if data]
+    counts = [data.sample_count for data in (cut.train, cut.valid[""], cut.test) if data]
     assert counts == [32, 4, 4]
 
 
@@ -378,8 +379,8 @@ def test_long_conversations_are_truncated_dropped_or_refused(
         selected_samples,
         SequenceSettings(length=64, is_packed=True, long_conversations="drop", seed=1),
     )
-    assert (cut.conversation_count, cut.truncated_count, cut.dropped_count) == (2, 1, 1)
-    assert (dropped.conversation_count, dropped.truncated_count, dropped.dropped_count) == (1, 0, 2)
+    assert (cut.sample_count, cut.truncated_count, cut.dropped_count) == (2, 1, 1)
+    assert (dropped.sample_count, dropped.truncated_count, dropped.dropped_count) == (1, 0, 2)
     with pytest.raises(DataError, match=r"2 conversations for train are longer.*in .*a\.jsonl"):
         PackedConversations(
             "train",
