@@ -21,7 +21,7 @@ from typing import Any
 from flagscale import files
 from flagscale.config.arguments.hetero.meshes import Mesh, Meshes, mesh_view
 from flagscale.config.arguments.spec.argument import Values, declared
-from flagscale.config.arguments.spec.model_arguments import Architecture, Latent, Model
+from flagscale.config.arguments.spec.model_arguments import Architecture, Latent, Model, Muon
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.estimate.costs import RankCosts
 
@@ -101,7 +101,7 @@ def _relevant_arguments() -> tuple[str, ...]:
     megatron_names = (
         name for name, a in arguments().items() if a.origin.startswith("megatron.core")
     )
-    groups = (Model, Architecture, Latent)
+    groups = (Model, Architecture, Latent, Muon)
     project_names = (argument.name for group in groups for argument in declared(group, "model"))
     return tuple(
         sorted({*megatron_names, *project_names, *_ADDITIONAL_ARGUMENTS} - _IRRELEVANT_ARGUMENTS)

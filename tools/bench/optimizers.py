@@ -3,8 +3,8 @@ r"""Train a small model with Adam and with Muon, and compare losses and step tim
 Every run is one of run.py's, of the quickstart's text (`make data`), in bf16. Runs of a seed start
 from the same weights and see the same samples. Both optimizers have the same learning rates, with
 muon_extra_scale_factor 0.2. A run is compared with the first one of the same seed; over several
-seeds, the mean has Student's 95 % confidence interval. With --speed, the time of a step is measured
-instead, in runs of the example's own model that alternate, and added to the file.
+seeds, the mean has Student's 95 % confidence interval. With --speed, the processor time of a step
+of the example's own model is measured instead and added to the file.
 
     python tools/bench/optimizers.py --seeds 1,2,3 --output docs/results/optimizers-cpu.json
     python tools/bench/optimizers.py --speed --output docs/results/optimizers-cpu.json
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,34 +41,46 @@ RUNS = {
 _SPEED_SETTINGS = (
     "experiment.runner.nproc_per_node=1 train.system.checkpoint.save=null "
     "train.system.checkpoint.save_interval=null train.model.eval_iters=1 "
-    "train.system.logging.log_interval=2"
+    "train.system.logging.log_interval=2 train.model.optimizer.lr_scheduler.lr_warmup_iters=0"
 )
 _SPEED_RUNS = {"adam": "", "muon": _MUON}
-_SPEED_ROUNDS, _SPEED_STEPS = 3, 40
+_SPEED_STEPS = (10, 50)
+_SPEED_ROUNDS = 2
 _MAX_PERCENT = 15
 """Limit of differences in the plot."""
 
 
 def measure_speed(output: Path) -> None:
-    """Add the step time of each optimizer to the results: the smallest median of several runs,
-    because other programs on the machine only slow runs down.
+    """Add the processor time of a step with each optimizer to the results.
+
+    It is the difference of a long and a short run, divided by the steps, and the least of several
+    rounds. Unlike the duration, it hardly depends on what else the machine does.
     """
     record = json.loads(output.read_text())
-    medians: dict[str, list[float]] = {name: [] for name in _SPEED_RUNS}
+    seconds: dict[str, list[float]] = {name: [] for name in _SPEED_RUNS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(_SPEED_ROUNDS):
             for name, overrides in _SPEED_RUNS.items():
                 settings = [*_SPEED_SETTINGS.split(), *overrides.split()]
-                directory = Path(scratch) / f"{number}-{name}"
-                curve = train_example(name, settings, 1, _SPEED_STEPS, directory)
-                medians[name].append(curve["step_seconds"])
-                print(f"{name}: {curve['step_seconds']:.3f} s/step", flush=True)
+                short, long = (
+                    _measure_run(settings, steps, Path(scratch) / f"{number}-{name}-{steps}")
+                    for steps in _SPEED_STEPS
+                )
+                seconds[name].append((long - short) / (_SPEED_STEPS[1] - _SPEED_STEPS[0]))
+                print(f"{name}: {seconds[name][-1]:.3f} s of a processor per step", flush=True)
     record["speed"] = {
         "settings": _SPEED_SETTINGS,
-        "steps": _SPEED_STEPS,
-        "step_seconds": {name: min(values) for name, values in medians.items()},
+        "processor_seconds_per_step": {name: min(values) for name, values in seconds.items()},
     }
     output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _measure_run(settings: Sequence[str], steps: int, directory: Path) -> float:
+    """Return the processor time of a run in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    train_example("speed", settings, 1, steps, directory)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--append", action="store_true", help="keep the runs that --output already contains"
     )
     parser.add_argument(
-        "--speed", action="store_true", help="measure step times, and add them to --output"
+        "--speed", action="store_true", help="measure the time of a step, and add it to --output"
     )
     options = parser.parse_args(argv)
     if options.speed:

@@ -78,7 +78,7 @@ def test_irrelevant_arguments_keep_the_cached_costs(same: str) -> None:
     ["--hidden-size 128", "--bf16", "--micro-batch-size 2", "--seq-length 64", "--swiglu",
      "--use-distributed-optimizer", "--hetero-device-types A B", "--transformer-impl compiled",
      "--recompute-granularity selective", "--recompute-modules mlp",
-     "--cpu-offloading-num-layers 1"],
+     "--cpu-offloading-num-layers 1", "--optimizer muon", "--muon-num-ns-steps 3"],
 )  # fmt: skip
 def test_relevant_arguments_change_the_cached_costs(changed_option: str) -> None:
     assert cache_path(arguments(changed_option)) != cache_path(arguments())
