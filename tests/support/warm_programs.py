@@ -115,6 +115,21 @@ def start_warm_program(
     return WarmProgram(reports, outputs)
 
 
+def run_warm_program(
+    program: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int = 1,
+    environment: Mapping[str, str],
+    cwd: Path,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as :func:`start_warm_program` starts it."""
+    process = start_warm_program(program, arguments, ranks=ranks, environment=environment, cwd=cwd)
+    output, errors = process.communicate(timeout)
+    return subprocess.CompletedProcess([str(program)], process.wait(), output, errors)
+
+
 @cache
 def _start_server() -> socket.socket:
     """Start the process with the imports, which ends with this one, and return its connection."""

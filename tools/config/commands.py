@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from flagscale import cli
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGE = PROJECT / "docs" / "reference" / "commands.md"
@@ -41,20 +42,35 @@ commands.
 `python run.py --config-path DIR --config-name NAME action=ACTION KEY=VALUE …` is
 `flagscale ACTION DIR/NAME.yaml KEY=VALUE …`.
 """
-_PROGRAM = "import sys; from flagscale.cli import main; main(sys.argv[1:])"
 
 
 def help_text(command: tuple[str, ...]) -> str:
-    """Return what a command prints with ``--help``, at a width of 90 columns."""
-    result = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, *command, "--help"],
-        env={**os.environ, "COLUMNS": "90", "NO_COLOR": "1"},
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return result.stdout.strip()
+    """Return what a command prints with ``--help``, at a width of 90 columns.
+
+    The command runs in a fork, because some replace the process by another program; a new
+    interpreter would take longer for its imports.
+    """
+    os.environ.update(COLUMNS="90", NO_COLOR="1")
+    read_end, write_end = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(write_end, sys.stdout.fileno())
+        os.close(read_end)
+        os.close(write_end)
+        try:
+            cli.main([*command, "--help"])
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(int(bool(end.code)))
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    with os.fdopen(read_end, encoding="utf-8") as output:
+        text = output.read()
+    _, status = os.waitpid(process, 0)
+    if status:
+        raise RuntimeError(f"flagscale {' '.join(command)} --help failed")
+    return text.strip()
 
 
 def render() -> str:

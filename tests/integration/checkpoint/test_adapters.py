@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from support.chat_files import (
     write_model,
 )
 from support.foreign_models import TOKENS, compute_logits, save_model
+from support.warm_programs import run_warm_program
 
 from flagscale.checkpoints import CheckpointDirectory
 from flagscale.config.arguments.compat.huggingface.config_reader import read_config
@@ -40,6 +40,7 @@ from flagscale.train.checkpoint.formats.lazy_tensors import MappedTensor
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
 PROJECT = Path(__file__).parents[3]
+PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 """Some but not all Hugging Face modules of each fused layer of megatron.core."""
@@ -94,23 +95,16 @@ class AdapterRuns:
         return losses
 
     def run(self, flags: str, save: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        return subprocess.run(
-            [
-                *(sys.executable, *torchrun, "flagscale/train/train_gpt.py"),
-                *self.argv(flags, save),
-            ],
-            env={
+        return run_warm_program(
+            PROGRAM,
+            self.argv(flags, save),
+            ranks=ranks,
+            environment={
                 **os.environ,
-                "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}",
                 "OMP_NUM_THREADS": "1",
                 STATUS_DIR_VARIABLE: str(self.root / "status"),
             },
-            capture_output=True,
-            text=True,
             cwd=PROJECT,
-            timeout=120,
-            check=False,
         )
 
 

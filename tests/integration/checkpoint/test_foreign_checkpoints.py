@@ -25,6 +25,7 @@ from integration.checkpoint.foreign_lab import (
 )
 from safetensors.torch import load_file, save_file
 from support.foreign_models import MODELS, MTP_MODEL, compute_logits, save_model
+from support.warm_programs import run_warm_program
 
 from flagscale import registry
 from flagscale.config.arguments.compat.huggingface.config_reader import read_config
@@ -222,15 +223,12 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
     run_arguments = build_argv("mixtral", source, "ep2")
     run_arguments += f"--pretrained-checkpoint {source} --save {tmp_path / 'saved'}".split()
     run_arguments += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = subprocess.run(
-        [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *run_arguments],
-        env={**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}"},
-        capture_output=True,
-        text=True,
+    process = run_warm_program(
+        PROJECT / "flagscale" / "train" / "train_gpt.py",
+        run_arguments,
+        ranks=2,
+        environment=os.environ,
         cwd=PROJECT,
-        timeout=120,
-        check=False,
     )
     assert process.returncode == 0, process.stderr[-3000:]
     assert f"weights from {source}" in process.stdout
