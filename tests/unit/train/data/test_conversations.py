@@ -70,6 +70,21 @@ FORMATS: dict[str, tuple[Any, list[dict[str, str]]]] = {
 }
 
 
+def test_rows_of_a_parquet_file_are_conversations(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    # Columns and fields that only some rows have are null in the others.
+    rows = [
+        {"messages": WITH_SYSTEM_MESSAGE, "tools": None},
+        {"messages": [*QUESTION_AND_ANSWER[:1], {**QUESTION_AND_ANSWER[1], "reasoning": "as"}]},
+    ]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = records.read_conversations(path)
+    assert list(first.messages) == WITH_SYSTEM_MESSAGE
+    assert (second.messages[1]["reasoning_content"], second.line) == ("as", "row 2")
+
+
 @pytest.mark.parametrize(("record", "messages"), FORMATS.values(), ids=FORMATS)
 def test_each_format_is_read(record: Any, messages: Any, tmp_path: Path) -> None:
     path = tmp_path / "it's $one.jsonl"
