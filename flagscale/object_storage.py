@@ -261,7 +261,6 @@ def _client_options(scheme: str, *, is_patient: bool) -> dict[str, Any]:
     retries = {"max_attempts": 6 if is_patient else 2, "mode": "standard"}
     return {
         "use_listings_cache": False,
-        "skip_instance_cache": True,
         "config_kwargs": {
             "retries": retries,
             "connect_timeout": 10,

@@ -26,6 +26,7 @@ from flagscale.config.overrides import find_experiment_key, is_text_key, parse_o
 from flagscale.config.secrets import is_secret
 from flagscale.config.sources import OVERRIDE, trace_sources
 from flagscale.errors import ConfigError, Problem
+from flagscale.object_storage import is_address
 
 EXP_DIR = "experiment.exp_dir"
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9.+=_\-]+")
@@ -119,7 +120,24 @@ def load_combinations(
                 Problem(p.key, f"{p.message} (with {combination})", p.where) for p in error.problems
             ]
             raise ConfigError(problems, hint=error.hint) from error
+    _refuse_shared_storage(loaded)
     return loaded
+
+
+def _refuse_shared_storage(configs: Sequence[LoadedConfig]) -> None:
+    """Refuse runs that save to one address, from which each would load what another has saved."""
+    addresses = set[str]()
+    for config in configs:
+        train = config.experiment.train
+        save = train["save"]
+        if not isinstance(save, str) or not is_address(save):
+            continue
+        if save in addresses:
+            problem = train.problem("save", f"{save} is the address of several runs of the sweep")
+            raise ConfigError(
+                problem, hint="name a swept key in it: s3://BUCKET/PREFIX/${train.model.KEY}"
+            )
+        addresses.add(save)
 
 
 def _overrides_of_run(file: Path, combination: Combination) -> Sequence[str]:

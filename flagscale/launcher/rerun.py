@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from flagscale.launcher.launch_record import LaunchRecord, Rerun, read_launch_re
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState
 from flagscale.launcher.sweep_runs import find_best, find_sweep
+from flagscale.object_storage import is_address
 
 _ENTRYPOINT = "experiment.task.entrypoint"
 _SUFFIX = re.compile(r"_rerun_\d+$")
@@ -109,7 +110,7 @@ def rerun(state: RunState, overrides: Sequence[str], *, only_plan: bool = False)
     experiment = replace(
         experiment, config_file=config_file, overrides=(*added_overrides, *overrides)
     )
-    _refuse_directories_of(state, experiment)
+    _refuse_directories_of(state, experiment, {key.rpartition(".")[2] for key in given_keys})
     repeated = _repeated_run(recorded, experiment)
     lines = list(_describe(recorded, experiment, repeated, overrides, secret_overrides))
     if Path.cwd() != present_directory:
@@ -243,13 +244,25 @@ def _new_directory(state: RunState) -> Path:
     return directory
 
 
-def _refuse_directories_of(state: RunState, experiment: Experiment) -> None:
-    """Refuse a rerun in its own directory that uses directories of the run that it repeats."""
+def _refuse_directories_of(
+    state: RunState, experiment: Experiment, overridden_names: Container[str]
+) -> None:
+    """Refuse a rerun in its own directory that uses directories of the run that it repeats.
+
+    ``overridden_names`` are the last parts of the keys that the rerun overrides.
+    """
     if experiment.exp_dir == state.exp_dir:
         return
     problems = []
+    save = experiment.train.given.get("save")
+    # A run loads from the address to which it saves, so the new run would continue the other one.
+    if isinstance(save, str) and is_address(save) and "save" not in overridden_names:
+        message = f"{save} has the checkpoints of the run that is started again"
+        problems.append(experiment.train.problem("save", message))
     for name in _DIRECTORY_ARGUMENTS:
         value = experiment.train.given.get(name)
+        if isinstance(value, str) and is_address(value):
+            continue
         if isinstance(value, str) and Path(value).absolute().is_relative_to(state.exp_dir):
             message = f"{value} is in the directory of the run that is started again"
             problems.append(experiment.train.problem(name, message))

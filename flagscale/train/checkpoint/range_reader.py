@@ -228,15 +228,17 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
             for item in items:
                 planner.load_bytes(item, io.BytesIO(content))
             return
+        file = io.BytesIO(content)
         if self._verify:
             try:
-                verify_archive(io.BytesIO(content))
+                verify_archive(file)
             except zipfile.BadZipFile as error:
                 raise CheckpointError(
                     f"{items[0].storage_index.fqn} is not as it was written: {error}",
                     hint="remove this checkpoint to continue from the previous one",
                 ) from error
-        tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            file.seek(0)
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
         for item in items:
             part = tensor
             for dimension, (begin, length) in enumerate(

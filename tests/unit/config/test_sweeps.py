@@ -144,6 +144,20 @@ def test_combinations_are_loaded_with_their_directories(workspace: Workspace) ->
     assert [run.experiment.exp_dir.name for run in directory_sweep] == ["a", "b, c"]
 
 
+def test_runs_do_not_share_an_address(workspace: Workspace) -> None:
+    """A run that saves to object storage loads from there."""
+    sweep = ["train.model.optimizer.lr_scheduler.lr=1e-4,2e-4"]
+    save = "+train.system.checkpoint.save=s3://bucket/a"
+    with pytest.raises(ConfigError, match="s3://bucket/a is the address of several runs"):
+        load_combinations(workspace.conf, "train", expand_sweep([*sweep, save]), None)
+    save += "/${train.model.optimizer.lr_scheduler.lr}"
+    runs = load_combinations(workspace.conf, "train", expand_sweep([*sweep, save]), None)
+    assert [run.experiment.train["save"] for run in runs] == [
+        "s3://bucket/a/0.0001",
+        "s3://bucket/a/0.0002",
+    ]
+
+
 def test_error_names_the_combination(workspace: Workspace) -> None:
     with pytest.raises(ConfigError, match=r"num_layers: .*found -1 \(with num_layers=-1\)"):
         load_combinations(

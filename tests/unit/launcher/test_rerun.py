@@ -163,9 +163,26 @@ def test_a_run_of_an_older_version_is_refused(tmp_path: Path, rerun: Rerun) -> N
     assert "by a version that did not record what a rerun needs" in rerun("exp")[2]
 
 
-def test_a_rerun_does_not_write_to_the_directory_of_the_run(tmp_path: Path, rerun: Rerun) -> None:
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        pytest.param(
+            "{tmp_path}/exp/mine",
+            "checkpoint.save: {tmp_path}/exp/mine is in the directory of the run",
+            id="directory",
+        ),
+        pytest.param(
+            "s3://bucket/mine",
+            "checkpoint.save: s3://bucket/mine has the checkpoints of the run",
+            id="address",
+        ),
+    ],
+)
+def test_a_rerun_does_not_write_to_the_directory_of_the_run(
+    tmp_path: Path, rerun: Rerun, save: str, message: str
+) -> None:
     train = {
-        "system": {"checkpoint": {"save": str(tmp_path / "exp" / "mine")}},
+        "system": {"checkpoint": {"save": save.format(tmp_path=tmp_path)}},
         "model": {},
         "data": {},
     }
@@ -176,7 +193,7 @@ def test_a_rerun_does_not_write_to_the_directory_of_the_run(tmp_path: Path, reru
     _record(tmp_path / "exp", yaml.safe_dump({"experiment": experiment, "train": train}))
     code, _, err = rerun("exp")
     assert code == 2
-    assert f"checkpoint.save: {tmp_path}/exp/mine is in the directory of the run" in err
+    assert message.format(tmp_path=tmp_path) in err
     assert f"hint: override it, or continue the run there with experiment.exp_dir={tmp_path}" in err
     assert rerun("exp", "train.system.checkpoint.save=elsewhere")[0] == 0
     assert rerun("exp", f"experiment.exp_dir={tmp_path}/exp")[0] == 0
