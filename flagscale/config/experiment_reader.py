@@ -424,6 +424,8 @@ def _check_runner(
     if fields.get("on_failure") == "leave" and fields.get("max_restarts"):
         message = "`leave` lets the other hosts continue, so the job cannot be restarted"
         reader.add_problem(f"{prefix}on_failure", message)
+    for name, message in _check_spares(fields, names_hosts=names_hosts):
+        reader.add_problem(f"{prefix}{name}", message)
     if fields.get("liveness_port") and fields.get("liveness_port") == fields.get("master_port"):
         reader.add_problem(
             f"{prefix}liveness_port", "equals `master_port`, the rendezvous port of the ranks"
@@ -437,6 +439,26 @@ def _check_runner(
     if endpoint and not re.fullmatch(r"\S+:\d{1,5}", endpoint):
         message = f"expected host:port, found {format_value(endpoint)}"
         reader.add_problem(f"{prefix}rdzv_endpoint", message)
+
+
+def _check_spares(fields: Mapping[str, Any], *, names_hosts: bool) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the hosts that replace lost ones: key and message."""
+    spares, replaces = fields.get("spares", 0), fields.get("on_bad_host") == "replace"
+    if replaces and not spares:
+        yield "on_bad_host", "`replace` needs hosts that wait: set `spares` to their number"
+    if not spares:
+        return
+    if not replaces:
+        yield "spares", "they would wait for nothing: set `on_bad_host: replace`"
+    if fields.get("type", "ssh") != "ssh":
+        yield "spares", f"not supported with `type: {fields['type']}`, only with `type: ssh`"
+    elif not names_hosts:
+        yield "spares", "they are hosts of the `hostfile` or of `hosts`, and neither is set"
+    if fields.get("on_failure") == "leave":
+        yield "on_failure", "`leave` lets the other hosts continue, so no host can be replaced"
+    if fields.get("no_shared_fs"):
+        message = "not supported with `no_shared_fs: true`: a spare reads the others' checkpoint"
+        yield "spares", message
 
 
 def _check_cloud(reader: SectionReader, fields: dict[str, Any]) -> None:

@@ -201,7 +201,8 @@ class Runner:
         metadata=doc(
             "How often the whole job is restarted after a failure, on all hosts and from its last "
             "checkpoint. A job is not restarted after a stop, if its ranks never joined, or if it "
-            "lost a host. A command, whose ranks do not join, is restarted after any failure.",
+            "lost a host, unless `on_bad_host` replaces it. A command, whose ranks do not join, is "
+            "restarted after any failure.",
             minimum=0,
             maximum=1_000_000,
         ),
@@ -212,6 +213,26 @@ class Runner:
             "Effect of a failed host on the other hosts: `stop` ends the job there within "
             "seconds, `leave` lets it continue.",
             choices=("stop", "leave"),
+        ),
+    )
+    spares: int = field(
+        default=0,
+        metadata=doc(
+            "Number of hosts of the hostfile, after the `nnodes` that train, which wait with an "
+            "agent and without ranks until they take the place of a lost host. Needs "
+            "`on_bad_host: replace`.",
+            minimum=0,
+            maximum=1_000_000,
+        ),
+    )
+    on_bad_host: str = field(
+        default="stop",
+        metadata=doc(
+            "Effect of a lost host: `stop` ends the job, `replace` restarts it from its last "
+            "checkpoint with a host of `spares` in the place of the lost one. This does not count "
+            "as one of `max_restarts`. The first host cannot be replaced. Needs `type: ssh` and a "
+            "shared file system.",
+            choices=("stop", "replace"),
         ),
     )
     lost_host_timeout: float = field(

@@ -197,9 +197,13 @@ class Agent:
             # Written before any rank can report a failure, so that readers see whether one is
             # final.
             self._write_summary(self._coordinator, time.monotonic())
-        self.member.start_attempt(0)
-        directory = self._host.run_dir / status_directory(0)
-        self._recorder.start(directory, self._options.node_rank, self._command)
+        if self._options.is_spare:
+            self.member.wait_as_spare()
+            log_line("this host is a spare: it waits until it takes the place of a lost host")
+        else:
+            self.member.start_attempt(0)
+            directory = self._host.run_dir / status_directory(0)
+            self._recorder.start(directory, self._options.node_rank, self._command)
         while not self.member.is_over:
             self._run_once(wakeup)
         self._finish_communication(wakeup)

@@ -10,6 +10,7 @@ from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.schema import Options
 from flagscale.errors import ConfigError
 from flagscale.hosts.names import compress_names, expand_list
+from flagscale.launcher.job_hosts import find_job_hosts
 from flagscale.launcher.log_lines import LEVELS
 from flagscale.launcher.moments import parse_moment
 from flagscale.launcher.state import HostState, RunState
@@ -90,7 +91,14 @@ def select_hosts(
                 text = f"host={names}: run {state.run_id} has {compress_names(known_names)}"
                 raise ConfigError(text + did_you_mean(name, known_names))
         indices = [index for index in indices if state.hosts[index].name in selected]
-    hosts = tuple(index for index in indices if rank is None or rank in state.hosts[index].ranks)
+    # A spare may have the rank now; the host before it has its earlier lines.
+    members = find_job_hosts(state).members if rank is not None else ()
+    on_spare = {host.node_rank for host in members if rank in host.ranks}
+    hosts = tuple(
+        index
+        for index in indices
+        if rank is None or rank in state.hosts[index].ranks or index in on_spare
+    )
     if not hosts:
         raise ConfigError(f"rank={rank} is on host {_host_of_rank(state.hosts, rank).name}")
     return hosts

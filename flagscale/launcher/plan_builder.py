@@ -23,7 +23,7 @@ from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
 from flagscale.launcher.planning.environment import note_unexpanded_variables
-from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.planning.plan import plan, requested_port
 from flagscale.launcher.planning.support import check_backend, check_fp8_support
@@ -49,8 +49,34 @@ def select_hosts(experiment: Experiment) -> tuple[Host, ...]:
         listed_hosts = parse_host_list(runner.hosts, location)
     if listed_hosts is not None and (problems := find_unknown_names(experiment, listed_hosts)):
         raise ConfigError(problems)
+    if runner.spares and listed_hosts is not None:
+        return _select_with_spares(experiment, listed_hosts)
     selected = choose_hosts(listed_hosts, runner.hostfile, runner.nnodes, runner.type)
     return order_by_mesh(experiment, selected)
+
+
+def _select_with_spares(experiment: Experiment, listed_hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """Return the hosts that train, and after them those that wait.
+
+    Raises:
+        ConfigError: If there are too few hosts, or the job has heterogeneous devices.
+    """
+    runner = experiment.runner
+    available = len(listed_hosts) - runner.spares
+    training = available if runner.nnodes is None else runner.nnodes
+    key, message = "experiment.runner.spares", ""
+    if training > available:
+        message = (
+            f"{_name_host_list(experiment)} has {len(listed_hosts)} hosts, and {training} train: "
+            f"{max(0, len(listed_hosts) - training)} are left to wait, not {runner.spares}"
+        )
+    elif training < 2:
+        message = "the first host cannot be replaced: at least two hosts must train"
+    elif not experiment.task.external and experiment.train["enable_hetero"]:
+        message = "not supported with enable_hetero: hosts differ, and none can replace another one"
+    if message:
+        raise ConfigError(Problem(key, message, find_location(experiment.sources, key)))
+    return choose_hosts(listed_hosts, runner.hostfile, training + runner.spares, runner.type)
 
 
 def build_unprobed_plan(
@@ -113,10 +139,12 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
         *check_world(experiment, launch_plan.world_size),
         *check_fp8_support(experiment, launch_plan.hosts),
     ]
-    problems = problems or check_placement(experiment, launch_plan.hosts)
+    training_hosts = [host for host in launch_plan.hosts if not host.is_spare]
+    problems = problems or check_placement(experiment, training_hosts)
+    problems = problems or list(_check_spare_ranks(launch_plan.hosts))
     if problems:
         raise ConfigError(problems)
-    hosts, runner = launch_plan.hosts, experiment.runner
+    hosts, runner = training_hosts, experiment.runner
     notes = [
         *experiment_notes(experiment, launch_plan.world_size),
         *placement_notes(experiment, hosts),
@@ -138,6 +166,15 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
         unused = [key for key, _, _ in _find_unused_settings(experiment, types, names)]
         notes += _note_unused_settings(unused, names, types)
     return replace(launch_plan, notes=(*notes, *extra_notes))
+
+
+def _check_spare_ranks(hosts: Sequence[HostPlan]) -> Iterator[Problem]:
+    """Yield a problem if hosts cannot replace each other, because their numbers of ranks differ."""
+    counts = {host.agent.nproc for host in hosts}
+    if len(counts) > 1 and any(host.is_spare for host in hosts):
+        numbers = " and ".join(map(str, sorted(counts)))
+        message = f"a spare replaces any host, but hosts have {numbers} ranks; set nproc_per_node"
+        yield Problem("experiment.runner.spares", message)
 
 
 def note_loopback_address(master_addr: str, host_count: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ Runners collect a :class:`HostObservation` per host and call :func:`take_snapsho
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from flagscale.files import to_plain
 from flagscale.launcher import failures
+from flagscale.launcher.job_hosts import JobHosts, find_job_hosts
 from flagscale.launcher.layout import latest_status_directory
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
 from flagscale.launcher.state import Exit, HostState, RunState
@@ -151,6 +152,11 @@ class EventReader:
         self._directories: dict[int, Path] = {}
         self.events: dict[int, list[Event]] = {}
 
+    def follow(self, hosts: Sequence[HostState]) -> None:
+        """Read the ranks of these hosts from now on: a spare may have replaced one."""
+        if [host.run_dir for host in hosts] != [host.run_dir for host in self._hosts]:
+            self._hosts, self._offsets, self._directories, self.events = hosts, {}, {}, {}
+
     def refresh(self) -> dict[int, list[Event]]:
         """Return all events of the ranks in the latest attempt."""
         for host in self._hosts:
@@ -192,7 +198,10 @@ def take_snapshot(
         reader: Reader of the ranks' events, to continue an earlier one.
         with_lines: Whether to include the last line of each host's output.
     """
+    job_hosts = find_job_hosts(state)
+    run, state = state, replace(state, hosts=job_hosts.members)
     reader = reader or EventReader(state.hosts)
+    reader.follow(state.hosts)
     # Exits are read first: a run that ends in between appears alive once more, never lost.
     exits = [host.exit() for host in state.hosts]
     events = reader.refresh()
@@ -209,6 +218,7 @@ def take_snapshot(
         )
         rows.append(_host_row(host, phase, observation, joined, with_lines))
     phase = _run_phase([row.phase for row in rows])
+    rows += _rows_beside_job(run, job_hosts, observations, phase)
     # The agents that will agree on the first failure are alive, because the script of the first
     # host reports the end of its agent. This is checked before the verdict is read, which may
     # become final in between.
@@ -248,6 +258,26 @@ def take_snapshot(
         **_best_checkpoint(events),
         end_detail=_end_detail(events),
     )
+
+
+def _rows_beside_job(
+    state: RunState,
+    job_hosts: JobHosts,
+    observations: Mapping[int, HostObservation],
+    job_phase: Phase,
+) -> Iterator[HostRow]:
+    """Yield the rows of spares and of replaced hosts, which the run's own phase does not show."""
+    for host in job_hosts.spares:
+        observation = observations.get(host.node_rank, HostObservation())
+        ended = host.exit()
+        phase = job_phase if ended is not None or observation.alive else Phase.LOST
+        doing = "waiting as a spare" if not job_phase.ended else ""
+        yield HostRow(host.name, phase, 0, 0, doing=doing, trouble=observation.trouble)
+    for host in state.hosts:
+        if host.name in job_hosts.replaced:
+            spare = job_hosts.replaced[host.name]
+            trouble = f"lost; {spare} has taken its place" if spare else "lost"
+            yield HostRow(host.name, Phase.LOST, 0, 0, trouble=trouble)
 
 
 def _host_row(

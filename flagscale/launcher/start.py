@@ -18,6 +18,7 @@ from flagscale.files import read_json
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress_names, list_first
 from flagscale.launcher.failures import find_first_failure, read_job_record
+from flagscale.launcher.job_hosts import find_job_hosts, select_job_members
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
@@ -78,6 +79,7 @@ class _StartWait:
 
     def wait(self) -> str:
         while True:
+            self._reader.follow(find_job_hosts(self._state).members)
             self._reader.refresh()
             job = read_job_record(self._state.hosts)
             if self._runner.ended(self._state, any_host=True) or self._failed_for_good(job):
@@ -211,7 +213,7 @@ class _StartWait:
             lambda: runner.ended(state), _FAILURE_REPORT_SECONDS
         )
         runner.bring_output(state)
-        failure = find_first_failure(state, self._reader.refresh())
+        failure = find_first_failure(select_job_members(state), self._reader.refresh())
         if failure is None and ended_everywhere:
             code = runner.wait(state)
             if code == 0:

@@ -10,6 +10,7 @@ from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import read_json
 from flagscale.hosts.names import compress_names, list_first
 from flagscale.hosts.processes import KilledProcesses
+from flagscale.launcher.job_hosts import find_job_hosts
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.snapshot import EventReader
 from flagscale.launcher.state import HostState, RunState
@@ -142,7 +143,7 @@ def describe_lost_work(state: RunState, result: StopResult, stop_time: float) ->
 
 def _describe_saved_checkpoint(state: RunState, stop_time: float) -> str:
     """Describe the checkpoint that was saved after ``stop_time``, if any."""
-    events = EventReader(state.hosts).refresh()
+    events = EventReader(find_job_hosts(state).members).refresh()
     rows = [row for rows in events.values() for row in rows if row.event == "checkpoint"]
     steps = [row.get("step") for row in rows if row.time >= stop_time]
     if steps:

@@ -95,7 +95,8 @@ def _plan_hosts(experiment: Experiment) -> Sequence[HostPlan]:
     """
     train = experiment.train.without(*CHOSEN_ARGUMENTS, *_BATCH)
     neutral = replace(experiment, train=train)
-    hosts = runner_for_experiment(neutral).plan(neutral).hosts
+    plan = runner_for_experiment(neutral).plan(neutral)
+    hosts = [host for host in plan.hosts if not host.is_spare]
     types = {host.device_type for host in hosts}
     counts = {len(host.ranks) for host in hosts}
     if len(types) > 1 or len(counts) > 1:

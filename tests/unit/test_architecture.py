@@ -139,7 +139,8 @@ LAUNCHER_LAYERS = {
     "state": PLANNING,
     "preflight": {*PLANNING, "state"},
     "plan_builder": {*PLANNING, "state"},
-    "snapshot": {*PLANNING, "state", "failures"},
+    "job_hosts": {*PLANNING, "state", "failures"},
+    "snapshot": {*PLANNING, "state", "failures", "job_hosts"},
     "runners": {
         *PLANNING,
         "state",
@@ -148,6 +149,7 @@ LAUNCHER_LAYERS = {
         "log_lines",
         "snapshot",
         "failures",
+        "job_hosts",
         "stop_result",
     },
 }

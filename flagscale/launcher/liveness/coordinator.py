@@ -92,7 +92,11 @@ class Coordinator:
         self.summary_changed = True
         """True if :meth:`summary` has changed since this was last set to False."""
         self.restarts: list[dict[str, Any]] = []
-        self._active_hosts = set(range(len(names)))  # hosts whose part of the attempt is not over
+        spares = min(policy.spares, len(names) - 1)
+        self._places = list(range(len(names) - spares))
+        """Number of the host at each node rank."""
+        self._replacements = 0  # attempts that started because a host was replaced
+        self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
         self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
@@ -145,8 +149,8 @@ class Coordinator:
             return
         host = self.hosts[node_rank]
         if host.is_lost:
-            # Too late: the job has been ended without this host.
-            self._send_order(messages.FinishJob(self.failure), node_rank)
+            # Too late: the job has been ended without this host, or continues without it.
+            self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
         host.last_message_at = now
         clock_offset = now - message.sent
@@ -230,10 +234,10 @@ class Coordinator:
         """Send a host that was disconnected the order that it has missed."""
         if self.phase is JobPhase.STOPPING:
             self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
-        elif self.phase is JobPhase.ENDING and not self.hosts[node_rank].is_over:
+        elif self.phase is JobPhase.ENDING and node_rank in self._active_hosts:
             self._send_order(messages.EndAttempt(self.attempt, self.failure), node_rank)
         elif self.phase is JobPhase.RUNNING and self.attempt:
-            self._send_order(messages.StartAttempt(self.attempt), node_rank)
+            self._send_order(self._start_order(), node_rank)
         elif self.phase is JobPhase.OVER:
             self._send_order(messages.FinishJob(self.failure), node_rank)
 
@@ -324,17 +328,17 @@ class Coordinator:
         host = self.hosts[node_rank]
         host.is_lost, host.status, self.summary_changed = True, HostStatus.LOST, True
         self._active_hosts.discard(node_rank)
+        reason += describe_mesh_position(host.mesh_position)
+        host.loss = Failure(
+            host.name,
+            rank=None,
+            exit_code=None,
+            reason=reason,
+            traceback="",
+            log=self._output_path,
+        )
         if self.phase is not JobPhase.STOPPING:
-            reason += describe_mesh_position(host.mesh_position)
-            failure = Failure(
-                host.name,
-                rank=None,
-                exit_code=None,
-                reason=reason,
-                traceback="",
-                log=self._output_path,
-            )
-            self._add_detected_failure(FailureReport(failure, last_seen, FailureKind.HOST_LOST))
+            self._add_detected_failure(FailureReport(host.loss, last_seen, FailureKind.HOST_LOST))
 
     def _detect_early_exit(self, now: float) -> None:
         """Log once that ranks have ended with exit code 0 while others are running. They may be
@@ -411,7 +415,7 @@ class Coordinator:
         if finding.host:
             return finding
         rank_count, host_name = 0, self.hosts[0].name
-        for host in self.hosts:
+        for host in self._job_hosts():
             if rank_count <= finding.rank:
                 host_name = host.name
             rank_count += host.nproc
@@ -489,7 +493,7 @@ class Coordinator:
 
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
-        failed = any(host.is_lost or host.exit_code for host in self.hosts)
+        failed = any(host.is_lost or host.exit_code for host in self._job_hosts())
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
@@ -504,8 +508,8 @@ class Coordinator:
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
-        ranks = [rank for host in self.hosts for rank in host.last_records]
-        finished_ranks = [rank for host in self.hosts for rank in host.finished_ranks]
+        ranks = [rank for host in self._job_hosts() for rank in host.last_records]
+        finished_ranks = [rank for host in self._job_hosts() for rank in host.finished_ranks]
         finding = explain_failed_collective(ranks, finished_ranks)
         if self._hang_report is None and finding is not None:
             self._mismatch = self._complete_host(finding).describe()
@@ -513,31 +517,79 @@ class Coordinator:
             self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
     def _restart_or_fail(self, now: float) -> None:
-        obstacle = self._find_restart_obstacle()
+        obstacle = self._find_restart_obstacle(now)
         if obstacle:
-            attempts_left = self.attempt + 1 < self.policy.attempts
-            remark = f"the job does not start again: {obstacle}" if attempts_left else ""
+            attempts_left = self.attempt + 1 < self._max_attempts
+            lost_places = any(host.is_lost for host in self._job_hosts())
+            explained = attempts_left or (lost_places and self.policy.on_bad_host == "replace")
+            remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
+        remark = self._replace_lost_hosts(now)
         self._enter_phase(JobPhase.WAITING)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
         self._restart_at = now + wait_seconds
         self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
-        self.notices.append(Notice("restarted", self.attempt + 1, self.failure))
+        self.notices.append(Notice("restarted", self.attempt + 1, self.failure, remark))
 
-    def _find_restart_obstacle(self) -> str:
+    @property
+    def _max_attempts(self) -> int:
+        return self.policy.attempts + self._replacements
+
+    def _job_hosts(self) -> list[JobHost]:
+        """Return the hosts of the job by node rank, without spares and replaced hosts."""
+        return [self.hosts[number] for number in self._places]
+
+    def _list_spares(self, now: float) -> list[int]:
+        """Return the numbers of the spares that are there."""
+        return [
+            number
+            for number, host in enumerate(self.hosts)
+            if number not in self._places
+            and not host.is_lost
+            and host.last_message_at is not None
+            and now - host.last_message_at <= self._spare_timeout
+        ]
+
+    @property
+    def _spare_timeout(self) -> float:
+        """Seconds without a message of a spare after which another one is chosen."""
+        return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
+
+    def _replace_lost_hosts(self, now: float) -> str:
+        """Let spares take the places of lost hosts, and return a sentence about them."""
+        spares = iter(self._list_spares(now))
+        sentences = []
+        for place, number in enumerate(self._places):
+            if self.hosts[number].is_lost:
+                spare = self._places[place] = next(spares)
+                names = self.hosts[spare].name, self.hosts[number].name
+                sentences.append(f"{names[0]} takes the place of {names[1]}")
+        self._replacements += bool(sentences)
+        return "; ".join(sentences)
+
+    def _start_order(self) -> messages.StartAttempt:
+        places = tuple(self._places) if self._replacements else ()
+        return messages.StartAttempt(self.attempt, places)
+
+    def _find_restart_obstacle(self, now: float) -> str:
         """Return the reason why there is no other attempt, or an empty string.
 
-        The job is not restarted if a host is lost, if the ranks have not joined in any attempt, or
-        if they did not join in two attempts in a row.
+        The job is not restarted if a host is lost that no spare can replace, if the ranks have not
+        joined in any attempt, or if they did not join in two attempts in a row.
         """
         has_never_joined = (
             self._failed_starts_in_a_row > 0 and self._failed_starts_in_a_row == self.attempt + 1
         )
-        if self.attempt + 1 >= self.policy.attempts:
-            return "no attempt is left"
-        if any(host.is_lost for host in self.hosts):
+        lost = sum(host.is_lost for host in self._job_hosts())
+        if lost and self.policy.on_bad_host != "replace":
+            if self.attempt + 1 >= self._max_attempts:
+                return "no attempt is left"
             return "a host was lost"
+        if lost > (spares := len(self._list_spares(now))):
+            return f"{lost} host(s) were lost, and {spares} spare(s) are there"
+        if not lost and self.attempt + 1 >= self._max_attempts:
+            return "no attempt is left"
         if has_never_joined:
             return "its ranks never joined"
         return "its ranks did not join twice in a row" if self._failed_starts_in_a_row > 1 else ""
@@ -550,13 +602,13 @@ class Coordinator:
         self._stacks_requested_at, self._last_progress_at = None, now
         self._early_exit = self._early_exit_remark = self._mismatch = ""
         self._forget_hang()
-        self._active_hosts = set(range(len(self.hosts)))
-        for host in self.hosts:
+        self._active_hosts = set(self._places)
+        for host in self._job_hosts():
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
             host.overdue_since, host.last_records, host.finished_ranks = None, (), ()
-        self._send_order(messages.StartAttempt(self.attempt))
+        self._send_order(self._start_order())
 
     def _finish_job(self, notice: Notice) -> None:
         self._enter_phase(JobPhase.OVER)
@@ -568,10 +620,11 @@ class Coordinator:
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
-            "attempts": self.policy.attempts,
+            "attempts": self._max_attempts,
             "failure": to_plain(self.failure),
             "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
+            **({"places": list(self._places)} if self.policy.spares else {}),
         }

@@ -36,6 +36,8 @@ class JobHost:
     exit_code: int | None = None
     """Exit code of the host's part of the attempt; None while it runs."""
     is_lost: bool = False
+    loss: Failure | None = None
+    """Reason for which it counts as lost."""
     clock_offset: float | None = None
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
     rank_stacks: tuple[RankProgress, ...] | None = None
@@ -45,10 +47,6 @@ class JobHost:
     """Ranks that wrote their flight record when they failed."""
     finished_ranks: tuple[int, ...] = ()
     """Ranks that ended with exit code 0 in an attempt that failed here, as far as it is known."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_lost or self.exit_code is not None
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ class Member:
         self._stack_dump: StackDump | None = None
         self._stack_dump_at = 0.0
         self._end_ordered_at = 0.0
+        self.is_spare = False
+        """True while this host waits to take the place of a lost host."""
 
     # -- attempt ---------------------------------------------------------------------------
 
@@ -130,6 +132,20 @@ class Member:
             self.attempt.exit_code, self.attempt.stage = 127, Stage.OVER
             self.attempt.end_time = time.time()
 
+    def wait_as_spare(self) -> None:
+        """Start nothing until the coordinator orders to take the place of a lost host."""
+        self.is_spare = True
+        self.attempt.stage, self._end_sent = Stage.OVER, True
+
+    def _take_place(self, place: int, attempt: int) -> None:
+        """Start the ranks of a node rank, as a spare."""
+        self.is_spare = False
+        self.host = replace(self.host, first_rank=place * self.host.nproc)
+        options = {"--node_rank": str(place), "--first_rank": str(self.host.first_rank)}
+        self._command = _replace_options(self._command, options)
+        log_line(f"this spare host takes the place of node rank {place}; attempt {attempt + 1}")
+        self.start_attempt(attempt)
+
     def _poll_records(self, now: float) -> None:
         was_overdue = self._record_poll.overdue_since is not None
         self._record_poll.tick(now)
@@ -155,7 +171,8 @@ class Member:
     @property
     def ranks_joined(self) -> bool:
         """True if the ranks of all hosts have joined, or will not join any more."""
-        return bool(self._watch.joined_ranks) or self.attempt.stage is not Stage.RUNNING
+        has_ended = self.attempt.stage is not Stage.RUNNING and not self.is_spare
+        return bool(self._watch.joined_ranks) or has_ended
 
     def tick(self, now: float) -> None:
         """Read the status of the ranks, and perform the actions that are due."""
@@ -217,10 +234,10 @@ class Member:
         return HostProgress(
             status=self.status,
             joined=len(watch.joined_ranks),
-            nproc=self.host.nproc,
+            nproc=0 if self.is_spare else self.host.nproc,
             progress_count=watch.progress_count,
             in_busy_activity=watch.in_busy_activity(self._rank_exits.ended_ranks),
-            has_run_long=has_run_long,
+            has_run_long=has_run_long and not self.is_spare,
             exit_code=attempt.exit_code if self._end_sent else None,
             failure_report=self._failure_report,
             ended_ranks=len(self._rank_exits.ended_ranks),
@@ -230,6 +247,8 @@ class Member:
 
     @property
     def status(self) -> HostStatus:
+        if self.is_spare:
+            return HostStatus.SPARE
         if self.attempt.stage is Stage.OVER:
             return HostStatus.FINISHED if self.attempt.exit_code == 0 else HostStatus.FAILED
         if self.attempt.is_ending:
@@ -299,6 +318,9 @@ class Member:
                 self.failure = order.failure or self.failure
                 self.job_finished = True
                 self._end_after_failure()
+            case messages.StartAttempt() if self.is_spare:
+                if self.node_rank in order.places and self.stop_signal is None:
+                    self._take_place(order.places.index(self.node_rank), order.attempt)
             case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
                 if self.attempt.stage is Stage.OVER and self.stop_signal is None:
                     log_line(f"attempt {order.attempt + 1} starts")
@@ -363,6 +385,15 @@ class Member:
         if self.attempt.is_ending and code:
             return 1
         return 1 if self.coordinator_lost or (code == 0 and self.attempt.is_ending) else code
+
+
+def _replace_options(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return a command with other values of these options, as far as it has them."""
+    words = list(command)
+    for name, value in values.items():
+        if name in words:
+            words[words.index(name) + 1] = value
+    return words
 
 
 def _truncate_report(report: FailureReport | None) -> FailureReport | None:

@@ -51,6 +51,8 @@ class HostStatus(str, Enum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
+    SPARE = "spare"
+    """It waits until it takes the place of a lost host."""
 
 
 FINAL_STATUSES = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
@@ -211,9 +213,14 @@ class KeepAlive(Order):
 
 @dataclass(frozen=True)
 class StartAttempt(Order):
-    """Start the attempt with this number, counted from 0."""
+    """Start the attempt with this number, counted from 0.
+
+    ``places`` has the number of the host at each node rank, once a spare has replaced a host;
+    empty before. The number of a host is its node rank in the plan.
+    """
 
     attempt: int
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from flagscale.status import RUN_ID_VARIABLE
 NotificationEvent = Literal["failed", "stalled", "restarted", "finished"]
 """Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
+OnBadHost = Literal["stop", "replace"]
 # Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
 # and at least half an hour.
 BUSY_STALL_FACTOR = 4.0
@@ -46,6 +47,9 @@ class Policy:
     start_timeout: float
     hang_detection_timeout: float
     """0 disables the detection of stalls."""
+    on_bad_host: OnBadHost = "stop"
+    spares: int = 0
+    """Number of hosts, the last ones, that wait until they take the place of a lost host."""
 
     @property
     def attempts(self) -> int:
@@ -86,7 +90,9 @@ class AgentOptions(Policy):
     node_rank: int
     first_rank: int
     nproc: int
-    """Number of ranks on this host; 0 if unknown."""
+    """Number of ranks on this host; 0 if unknown. Of a spare: of each host."""
+    is_spare: bool = False
+    """True if this host waits until it takes the place of a lost host."""
     stop_grace: float
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
     notify_on: tuple[NotificationEvent, ...] = ()
@@ -95,7 +101,7 @@ class AgentOptions(Policy):
     liveness_port: int | None = None
     """Port at which the agents rendezvous; None for a single host."""
     hosts: tuple[str, ...] = ()
-    """On host 0: names of all hosts by node rank, as ranges: ``node[01-16]``."""
+    """On host 0: names of all hosts by number, as ranges: ``node[01-16]``. Spares come last."""
     master_name: str = ""
     """On the other hosts: name of host 0."""
     places: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ def assign_ranks(
     """Assign ranks to the hosts, numbering hosts and ranks in the order of the hosts.
 
     Args:
-        machines: Machine of each host.
+        machines: Machine of each host. Spares come last.
         settings: Settings of each host, if they have been resolved already.
     """
     assignments: list[HostAssignment] = []
@@ -111,7 +111,10 @@ def assign_ranks(
         nproc = (
             1 if runs_once else count_ranks(host, machine, experiment.envs, nproc_per_node, device)
         )
-        assignments.append(HostAssignment(node_rank, nproc, first_rank, host, machine))
+        is_spare = node_rank >= len(hosts) - experiment.runner.spares
+        assignments.append(
+            HostAssignment(node_rank, nproc, first_rank, host, machine, is_spare=is_spare)
+        )
         first_rank += nproc
     return tuple(assignments)
 

@@ -48,6 +48,8 @@ class HostAssignment(HasRanks):
     first_rank: int
     host: Host
     machine: Machine
+    is_spare: bool = False
+    """True if the host waits without ranks; ``nproc`` is the number that it would start."""
 
     @property
     def name(self) -> str:
@@ -107,6 +109,11 @@ class HostPlan(HasRanks):
     """True if the host's name and the rendezvous address are set by its job:
     :mod:`.deferred_values`.
     """
+
+    @property
+    def is_spare(self) -> bool:
+        """True if the host waits, without ranks, until it takes the place of a lost host."""
+        return self.agent.is_spare
 
     @property
     def secrets(self) -> dict[str, str]:

@@ -76,7 +76,7 @@ def plan(
         names = tuple(compress_consecutive(host.name for host in hosts))
         port = supervision.liveness_port(runner_config, master_port)
         mesh_positions = describe_host_contents(
-            experiment, [assignment.ranks for assignment in assignments]
+            experiment, [assignment.ranks for assignment in assignments if not assignment.is_spare]
         )
         rendezvous = AgentRendezvous(
             address, port, names, hosts[0].name, run_secret, tuple(mesh_positions)
@@ -219,7 +219,7 @@ class _HostPlanner:
             name=host.name,
             device_type=host.device_type,
             address=host.addr or host.name,
-            nproc=assignment.nproc,
+            nproc=0 if assignment.is_spare else assignment.nproc,
             first_rank=assignment.first_rank,
             environment=(
                 *run_variables(self.run_id, run_dir / STATUS_DIRECTORY),
@@ -258,6 +258,10 @@ class _HostPlanner:
             unprobed=machine.cpus is None,
         )
 
+    @property
+    def _training_hosts(self) -> list[HostAssignment]:
+        return [assignment for assignment in self.assignments if not assignment.is_spare]
+
     def _hook_directories(self, project: Path) -> tuple[str, ...]:
         """Return the directory whose ``sitecustomize`` makes other programs answer the agents."""
         task = self.experiment.task
@@ -271,7 +275,7 @@ class _HostPlanner:
         """
         key = (id(settings), project)
         if key not in self._programs:
-            args = fill_automatic_meshes(settings.train, self.assignments)
+            args = fill_automatic_meshes(settings.train, self._training_hosts)
             self._programs[key] = program_arguments(self.experiment, layout, args, project)
         return self._programs[key]
 
@@ -282,7 +286,7 @@ class _HostPlanner:
         """
         runner, machine = self.experiment.runner, assignment.machine
         options: dict[str, str | None] = {
-            "nnodes": str(len(self.assignments)),
+            "nnodes": str(len(self._training_hosts)),
             "node_rank": str(assignment.node_rank),
             "nproc_per_node": str(assignment.nproc),
             "rdzv_id": runner.rdzv_id or self.run_id,
@@ -295,7 +299,7 @@ class _HostPlanner:
         if self.experiment.task.is_command:
             options |= {
                 "first_rank": str(assignment.first_rank),
-                "world_size": str(sum(host.nproc for host in self.assignments)),
+                "world_size": str(sum(host.nproc for host in self._training_hosts)),
                 "stop_grace": f"{runner.stop_grace:g}",
             }
             starter = python_arguments("flagscale.launcher.rank_processes", machine.project)

@@ -55,6 +55,8 @@ def render(plan: LaunchPlan, host: HostPlan) -> str:
 def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     last_rank = host.first_rank + host.nproc - 1
     rank_text = f"ranks {host.first_rank} to {last_rank} of {plan.world_size}"
+    if host.is_spare:
+        rank_text = "a spare, without ranks until it takes the place of a lost host"
     yield "#!/usr/bin/env bash"
     yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {rank_text}."
     yield f"# Written by flagscale {__version__} for run {plan.run_id}; can be run by hand."
@@ -216,7 +218,7 @@ def _render_command_lines(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     yield "# experiment.cmds, verbatim."
     commands = [host.before_start]
     if host.unprobed:
-        commands += [f"processes={host.nproc}", read_script_part("unprobed_machine.sh")]
+        commands += [f"processes={host.agent.nproc}", read_script_part("unprobed_machine.sh")]
         commands += default_variables_script()
         if len(plan.hosts) > 1:
             commands.append(f"master={_quote_references(plan.master_addr)}")

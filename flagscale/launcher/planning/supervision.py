@@ -101,6 +101,7 @@ def agent_options(
         first_rank=assignment.first_rank,
         nproc=assignment.nproc,
         reports_status=reports_status,
+        is_spare=assignment.is_spare,
         **options,
     )
 

@@ -86,7 +86,7 @@ def compute_exit_code(checks: Sequence[Check]) -> int:
 
 def check_devices(experiment: Experiment, host: HostPlan, facts: HostFacts) -> Check:
     """Compare a host's devices with its ranks and with the ``type=`` of the hostfile."""
-    requested_kind, ranks = requested_device(experiment), host.nproc
+    requested_kind, ranks = requested_device(experiment), host.agent.nproc
     kind = get_accelerator(
         choose_kind(AUTO if requested_kind == CPU else requested_kind, facts.devices)
     )

@@ -279,13 +279,21 @@ class HostRunner:
             print(f"warning: no answer from\n{text}", file=sys.stderr)
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
+        from flagscale.launcher.job_hosts import find_job_hosts
+
         if len(self._children) == len(state.hosts):
             ended = [child.poll() is not None for child in self._children.values()]
         else:
             fetch = not state.shared_fs
             output = fetch and self._brings_output
             self._probe_if_stale(state, ProbeRequest(fetch=fetch, output=output))
-            ended = [self._script_ended(state, number) for number in range(len(state.hosts))]
+            job_hosts = find_job_hosts(state)
+            members = {host.node_rank for host in job_hosts.members}
+            ended = [
+                self._script_ended(state, number)
+                for number, host in enumerate(state.hosts)
+                if number in members or not (any_host or host.name in job_hosts.replaced)
+            ]
         return any(ended) if any_host else all(ended)
 
     def _script_ended(self, state: RunState, number: int) -> bool:
@@ -302,9 +310,11 @@ class HostRunner:
 
     def wait(self, state: RunState) -> int:
         from flagscale.launcher.failures import compute_job_code, find_first_failure
+        from flagscale.launcher.job_hosts import select_job_members
 
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
+        state = select_job_members(state)
         exits = [host.exit() for host in state.hosts]
         code = compute_job_code(state, exits, find_first_failure(state, {})) or 0
         unrecorded = exits.count(None)

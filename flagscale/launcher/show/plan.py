@@ -120,7 +120,7 @@ def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
 
 
 def _format_ranks(first_rank: int, nproc: int) -> str:
-    return f"{first_rank}-{first_rank + nproc - 1}"
+    return f"{first_rank}-{first_rank + nproc - 1}" if nproc else "none, a spare"
 
 
 def _varying_fields(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:

@@ -142,6 +142,36 @@ EXPERIMENT_PROBLEMS = {
         "`leave` lets the other hosts continue",
     ),
     "on-failure": ("nnodes: 1", "on_failure: panic", "expected one of stop, leave"),
+    "spares-for-nothing": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    spares: 1",
+        "spares: they would wait for nothing: set `on_bad_host: replace`",
+    ),
+    "replace-without-spares": (
+        "nnodes: 1",
+        "on_bad_host: replace",
+        "on_bad_host: `replace` needs hosts that wait: set `spares`",
+    ),
+    "spares-without-hosts": (
+        "nnodes: 1",
+        "type: ssh\n    spares: 1\n    on_bad_host: replace",
+        "spares: they are hosts of the `hostfile` or of `hosts`, and neither is set",
+    ),
+    "spares-of-another-runner": (
+        "nnodes: 1",
+        "type: slurm\n    spares: 1\n    on_bad_host: replace",
+        "spares: not supported with `type: slurm`, only with `type: ssh`",
+    ),
+    "spares-and-leave": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    on_failure: leave\n    spares: 1\n    on_bad_host: replace",
+        "on_failure: `leave` lets the other hosts continue, so no host can be replaced",
+    ),
+    "spares-without-shared-files": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    no_shared_fs: true\n    spares: 1\n    on_bad_host: replace",
+        "spares: not supported with `no_shared_fs: true`",
+    ),
     "one-port": (
         "nnodes: 1",
         "master_port: 5000\n    liveness_port: 5000",

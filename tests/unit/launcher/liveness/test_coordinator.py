@@ -411,6 +411,108 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.order_types() == [EndAttempt, FinishJob]
 
 
+SPARE = {"joined": 0, "nproc": 0, "status": HostStatus.SPARE}
+
+
+def job_with_spares(hosts: int, spares: int, **policy: Any) -> Job:
+    """Return a running job whose last hosts are spares."""
+    job = Job(hosts, spares=spares, on_bad_host="replace", **policy)
+    for number in range(hosts - spares, hosts):
+        job.fields[number] = dict(SPARE)
+    job.run(5)
+    assert job.order_types() == []
+    return job
+
+
+def lose(job: Job, host: int, survivors: Sequence[int]) -> None:
+    """Lose a host: the ranks of the others fail, and its agent is silent."""
+    job.silent.add(host)
+    job.send_failure(survivors[0], survivors[0])
+    job.run(2)
+    for number in survivors:
+        job.send_end(number)
+    job.run(14)
+
+
+def test_spare_takes_the_place_of_a_lost_host() -> None:
+    job = job_with_spares(4, 1)
+    lose(job, 1, (0, 2))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 3, 2)))
+    assert job.notified_events == ["restarted"]
+    assert job.remarks == ["h3 takes the place of h1"]
+    summary = job.coordinator.summary()
+    assert (summary["attempt"], summary["attempts"], summary["places"]) == (2, 2, [0, 3, 2])
+    assert summary["restarts"][0]["failure"]["host"] == "h1"
+    # A host that comes back is told to end, and learns why.
+    job.orders.clear()
+    job.silent.clear()
+    job.fields[3] = {}
+    job.run(1)
+    ((host, order),) = job.orders
+    assert host == 1
+    assert isinstance(order, FinishJob)
+    assert order.failure is not None
+    assert "was lost: no word from its agent for 10 s" in order.failure.reason
+    # The new host reconnects during the attempt.
+    job.orders.clear()
+    job.silent.add(1)
+    job.send(Hello, 3, job.progress(3, **SPARE), attempt=0)
+    job.run(1)
+    assert job.orders == [(3, StartAttempt(1, (0, 3, 2)))]
+    for number in (0, 2, 3):
+        job.send_end(number, 0)
+    job.run(1)
+    assert (job.notified_events, job.coordinator.phase) == (
+        ["restarted", "finished"],
+        JobPhase.OVER,
+    )
+
+
+def test_silent_spare_is_not_chosen() -> None:
+    job = job_with_spares(4, 2)
+    job.silent.add(2)
+    job.run(12)
+    assert job.notified_events == [], "the loss of a spare ends nothing"
+    lose(job, 1, (0,))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 3)))
+
+
+def test_each_lost_host_needs_a_spare() -> None:
+    job = job_with_spares(4, 1)
+    job.silent.update((1, 2))
+    job.run(12)
+    job.send_end(0)
+    job.run(2)
+    assert job.order_types()[-1] is FinishJob
+    assert job.remarks == [
+        "the job does not start again: 2 host(s) were lost, and 1 spare(s) are there"
+    ]
+
+
+@pytest.mark.parametrize(("max_restarts", "restarts"), [(0, 1), (1, 2)])
+def test_replacements_are_no_restarts_of_max_restarts(max_restarts: int, restarts: int) -> None:
+    job = job_with_spares(3, 1, max_restarts=max_restarts)
+    lose(job, 1, (0,))
+    job.fields[2] = {}
+    for _ in range(2):
+        job.run(5)
+        job.send_failure(0, 0)
+        for number in (0, 2):
+            job.send_end(number)
+        job.run(8)
+    assert job.notified_events == ["restarted"] * restarts + ["failed"]
+
+
+def test_lost_spare_in_a_place_is_replaced_by_the_next_one() -> None:
+    job = job_with_spares(4, 2)
+    lose(job, 1, (0,))
+    job.fields[2] = {}
+    job.run(5)
+    lose(job, 2, (0,))
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 3)))
+    assert job.remarks == ["h2 takes the place of h1", "h3 takes the place of h2"]
+
+
 def test_stop_without_a_request_is_a_final_failure() -> None:
     job = Job(max_restarts=5)
     job.run(5)
@@ -789,11 +891,13 @@ MESSAGES = st.one_of(
 @given(
     st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
     st.integers(0, 2),
+    st.integers(0, 1),
 )
 def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
-    messages: list[tuple[int, HostMessage, float]], max_restarts: int
+    messages: list[tuple[int, HostMessage, float]], max_restarts: int, spares: int
 ) -> None:
-    job = Job(max_restarts=max_restarts)
+    on_bad_host = "replace" if spares else "stop"
+    job = Job(2 + spares, max_restarts=max_restarts, spares=spares, on_bad_host=on_bad_host)
     previous: dict[str, Any] = {}
     for host, message, seconds in messages:
         job.coordinator.receive(host, message, job.now)

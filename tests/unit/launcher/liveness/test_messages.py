@@ -86,6 +86,7 @@ FROM_HOST = (
 ORDERS = (
     KeepAlive(),
     StartAttempt(2),
+    StartAttempt(2, (0, 3, 2)),
     EndAttempt(0, FAILURE),
     DumpStacks(1),
     StopJob(signal.SIGTERM, None),

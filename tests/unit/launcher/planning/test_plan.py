@@ -26,6 +26,7 @@ from flagscale.launcher.planning.assignment import assign_ranks, describe_machin
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.planning.plan import plan
+from flagscale.launcher.planning.script import render
 
 MakePlan = Callable[..., LaunchPlan]
 
@@ -399,3 +400,21 @@ def test_device_type_is_used_on_this_machine_too(make_plan: MakePlan) -> None:
     envs = Environments(by_type={"CPU": {"KIND": "cpu"}})
     host = make_plan(hosts=(Host("localhost", 1, "CPU"),), envs=envs).hosts[0]
     assert values(host)["KIND"] == "cpu"
+
+
+def test_spare_has_an_agent_without_ranks(make_plan: MakePlan) -> None:
+    runner = Runner(nproc_per_node=2, spares=1, on_bad_host="replace")
+    hosts = tuple(Host(f"h{number}", 2) for number in range(3))
+    launch_plan = make_plan(hosts=hosts, runner=runner)
+    first, second, spare = launch_plan.hosts
+    assert launch_plan.world_size == 4
+    assert [len(host.ranks) for host in launch_plan.hosts] == [2, 2, 0]
+    assert [host.is_spare for host in launch_plan.hosts] == [False, False, True]
+    assert (first.agent.spares, first.agent.on_bad_host) == (1, "replace")
+    assert first.agent.names == ["h0", "h1", "h2"]
+    assert (spare.agent.is_spare, spare.agent.nproc) == (True, 2)
+    assert {options(host.starter)["--nnodes"] for host in launch_plan.hosts} == {"2"}
+    assert options(spare.starter)["--node_rank"] == "2", "replaced by the place that it takes"
+    assert values(spare)["OMP_NUM_THREADS"] == values(second)["OMP_NUM_THREADS"]
+    text = render(launch_plan, spare)
+    assert "host 2 of 3, a spare, without ranks until it takes the place of a lost host." in text

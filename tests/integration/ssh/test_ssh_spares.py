@@ -1,0 +1,176 @@
+"""Tests of hosts that take the place of a lost host: the job goes on, and no process is left.
+
+``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
+which are namespaces of this machine, each with a real sshd. h00 and h01 train, h02 is a spare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bed.host import Host
+from bed.lab import Bed
+from support.launch_lab import free_port, wait_for
+from support.liveness_lab import TOY_PROGRAM
+from support.ssh_lab import PROJECT, SshLab, ssh_lab
+from support.training_lab import PROGRAM, read_losses, train_sections
+
+from flagscale.launcher.layout import LIVENESS_FILE
+from flagscale.status import read_progress
+
+pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
+
+REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
+# From the fault to the next step.
+MAX_SECONDS = 30.0
+
+
+def start(lab: SshLab, **environment: str) -> None:
+    """Start the toy program, whose ranks stay in step over the network."""
+    with lab.bed.ssh_config.open("a") as config:
+        config.write("  ConnectTimeout 3\n")
+    fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
+    lab.configure(
+        f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
+        runner=REPLACING,
+        envs={**fields, **environment},
+    )
+    result = lab.run_action("run")
+    assert result.returncode == 0, result.stderr
+
+
+def run_dir(lab: SshLab, host: str) -> Path:
+    return next(h.run_dir for h in lab.state().hosts if h.name == host)
+
+
+def signal_all(lab: SshLab, host: Host, number: signal.Signals) -> None:
+    """Send a signal to all processes of the run on a host."""
+    for process in lab.run_processes(host):
+        os.kill(process.pid, number)
+
+
+def wait_for_step(lab: SshLab) -> None:
+    """Wait until the ranks of the second attempt are past their second step."""
+    status = run_dir(lab, "h02") / "status.1"
+    wait_for(lambda: (p := read_progress(status, 1)) is not None and p.step > 2, MAX_SECONDS)
+
+
+FAULTS: dict[str, tuple[Callable[[SshLab, Host], None], Callable[[SshLab, Host], None]]] = {
+    "partitioned": (
+        lambda _, host: host.set_link("down"),
+        lambda _, host: host.set_link("up"),
+    ),
+    "frozen": (
+        lambda lab, host: signal_all(lab, host, signal.SIGSTOP),
+        lambda lab, host: signal_all(lab, host, signal.SIGCONT),
+    ),
+}
+"""A fault of a host, and its end, after which the host is there again."""
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param("partitioned"), pytest.param("frozen", marks=pytest.mark.slow)]
+)
+def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
+    start(lab)
+    assert lab.query()["state"] == "running"
+    fail, recover = FAULTS[fault]
+    lost, spare = lab.bed["h01"], lab.bed["h02"]
+    fail(lab, lost)
+    fault_time = time.monotonic()
+    wait_for_step(lab)
+    assert time.monotonic() - fault_time < MAX_SECONDS
+    recover(lab, lost)
+    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    hosts = {row["host"]: row for row in snapshot["hosts"]}
+    assert hosts["h01"]["trouble"] == "lost; h02 has taken its place"
+    assert (hosts["h02"]["state"], hosts["h02"]["joined"]) == ("running", 1)
+    summary = json.loads((run_dir(lab, "h00") / LIVENESS_FILE).read_text())
+    assert summary["places"] == [0, 2]
+    output = lab.state().hosts[0].output.read_text()
+    assert "h02 takes the place of h01" in output
+    assert lab.run_processes(spare)
+    result = lab.run_action("stop")
+    assert result.returncode == 0, result.stderr
+    assert lab.remaining_processes() == {}
+    assert lab.query()["state"] == "stopped"
+
+
+def test_unused_spare_ends_with_the_job(lab: SshLab) -> None:
+    start(lab, TOY_STEPS="60")
+    wait_for(lambda: not lab.remaining_processes(), MAX_SECONDS)
+    snapshot = lab.query()
+    assert snapshot["state"] == "completed"
+    assert [row["host"] for row in snapshot["hosts"]] == ["h00", "h01", "h02"]
+    output = lab.state().hosts[2].output.read_text()
+    assert "this host is a spare" in output
+    assert lab.run_action("stop").returncode == 0
+
+
+@pytest.mark.slow
+def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
+    start(lab)
+    lab.bed["h01"].cut_power()
+    wait_for_step(lab)
+    lab.bed["h02"].cut_power()
+    wait_for(lambda: not lab.run_processes(lab.bed["h00"]), MAX_SECONDS)
+    failure = lab.query()["failure"]
+    assert failure["host"] == "h02"
+    output = lab.state().hosts[0].output.read_text()
+    assert "the job does not start again: 1 host(s) were lost, and 0 spare(s) are there" in output
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_training_continues_with_the_same_losses(bed: Bed, tmp_path: Path) -> None:
+    """The power of a host is cut: from the last checkpoint on, the losses are those of a run on one
+    machine without a fault.
+    """
+    with ssh_lab(bed, tmp_path / "one") as lab:
+        local = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(40)},
+            runner=local,
+        )
+        assert lab.run_action("test", timeout=240).returncode == 0
+        expected = read_losses(lab)
+    with ssh_lab(bed, tmp_path / "lab") as lab:
+        with bed.ssh_config.open("a") as config:
+            config.write("  ConnectTimeout 3\n")
+        checkpoints = str(lab.exp_dir / "checkpoints")
+        logging = {"save_interval": 5, "save": checkpoints, "load": checkpoints}
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(None, logging=logging)},
+            runner=REPLACING,
+        )
+        result = lab.run_action("run")
+        assert result.returncode == 0, result.stderr
+        wait_for(lambda: len(read_losses(lab)) >= 8, 60)
+        bed["h01"].cut_power()
+        fault_time = time.monotonic()
+        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
+        seconds = time.monotonic() - fault_time
+        before, after = read_losses(lab), read_losses(lab, "status.1")
+        assert lab.run_action("stop").returncode == 3  # h01 does not answer
+        assert lab.remaining_processes() == {}
+    first = after[0][0]
+    assert first > 1
+    assert (first - 1) % 5 == 0
+    assert first <= before[-1][0] + 1
+    for row in (*before, *after):
+        if row[0] <= len(expected):
+            assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)
+    assert after[7][0] <= len(expected), "eight steps after the fault were compared"
+    assert seconds < MAX_SECONDS + 10
