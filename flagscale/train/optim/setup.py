@@ -80,7 +80,11 @@ def build_optimizer(
         check_host_memory(_count_host_bytes(optimizer))
     mark_decoupled_groups(optimizer)
     if args.meshes is not None or args.num_moe_experts:
-        use_global_grad_norm(optimizer, device.torch_device)
+        use_global_grad_norm(
+            optimizer,
+            device.torch_device,
+            is_hybrid=args.num_distributed_optimizer_instances > 1,
+        )
     return optimizer
 
 
