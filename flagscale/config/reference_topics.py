@@ -110,12 +110,12 @@ TOPICS: tuple[Topic, ...] = (
         "Parallel sizes",
         r"\w*(tensor|context|expert)_\w*parallel_size\w*|sequence_parallel|\w*parallel_sizes|"
         r"\w*max_seqlen_per_dp_cp_rank|hybrid_context_parallel|cp_comm_type|"
-        r"num_distributed_optimizer_instances|moe_extended_tp",
+        r"moe_extended_tp",
     ),
     Topic(
         "parallelism",
         "Gradient reduction and sharding",
-        r"overlap_(grad|param)\w*|use_distributed_optimizer|bucket_size|average_in_collective|"
+        r"overlap_(grad|param)\w*|\w*distributed_optimizer\w*|bucket_size|average_in_collective|"
         r"\w*reduce_scatter\w*|check_for_\w*nan\w*|\w*fsdp\w*|\w*sharding\w*|pad_buckets\w*|"
         r"align_param_gather|gradient_reduce_div_fusion|suggested_communication_unit_size|"
         r"grad_reduce\w*|nccl_ub|disable_symmetric_registration|\w*delay_wgrad\w*|"

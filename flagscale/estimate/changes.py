@@ -13,6 +13,7 @@ from flagscale.config.arguments.rules.activation_offload import offloads_activat
 from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.recompute import NO_MODULES, ModuleChoice
 from flagscale.config.arguments.spec.system_arguments import (
+    INSTANCES,
     NO_SHARD,
     OPTIM,
     OPTIM_GRADS,
@@ -83,6 +84,8 @@ def _offload_changes(args: Namespace) -> Iterator[dict[str, Any]]:
 def _sharding_changes(args: Namespace) -> list[dict[str, Any]]:
     """Return changes that shard more over the data-parallel ranks; the first one is empty."""
     changes: list[dict[str, Any]] = [{}]
+    if args.num_distributed_optimizer_instances > 1:
+        changes.append({INSTANCES: 1})
     if not args.use_distributed_optimizer:
         changes.append({"use_distributed_optimizer": True})
     is_homogeneous = args.meshes is None and args.shares is None

@@ -195,15 +195,17 @@ def _count_outer(args: Any, vocabulary_size: int, part: ModelPart) -> tuple[int,
 
 def count_shards(args: Any) -> tuple[int, int]:
     """Return the numbers of data-parallel ranks that share weights outside experts and experts."""
-    replicas = args.data_parallel_size * args.context_parallel_size
-    ranks = replicas * args.tensor_model_parallel_size
-    return replicas, max(ranks // (expert_tp(args) * args.expert_model_parallel_size), 1)
+    ranks = args.data_parallel_size * args.context_parallel_size
+    expert_ranks = ranks * args.tensor_model_parallel_size
+    expert_ranks //= expert_tp(args) * args.expert_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return max(ranks // instances, 1), max(expert_ranks // instances, 1)
 
 
 def _shard(args: Any, count: WeightCount) -> float:
     """Return the number of weights in a rank's shard of ``count``."""
-    replicas, expert_replicas = count_shards(args)
-    return count.shared / replicas + count.experts / expert_replicas
+    shards, expert_shards = count_shards(args)
+    return count.shared / shards + count.experts / expert_shards
 
 
 def count_trainable_weights(

@@ -20,16 +20,19 @@ from flagscale.accelerators.device import current_device
 
 GRADIENT_GROUP_PATTERN = "*DATA_PARALLEL_GROUP*"
 """Glob pattern for megatron.core's descriptions of the groups that reduce gradients."""
+_NO_GROUP_PATTERN = "none"
 
 
-def bound_gradient_groups_only() -> None:
+def bound_gradient_groups_only(*, is_hybrid: bool) -> None:
     """Restrict bounded all_reduce to groups that reduce gradients.
 
-    It applies to groups created after the call.
+    It applies to groups created after the call. With ``is_hybrid`` no group is bounded: gradients
+    of a sharded optimizer are summed exactly, between the replicas of its shards as well.
 
     If the user has set ``FSCCL_TAIL_GROUPS``, the user's groups are used instead.
     """
-    os.environ.setdefault("FSCCL_TAIL_GROUPS", GRADIENT_GROUP_PATTERN)
+    pattern = _NO_GROUP_PATTERN if is_hybrid else GRADIENT_GROUP_PATTERN
+    os.environ.setdefault("FSCCL_TAIL_GROUPS", pattern)
 
 
 def explain_unbounded_reduce(args: argparse.Namespace) -> str | None:

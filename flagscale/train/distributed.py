@@ -156,7 +156,7 @@ def init_model_parallel(args: argparse.Namespace) -> MeshGroups | None:
     """
     from flagscale.train.bounded_all_reduce import bound_gradient_groups_only
 
-    bound_gradient_groups_only()
+    bound_gradient_groups_only(is_hybrid=args.num_distributed_optimizer_instances > 1)
     mesh_groups = None
     if args.meshes is None:
         _init_homogeneous(args)
@@ -211,6 +211,7 @@ def _init_homogeneous(args: argparse.Namespace) -> None:
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tp,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order=rank_order,
         # Only the optimizer's legacy checkpoint formats use them.

@@ -40,8 +40,9 @@ def _iter_values(
     the same.
     """
     if isinstance(chunk, ShardedDataParallel):
+        replicas = int(chunk.ddp_config.num_distributed_optimizer_instances)
         for weight, shard in chunk.iter_weight_shards():
-            yield weight, shard, 1
+            yield weight, shard, replicas
         return
     for weight in chunk.parameters():
         yield weight, weight, _count_replicas(weight)

@@ -141,7 +141,7 @@ class Stepper:
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
             if isinstance(chunk, ShardedDataParallel):
-                chunk.forward_passes_left = micro_batches
+                chunk.set_micro_batches(micro_batches)
         state.optimizer.zero_grad()
         with self._time_step():
             loss_reports = self._run_schedule(data, micro_batches, forward_only=False)

@@ -234,8 +234,10 @@ def _reduction_seconds(args: Any, stage: StageLoads, machine: Machine) -> float:
     ranks = args.data_parallel_size * args.context_parallel_size
     if ranks == 1:
         return 0.0
-    bandwidth, latency = machine.link(ranks, args.tensor_model_parallel_size)
-    volume = stage.trained * (ranks - 1) / ranks
+    instances = args.num_distributed_optimizer_instances
+    shards = ranks // instances
+    bandwidth, latency = machine.link(shards, args.tensor_model_parallel_size)
+    volume = stage.trained * (shards - 1) / shards
     gradients, weights = _GRADIENT_BYTES * volume, memory.element_bytes(args) * volume
     if not args.use_distributed_optimizer:
         weights = gradients  # an all-reduce gathers the gradients
@@ -250,4 +252,13 @@ def _reduction_seconds(args: Any, stage: StageLoads, machine: Machine) -> float:
             (weights, args.overlap_param_gather or not args.use_distributed_optimizer),
         )
     ]
-    return float(sum(exposed) / bandwidth + 4 * latency)
+    seconds = float(sum(exposed) / bandwidth + 4 * latency)
+    if instances == 1:
+        return seconds
+    # An all-reduce of the gradients' shards between the instances, once per step.
+    bandwidth, latency = machine.link(instances, args.tensor_model_parallel_size * shards)
+    size = 2 * _GRADIENT_BYTES * stage.trained / shards * (instances - 1) / instances
+    is_overlapped = args.overlap_grad_reduce or shards_gradients(vars(args))
+    return seconds + float(
+        size * (_EXPOSED_WITH_OVERLAP if is_overlapped else 1.0) / bandwidth + 2 * latency
+    )

@@ -194,6 +194,7 @@ _SHORT_NAMES: Mapping[str, str] = {
     "micro_batch_size": "mbs",
     "use_distributed_optimizer": "shard",
     "data_parallel_sharding_strategy": "sharding=",
+    "num_distributed_optimizer_instances": "instances=",
     "use_precision_aware_optimizer": "lean",
     "cpu_offloading_num_layers": "offload-layers=",
     "optimizer_cpu_offload": "offload",

@@ -30,6 +30,7 @@ from support.layout_models import (
     GEMMA_MASKED_DOCUMENTS,
     GPT2,
     GROUPED_EXPERTS,
+    HYBRID,
     LEAN_BF16,
     LEAN_FP16,
     LEAN_MOMENTS,
@@ -344,6 +345,33 @@ HOMOGENEOUS_CASES = (
         f"{GROUPED_EXPERTS} --expert-model-parallel-size 2 {SHARD_WEIGHTS}",
         "moe",
     ),
+    LayoutCase("dp2-do-hybrid", 2, TIED, f"{OVERLAP} {HYBRID}", "tied"),
+    LayoutCase("cp2-dp2-sharded-hybrid", 4, LLAMA, f"{CP2} {SHARD_WEIGHTS} {HYBRID}", "llama"),
+    LayoutCase("fp16-dp4-do-hybrid", 4, FP16, f"{DISTRIBUTED_OPTIMIZER} {HYBRID}", "fp16", 1e-3),
+    LayoutCase(
+        "tied-pp2-dp2-sharded-gradients-hybrid",
+        4,
+        TIED,
+        f"{PP2} {SHARD_GRADIENTS} {HYBRID}",
+        "tied",
+    ),
+    LayoutCase("tp2-dp2-do-hybrid", 4, TIED, f"{TP2_SP} {OVERLAP} {HYBRID}", "tied"),
+    LayoutCase(
+        "bf16-dp4-sharded-lean-hybrid",
+        4,
+        BF16,
+        f"{SHARD_WEIGHTS} {LEAN_BF16} {HYBRID}",
+        "bf16",
+        1e-2,
+    ),
+    LayoutCase(
+        "moe-grouped-ep2-dp2-sharded-hybrid",
+        4,
+        MOE,
+        f"{GROUPED_EXPERTS} {EP2} {SHARD_WEIGHTS} {HYBRID}",
+        "moe",
+    ),
+    LayoutCase("moe-ep2-do-hybrid", 4, MOE, f"{EP2} {OVERLAP} {HYBRID}", "moe"),
     LayoutCase(
         "fp8-dp2-sharded", 2, BF16, f"{COMPILED} {SHARD_WEIGHTS} --fp8 hybrid", "bf16", 3e-2
     ),
@@ -852,7 +880,7 @@ ALWAYS_TRAINED = frozenset({
     "tp2-dp2-sp-do-overlap", "cp2-tp2-sp", "mla-moe-pp2-ep2", "mesh-tp2+dp2", "mesh-bf16",
     "mesh-vpp2-tied-do-overlap", "mesh-moe-dp2+tp2-ep2-do", "mesh-fp16-overflow-on-last-stage",
     "mesh-recompute-per-stage", "replicas-pp2-1x2+2x1-do", "mesh-dp2+tp2-mtp-tied-sp-do",
-    "compiled-tp2-dp2-sp-sharded", "muon-tp2-dp2-sp-sharded",
+    "compiled-tp2-dp2-sp-sharded", "muon-tp2-dp2-sp-sharded", "cp2-dp2-sharded-hybrid",
 })  # fmt: skip
 """Layouts of four and more ranks that are always trained. The others are slow tests, because they
 rarely find additional errors.

@@ -66,7 +66,7 @@ from flagscale.config.arguments.rules.precision import (
 from flagscale.config.arguments.rules.sharding import check_sharding, shards_gradients
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
-from flagscale.config.arguments.spec.system_arguments import NO_SHARD, SHARDING
+from flagscale.config.arguments.spec.system_arguments import INSTANCES, NO_SHARD, SHARDING
 from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 from flagscale.object_storage import is_address
@@ -96,14 +96,13 @@ def _check_required(values: Values) -> Iterator[Violation]:
 def _check_unsupported_values(values: Values) -> Iterator[Violation]:
     if values["cross_entropy_fusion_impl"] == "te":
         yield "cross_entropy_fusion_impl", "te requires Transformer Engine; use native"
-    instances = values["num_distributed_optimizer_instances"]
-    if instances > 1:
+    is_heterogeneous = uses_meshes(values) or uses_microbatch_split(values)
+    if values[INSTANCES] > 1 and is_heterogeneous:
         yield (
-            "num_distributed_optimizer_instances",
-            "must be 1, because the optimizer is sharded over all data-parallel ranks; found "
-            f"{instances}",
+            INSTANCES,
+            f"{values[INSTANCES]} is not supported in heterogeneous training; leave it out",
         )
-    if shards_gradients(values) and (uses_meshes(values) or uses_microbatch_split(values)):
+    if shards_gradients(values) and is_heterogeneous:
         yield (
             SHARDING,
             f"{values[SHARDING]} is not supported in heterogeneous training, in which replicas "

@@ -43,6 +43,7 @@ from flagscale.config.arguments.rules.parallel_layout import (
     virtual_chunks,
 )
 from flagscale.config.arguments.rules.recompute import check_recompute, check_recompute_steps
+from flagscale.config.arguments.rules.sharding import check_instances
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.system_arguments import (
     LAYER_SPLIT,
@@ -101,6 +102,7 @@ def check_world_size(values: Values, world_size: int) -> list[Violation]:
     if uses_microbatch_split(values):
         return [*check_split_syntax(values)] or [*check_split(values, replicas)]
     violations = [*check_batches(values, replicas), *check_expert_ranks(values, world_size)]
+    violations = violations or [*check_instances(values, world_size)]
     return violations or _check_recomputed_steps(values, world_size)
 
 

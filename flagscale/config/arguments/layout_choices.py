@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.config.arguments.spec.system_arguments import (
+    INSTANCES,
     NO_SHARD,
     OPTIM_GRADS_PARAMS,
     SHARDING,
@@ -171,6 +172,14 @@ def _gradient_sharding(context: ChoiceContext) -> Iterator[Setting]:
         yield {SHARDING: strategy}
 
 
+def _instances(context: ChoiceContext) -> Iterator[Setting]:
+    """Yield the experiment's number of groups of ranks that share state, or 1 if none do."""
+    sharing_ranks, own = context.replicas * context.values[CP], context.base[INSTANCES]
+    is_possible = context.values[SHARDED] and sharing_ranks % own == 0
+    for instances in context.requested.get(INSTANCES, (own if is_possible else 1,)):
+        yield {INSTANCES: instances}
+
+
 def _recomputation(context: ChoiceContext) -> Iterator[Setting]:
     """Yield no recomputation, the experiment's own, more and more modules, and then layers."""
     base = context.base
@@ -256,6 +265,7 @@ CHOICES: tuple[Choice, ...] = (
     Choice((MICRO_BATCH,), _micro_batches),
     Choice((SHARDED,), _optimizer_sharding),
     Choice((SHARDING,), _gradient_sharding, saves_memory=True),
+    Choice((INSTANCES,), _instances),
     Choice(RECOMPUTED, _recomputation, saves_memory=True),
     Choice((LEAN_STATES,), _lean_states, saves_memory=True),
     Choice((OFFLOADED_LAYERS,), _activation_offload, saves_memory=True),
@@ -282,6 +292,7 @@ def neutral_settings() -> dict[str, Any]:
         **dict.fromkeys(RECOMPUTED),
         OFFLOADED_LAYERS: 0,
         SHARDING: NO_SHARD,
+        INSTANCES: 1,
     }
 
 

@@ -17,20 +17,24 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 
-def use_global_grad_norm(optimizer: Any, device: torch.device) -> None:
+def use_global_grad_norm(optimizer: Any, device: torch.device, *, is_hybrid: bool) -> None:
     """Make all chained optimizers of all ranks use one gradient norm and skip steps together.
 
     Args:
         optimizer: a ``ChainedOptimizer`` with the same number of optimizers on every rank.
         device: device of the gradients.
+        is_hybrid: groups of ranks have a replica of all gradients each (hybrid sharding).
     """
+    group = dist.group.WORLD
+    if is_hybrid:
+        group = parallel_state.get_intra_distributed_optimizer_instance_group()
     for chained in optimizer.chained_optimizers:
-        chained.grad_stats_parallel_group = dist.group.WORLD
-    optimizer.get_grad_norm = partial(_compute_global_norm, optimizer, device)
+        chained.grad_stats_parallel_group = group
+    optimizer.get_grad_norm = partial(_compute_global_norm, optimizer, device, group)
 
 
 @torch.no_grad()
-def _compute_global_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
+def _compute_global_norm(optimizer: Any, device: torch.device, group: Any) -> torch.Tensor:
     """Return the L2 norm of the whole model's gradients, equal on all ranks.
 
     A weight that several ranks hold counts once: each replica contributes an equal fraction.
@@ -40,7 +44,7 @@ def _compute_global_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
         squares = _sum_squares(chained.get_main_grads_for_grad_norm())
         if squares is not None:
             sum_of_squares += squares / _count_replicas(chained)
-    dist.all_reduce(sum_of_squares)
+    dist.all_reduce(sum_of_squares, group=group)
     return sum_of_squares.sqrt()
 
 

@@ -99,7 +99,11 @@ def build_optimizer(
     identify_groups(optimizer, has_muon=has_muon)
     connect_members(args, optimizer, chunks)
     if args.meshes is not None or args.num_moe_experts:
-        use_global_grad_norm(optimizer, device.torch_device)
+        use_global_grad_norm(
+            optimizer,
+            device.torch_device,
+            is_hybrid=args.num_distributed_optimizer_instances > 1,
+        )
     return optimizer
 
 

@@ -226,6 +226,19 @@ class ShardedBucket:
             self.grad_data, self.gradient_shard, accumulate=accumulate
         )
 
+    def start_all_reduce(self) -> Any:
+        """Start to sum this rank's shard of a step's gradients over the replicas of the shard.
+
+        Returns:
+            Handle whose ``wait`` must be called before :meth:`finish_step`; None if there are no
+            replicas or gradients.
+        """
+        if self.gradient_shard is None:
+            return None
+        if not self._has_first_gradients:
+            self.gradient_shard.zero_()
+        return self._collectives.start_all_reduce(self.gradient_shard)
+
     def start_step(self) -> None:
         """Discard the gradients of the last step and set ``main_grad`` to the unsharded ones."""
         if self.gradient_shard is None:
@@ -244,7 +257,7 @@ class ShardedBucket:
         """
         if self.gradient_shard is None:
             return
-        if not self._has_first_gradients:
+        if not self._has_first_gradients and self._collectives.replica_group is None:
             self.gradient_shard.zero_()
         elif self.gradient_scaling_factor != 1.0:
             self.gradient_shard *= self.gradient_scaling_factor

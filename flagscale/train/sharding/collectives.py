@@ -41,10 +41,18 @@ class ShardCollectives(ABC):
     """Collectives of one process group on tensors of which each rank has a shard.
 
     All ranks call the methods in the same order with tensors of the same sizes.
+
+    Attributes:
+        group: the ranks.
+        replica_group: the ranks with the same shard in all groups; None with one group.
+        rank: index of this rank in the group.
+        ranks: number of ranks in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, replica_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group, self.replica_group = group, replica_group
         self.rank, self.ranks = group.rank(), group.size()
 
     @abstractmethod
@@ -85,6 +93,16 @@ class ShardCollectives(ABC):
         """Make the current streams of all ranks wait for each other, if ranks read each other's
         memory.
         """
+
+    def start_all_reduce(self, shard: torch.Tensor) -> Any:
+        """Start to sum a shard of gradients over all groups, each of which has a replica.
+
+        Returns:
+            Handle whose ``wait`` makes the current stream wait for the end; None with one group.
+        """
+        if self.replica_group is None:
+            return None
+        return dist.all_reduce(shard, group=self.replica_group, async_op=True)
 
     def local_part(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor."""
@@ -138,19 +156,25 @@ class PeerMemoryCollectives(ShardCollectives):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
+        self,
+        group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        timeout: timedelta,
     ) -> None:
         """Create the streams and make sure that each rank can read the memory of the others.
 
         Args:
             group: the ranks. All of them call it.
+            replica_group: see the base class.
             device: device of this rank.
             timeout: time after which a rank fails that waits for another one on the device.
 
         Raises:
             JobError: a rank has no memory left, or the devices are not connected.
         """
-        super().__init__(group)
+        super().__init__(group, replica_group)
         self._device = device
         self._timeout = timeout
         self._module = torch.get_device_module(device)
@@ -311,22 +335,28 @@ def run_on_group(group: dist.ProcessGroup, function: Callable[[], T], task: str)
     return result  # type: ignore[no-any-return]
 
 
-def create_collectives(group: dist.ProcessGroup, *, timeout: timedelta) -> ShardCollectives:
+def create_collectives(
+    group: dist.ProcessGroup, replica_group: dist.ProcessGroup | None, *, timeout: timedelta
+) -> ShardCollectives:
     """Return the collectives for a process group. All ranks of the group call it.
 
     Ranks read each other's memory if all of them are on one host whose devices support it.
-    ``timeout`` is that of operations between ranks.
+
+    Args:
+        group: the ranks that share weights.
+        replica_group: the ranks with the same shard in all groups; None with one group.
+        timeout: timeout of operations between ranks.
     """
     device = current_device()
     if group.size() == 1:
-        return BackendCollectives(group)
+        return BackendCollectives(group, replica_group)
     locations: list[Any] = [None] * group.size()
     location = (socket.gethostname(), device.symmetric_memory)
     dist.all_gather_object(locations, location, group=group)
     if len(set(locations)) > 1 or not device.symmetric_memory:
-        return BackendCollectives(group)
+        return BackendCollectives(group, replica_group)
     try:
-        return PeerMemoryCollectives(group, device.torch_device, timeout=timeout)
+        return PeerMemoryCollectives(group, replica_group, device.torch_device, timeout=timeout)
     except (RuntimeError, JobError) as error:  # on all ranks, such as of devices without links
         if group.rank() == 0:
             warnings.warn(
@@ -334,4 +364,4 @@ def create_collectives(group: dist.ProcessGroup, *, timeout: timedelta) -> Shard
                 f"not over peer memory: {error}",
                 stacklevel=2,
             )
-        return BackendCollectives(group)
+        return BackendCollectives(group, replica_group)

@@ -25,6 +25,11 @@ One micro-batch, with what the communication streams do below what the compute s
 6. When layer k-2 begins, that reduce-scatter is waited for. Its result has been added to this
    rank's shard of the gradients, and the memory of the unsharded ones is used by layer k-2.
 
+With hybrid sharding (``num_distributed_optimizer_instances``) groups of data-parallel ranks, such
+as those of a host, share the weights, and each group has a replica. Collectives of steps 1 to 6 are
+within a group. In the last micro-batch, the all-reduce of a unit's shard of the gradients between
+the groups follows step 6.
+
 After the last micro-batch ``main_grad`` of a weight is the part of it that is in this rank's shard.
 :class:`.optimizer.ShardedOptimizer` updates its main parameters (fp32 shards) with it and writes
 them to the shards of the weights.
@@ -69,8 +74,6 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     from the start of a micro-batch's forward pass to the end of its backward pass.
 
     Attributes:
-        forward_passes_left: number of forward passes for training that are to come in this step.
-            The caller sets it; the weights that the next one reads first are prefetched.
         buffers: buckets of the trained weights, except for those of experts.
         expert_parallel_buffers: buckets of the trained weights of experts.
     """
@@ -102,8 +105,9 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
+        replica_group = groups["inter_dist_opt_group"]
         self._collectives = {
-            of_experts: create_collectives(groups[name], timeout=timeout)
+            of_experts: create_collectives(groups[name], replica_group, timeout=timeout)
             for of_experts, name in ((False, "intra_dp_cp_group"), (True, "intra_expt_dp_group"))
         }
         # Sums over the ranks become gradients of the mean loss. The factor is the same for experts,
@@ -135,7 +139,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         if accumulates_in_layers:
             self._accumulated_weights = bind_accumulators(unwrap_model(self))
         self._in_backward_pass = False
-        self.forward_passes_left = 0
+        self._forward_passes_left = self._backward_passes_left = 0
         self._add_hooks()
 
     # Hooks
@@ -164,7 +168,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         if self._head_has_embedding or not self._layer_units:
             self._head_unit.all_gather()
         if torch.is_grad_enabled():
-            self.forward_passes_left -= 1
+            self._forward_passes_left -= 1
 
     def _prefetch_first_units(self) -> None:
         """Prefetch the weights that the forward pass of a micro-batch reads first."""
@@ -266,8 +270,9 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
     def _post_backward_chunk(self) -> None:
         self._reduce_scatter(self._units)
         self._in_backward_pass = False
+        self._backward_passes_left -= 1
         # In the last phase of a pipeline, no forward pass follows a backward pass.
-        if self.forward_passes_left > 0:
+        if self._forward_passes_left > 0:
             self._prefetch_first_units()
 
     def _reduce_scatter(self, units: Sequence[ShardedUnit]) -> None:
@@ -275,7 +280,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         weights. Those that were started before are waited for.
         """
         for unit in units:
-            unit.finish_reduce_scatter()
+            if unit.finish_reduce_scatter() and self._backward_passes_left == 1:
+                unit.start_all_reduce()
         for unit in units:
             unit.zero_unwritten_gradients()
             self._check_gradients(unit)
@@ -295,6 +301,14 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
 
     # Methods that schedules and the optimizer call
 
+    def set_micro_batches(self, count: int) -> None:
+        """Set the number of micro-batches of the step that begins.
+
+        It tells when no forward pass follows, for which weights would be prefetched, and when
+        gradients are complete.
+        """
+        self._forward_passes_left = self._backward_passes_left = count
+
     def zero_grad_buffer(self) -> None:
         """Zero the gradients at the start of a step."""
         for param in self.params_with_grad:
@@ -312,6 +326,9 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         assert not force_all_reduce
         for unit in self._units:
             unit.finish_reduce_scatter()
+            unit.start_all_reduce()
+        for unit in self._units:
+            unit.finish_all_reduce()
         # From here on no rank reads the weights of another one, until the optimizer has updated
         # them.
         self._synchronize_ranks()

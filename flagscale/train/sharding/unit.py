@@ -44,6 +44,7 @@ class ShardedUnit:
         self._is_unsharded = not shards_weights
         self._all_gathers: list[Any] | None = None
         self._reduce_scatters: list[Any] | None = None
+        self._all_reduces: list[Any] | None = None
         self._has_gradients = False
 
     @property
@@ -110,12 +111,33 @@ class ShardedUnit:
         if self.has_unreduced_gradients:
             self._reduce_scatters = [bucket.start_reduce_scatter() for bucket in self.buckets]
 
-    def finish_reduce_scatter(self) -> None:
-        """Wait until the gradients that are being reduced, if any, are in the shards."""
-        if self._reduce_scatters is not None:
-            _wait_all(self._reduce_scatters)
-            self._reduce_scatters, self._has_gradients = None, False
-            self.gradient_memory.unit = None
+    def finish_reduce_scatter(self) -> bool:
+        """Wait until the gradients that are being reduced are in the shards.
+
+        Returns:
+            False if none are being reduced.
+        """
+        if self._reduce_scatters is None:
+            return False
+        _wait_all(self._reduce_scatters)
+        self._reduce_scatters, self._has_gradients = None, False
+        self.gradient_memory.unit = None
+        return True
+
+    def start_all_reduce(self) -> None:
+        """Start to sum the gradients of a step over the replicas of this rank's shards.
+
+        The reduce-scatter of the last micro-batch must have finished.
+        """
+        if self._all_reduces is None:
+            self._all_reduces = [bucket.start_all_reduce() for bucket in self.buckets]
+
+    def finish_all_reduce(self) -> None:
+        """Wait for the gradients of the other replicas."""
+        self.start_all_reduce()
+        assert self._all_reduces is not None
+        _wait_all(self._all_reduces)
+        self._all_reduces = None
 
 
 def _wait_all(handles: Sequence[Any]) -> None:

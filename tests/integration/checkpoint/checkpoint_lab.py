@@ -28,6 +28,7 @@ LLAMA = """
 """
 MOE = LLAMA + " --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 DIST_OPT = "--use-distributed-optimizer"
+HYBRID = "--num-distributed-optimizer-instances 2"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 PRECISION_AWARE = f"{DIST_OPT} --use-precision-aware-optimizer"
 LEAN_MOMENTS = f"{PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
@@ -63,6 +64,10 @@ LAYOUTS = {
     "dp2-sharded": Layout(2, f"{SHARDED} --transformer-impl compiled"),
     "bf16-pp2-dp2-sharded": Layout(
         4, f"{PP2} {SHARDED} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", "bf16"
+    ),
+    "cp2-dp2-sharded-hybrid": Layout(4, f"--context-parallel-size 2 {SHARDED} {HYBRID}"),
+    "moe-ep2-dp2-do-hybrid": Layout(
+        4, f"--expert-model-parallel-size 2 {DIST_OPT} {HYBRID}", "moe"
     ),
     "moe-ep2-sharded": Layout(
         2, "--expert-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads", "moe"

@@ -65,6 +65,10 @@ RESHARDED_PAIRS = (
     ("bert-tp2-sp-do", "bert-pp2-do"),
     ("dp2-do", "dp2-sharded"),
     ("dp2-sharded", "tp2-sp-do"),
+    ("dp2-sharded", "cp2-dp2-sharded-hybrid"),
+    ("cp2-dp2-sharded-hybrid", "tp2-sp-do"),
+    ("moe-ep2-do", "moe-ep2-dp2-do-hybrid"),
+    ("moe-ep2-dp2-do-hybrid", "moe-grouped-ep2-do"),
     ("bf16-dp2-do", "bf16-pp2-dp2-sharded"),
     ("bf16-pp2-dp2-sharded", "bf16-offload"),
     ("sgd-one", "sgd-tp2"),
@@ -84,7 +88,7 @@ SLOW_LAYOUTS = {
     *("meshes", "tied-meshes-turned-do", "meshes-vpp2-do", "meshes-cp2-do", "moe-meshes-ep2-do"),
     *("moe-meshes-do", "moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
     *("dp2", "pp2", "cp2-do", "bert-pp2-do", "sgd-one", "sgd-tp2"),
-    *("mtp-meshes-do", "mtp-pp2-do"),
+    *("mtp-meshes-do", "mtp-pp2-do", "moe-ep2-dp2-do-hybrid"),
 }
 """Layouts that seldom detect an error that the others do not detect."""
 

@@ -208,11 +208,12 @@ def compute_weight_statistics(args: Any, state: Any, config: Any) -> dict[str, l
             for name, weight in iter_global_parameters(state.modules()[0], config)
         }
     for chunk in state.chunks if shards_weights(vars(args)) else ():
+        count = count_unsharded_weights([chunk])
         for units in (chunk.iter_unsharded(), chunk.iter_writable()):
             with suppress(ZeroDivisionError), closing(units):
                 for _ in units:
                     raise ZeroDivisionError
-        assert not count_unsharded_weights([chunk])
+        assert count_unsharded_weights([chunk]) == count
     return statistics
 
 

@@ -321,6 +321,11 @@ def test_arguments_of_external_program_are_not_checked() -> None:
     assert "its own parser checks the arguments" in note
 
 
+HYBRID = {
+    "data_parallel_sharding_strategy": "optim_grads",
+    "num_distributed_optimizer_instances": 2,
+    "global_batch_size": 12,
+}
 WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "one": ({}, 1, None),
     "dp": ({"global_batch_size": 8}, 8, None),
@@ -355,6 +360,23 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
         {"num_moe_experts": 4, "expert_model_parallel_size": 4},
         2,
         "2 ranks are not divisible by expert-parallel size 4",
+    ),
+    "instances": ({**HYBRID, "context_parallel_size": 2, "global_batch_size": 4}, 8, None),
+    "instances-no": (
+        {**HYBRID, "num_distributed_optimizer_instances": 3, "global_batch_size": 8},
+        8,
+        "3 does not divide data-parallel size 8; use 1, 2, 4 or 8",
+    ),
+    "instances-context": (
+        {**HYBRID, "num_distributed_optimizer_instances": 4, "context_parallel_size": 2},
+        6,
+        "4 does not divide data-parallel size 3 x context 2 = 6; use 1, 2, 3 or 6",
+    ),
+    "instances-experts": (
+        {**HYBRID, "num_moe_experts": 4, "expert_model_parallel_size": 4},
+        4,
+        "2 does not divide the 1 data-parallel ranks of experts (expert-parallel size 4 x expert "
+        "tensor-parallel size 1); use 1",
     ),
 }
 

@@ -270,7 +270,19 @@ PROBLEMS: Problems = {
     "instances": (
         {"num_distributed_optimizer_instances": 2},
         "num_distributed_optimizer_instances",
-        "the optimizer is sharded over all data-parallel ranks; found 2",
+        "2 has no effect, because no state is sharded; set data_parallel_sharding_strategy: optim, "
+        "optim_grads or optim_grads_params, or leave it out",
+    ),
+    "instances-replicas": (
+        {
+            "num_distributed_optimizer_instances": 2,
+            "use_distributed_optimizer": True,
+            "enable_hetero": True,
+            "hetero_mode": "dp",
+            "hetero_micro_batch_sizes": ["1", "1", "1", "1"],
+        },
+        "num_distributed_optimizer_instances",
+        "2 is not supported in heterogeneous training; leave it out",
     ),
     **{
         f"recompute-{name}": (

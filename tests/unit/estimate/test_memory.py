@@ -59,6 +59,19 @@ def test_fp8_copies_are_added_to_weights(ends: str, eight: int) -> None:
     assert fp8_stages.activations < bf16_stages.activations
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_instances_keep_as_much_as_fewer_ranks(strategy: str) -> None:
+    options = f"{WHOLE} --data-parallel-sharding-strategy {strategy}"
+    hybrid_options = f"{options} --num-distributed-optimizer-instances 2"
+    memory, expected, most_sharded = (
+        forecast_llama(more, world).stages[0].memory
+        for more, world in ((hybrid_options, 16), (options, 8), (options, 16))
+    )
+    for field in ("weights", "gradients", "optimizer"):
+        assert getattr(memory, field) == getattr(expected, field), field
+    assert memory.optimizer > most_sharded.optimizer
+
+
 def test_adapters_alone_have_gradients_and_an_optimizer() -> None:
     lora = "--peft-type lora --lora-dim 8 --lora-target-modules linear_qkv linear_fc2"
     stages = forecast_llama(f"{WHOLE} {lora} {TP2_PP2}", 4).stages

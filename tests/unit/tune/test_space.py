@@ -215,6 +215,28 @@ def test_measurements_of_one_host_predict_many() -> None:
     assert four.seconds_by_cause["data"] > one.seconds_by_cause.get("data", 0.0)
 
 
+def test_instances_communicate_less_between_hosts() -> None:
+    sharding = {"data_parallel_sharding_strategy": "optim_grads_params"}
+    seconds = []
+    for instances in (1, 4):
+        hybrid = {"num_distributed_optimizer_instances": instances}
+        problem = make_problem(8, "H100", **LARGE_MODEL, **sharding, **hybrid, global_batch_size=64)
+        setting = {name: problem.values[name] for name in CHOSEN_ARGUMENTS}
+        setting["use_distributed_optimizer"] = True
+        hosts = problem.machine.with_hosts(4)
+        seconds.append(problem.predict(setting, hosts).seconds_by_cause["data"])
+    assert seconds[1] < seconds[0]
+
+
+def test_instances_of_the_experiment_are_kept() -> None:
+    problem = make_problem(8, num_distributed_optimizer_instances=2, use_distributed_optimizer=True)
+    settings = [layout.setting for layout in enumerate_space(problem).candidates]
+    assert {setting["num_distributed_optimizer_instances"] for setting in settings} == {1, 2}
+    for setting in settings:
+        if not setting["use_distributed_optimizer"]:
+            assert setting["num_distributed_optimizer_instances"] == 1
+
+
 def test_unknown_memory_limits_nothing() -> None:
     problem = make_problem(2, "H100", bf16=True)
     unlimited = replace(problem, machine=replace(problem.machine, memory_gib=None))

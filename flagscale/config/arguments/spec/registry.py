@@ -104,7 +104,6 @@ _AT_LEAST_ONE = (
     "moe_shared_expert_intermediate_size",
     "recompute_num_layers",
     "bucket_size",
-    "num_distributed_optimizer_instances",
     "num_dataset_builder_threads",
     "microbatch_group_size_per_vp_stage",
     "initial_loss_scale",

@@ -420,6 +420,7 @@ class ContextParallelism:
 
 
 SHARDING = "data_parallel_sharding_strategy"
+INSTANCES = "num_distributed_optimizer_instances"
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = (
     "no_shard",
     "optim",
@@ -439,6 +440,14 @@ class Sharding:
         "optim_grads_params: weights too, which are gathered layer by layer (ZeRO-3, FSDP). "
         "no_shard: as use_distributed_optimizer says",
         choices=(NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS),
+    )
+    num_distributed_optimizer_instances: int = arg(
+        1,
+        "Number of groups of consecutive data-parallel ranks. State is sharded within a group, and "
+        "each group has a replica (hybrid sharding, HSDP). With one group per host, only the "
+        "gradients' shards are reduced between hosts, once per step. It must divide the "
+        "data-parallel size times the context-parallel size",
+        minimum=1,
     )
 
 

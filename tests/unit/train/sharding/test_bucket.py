@@ -19,6 +19,7 @@ class FirstOfTwo(ShardCollectives):
 
     def __init__(self) -> None:
         self.group: Any = None
+        self.replica_group = None
         self.rank, self.ranks = 0, 2
 
     def allocate_shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
