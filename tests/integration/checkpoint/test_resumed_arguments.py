@@ -357,6 +357,8 @@ NOT_TRIED = {
     lora_dropout_position lora_out_init_method mid_level_dataset_surplus
     moe_enable_routing_replay perform_initialization reset_position_ids""",
     "needs a module of the user": "external_data",
+    "needs Muon": """muon_extra_scale_factor muon_fp32_matmul_prec muon_num_ns_steps
+    muon_split_qkv muon_tp_mode muon_use_nesterov""",
     "needs lean optimizer states": """exp_avg_dtype exp_avg_sq_dtype main_grads_dtype
     main_params_dtype""",
 }
