@@ -67,7 +67,7 @@ def test_bash_completes_words_and_values(tmp_path: Path, environment: dict[str, 
     lines = [
         "flagscale sto",
         f"{KEY}=r",
-        "flagscale run conf/train.yaml train=7",
+        "flagscale run conf/train.yaml train=1",
         "flagscale run con",
         "~/bin/flagscale sto",
     ]
@@ -83,7 +83,7 @@ complete_line() {{
 """
     environment["HOME"] = str(tmp_path)
     output = run_shell(["bash", "--norc", "-c", program], tmp_path, environment)
-    assert output.splitlines() == ["stop", "ready", "70b", "conf/", "stop"]
+    assert output.splitlines() == ["stop", "ready", "1b", "conf/", "stop"]
 
 
 def test_bash_completes_at_a_terminal(tmp_path: Path, environment: dict[str, str]) -> None:

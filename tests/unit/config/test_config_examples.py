@@ -32,6 +32,7 @@ WORLDS = {
     "8b_128k": [8, 16],
     "8b_one_gpu": [1, 2, 8],
     "8b_two_gpus": [2, 8],
+    "70b_eight_gpus": [8, 16],
 }
 
 
