@@ -158,10 +158,18 @@ def sum_by_pair(
         group: context-parallel group, whose ranks hold parts of the rows. The sums are over all
             parts; their gradients are those of this rank's part.
     """
-    selected = numbers.unsqueeze(-1) == torch.arange(max_pairs, device=numbers.device)
-    weights = selected.double() * mask.double().unsqueeze(-1)
-    logps = -torch.einsum("rs,rsk->rk", losses.double(), weights)
-    counts = weights.sum(1)
+    # One place behind those of the pairs is for padding.
+    rows, width = len(numbers), max_pairs + 1
+    begins = width * torch.arange(rows, device=numbers.device).unsqueeze(1)
+    places = (begins + numbers.long().clamp(max=max_pairs)).flatten()
+
+    def sum_tokens(values: Tensor) -> Tensor:
+        sums = torch.zeros(rows * width, dtype=torch.float64, device=values.device)
+        # torch has a deterministic algorithm for one dimension only.
+        sums = sums.scatter_add(0, places, values.double().flatten())
+        return sums.view(rows, width)[:, :max_pairs]
+
+    logps, counts = -sum_tokens(losses * mask), sum_tokens(mask)
     if group is not None and group.size() > 1:
         totals = torch.stack((logps.detach(), counts))
         dist.all_reduce(totals, group=group)
