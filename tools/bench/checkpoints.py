@@ -62,8 +62,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gib", type=float, default=0.5, help="size of a checkpoint")
-    parser.add_argument("--repetitions", type=int, default=3, help="saves and loads of each kind")
+    parser.add_argument(
+        "--gib", type=float, default=0.5, help="size of a checkpoint (default: %(default)s)"
+    )
+    parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--output", type=Path, help="file of the result")
     options = parser.parse_args()
@@ -77,20 +79,40 @@ def main() -> int:
         root = Path(scratch)
         layers = max(1, round(options.gib * _GIB / _BYTES_PER_WEIGHT / _LAYER_WEIGHTS))
         rank = Rank(layers, root / "staging")
-        rows = {}
-        for name, save in (("disk", str(root / "disk")), ("s3", f"s3://{BUCKET}/bench")):
-            rows[name] = rank.measure(save, options.repetitions)
+        disk = rank.open(str(root / "disk"))
+        s3 = rank.open(f"s3://{BUCKET}/bench")
+        samples: dict[str, list[dict[str, float]]] = {"disk": [], "s3": []}
         directory = root / "disk" / "iter_0000000"
+        for _ in range(options.repetitions):
+            # The rates alone are measured in turn, because other load on the machine varies.
+            samples["disk"].append({**rank.measure(*disk), **measure_disk(directory, root)})
+            samples["s3"].append({**rank.measure(*s3), **measure_client(directory)})
         size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-        result |= {"gib": round(size / _GIB, 4), "repetitions": options.repetitions, **rows}
-        result["disk_alone"] = measure_disk(directory, root, options.repetitions)
-        result["s3_client_alone"] = measure_client(directory, options.repetitions)
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        result["peak_memory_gib"] = round(usage.ru_maxrss / 2**20, 2)
+        for _, checkpointer in (disk, s3):
+            checkpointer.close()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    result |= {
+        "gib": round(size / _GIB, 4),
+        "peak_memory_gib": round(usage.ru_maxrss / 2**20, 2),
+        **{name: summarize(items) for name, items in samples.items()},
+    }
     print(json.dumps(result, indent=1))
     if options.output:
         write_json(options.output, result)
     return 0
+
+
+def summarize(samples: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the medians of samples, and the medians of the rates relative to those alone."""
+    medians = {name: statistics.median(item[name] for item in samples) for name in samples[0]}
+    ratios = {
+        f"{name}_of_alone": statistics.median(
+            item[f"{name}_alone"] / item[name] for item in samples
+        )
+        for name in ("save", "load")
+    }
+    rounded = {name: round(value, 3) for name, value in {**medians, **ratios}.items()}
+    return {**rounded, "samples": [{k: round(v, 3) for k, v in item.items()} for item in samples]}
 
 
 class Rank:
@@ -108,45 +130,45 @@ class Rank:
         distributed.init_default_group(self._rank, self._device, backend="gloo", timeout_minutes=5)
         self._state: Any = None
 
-    def measure(self, save: str, repetitions: int) -> dict[str, Any]:
-        """Save to and load from a directory or an address; return seconds, and memory in MiB."""
-        from flagscale.train.step import gathered_parameters
-
-        args = self._prepare(save)
+    def open(self, save: str) -> tuple[Any, Any]:
+        """Return arguments and checkpointer for a directory or an address."""
         from flagscale.train.checkpoint import Checkpointer
 
+        args = self._prepare(save)
         checkpointer = Checkpointer(args)
         checkpointer.check_writable()
-        foreground, stalls, background, loads, memory = [], [], [], [], 0.0
-        for _ in range(repetitions):
-            with gathered_parameters(args, self._state.chunks):
-                begin = time.monotonic()
-                checkpointer.save(self._state, required=True)
-                foreground.append(time.monotonic() - begin)
-                begin = time.monotonic()
-                checkpointer.save(self._state)
-                stalls.append(time.monotonic() - begin)
-            while not checkpointer.poll() or checkpointer._pending_save is not None:
-                memory = max(memory, _uploader_memory())
-                time.sleep(0.01)
-            background.append(time.monotonic() - begin)
-        for _ in range(repetitions):
-            # Read from the storage itself, not from copies of this machine.
-            for path in self._staging.glob("iter_*/manifest.json"):
-                path.unlink()
-            _drop_caches(Path(save))
-            with gathered_parameters(args, self._state.chunks):
-                begin = time.monotonic()
-                checkpointer.load(self._state)
-                loads.append(time.monotonic() - begin)
-        checkpointer.close()
-        return {
-            "save": _describe(foreground),
-            "stall": _describe(stalls),
-            "async_complete": _describe(background),
-            "load": _describe(loads),
-            **({"uploader_mib": round(memory)} if memory else {}),
-        }
+        return args, checkpointer
+
+    def measure(self, args: Any, checkpointer: Any) -> dict[str, float]:
+        """Save in the foreground and in the background, and load.
+
+        Returns:
+            Seconds, and ``uploader_mib``, the peak memory of the process that uploads.
+        """
+        from flagscale.train.step import gathered_parameters
+
+        memory, seconds = 0.0, {}
+        with gathered_parameters(args, self._state.chunks):
+            begin = time.monotonic()
+            checkpointer.save(self._state, required=True)
+            seconds["save"] = time.monotonic() - begin
+            checkpointer.poll()
+            begin = time.monotonic()
+            checkpointer.save(self._state)
+            seconds["stall"] = time.monotonic() - begin
+        while not checkpointer.poll():
+            memory = max(memory, _uploader_memory())
+            time.sleep(0.01)
+        seconds["async_complete"] = time.monotonic() - begin
+        # Read from the storage itself, not from copies on this machine.
+        for path in self._staging.glob("iter_*/manifest.json"):
+            path.unlink()
+        _drop_caches(Path(args.save))
+        with gathered_parameters(args, self._state.chunks):
+            begin = time.monotonic()
+            checkpointer.load(self._state)
+            seconds["load"] = time.monotonic() - begin
+        return {**seconds, "uploader_mib": memory}
 
     def _prepare(self, save: str) -> Any:
         from flagscale.config.arguments.derive import derive_arguments, rank_arguments
@@ -166,53 +188,46 @@ class Rank:
         return args
 
 
-def measure_disk(directory: Path, root: Path, repetitions: int) -> dict[str, Any]:
-    """Write and read the files of a checkpoint without any other work."""
+def measure_disk(directory: Path, root: Path) -> dict[str, float]:
+    """Write and read the files of a checkpoint without any other work; return seconds."""
     files = [path for path in directory.iterdir() if path.is_file()]
-    writes, reads = [], []
-    for _ in range(repetitions):
-        content = {path: path.read_bytes() for path in files}
-        begin = time.monotonic()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(_write_synced, [root / f"raw_{p.name}" for p in files], content.values()))
-        writes.append(time.monotonic() - begin)
-        del content
-        _drop_caches(directory)
-        begin = time.monotonic()
-        buffer = bytearray(8 << 20)
-        for path in files:
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-        reads.append(time.monotonic() - begin)
-    return {"save": _describe(writes), "load": _describe(reads)}
+    content = {path: path.read_bytes() for path in files}
+    targets = [root / f"alone_{path.name}" for path in files]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(_write_synced, targets, content.values()))
+    write_seconds = time.monotonic() - begin
+    del content
+    for target in targets:
+        target.unlink()
+    _drop_caches(directory)
+    begin = time.monotonic()
+    buffer = bytearray(8 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return {"save_alone": write_seconds, "load_alone": time.monotonic() - begin}
 
 
-def measure_client(directory: Path, repetitions: int) -> dict[str, Any]:
+def measure_client(directory: Path) -> dict[str, float]:
     """Transfer the files of a checkpoint by the client of S3 without any other work."""
-    store = ObjectStore(StorageAddress.parse(f"s3://{BUCKET}/raw"))
+    client = ObjectStore(StorageAddress.parse(f"s3://{BUCKET}/alone"))._fs
     files = [path for path in directory.iterdir() if path.is_file()]
-    uploads, reads = [], []
-    for _ in range(repetitions):
-        begin = time.monotonic()
-        for path in files:
-            store._fs.put_file(
-                str(path),
-                f"{BUCKET}/raw/{path.name}",
-                chunksize=PART_BYTES,
-                max_concurrency=CONCURRENT_PARTS,
-            )
-        uploads.append(time.monotonic() - begin)
-        parts = [
-            (f"{BUCKET}/raw/{path.name}", begin, min(begin + PART_BYTES, path.stat().st_size))
-            for path in files
-            for begin in range(0, path.stat().st_size, PART_BYTES)
-        ]
-        begin_time = time.monotonic()
-        with ThreadPoolExecutor(CONCURRENT_PARTS) as pool:
-            list(pool.map(partial(_read_part, store._fs), parts))
-        reads.append(time.monotonic() - begin_time)
-    return {"save": _describe(uploads), "load": _describe(reads)}
+    options = {"chunksize": PART_BYTES, "max_concurrency": CONCURRENT_PARTS}
+    begin = time.monotonic()
+    for path in files:
+        client.put_file(str(path), f"{BUCKET}/alone/{path.name}", **options)
+    upload_seconds = time.monotonic() - begin
+    parts = [
+        (f"{BUCKET}/alone/{path.name}", start, min(start + PART_BYTES, path.stat().st_size))
+        for path in files
+        for start in range(0, path.stat().st_size, PART_BYTES)
+    ]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(CONCURRENT_PARTS) as pool:
+        list(pool.map(partial(_read_part, client), parts))
+    return {"save_alone": upload_seconds, "load_alone": time.monotonic() - begin}
 
 
 def _read_part(client: Any, part: tuple[str, int, int]) -> int:
@@ -226,7 +241,6 @@ def _write_synced(path: Path, content: bytes) -> None:
         while view:
             view = view[file.write(view) :]
         os.fsync(file.fileno())
-    path.unlink()
 
 
 def _drop_caches(directory: Path) -> None:
@@ -246,13 +260,6 @@ def _uploader_memory() -> float:
         for child in children
         if any("upload_worker" in word for word in child.cmdline())
     )
-
-
-def _describe(seconds: list[float]) -> dict[str, Any]:
-    return {
-        "median": round(statistics.median(seconds), 3),
-        "all": [round(value, 3) for value in seconds],
-    }
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ from flagscale.train import train_gpt  # noqa: E402
 ADDRESS = f"s3://{BUCKET}/kills"
 _RANKS = 2
 _VICTIMS = ("both ranks", "one rank", "an uploading process")
-_MAX_TRAINING_SECONDS = 6.0
+_MAX_SAVING_SECONDS = 30.0
+_MAX_DELAY_SECONDS = 4.0
 _START_SECONDS = 90
 _MODEL = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
@@ -108,7 +109,7 @@ class KillLab:
         processes = self._start_ranks(log)
         try:
             loaded = self._wait_until_loaded(processes, log)
-            time.sleep(self._random.uniform(0, _MAX_TRAINING_SECONDS))
+            self._wait_for_kill(log)
             self._kill(victim, processes)
         finally:
             for process in processes:
@@ -176,6 +177,16 @@ class KillLab:
                 break
             time.sleep(0.05)
         raise RuntimeError(f"training does not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+    def _wait_for_kill(self, log: Path) -> None:
+        """Wait for up to two checkpoints, depending on chance, and then for some seconds."""
+        count = self._random.choice((0, 1, 1, 2))
+        deadline = time.monotonic() + _MAX_SAVING_SECONDS
+        while time.monotonic() < deadline:
+            if log.read_text(errors="replace").count("| checkpoint saved in") >= count:
+                break
+            time.sleep(0.05)
+        time.sleep(self._random.uniform(0, _MAX_DELAY_SECONDS))
 
     def _kill(self, victim: str, processes: list[psutil.Process]) -> None:
         """Kill a victim, and train on a little if ranks survive."""

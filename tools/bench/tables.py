@@ -331,6 +331,25 @@ def _ssh_launch_table() -> str:
     )
 
 
+def _checkpoints_table() -> str:
+    results = _read_results("checkpoints-cpu")
+    headings = ("", "save, s/GiB", "of the rate alone", "load, s/GiB", "of the rate alone", "stall")
+    rows = []
+    for name, title in (("disk", "disk"), ("s3", "S3 server")):
+        row = results[name]
+        rows.append(
+            (
+                title,
+                f"{row['save'] / results['gib']:.1f}",
+                f"{100 * row['save_of_alone']:.0f} %",
+                f"{row['load'] / results['gib']:.1f}",
+                f"{100 * row['load_of_alone']:.0f} %",
+                f"{row['stall']:.2f} s",
+            )
+        )
+    return _format_table(headings, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "llama": _llama_table,
     "traces": _trace_table,
@@ -345,6 +364,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "sharding": _sharding_table,
     "states": _optimizer_states_table,
     "optimizers": _optimizers_table,
+    "checkpoints": _checkpoints_table,
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,
