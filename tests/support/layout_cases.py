@@ -353,6 +353,7 @@ HOMOGENEOUS_CASES = (
         "moe",
     ),
     LayoutCase("dp2-do-hybrid", 2, TIED, f"{OVERLAP} {HYBRID}", "tied"),
+    LayoutCase("muon-cp2-dp2-sharded-hybrid", 4, MUON, f"{CP2} {SHARD_WEIGHTS} {HYBRID}", "muon"),
     LayoutCase("cp2-dp2-sharded-hybrid", 4, LLAMA, f"{CP2} {SHARD_WEIGHTS} {HYBRID}", "llama"),
     LayoutCase("fp16-dp4-do-hybrid", 4, FP16, f"{DISTRIBUTED_OPTIMIZER} {HYBRID}", "fp16", 1e-3),
     LayoutCase(
