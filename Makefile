@@ -34,7 +34,7 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.setup-dev: $(VENV)/.setup
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,data,bench,reference,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[train,data,bench,reference,evaluate,dev]'
 	@touch $@
 
 # Only for the slow tests, so that other tests do not wait for the installation.

@@ -68,6 +68,7 @@ examples
   flagscale comm list                                         list usable backends
   flagscale bench traffic --hosts node[1-4] --tail 3          load their network to a known tail
   flagscale convert /models/Llama-3.2-1B checkpoints/llama    from Hugging Face, or back
+  flagscale evaluate checkpoints/llama --tasks arc_easy       with lm-evaluation-harness
 
 `flagscale run CONF/train.yaml x=y` is `python run.py --config-path CONF --config-name train x=y`.
 """
@@ -86,6 +87,7 @@ _TOOLS = (
     "comm",
     "bench",
     "convert",
+    "evaluate",
 )
 """Commands that are not actions."""
 _COMPLETION_HELP = "print the script of a shell that completes commands, keys, runs and hosts"
@@ -96,6 +98,11 @@ _RUNS_HELP = "list your runs, newest first: state, step, age and directory"
 _REPORT_HELP = "write a run's page, or one of several side by side: curves, events, hosts, failure"
 _RERUN_HELP = "start a run again with its recorded configuration, in a new directory"
 _HEALTH_HELP = "measure the hardware of hosts and compare them, without a run"
+_TORCH_MODULES = {
+    "convert": "flagscale.train.checkpoint.formats.convert",
+    "evaluate": "flagscale.train.evaluation.command",
+}
+"""Modules of the commands that need torch. They parse their own options."""
 _PATCH_COMMANDS = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
@@ -121,8 +128,8 @@ def _dispatch(argv: list[str]) -> int:
         return function(argv[1:])
     if argv[:1] == [completion.COMPLETE]:
         return completion.print_candidates(argv[1:], _create_parser(), _read_groups)
-    if argv[:1] == ["convert"]:
-        return _convert(argv[1:])
+    if argv[:1] and argv[0] in _TORCH_MODULES:
+        return _run_with_torch(_TORCH_MODULES[argv[0]], argv[1:])
     if argv[:1] in (["comm"], ["bench"]):
         from flagscale.bench.cli import main_bench, main_comm
 
@@ -245,6 +252,11 @@ def _create_parser() -> argparse.ArgumentParser:
         help="convert a model between Hugging Face and training checkpoints",
         add_help=False,
     )
+    commands.add_parser(
+        "evaluate",
+        help="evaluate a checkpoint on tasks of lm-evaluation-harness",
+        add_help=False,
+    )
     for name, (_, help_text) in _PATCH_COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)
     return parser
@@ -317,11 +329,10 @@ def _call_action(call: ActionCall) -> int:
     return run_action(call.config.parent.absolute(), call.config.name, overrides)
 
 
-def _convert(argv: list[str]) -> NoReturn:
-    """Replace this process with the converter, which needs torch; the launcher does not."""
+def _run_with_torch(module: str, argv: list[str]) -> NoReturn:
+    """Replace this process with a module that needs torch; the launcher does not."""
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    module = "flagscale.train.checkpoint.formats.convert"
     paths = [str(BACKEND_SOURCE), str(PROJECT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     sys.stdout.flush()

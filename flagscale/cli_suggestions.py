@@ -22,6 +22,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("memory", "profile", "cost"), "estimate"),
     **dict.fromkeys(("plot", "dashboard", "tensorboard", "compare"), "report"),
     **dict.fromkeys(("export", "import"), "convert"),
+    **dict.fromkeys(("eval", "lm_eval", "lm-eval"), "evaluate"),
     **dict.fromkeys(("doc", "docs", "man", "search", "option", "options", "keys"), "explain"),
     **dict.fromkeys(("benchmark", "nccl-tests"), "bench"),
     **dict.fromkeys(("sweep", "multirun"), "run CONFIG -m key=a,b"),

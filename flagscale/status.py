@@ -17,8 +17,10 @@ progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_sec
             tokens_per_second, tokens_per_second_per_gpu, tflops_per_gpu, mfu, memory_gib;
             written by one rank per job
 evaluation  step, loss; written by the same rank
-checkpoint  step, path, seconds: a checkpoint is complete on disk; best, valid_loss: its
-            validation loss is the lowest so far
+tasks       step, seconds, scores: metrics of an evaluation on tasks by name; written by the
+            same rank
+checkpoint  step, path, seconds: a checkpoint is complete on disk; best, and either valid_loss
+            or best_metric and best_value: its evaluation is the best so far
 sections    step, steps: number of measured steps since the last report; data, forward, backward,
             optimizer, waiting (for others), other: mean seconds of a step of this rank
 stragglers  step; stragglers: ranks that work longer in a step than equal ranks, each with rank,
@@ -82,6 +84,7 @@ EVENTS = (
     "ready",
     "progress",
     "evaluation",
+    "tasks",
     "checkpoint",
     "sections",
     "stragglers",
@@ -107,6 +110,13 @@ class Event:
         """Return a numeric field; None if it is missing or no number."""
         value = self.fields.get(name)
         return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def get_numbers(self, name: str) -> dict[str, float]:
+        """Return the numbers by name of a field; none if it is missing or has another form."""
+        values = self.fields.get(name)
+        if not isinstance(values, dict):
+            return {}
+        return {str(key): value for key, value in values.items() if type(value) in (int, float)}
 
 
 class StatusWriter:

@@ -73,6 +73,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic("fine-tuning", "Conversations", groups=("Conversations",)),
     Topic("fine-tuning", "Preferences", groups=("Preferences",)),
     Topic("fine-tuning", "Answers to prompts", groups=("Prompts",)),
+    Topic("fine-tuning", "Evaluation on tasks", groups=("Tasks",)),
     Topic("parallelism", "Heterogeneous devices", groups=("Heterogeneous",)),
     Topic("parallelism", "Heterogeneous devices", r"hetero\w*|hetereogenous\w*"),
     Topic("logging", "Profiling", groups=("Profiling",)),

@@ -197,6 +197,7 @@ def find_inputs(command: Sequence[str]) -> tuple[dict[str, list[str]], dict[str,
         CHAT_TEMPLATE,
         DATA_PHASES,
         EVAL_PROMPTS,
+        EVAL_TASKS,
         TOKENIZER_PATHS,
         files_needed,
     )
@@ -211,7 +212,7 @@ def find_inputs(command: Sequence[str]) -> tuple[dict[str, list[str]], dict[str,
         elif name:
             values[name].append(word)
     blends = {n: words for n, words in values.items() if n in BLENDS or n == DATA_PHASES}
-    read = (*BLENDS, DATA_PHASES, *TOKENIZER_PATHS, CHAT_TEMPLATE, EVAL_PROMPTS)
+    read = (*BLENDS, DATA_PHASES, *TOKENIZER_PATHS, CHAT_TEMPLATE, EVAL_PROMPTS, EVAL_TASKS)
     paths = {
         path: argument
         for argument in read

@@ -101,14 +101,19 @@ class Snapshot:
     loss: float | None = None
     validation_loss: float | None = None
     """Last validation loss; the mean over the validation sets, if there are several."""
+    task_scores: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the last evaluation on tasks (``eval_tasks``), by name."""
     tokens_per_second: float | None = None
     tokens_per_second_per_gpu: float | None = None
     memory_gib: float | None = None
     eta_seconds: float | None = None
     best_step: int | None = None
-    """Step of the best checkpoint (``save_best``), ``best_loss`` its validation loss, and
+    """Step of the best checkpoint (``save_best``), ``best_loss`` its validation loss, or
+    ``best_metric`` and ``best_value`` the metric that was evaluated instead, and
     ``best_checkpoint`` its directory."""
     best_loss: float | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
     best_checkpoint: str | None = None
     end_detail: str | None = None
     """Reason why training completed before its last step."""
@@ -348,7 +353,10 @@ def _phase_start(
 def _training_metrics(events: dict[int, list[Event]], phase: Phase) -> dict[str, Any]:
     """Return the latest training metrics, and the remaining time at the recent speed."""
     rows = _sorted_events(events, "progress")
-    metrics: dict[str, Any] = {"validation_loss": _validation_loss(events)}
+    metrics: dict[str, Any] = {
+        "validation_loss": _validation_loss(events),
+        "task_scores": _task_scores(events),
+    }
     if not rows:
         return metrics
     latest = rows[-1]
@@ -379,6 +387,12 @@ def _validation_loss(events: dict[int, list[Event]]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
+def _task_scores(events: dict[int, list[Event]]) -> dict[str, float]:
+    """Return the scores of the last evaluation on tasks."""
+    rows = _sorted_events(events, "tasks")
+    return rows[-1].get_numbers("scores") if rows else {}
+
+
 def _best_checkpoint(events: dict[int, list[Event]]) -> dict[str, Any]:
     """Return the fields of the last checkpoint that was reported as the best one."""
     checkpoints = [row for row in _sorted_events(events, "checkpoint") if row.get("best")]
@@ -388,6 +402,8 @@ def _best_checkpoint(events: dict[int, list[Event]]) -> dict[str, Any]:
     return {
         "best_step": best.get_number("step"),
         "best_loss": best.get_number("valid_loss"),
+        "best_metric": best.get("best_metric"),
+        "best_value": best.get_number("best_value"),
         "best_checkpoint": None if best.get("path") is None else str(best.get("path")),
     }
 

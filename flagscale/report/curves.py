@@ -13,6 +13,7 @@ from flagscale.report.run import RunReport, make_labels
 _MAX_PAGE_POINTS = 60_000
 """Maximum number of points on a page; browsers draw so many without delay."""
 _MAX_OTHER_PLOTS = 24
+_MAX_TASK_LINES = 24
 
 
 class ReportedMetric(NamedTuple):
@@ -50,12 +51,45 @@ def run_colour(index: int) -> int:
 
 
 def main_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
-    """Return the plots of :data:`METRICS`, one per metric that a run has."""
-    return [
+    """Return the plots of :data:`METRICS`, one per metric that a run has, and those of scores on
+    tasks.
+    """
+    plots = [
         plot
         for metric in METRICS
         if (plot := _make_plot(metric, run_reports, has_marks=True)) is not None
     ]
+    return [*plots, *_task_plots(run_reports)]
+
+
+def _task_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
+    """Return one plot per metric of tasks, such as ``acc``, with a line per task and run."""
+    names = make_labels(run_reports) if len(run_reports) > 1 else [""]
+    lines_by_metric: dict[str, list[Line]] = {}
+    for run, name in zip(run_reports, names, strict=True):
+        for score, values in _collect_scores(run).items():
+            task, _, metric = score.rpartition("/")
+            lines = lines_by_metric.setdefault(metric, [])
+            steps = sorted(values)
+            scores = [values[step] for step in steps]
+            lines.append(Line(f"{name} {task}".strip(), steps, scores, run_colour(len(lines))))
+    return [
+        Plot(f"Tasks: {metric}", "", lines[:_MAX_TASK_LINES], group="steps")
+        for metric, lines in [*lines_by_metric.items()][:_MAX_OTHER_PLOTS]
+    ]
+
+
+def _collect_scores(run: RunReport) -> dict[str, dict[int, float]]:
+    """Return the scores on tasks by name and step; of a repeated step, those of the last time."""
+    scores: dict[str, dict[int, float]] = {}
+    for attempt in run.attempts:
+        for event in attempt.events_of_kind("tasks"):
+            step = step_of(event)
+            if step is None:
+                continue
+            for name, value in event.get_numbers("scores").items():
+                scores.setdefault(name, {})[step] = float(value)
+    return scores
 
 
 def other_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
@@ -116,7 +150,7 @@ def _step_bounds(attempt: Attempt) -> Iterator[int]:
         yield from (attempt.steps[0], attempt.steps[-1])
     yield from (
         step
-        for event in attempt.events_of_kind("evaluation")
+        for event in attempt.events_of_kind("evaluation", "tasks")
         if (step := step_of(event)) is not None
     )
 

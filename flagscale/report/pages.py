@@ -49,7 +49,7 @@ _PHASE_CLASSES = {
     **dict.fromkeys((Phase.COMPLETED, Phase.RUNNING), "good"),
     **dict.fromkeys((Phase.FAILED, Phase.LOST, Phase.UNREACHABLE), "bad"),
 }
-_FREQUENT_KINDS = ("checkpoint", "evaluation")
+_FREQUENT_KINDS = ("checkpoint", "evaluation", "tasks")
 
 
 def write_page(states: Sequence[RunState], output: Path) -> Path:

@@ -90,12 +90,15 @@ def _restart_event(
     )
 
 
+_REPORTED_KINDS = (
+    *("checkpoint", "evaluation", "tasks", "stragglers", "warning", "ready", "finished"),
+)
+
+
 def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
     """Yield events reported by ranks."""
     reported: set[tuple[str, int | None]] = set()
-    for event in attempt.events_of_kind(
-        "checkpoint", "evaluation", "stragglers", "warning", "ready", "finished"
-    ):
+    for event in attempt.events_of_kind(*_REPORTED_KINDS):
         text = _describe_event(event)[:_MAX_CHARACTERS]
         step, kind = step_of(event), event.event
         # Equal reports of several ranks become one event.
@@ -113,8 +116,8 @@ def _describe_event(event: Event) -> str:
     if event.event == "checkpoint":
         mark = "best checkpoint" if event.get("best") else "checkpoint"
         return f"{mark} saved in {event.get('seconds', '?')} s: {event.get('path', '?')}"
-    if event.event == "evaluation":
-        return f"{event.get('data', '')} validation loss {event.get('loss', '?')}".strip()
+    if event.event in ("evaluation", "tasks"):
+        return _describe_evaluation(event)
     if event.event == "ready":
         return "model, data and checkpoint are there, training begins"
     if event.event == "finished":
@@ -125,6 +128,13 @@ def _describe_event(event: Event) -> str:
         known = isinstance(messages, list) and messages
         return "; ".join(map(str, messages)) if known else "there are no stragglers any more"
     return hide_passwords(str(event.get("message", "")))
+
+
+def _describe_evaluation(event: Event) -> str:
+    if event.event == "tasks":
+        scores = event.get_numbers("scores").items()
+        return "tasks: " + ", ".join(f"{name} {value:.4f}" for name, value in scores)
+    return f"{event.get('data', '')} validation loss {event.get('loss', '?')}".strip()
 
 
 def _spike_events(attempt: Attempt) -> Iterator[TimelineEvent]:

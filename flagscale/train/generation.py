@@ -1,27 +1,18 @@
 """Generation of answers to a file of prompts (``eval_prompts``) during training.
 
-Decoding is greedy. Each token takes a forward pass of whole sequences through the evaluation
-schedule, so decoding works with every parallel layout. There is no KV cache, so it is slow and
-meant for a few prompts.
+Decoding is greedy. Each token takes a forward pass of whole sequences
+(:mod:`flagscale.train.evaluation.scoring`), so decoding works with every homogeneous parallel
+layout. There is no KV cache, so it is slow and meant for a few prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.errors import DataError
 from flagscale.train.data.chat.messages import (
     UnusableConversationError,
@@ -30,10 +21,7 @@ from flagscale.train.data.chat.messages import (
 )
 from flagscale.train.data.chat.templates import ChatTemplate, open_template
 from flagscale.train.data.tokenizers import Tokenizer
-from flagscale.train.device import Device
-from flagscale.train.models.base import get_model_spec
-from flagscale.train.models.document_mask import DocumentMaskBuilder
-from flagscale.train.state import TrainState, unwrap_model
+from flagscale.train.evaluation.scoring import SequenceScorer
 
 _MAX_PROMPT_FILE_BYTES = 16 << 20
 
@@ -42,144 +30,61 @@ class Generator:
     """Generates answers to the prompts of ``eval_prompts``."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        config: TransformerConfig,
-        state: TrainState,
-        tokenizer: Tokenizer,
-        device: Device,
+        self, args: argparse.Namespace, scorer: SequenceScorer, tokenizer: Tokenizer
     ) -> None:
         """Read the prompts from the file ``args.eval_prompts``.
 
         Raises:
             DataError: the file cannot be read, or a prompt is invalid or too long.
         """
-        self._args, self._state, self._tokenizer = args, state, tokenizer
-        self._device, self._spec = device.torch_device, get_model_spec(args)
-        self._mask_builder = DocumentMaskBuilder(config, device)
-        self._mask_documents = documents_are_separate(vars(args))
+        self._args, self._scorer, self._tokenizer = args, scorer, tokenizer
         self.prompts, self._prompt_ids = read_prompts(args, tokenizer)
         self._end_tokens = tokenizer.special_ids | {tokenizer.eod}
 
     def generate_answers(self) -> list[str]:
         """Generate an answer to each prompt. Collective; all ranks return the same answers."""
-        rows, lengths = self._build_rows()
-        finished = [False] * len(lengths)
-        for chunk in self._state.chunks:
-            chunk.eval()
-        for _ in range(self._args.eval_prompt_tokens):
-            for row, token in enumerate(self._predict_next(rows, lengths)):
-                finished[row] = finished[row] or token in self._end_tokens
-                if not finished[row]:
-                    rows[row, lengths[row]] = token
-                    lengths[row] += 1
-            if all(finished):
-                break
-        for chunk in self._state.chunks:
-            chunk.train()
+        answers = generate_greedily(
+            self._scorer.predict_next,
+            self._prompt_ids,
+            self._args.eval_prompt_tokens,
+            lambda _, answer: answer[-1] in self._end_tokens,
+        )
         return [
-            self._tokenizer.detokenize(rows[index, len(ids) : lengths[index]].tolist()).strip()
-            for index, ids in enumerate(self._prompt_ids)
+            self._tokenizer.detokenize(
+                [token for token in answer if token not in self._end_tokens]
+            ).strip()
+            for answer in answers
         ]
 
-    def _build_rows(self) -> tuple[torch.Tensor, list[int]]:
-        """Return token ids, [rows, sequence length] with a prompt per row, and the prompts'
-        lengths.
 
-        The first prompts are repeated to fill whole micro-batches.
-        """
-        args = self._args
-        stages = args.pipeline_model_parallel_size
-        # The interleaved schedule requires a multiple of the number of stages.
-        multiple = args.micro_batch_size * (stages if self._chunk_count > 1 else 1)
-        row_count = math.ceil(len(self._prompt_ids) / multiple) * multiple
-        prompts = [self._prompt_ids[row % len(self._prompt_ids)] for row in range(row_count)]
-        rows = torch.zeros(len(prompts), args.seq_length, dtype=torch.int64)
-        for row, ids in zip(rows, prompts, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
-        return rows, [len(ids) for ids in prompts]
-
-    @property
-    def _chunk_count(self) -> int:
-        return len(self._state.chunks)
-
-    @torch.no_grad()
-    def _predict_next(self, rows: torch.Tensor, lengths: Sequence[int]) -> list[int]:
-        """Return the most likely next token of each row."""
-        batch_size = self._args.micro_batch_size
-        batches = [
-            self._build_batch(rows[begin : begin + batch_size], lengths[begin : begin + batch_size])
-            for begin in range(0, len(rows), batch_size)
-        ]
-        data: Any = [iter(batches) for _ in range(self._chunk_count)]
-        outputs = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=data if self._chunk_count > 1 else data[0],
-            model=self._state.chunks,
-            num_microbatches=len(batches),
-            seq_length=self._args.seq_length,
-            micro_batch_size=batch_size,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
-        if outputs:  # on the last stage
-            tokens = torch.cat(outputs)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(tokens, last_rank, parallel_state.get_pipeline_model_parallel_group())
-        return [int(token) for token in tokens.tolist()]
-
-    def _build_batch(self, rows: torch.Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-        positions = torch.arange(rows.shape[1]).expand(rows.shape).contiguous()
-        last_positions = torch.tensor([length - 1 for length in lengths])
-        return {"tokens": rows, "labels": None, "position_ids": positions, "last": last_positions}
-
-    def _forward_step(self, iterator: Iterator[Mapping[str, Any]], model: torch.nn.Module) -> Any:
-        """Run the forward pass of one micro-batch, as pipeline schedules call it.
-
-        Returns:
-            The logits, and a function that selects the next tokens from them.
-        """
-        inner_model: Any = unwrap_model(model)
-        batch = dict(next(iterator))
-        last_positions = batch.pop("last")
-        if self._mask_documents:
-            batch["attention_mask"] = self._mask_builder(torch.zeros_like(batch["tokens"]))
-        inputs = self._spec.inputs(
-            batch, first=inner_model.pre_process, last=inner_model.post_process
-        )
-        output = model(
-            **{
-                name: None if tensor is None else tensor.to(self._device)
-                for name, tensor in inputs.items()
-            }
-        )
-        return output, partial(_select_most_likely, last_positions, self._tokenizer.vocab_size)
-
-
-def _select_most_likely(
-    last_positions: torch.Tensor,
-    vocabulary: int,
-    logits: torch.Tensor,
-    *,
-    non_loss_data: bool = True,
-) -> torch.Tensor:
-    """Return the most likely token of each sequence, over all shards of the vocabulary.
+def generate_greedily(
+    predict_next: Callable[[Sequence[Sequence[int]]], Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    is_finished: Callable[[int, Sequence[int]], bool],
+) -> list[list[int]]:
+    """Continue each prompt with the most likely tokens.
 
     Args:
-        last_positions: position of each sequence's last token, whose logits are used, [batch].
-        vocabulary: number of tokens; logits beyond it are padding.
-        logits: ``[batch, sequence, vocabulary / tensor-parallel size]``.
+        predict_next: returns the next token of each sequence.
+        prompts: token ids of each prompt.
+        max_tokens: maximum number of tokens of an answer.
+        is_finished: returns whether the answer to a prompt, given by the index of the prompt and
+            the answer's token ids so far, is complete.
+
+    Returns:
+        The answers, with the tokens that completed them.
     """
-    del non_loss_data
-    local_logits = logits[
-        torch.arange(len(last_positions)), last_positions.to(logits.device)
-    ].float()
-    group = parallel_state.get_tensor_model_parallel_group()
-    shards = [torch.empty_like(local_logits) for _ in range(group.size())]
-    dist.all_gather(shards, local_logits.contiguous(), group=group)
-    return torch.cat(shards, -1)[:, :vocabulary].argmax(-1)
+    answers: list[list[int]] = [[] for _ in prompts]
+    unfinished = list(range(len(prompts)))
+    for _ in range(max_tokens):
+        if not unfinished:
+            break
+        sequences = [[*prompts[index], *answers[index]] for index in unfinished]
+        for index, token in zip(unfinished, predict_next(sequences), strict=True):
+            answers[index].append(token)
+        unfinished = [index for index in unfinished if not is_finished(index, answers[index])]
+    return answers
 
 
 def read_prompts(

@@ -23,10 +23,11 @@ from flagscale.sinks.base import Outcome
 from flagscale.sinks.delivery import MetricsDelivery
 from flagscale.sinks.registry import create_sinks
 from flagscale.status import TRAINING, StatusWriter
+from flagscale.train.best_evaluation import VALIDATION_LOSS, EvaluationHistory
 from flagscale.train.deferred_metrics import StepMetrics
+from flagscale.train.evaluation.scores import TaskScores
 from flagscale.train.section_times import SectionTimes
 from flagscale.train.stragglers import StragglerUpdate
-from flagscale.train.validation_loss import ValidationHistory
 
 
 @dataclass(frozen=True)
@@ -220,17 +221,32 @@ class TrainingReporter:
             values |= {f"{prefix}/{key.replace('_', '-')}": metrics[key] for key in metrics}
         self._write_scalars(step, values)
 
+    def log_scores(self, step: int, scores: TaskScores) -> None:
+        """Report the scores of an evaluation on tasks after step ``step``."""
+        if not self.is_reporting_rank:
+            return
+        values = {name: value for name, value in scores.values.items() if math.isfinite(value)}
+        rounded = {name: round(value, 6) for name, value in values.items()}
+        self._status.write("tasks", step=step, seconds=round(scores.seconds, 2), scores=rounded)
+        for name, value in scores.values.items():
+            _print(f"step {step} | {name} {value:.4f}")
+        _print(f"step {step} | tasks evaluated in {scores.seconds:.1f} s")
+        self._write_scalars(step, {f"tasks/{name}": value for name, value in values.items()})
+
     def log_answer(self, step: int, prompt: str, text: str) -> None:
         """Print the model's answer to an evaluation prompt."""
         self.log(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
-    def log_validation_history(self, step: int, history: ValidationHistory) -> None:
-        """Report the lowest validation loss after the evaluation of ``step``."""
+    def log_evaluation_history(self, step: int, history: EvaluationHistory) -> None:
+        """Report the best evaluation after that of ``step``."""
         parts = []
-        if history.best_loss is not None:
+        if history.best_value is not None:
             is_new = history.best_step == step
-            place = "so far" if is_new else f"{history.best_loss:.4f} at step {history.best_step}"
-            parts.append(f"lowest validation loss {place}")
+            place = "so far" if is_new else f"{history.best_value:.4f} at step {history.best_step}"
+            name = f"best {history.metric}"
+            if history.metric == VALIDATION_LOSS:
+                name = f"lowest {VALIDATION_LOSS}"
+            parts.append(f"{name} {place}")
         patience = self._args.early_stopping_patience
         count = history.evaluations_without_improvement
         if patience is not None and count:
@@ -238,18 +254,15 @@ class TrainingReporter:
         self.log(" | ".join((f"step {step}", *parts)))
 
     def log_checkpoint(
-        self, step: int, path: Any, seconds: float, *, best_loss: float | None = None
+        self, step: int, path: Any, seconds: float, *, best: Mapping[str, Any] | None = None
     ) -> None:
         """Report that a checkpoint is complete on disk.
 
-        ``best_loss`` is its validation loss if it is marked as the best checkpoint.
+        ``best`` has fields of the status event if it is marked as the best checkpoint.
         """
         if self.is_reporting_rank:
-            best: dict[str, Any] = (
-                {} if best_loss is None else {"best": True, "valid_loss": round(best_loss, 6)}
-            )
             self._status.write(
-                "checkpoint", step=step, path=str(path), seconds=round(seconds, 2), **best
+                "checkpoint", step=step, path=str(path), seconds=round(seconds, 2), **(best or {})
             )
             mark = "best checkpoint" if best else "checkpoint"
             _print(f"step {step} | {mark} saved in {seconds:.1f} s: {path}")

@@ -18,19 +18,17 @@ from flagscale.config.arguments.rules.resuming import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, recompute
-from flagscale.train.build import build_state, vocabulary_size
+from flagscale.train.build import build_state, padded_vocabulary_size, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.checkpoint.formats.pretrained import load_pretrained, overwrites_all_weights
 from flagscale.train.checkpoint.formats.weight_sample import sample_base_model
 from flagscale.train.data.datasets import DataIterators, Datasets
-from flagscale.train.data.tokenizers import (
-    Tokenizer,
-    build_tokenizer,
-    describe_unused_vocabulary,
-)
+from flagscale.train.data.tokenizers import Tokenizer, build_tokenizer, describe_unused_vocabulary
 from flagscale.train.device import Device
 from flagscale.train.distributed import RankIdentity
+from flagscale.train.evaluation.scoring import SequenceScorer
+from flagscale.train.evaluation.tasks import TaskEvaluation, TaskOptions
 from flagscale.train.generation import Generator
 from flagscale.train.memory_checkpoint.copies import (
     MemoryCheckpoints,
@@ -140,18 +138,16 @@ def prepare_training(
     trainer = Trainer(
         args, state, stepper, load_data, checkpointer, reporter, throughput_meter, balancer
     )
+    trainer.prepare_evaluations(*_build_evaluations(args, config, state, tokenizer, device))
     # After the loaders have started their processes, which must not inherit locks of other threads.
     reporter.start_sinks(state.progress.iteration)
-    trainer.memory_checkpoints = memory_checkpoints
-    trainer.memory_history = memory_history
+    trainer.memory_checkpoints, trainer.memory_history = memory_checkpoints, memory_history
     if sections is not None:
         trainer.rank_comparison = RankComparison(args, device, reporter, sections)
     if memory_history is not None and memory_history.lacks_support:
         reporter.log(
             "record_memory_history has no effect: allocations are recorded on CUDA devices only"
         )
-    if args.eval_prompts:
-        trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state
 
 
@@ -215,6 +211,28 @@ def _build_datasets(
     for note in datasets.remarks:
         reporter.log(note)
     return datasets
+
+
+def _build_evaluations(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    state: TrainState,
+    tokenizer: Tokenizer,
+    device: Device,
+) -> tuple[Generator | None, TaskEvaluation | None]:
+    """Return what answers ``eval_prompts`` and what evaluates ``eval_tasks``, if they are set."""
+    create_scorer = partial(SequenceScorer, args, config, state.chunks, device)
+    generator = None
+    if args.eval_prompts:
+        generator = Generator(args, create_scorer(tokenizer.vocab_size), tokenizer)
+    if not args.eval_tasks:
+        return generator, None
+    # As in an exported model, which has all rows of the embedding if there is no vocab_size.
+    scorer = create_scorer(args.vocab_size or padded_vocabulary_size(args, tokenizer))
+    options = TaskOptions(
+        args.eval_tasks, "eval_tasks", args.eval_tasks_fewshot, args.eval_tasks_limit
+    )
+    return generator, TaskEvaluation(options, scorer, tokenizer)
 
 
 def _load_data(datasets: Datasets, state: TrainState) -> DataIterators:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from flagscale.config.arguments.hetero.microbatch_split import MeasuredSplit
-from flagscale.train.validation_loss import ValidationHistory
+from flagscale.train.best_evaluation import EvaluationHistory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -51,7 +51,7 @@ class TrainState:
     scheduler: OptimizerParamScheduler
     progress: Progress
     measured_shares: MeasuredSplit | None = None
-    validation: ValidationHistory = field(default_factory=ValidationHistory)
+    validation: EvaluationHistory = field(default_factory=EvaluationHistory)
 
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from flagscale.config.arguments.rules.optimizer import save_interval_at
 from flagscale.errors import ConfigError, Problem
+from flagscale.train.best_evaluation import VALIDATION_LOSS, EvaluationHistory
 from flagscale.train.bounded_all_reduce import BoundedReduceStatistics, explain_unbounded_reduce
-from flagscale.train.checkpoint import BestCheckpoint, Checkpointer
+from flagscale.train.checkpoint import BestCheckpoint, Checkpointer, SavedCheckpoint
 from flagscale.train.data.datasets import DataIterators
 from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
+from flagscale.train.evaluation.tasks import TaskEvaluation
 from flagscale.train.generation import Generator
 from flagscale.train.layers.layer_compilation import get_compile_seconds
 from flagscale.train.loss_monitor import LossMonitor
@@ -64,8 +68,8 @@ class Trainer:
         self._load_data = load_data
         self._data = load_data()
         self._balancer = balancer
-        self.generator: Generator | None = None
-        """Generates answers to the prompts of ``eval_prompts`` at each evaluation; None without."""
+        self._generator: Generator | None = None
+        self._task_evaluation: TaskEvaluation | None = None
         self.memory_checkpoints: MemoryCheckpoints | None = None
         """Copies the state to host memory; None without."""
         self.memory_history: MemoryHistory | None = None
@@ -90,13 +94,31 @@ class Trainer:
         self._saved_step = state.progress.iteration
         self._logged_step = state.progress.iteration
         self._evaluated_step = -1
-        self._tracks_validation = not args.skip_train and (
+        self._tasks_evaluated_step = -1
+        self._task_interval = args.eval_tasks_interval or args.eval_interval
+        self._tracks_best = not args.skip_train and (
             args.save_best or args.early_stopping_patience is not None
         )
-        if self._tracks_validation:
-            self._require_validation_data()
         self.end_detail = ""
         """Explanation of the end, if training has completed before its last step."""
+
+    def prepare_evaluations(
+        self, generator: Generator | None, task_evaluation: TaskEvaluation | None
+    ) -> None:
+        """Set what is evaluated in addition to the loss. Called before :meth:`run`.
+
+        Args:
+            generator: generates answers to the prompts of ``eval_prompts``; None without.
+            task_evaluation: evaluates the model on ``eval_tasks``; None without.
+
+        Raises:
+            ConfigError: evaluations cannot be compared, because nothing measures the metric.
+        """
+        self._generator, self._task_evaluation = generator, task_evaluation
+        if task_evaluation is not None and self._args.best_metric:
+            task_evaluation.require_metric(self._args.best_metric)
+        if self._tracks_best:
+            self._choose_best_metric()
 
     def run(self) -> StopReason:
         """Train and return the reason for the end. The last checkpoint is complete on return.
@@ -158,12 +180,16 @@ class Trainer:
         step = progress.iteration
         log_due = step % args.log_interval == 0 or step == self._first_step
         evaluation_due = _is_due(step, args.eval_interval) and step < self._last_step
+        tasks_due = self._task_evaluation is not None and (
+            _is_due(step, self._task_interval) and step < self._last_step
+        )
         checkpoint_interval = save_interval_at(vars(args), progress.consumed_train_samples)
         save_due = bool(args.save) and _is_due(step, checkpoint_interval)
-        if self._tracks_validation and step == self._last_step:
+        if self._tracks_best and step == self._last_step:
             # Saved after the final evaluation, whose result belongs to the checkpoint.
             save_due = False
-        self._process_metrics(keep_newest=0 if log_due or evaluation_due or save_due else 1)
+        is_pause = log_due or evaluation_due or tasks_due or save_due
+        self._process_metrics(keep_newest=0 if is_pause else 1)
         if log_due:
             self._log_progress()
         if step == self._first_step and (compile_seconds := get_compile_seconds()) >= 1:
@@ -173,6 +199,8 @@ class Trainer:
             )
         if evaluation_due:
             self._evaluate("valid")
+        if tasks_due:
+            self._evaluate_tasks()
         if save_due or (args.save_best and self._is_best_step()):
             self._save_checkpoint(is_extra=not save_due)
         memory_checkpoints = self.memory_checkpoints
@@ -253,9 +281,45 @@ class Trainer:
             for name, (loss, rewards) in evaluations.items():
                 self._reporter.log_evaluation(split, progress.iteration, loss, name, rewards)
             if split == "valid":
-                losses = [evaluation.loss for evaluation in evaluations.values()]
-                self._track_validation(sum(losses) / len(losses))
+                if self._state.validation.metric == VALIDATION_LOSS:
+                    losses = [evaluation.loss for evaluation in evaluations.values()]
+                    self._track_evaluation(sum(losses) / len(losses))
                 self._report_answers()
+
+    def _evaluate_tasks(self) -> None:
+        """Evaluate the model on tasks."""
+        if self._task_evaluation is None:
+            return
+        step = self._state.progress.iteration
+        self._reporter.write_progress(step, "evaluating")
+        with self._throughput_meter.pause(), gathered_parameters(self._args, self._state.chunks):
+            scores = self._task_evaluation.run()
+            self._tasks_evaluated_step = step
+            self._reporter.log_scores(step, scores)
+            if self._state.validation.metric != VALIDATION_LOSS:
+                metric = self._state.validation.metric
+                self._track_evaluation(scores.values.get(metric, math.nan))
+
+    def _choose_best_metric(self) -> None:
+        """Set the metric of early stopping and of the best checkpoint.
+
+        The history of a resumed run that was judged by another metric starts anew.
+        """
+        args, history = self._args, self._state.validation
+        metric, higher_is_better = VALIDATION_LOSS, False
+        if args.best_metric and self._task_evaluation is not None:
+            metric = args.best_metric
+            higher_is_better = self._task_evaluation.higher_is_better[metric]
+        else:
+            self._require_validation_data()
+        if history.metric != metric and history.best_value is not None:
+            self._reporter.log(
+                f"best_metric: {metric} instead of {history.metric}, whose best value is forgotten"
+            )
+        if (history.metric, history.higher_is_better) != (metric, higher_is_better):
+            self._state.validation = EvaluationHistory(
+                metric=metric, higher_is_better=higher_is_better
+            )
 
     def _require_validation_data(self) -> None:
         """Refuse early stopping and the best checkpoint without a validation loss."""
@@ -266,28 +330,29 @@ class Trainer:
                 hint="set valid_data_path, or give validation a share in split",
             )
 
-    def _track_validation(self, loss: float) -> None:
-        """Record a validation loss, the mean over the sets if there are several."""
+    def _track_evaluation(self, value: float) -> None:
+        """Record a value of the metric by which evaluations are compared: a validation loss, the
+        mean over the sets if there are several, or a score on tasks.
+        """
         # A run that is over already has recorded its last evaluation.
-        if not self._tracks_validation or self._state.progress.iteration < self._first_step:
+        if not self._tracks_best or self._state.progress.iteration < self._first_step:
             return
         args, history = self._args, self._state.validation
         step = self._state.progress.iteration
-        history.add_evaluation(step, loss, args.early_stopping_min_delta)
-        self._reporter.log_validation_history(step, history)
+        history.add_evaluation(step, value, args.early_stopping_min_delta)
+        self._reporter.log_evaluation_history(step, history)
 
     def _is_best_step(self) -> bool:
         """Return whether the last evaluation is the best one and of the current step."""
-        return (
-            self._tracks_validation
-            and self._state.validation.best_step == self._state.progress.iteration
-            and self._evaluated_step == self._state.progress.iteration
-        )
+        step, history = self._state.progress.iteration, self._state.validation
+        is_loss = history.metric == VALIDATION_LOSS
+        evaluated_step = self._evaluated_step if is_loss else self._tasks_evaluated_step
+        return self._tracks_best and history.best_step == step and evaluated_step == step
 
     def _stops_early(self) -> bool:
-        """Return whether the validation loss has stopped improving. Equal on all ranks."""
+        """Return whether evaluations have stopped improving. Equal on all ranks."""
         args = self._args
-        if not self._tracks_validation:
+        if not self._tracks_best:
             return False
         self.end_detail = self._state.validation.explain_stop(
             args.early_stopping_patience, args.early_stopping_min_delta
@@ -301,17 +366,19 @@ class Trainer:
 
     def _report_answers(self) -> None:
         """Generate and report the answers to the evaluation prompts."""
-        if self.generator is None:
+        if self._generator is None:
             return
         with gathered_parameters(self._args, self._state.chunks):
-            answers = self.generator.generate_answers()
+            answers = self._generator.generate_answers()
         step = self._state.progress.iteration
-        for prompt, answer in zip(self.generator.prompts, answers, strict=True):
+        for prompt, answer in zip(self._generator.prompts, answers, strict=True):
             self._reporter.log_answer(step, prompt, answer)
 
     def _run_final_evaluation(self) -> None:
         if self._evaluated_step != self._state.progress.iteration:
             self._evaluate("valid")
+        if self._tasks_evaluated_step != self._state.progress.iteration:
+            self._evaluate_tasks()
         self._evaluate("test")
 
     def _save_checkpoint(self, *, is_extra: bool = False) -> None:
@@ -319,9 +386,9 @@ class Trainer:
         self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
         best = None
         if self._args.save_best and self._is_best_step():
-            loss = self._state.validation.best_loss
-            assert loss is not None
-            best = BestCheckpoint(loss, is_extra)
+            value = self._state.validation.best_value
+            assert value is not None
+            best = BestCheckpoint(self._state.validation.metric, value, is_extra)
         with self._throughput_meter.pause(), gathered_parameters(self._args, self._state.chunks):
             self._checkpointer.save(self._state, best=best)
             self._saved_step = self._state.progress.iteration
@@ -336,10 +403,18 @@ class Trainer:
                 checkpoint.iteration,
                 checkpoint.path,
                 checkpoint.save_seconds,
-                best_loss=checkpoint.best_loss,
+                best=_describe_best(checkpoint),
             )
         for message in self._checkpointer.pop_export_messages():
             self._reporter.log(message)
+
+
+def _describe_best(checkpoint: SavedCheckpoint) -> dict[str, Any]:
+    """Return the fields of a checkpoint's status event if it is the best one."""
+    if checkpoint.best is None:
+        return {}
+    best = checkpoint.best
+    return {"best": True, **replace(best, value=round(best.value, 6)).record()}
 
 
 def _is_due(step: int, interval: int | None) -> bool:

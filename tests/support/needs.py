@@ -1,8 +1,8 @@
 """Requirements of tests beyond the launcher's packages, and the summary of skipped tests.
 
-A test marked ``compiler``, ``root`` or ``torch`` is skipped with the reason if the requirement
-is missing, and so is a test that imports a package of the extras ``train``, ``bench`` and
-``reference`` that is not installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it
+A test marked ``compiler``, ``root``, ``torch`` or ``lm_eval`` is skipped with the reason if the
+requirement is missing, and so is a test that imports a package of the extras ``train``, ``bench``
+and ``reference`` that is not installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it
 fails instead; likewise for the others.
 """
 
@@ -72,10 +72,15 @@ def _explain_no_torch() -> str | None:
     return None if find_spec("torch") else "no torch in this environment"
 
 
+def _explain_no_lm_eval() -> str | None:
+    return None if find_spec("lm_eval") else "no lm_eval in this environment (extra `evaluate`)"
+
+
 NEEDS: dict[str, Callable[[], str | None]] = {
     "compiler": explain_no_compiler,
     "root": _explain_no_root,
     "torch": _explain_no_torch,
+    "lm_eval": _explain_no_lm_eval,
 }
 """Function per requirement that returns the reason if it is missing, otherwise None."""
 

@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "Observe and stop": (("runs",), ("query",), ("logs",), ("stop",), ("report",), ("rerun",)),
     "Configuration": (("init",), ("explain",), ("schema",), ("completion",)),
-    "Checkpoints": (("convert",),),
+    "Checkpoints": (("convert",), ("evaluate",)),
     "Training backend": (("unpatch",), ("patch",), ("patch-status",)),
     "Communication": (("comm", "list"), ("comm", "tune")),
     "Benchmarks": (

@@ -45,7 +45,7 @@ _FIRST_POLL_SECONDS = 5.0
 _MIN_POLL_SECONDS = 1.0
 _MAX_POLL_SECONDS = 30.0
 _PROGRESS_EVENTS = frozenset(
-    {"joined", "ready", "progress", "evaluation", "checkpoint", "finished"}
+    {"joined", "ready", "progress", "evaluation", "tasks", "checkpoint", "finished"}
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from flagscale.config.arguments.rules.data import uses_external_data
 from flagscale.config.arguments.rules.model_family import MODEL_FAMILIES
-from flagscale.config.arguments.spec.paths import EXTERNAL_DATA
+from flagscale.config.arguments.spec.paths import EVAL_TASKS, EXTERNAL_DATA
 from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.schema import Experiment
 from flagscale.config.secrets import is_secret
@@ -56,12 +56,36 @@ def _is_external_family(values: TrainArguments) -> bool:
     return values["family"] not in MODEL_FAMILIES.builtin
 
 
-@dataclass(frozen=True)
-class MetricsSinks:
-    """The metrics sinks that the arguments enable. The rank that logs runs on the first host."""
+class FirstHostCode:
+    """Packages that only rank 0 uses, which runs on the first host."""
 
-    check: str = "metrics"
-    module: str = "flagscale.sinks.check"
+    check: str
+    """Name of the check."""
+    module: str
+    """Module that the host's Python runs."""
+    reason: str
+    """Reason why other hosts need no package."""
+
+    def query_arguments(self, experiment: Experiment) -> list[str] | None:
+        """Return the arguments of :attr:`module`, or None if no package is needed."""
+        raise NotImplementedError
+
+    def check_host(self, experiment: Experiment, plan: HostPlan, facts: HostFacts) -> Check:
+        """Return the check of one host, from its reply."""
+        if plan.node_rank:
+            return Check(self.check, True, self.reason)
+        reply = facts.module_reply(self.check) or {"problem": "its Python was not queried"}
+        if problem := reply.get("problem"):
+            return Check(self.check, False, str(problem), str(reply.get("hint") or ""))
+        return Check(self.check, True, str(reply["found"]))
+
+
+class MetricsSinks(FirstHostCode):
+    """The metrics sinks that the arguments enable."""
+
+    check = "metrics"
+    module = "flagscale.sinks.check"
+    reason = "logged by the first host"
 
     def query_arguments(self, experiment: Experiment) -> list[str] | None:
         """Return the names of the sinks, or None if only TensorBoard is used, which training needs
@@ -72,14 +96,18 @@ class MetricsSinks:
         names = [] if experiment.task.external else list_enabled_sinks(values)
         return [name for name in names if name != "tensorboard"] or None
 
-    def check_host(self, experiment: Experiment, plan: HostPlan, facts: HostFacts) -> Check:
-        """Return the check of one host, from its reply."""
-        if plan.node_rank:
-            return Check(self.check, True, "logged by the first host")
-        reply = facts.module_reply(self.check) or {"problem": "its Python was not queried"}
-        if problem := reply.get("problem"):
-            return Check(self.check, False, str(problem), str(reply.get("hint") or ""))
-        return Check(self.check, True, str(reply["found"]))
+
+class EvaluationTasks(FirstHostCode):
+    """The package that evaluates ``eval_tasks``."""
+
+    check = "tasks"
+    module = "flagscale.train.evaluation.check"
+    reason = "evaluated by the first host"
+
+    def query_arguments(self, experiment: Experiment) -> list[str] | None:
+        """Return the tasks, or None if there are none or another program trains."""
+        tasks = None if experiment.task.external else experiment.train[EVAL_TASKS]
+        return list(tasks) if tasks else None
 
 
 @dataclass(frozen=True)
@@ -113,8 +141,9 @@ USER_CODE = (
     UserCode("family", "family", "flagscale.train.models.check", _is_external_family),
     UserCode("data", EXTERNAL_DATA, "flagscale.train.data.check", uses_external_data),
 )
-HOST_QUERIES: tuple[UserCode | MetricsSinks | CheckpointStorage, ...] = (
+HOST_QUERIES: tuple[UserCode | FirstHostCode | CheckpointStorage, ...] = (
     MetricsSinks(),
+    EvaluationTasks(),
     CheckpointStorage(),
     *USER_CODE,
 )

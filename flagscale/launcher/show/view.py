@@ -113,11 +113,16 @@ def _notes_below(snapshot: Snapshot) -> list[Text]:
         _foreign_text(f"attempt {number} failed: {failure.headline()}", "yellow")
         for number, failure in snapshot.earlier
     ]
+    if snapshot.task_scores:
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in snapshot.task_scores.items())
+        texts.append(_foreign_text(f"tasks: {scores}"))
     if snapshot.end_detail is not None:
         texts.append(_foreign_text(f"training ended early: {snapshot.end_detail}"))
     if snapshot.best_checkpoint is not None:
-        loss = "" if snapshot.best_loss is None else f", validation loss {snapshot.best_loss:.4f}"
-        text = f"best checkpoint: step {snapshot.best_step}{loss}: {snapshot.best_checkpoint}"
+        value = "" if snapshot.best_loss is None else f", validation loss {snapshot.best_loss:.4f}"
+        if snapshot.best_metric is not None and snapshot.best_value is not None:
+            value = f", {snapshot.best_metric} {snapshot.best_value:.4f}"
+        text = f"best checkpoint: step {snapshot.best_step}{value}: {snapshot.best_checkpoint}"
         texts.append(_foreign_text(text))
     if snapshot.failure is not None:
         texts.append(_foreign_text(f"first failure: {snapshot.failure.describe()}", "red"))

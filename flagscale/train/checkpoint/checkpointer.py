@@ -22,6 +22,7 @@ import torch.distributed as dist
 from flagscale.config.arguments.spec.paths import staging_directory
 from flagscale.errors import CheckpointError
 from flagscale.object_storage import Location, parse_location
+from flagscale.train.best_evaluation import VALIDATION_LOSS
 from flagscale.train.checkpoint import loading, sharded_state
 from flagscale.train.checkpoint.chat_template import MANIFEST_KEY, read_chat_template
 from flagscale.train.checkpoint.collective_errors import (
@@ -32,7 +33,13 @@ from flagscale.train.checkpoint.collective_errors import (
 from flagscale.train.checkpoint.exporter import CheckpointExporter
 from flagscale.train.checkpoint.loading import LoadReport
 from flagscale.train.checkpoint.sharded_weights import copy_weights_to_owners
-from flagscale.train.checkpoint.store import EXTRA_BEST_KEY, VALID_LOSS_KEY, CheckpointStore
+from flagscale.train.checkpoint.store import (
+    BEST_METRIC_KEY,
+    BEST_VALUE_KEY,
+    EXTRA_BEST_KEY,
+    VALID_LOSS_KEY,
+    CheckpointStore,
+)
 from flagscale.train.checkpoint.uploads import CheckpointUploads, StagedUpload
 from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.optim.hyperparameters import save_schedule
@@ -49,30 +56,38 @@ class SavedCheckpoint:
         iteration: iteration of the training state.
         path: directory or address of the checkpoint.
         save_seconds: time from the start of saving until the checkpoint was complete.
-        best_loss: its validation loss, if it is the lowest so far (``save_best``).
+        best: its mark, if its evaluation is the best so far (``save_best``).
     """
 
     iteration: int
     path: Location
     save_seconds: float
-    best_loss: float | None = None
+    best: BestCheckpoint | None = None
 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """Mark of a checkpoint whose validation loss is the lowest so far.
+    """Mark of a checkpoint whose evaluation is the best so far.
 
     Attributes:
-        valid_loss: the validation loss.
+        metric: name of the metric that was evaluated.
+        value: its value.
         is_extra: the checkpoint is saved for this reason only, and deleted once there is a better
             one.
     """
 
-    valid_loss: float
+    metric: str
+    value: float
     is_extra: bool
 
+    def record(self) -> dict[str, Any]:
+        """Return metric and value for manifests and status events."""
+        if self.metric == VALIDATION_LOSS:
+            return {VALID_LOSS_KEY: self.value}
+        return {BEST_METRIC_KEY: self.metric, BEST_VALUE_KEY: self.value}
+
     def manifest_entries(self) -> dict[str, Any]:
-        return {VALID_LOSS_KEY: self.valid_loss, EXTRA_BEST_KEY: self.is_extra}
+        return {**self.record(), EXTRA_BEST_KEY: self.is_extra}
 
 
 @dataclass
@@ -333,8 +348,7 @@ class Checkpointer:
             self._warn(warning)
         self._save_error, self._has_earlier_checkpoint = None, True
         seconds = time.monotonic() - pending.start_time
-        best_loss = None if pending.best is None else pending.best.valid_loss
-        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds, best_loss))
+        self._completed.append(SavedCheckpoint(pending.iteration, path, seconds, pending.best))
 
     def _finish_stage(self, pending: _PendingSave) -> Location | None:
         """Finish a stage of a save; return the checkpoint if it was the last one."""

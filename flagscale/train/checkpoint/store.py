@@ -31,6 +31,9 @@ _LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
 _MANIFEST_VERSION = 1
 VALID_LOSS_KEY = "valid_loss"
 """Key of the manifest: the validation loss of a checkpoint that was the best when it was saved."""
+BEST_METRIC_KEY, BEST_VALUE_KEY = "best_metric", "best_value"
+"""Keys of the manifest in its place: name and value of the metric, if it is not the validation
+loss."""
 EXTRA_BEST_KEY = "extra_best"
 """Key of the manifest: the checkpoint was saved only because it was the best."""
 

@@ -45,6 +45,7 @@ class Bert(ModelSpec):
             ("reset_position_ids", "positions always count through the whole sequence"),
             ("reset_attention_mask", "a token always attends to its whole sequence"),
             ("eval_prompts", "text generation is not supported"),
+            ("eval_tasks", "text is not predicted token by token"),
             ("peft_type", "adapters are supported for autoregressive models only"),
             ("sft", "answers are not predicted token by token"),
             ("dpo", "answers are not predicted token by token"),

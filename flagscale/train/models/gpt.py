@@ -35,6 +35,7 @@ class Gpt(ModelSpec):
         "dpo",
         "peft_type",
         "eval_prompts",
+        "eval_tasks",
         "mtp_num_layers",
         *ARCHITECTURE_OPTIONS,
     )

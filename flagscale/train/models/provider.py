@@ -50,6 +50,7 @@ def build_chunks(
     device: Device,
     *,
     initialize_all: bool = True,
+    for_training: bool = True,
 ) -> list[DistributedDataParallel]:
     """Return this rank's model chunks on the device, initialized and wrapped in DDP.
 
@@ -60,6 +61,7 @@ def build_chunks(
         device: device of the weights.
         initialize_all: whether to initialize all weights. If false, only adapters are initialized,
             because the caller loads all other weights.
+        for_training: if false, chunks are not wrapped in DDP, which would allocate gradients.
     """
     for variable in _TRANSFORMER_ENGINE_VARIABLES:
         os.environ.pop(variable, None)
@@ -101,10 +103,12 @@ def build_chunks(
         initialize = partial(_initialize_parameters, args, config, initialize_all=initialize_all)
     # If steps are captured, gradients must be accumulated on the capturing stream.
     with device.side_stream() if captures_steps(vars(args)) else nullcontext():
-        chunks = [
+        chunks: list[Any] = [
             _add_data_parallelism(
                 args, config, ddp_config, model, index, initialize, optimized=optimized
             )
+            if for_training
+            else model
             for index, model in enumerate(models)
         ]
     if optimized:

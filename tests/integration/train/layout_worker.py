@@ -160,7 +160,10 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
     step_metrics = list(deferred_metrics.pop_completed(keep_newest=0))
     routers = stepper.router_losses.pop_averages()
     with gathered_parameters(args, state.chunks):
-        validation = stepper.evaluate(data.valid, 1).loss
+        evaluation = {
+            "validation": [stepper.evaluate(data.valid, 1).loss],
+            **score_sequences(args, config, state, device, unpadded_vocabulary),
+        }
     recomputed = gather_from_ranks(layer_counter.counts) if layer_counter else None
     scales = gather_from_ranks(scales) if args.fp16 else None
     reset_megatron_state()
@@ -170,7 +173,7 @@ def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
         "torch_reference": reference_values,
         "loss": [metrics.loss for metrics in step_metrics],
         "norm": [metrics.grad_norm for metrics in step_metrics],
-        "validation": [validation],
+        **evaluation,
         "router_losses": routers,
         "expert_biases": [
             float(buffer.abs().max())
@@ -261,6 +264,29 @@ class GatherCounter:
             return start_all_gather()
 
         bucket.start_all_gather = count_and_start
+
+
+def score_sequences(
+    args: Any, config: Any, state: Any, device: Any, vocabulary: int
+) -> dict[str, list[Any]]:
+    """Return the log-likelihoods of sequences of several lengths, and the tokens that follow them.
+
+    None of a model that does not predict text token by token, or whose layout is not supported.
+    """
+    from flagscale.train.evaluation.scoring import ScoredSequence, SequenceScorer
+
+    if args.family == "bert" or args.meshes is not None:
+        return {"scores": [], "next_tokens": []}
+    scorer = SequenceScorer(args, config, state.chunks, device, vocabulary)
+    sequences = [
+        [(7 * index + 31 * length) % (vocabulary - 1) for index in range(length)]
+        for length in (3, 8, 9, 17, scorer.max_length + 1)
+    ]
+    scores = scorer.score([ScoredSequence(tokens, len(tokens) // 2) for tokens in sequences])
+    return {
+        "scores": [score.log_likelihood for score in scores],
+        "next_tokens": scorer.predict_next(sequences[:-1]),
+    }
 
 
 def compile_layers_on_cpu(models: list[Any]) -> None:

@@ -270,6 +270,11 @@ def assert_equals_reference(case: LayoutCase, results: dict[str, Any]) -> None:
     for quantity in ("weight_norm", "loss", "norm", "validation", "mtp_losses"):
         expected = pytest.approx(reference[quantity], rel=case.tolerance, abs=case.tolerance)
         assert case_results[quantity] == expected, quantity
+    # In low precision, a router may choose other experts for a token.
+    if case_results["scores"] and case.tolerance <= 1e-4:
+        scores = pytest.approx(reference["scores"], rel=case.tolerance, abs=20 * case.tolerance)
+        assert case_results["scores"] == scores
+        assert case_results["next_tokens"] == reference["next_tokens"]
     assert case_results["router_losses"] == pytest.approx(reference["router_losses"], rel=1e-4)
 
 

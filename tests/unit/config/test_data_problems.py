@@ -107,10 +107,20 @@ PROBLEMS: Problems = {
         "eval_prompts",
         "requires evaluations, which eval_iters: 0 disables",
     ),
-    "prompts-in-parts": (
-        {"eval_prompts": "/x", "context_parallel_size": 2, "eval_prompt_tokens": 4},
-        "eval_prompts",
-        "is not supported with context_parallel_size above 1 or enable_hetero",
+    "tasks-without-tokenizer": (
+        {"eval_tasks": ["arc_easy"]},
+        "eval_tasks",
+        "requires a tokenizer; set tokenizer_type and tokenizer_path",
+    ),
+    "tasks-of-bert": (
+        {"eval_tasks": ["arc_easy"], "tokenizer_type": "ByteLevelTokenizer", "family": "bert"},
+        "eval_tasks",
+        "text is not predicted token by token",
+    ),
+    "metric-without-tasks": (
+        {"best_metric": "arc_easy/acc"},
+        "best_metric",
+        "names a metric of eval_tasks, which is not set",
     ),
     "prompts-without-room": (
         {"eval_prompts": "/x"},

@@ -198,6 +198,10 @@ def _type_flagscale(words: list[str]) -> None:
         import_module("flagscale.train.checkpoint.formats.convert_options").build_parser(
             ""
         ).parse_args(rest)
+    elif command == "evaluate":
+        import_module("flagscale.train.evaluation.command_options").build_parser("").parse_args(
+            rest
+        )
     else:
         # `--open` would start a browser.
         assert _type([command, *(word for word in rest if word != "--open")])

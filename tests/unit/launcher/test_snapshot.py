@@ -188,6 +188,22 @@ def test_best_checkpoint_and_early_end_are_shown(
     assert (record["best_step"], record["best_loss"]) == (300, 5.25)
 
 
+def test_scores_on_tasks_are_shown(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, accuracy in ((100, 0.25), (200, 0.5)):
+        scores = {"arc/acc": accuracy, "broken": None}
+        write_status(state, 0, "tasks", step=step, seconds=1.5, scores=scores)
+    best = {"best": True, "best_metric": "arc/acc", "best_value": 0.5}
+    write_status(state, 0, "checkpoint", step=200, path="/c/iter_0000200", **best)
+    view.print_run(query(state))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "tasks: arc/acc 0.5000",
+        "best checkpoint: step 200, arc/acc 0.5000: /c/iter_0000200",
+    ]
+    record = json.loads(json.dumps(query(state).to_json()))
+    assert record["task_scores"] == {"arc/acc": 0.5}
+    assert (record["best_metric"], record["best_value"]) == ("arc/acc", 0.5)
+
+
 def test_warnings_are_reported_once(state: RunState) -> None:
     write_status(state, 0, "warning", message="loss spike")
     write_status(state, 1, "warning", message="loss spike")

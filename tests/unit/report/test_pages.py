@@ -114,6 +114,21 @@ def test_each_validation_set_has_a_curve(tmp_path: Path) -> None:
     assert "validation code: 4 at step 3, 3.5 at 6" in description
 
 
+def test_each_metric_of_tasks_has_a_plot(tmp_path: Path) -> None:
+    stored_run = store_run(tmp_path)
+    stored_run.append_events(*progress_events(9))
+    for step, accuracy in ((3, 0.25), (6, 0.5)):
+        scores = {"arc/acc": accuracy, "piqa/acc": 0.75, "arc/f1": 0.125}
+        stored_run.append_events({"event": "tasks", "step": step, "scores": scores})
+    stored_run.write_exit_records()
+    page = _render(stored_run)
+    descriptions = [svg["aria-label"] or "" for svg in page.find_elements("svg")]
+    (accuracy_plot,) = (text for text in descriptions if "piqa" in text)
+    assert "arc: 0.25 at step 3, 0.5 at 6" in accuracy_plot
+    assert "Tasks: f1" in page.text
+    assert "tasks: arc/acc 0.5000, piqa/acc 0.7500, arc/f1 0.1250" in page.text
+
+
 def test_run_without_metrics_is_stated(tmp_path: Path) -> None:
     stored_run = store_run(tmp_path)
     stored_run.write_exit_records()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.status import StatusWriter, read_events
+from flagscale.train.best_evaluation import EvaluationHistory
 from flagscale.train.deferred_metrics import GRADIENTS_OVERFLOWED, HostMetrics, StepMetrics
+from flagscale.train.evaluation.scores import TaskScores
 from flagscale.train.report import Throughput, TrainingReporter, format_progress
 
 pytestmark = pytest.mark.torch
@@ -116,6 +119,26 @@ def test_evaluations_of_several_validation_sets_are_named(
     assert "step 20 | valid chats loss 1.0000 | perplexity 2.72" in capsys.readouterr().out
 
 
+def test_scores_on_tasks_are_reported_without_those_that_are_no_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reporter = TrainingReporter(
+        create_arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True
+    )
+    reporter.log_scores(20, TaskScores({"arc/acc": 0.25, "arc/f1": math.nan}, {}, 1.5))
+    history = EvaluationHistory(metric="arc/acc", higher_is_better=True)
+    history.add_evaluation(20, 0.25)
+    reporter.log_evaluation_history(20, history)
+    (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
+    assert event.fields == {"step": 20, "seconds": 1.5, "scores": {"arc/acc": 0.25}}
+    assert capsys.readouterr().out.splitlines() == [
+        "step 20 | arc/acc 0.2500",
+        "step 20 | arc/f1 nan",
+        "step 20 | tasks evaluated in 1.5 s",
+        "step 20 | best arc/acc so far",
+    ]
+
+
 def test_unavailable_metrics_are_omitted(tmp_path: Path) -> None:
     TrainingReporter(
         create_arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True
@@ -133,6 +156,7 @@ def test_other_ranks_report_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     reporter.log_scalars(METRICS)
     reporter.log_progress(METRICS, CPU_THROUGHPUT, {})
     reporter.log_evaluation("valid", 1, 1.0)
+    reporter.log_scores(1, TaskScores({"arc/acc": 0.5}, {}, 1.0))
     reporter.log_checkpoint(1, "path", 1.0)
     reporter.close("finished")
     assert capsys.readouterr().out == ""

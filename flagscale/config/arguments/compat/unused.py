@@ -274,6 +274,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("lora",),
     ),
     Requirement("eval_prompts", "eval_prompt_tokens"),
+    Requirement("eval_tasks", "eval_tasks_interval eval_tasks_fewshot eval_tasks_limit"),
     Requirement("record_memory_history", "memory_snapshot_path memory_snapshot_step"),
     Requirement("early_stopping_patience", "early_stopping_min_delta"),
     Requirement("dataloader_type", "external_data", ("external",)),

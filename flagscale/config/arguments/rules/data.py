@@ -141,11 +141,8 @@ def _check_validation_sets(words: Sequence[str]) -> Iterator[Violation]:
 def _check_prompts(values: Values) -> Iterator[Violation]:
     if not values["eval_prompts"]:
         return
-    if values["context_parallel_size"] > 1 or values["enable_hetero"]:
-        yield (
-            "eval_prompts",
-            "is not supported with context_parallel_size above 1 or enable_hetero",
-        )
+    if values["enable_hetero"]:
+        yield "eval_prompts", "is not supported with enable_hetero"
     if not values["eval_iters"]:
         yield (
             "eval_prompts",
@@ -159,8 +156,27 @@ def _check_prompts(values: Values) -> Iterator[Violation]:
         )
 
 
+def _check_tasks(values: Values) -> Iterator[Violation]:
+    if not values["eval_tasks"]:
+        return
+    if values["enable_hetero"]:
+        yield "eval_tasks", "is not supported with enable_hetero"
+    tokenizer = values["tokenizer_type"] or "NullTokenizer"
+    if tokenizer == "NullTokenizer":
+        yield "eval_tasks", "requires a tokenizer; set tokenizer_type and tokenizer_path"
+
+
 def check_validation(values: Values) -> Iterator[Violation]:
-    """Check that there are evaluations if something depends on their loss."""
+    """Check that there are evaluations if something depends on their loss or scores."""
+    yield from _check_tasks(values)
+    if values["best_metric"] and not values["eval_tasks"]:
+        yield "best_metric", "names a metric of eval_tasks, which is not set"
+        return
+    if values["best_metric"]:
+        is_early = values["early_stopping_patience"] is not None
+        if is_early and not (values["eval_tasks_interval"] or values["eval_interval"]):
+            yield "early_stopping_patience", "requires evaluations; set eval_tasks_interval"
+        return
     for name in ("early_stopping_patience", "save_best"):
         if not values[name]:
             continue

@@ -128,9 +128,10 @@ _NAMES: Mapping[Effect, str] = {
     cross_entropy_fusion_impl cross_entropy_loss_fusion
     cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path
     deallocate_pipeline_outputs deterministic_mode device disable_symmetric_registration
-    early_stopping_min_delta early_stopping_patience
+    best_metric early_stopping_min_delta early_stopping_patience
     distribute_saved_activations distributed_backend distributed_timeout_minutes enable_hetero
-    eval_interval eval_iters eval_prompt_tokens eval_prompts exit_duration_in_mins exit_interval
+    eval_interval eval_iters eval_prompt_tokens eval_prompts eval_tasks eval_tasks_fewshot
+    eval_tasks_interval eval_tasks_limit exit_duration_in_mins exit_interval
     exit_on_missing_checkpoint exit_signal_handler expert_model_parallel_size
     expert_tensor_parallel_size expert_tensor_parallel_size_per_process_mesh export_huggingface
     export_each_checkpoint

@@ -207,3 +207,28 @@ class Prompts:
         "at each evaluation. Each generated token requires a forward pass of whole sequences",
     )
     eval_prompt_tokens: int = arg(32, "Maximum number of tokens per answer", minimum=1)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Evaluation on tasks of lm-evaluation-harness during training."""
+
+    eval_tasks: tuple[str, ...] | None = arg(
+        None,
+        "Tasks of lm-evaluation-harness on which the model is evaluated during training: names, or "
+        "YAML files. Requires the package lm_eval on the first host. Data is never downloaded",
+    )
+    eval_tasks_interval: int | None = arg(
+        None,
+        "Training steps between evaluations on eval_tasks (default: eval_interval). The last step "
+        "is always evaluated",
+        minimum=1,
+    )
+    eval_tasks_fewshot: int | None = arg(
+        None,
+        "Number of solved examples before each question of eval_tasks (default: that of the task)",
+        minimum=0,
+    )
+    eval_tasks_limit: int | None = arg(
+        None, "Maximum number of documents of each task of eval_tasks (default: all)", minimum=1
+    )

@@ -115,14 +115,20 @@ class TrainingLength:
     early_stopping_patience: int | None = arg(
         None,
         "End training after this many evaluations in a row without an improvement of the "
-        "validation loss (default: never). With several validation sets their mean counts",
+        "validation loss, or of best_metric (default: never). With several validation sets their "
+        "mean counts",
         minimum=1,
     )
     early_stopping_min_delta: float = arg(
         0.0,
-        "Decrease of the validation loss in nats that counts as an improvement for "
-        "early_stopping_patience",
+        "Decrease of the validation loss in nats, or change of best_metric, that counts as an "
+        "improvement for early_stopping_patience",
         minimum=0,
+    )
+    best_metric: str | None = arg(
+        None,
+        "Metric of eval_tasks by which save_best and early_stopping_patience judge, such as "
+        "hellaswag/acc_norm (default: the validation loss)",
     )
 
 

@@ -179,6 +179,8 @@ CHAT_TEMPLATE = "chat_template"
 """Argument whose value is the path of a file, or the name of a built-in template."""
 EVAL_PROMPTS = "eval_prompts"
 """Argument whose value is the path of a file."""
+EVAL_TASKS = "eval_tasks"
+"""Argument whose values are names of tasks, or paths of YAML files of tasks."""
 MEMORY_SNAPSHOT = "memory_snapshot_path"
 """Argument whose value is the path of a file that a run writes."""
 PRETRAINED_CHECKPOINT = "pretrained_checkpoint"
@@ -305,6 +307,17 @@ def is_conversation_file(word: str) -> bool:
     return word.endswith(CONVERSATION_SUFFIXES)
 
 
+def is_task_file(word: str) -> bool:
+    """Return whether a task of ``eval_tasks`` is given as a file."""
+    return word.endswith((".yaml", ".yml"))
+
+
+def _list_task_files(value: Any) -> list[str]:
+    """Return the files among the tasks of ``eval_tasks``."""
+    words = value if isinstance(value, (list, tuple)) else [value]
+    return [word for word in words if isinstance(word, str) and is_task_file(word)]
+
+
 def is_template_file(value: str) -> bool:
     """Return whether a chat template is given as a file."""
     return value.endswith(".jinja")
@@ -353,6 +366,8 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
             map_phase_paths(phase, _absolute_word) if isinstance(phase, str) else phase
             for phase in value
         ]
+    if name == EVAL_TASKS and isinstance(value, list):
+        return [absolute_value(name, item, external=external) for item in value]
     if not isinstance(value, str):
         return value
     read = name in (*TOKENIZER_PATHS, PRETRAINED_CHECKPOINT, EVAL_PROMPTS) and (
@@ -362,7 +377,8 @@ def absolute_value(name: str, value: Any, *, external: bool) -> Any:
     written = is_written and value not in NOT_A_PATH
     template = name == CHAT_TEMPLATE and is_template_file(value)
     function = name == EXTERNAL_DATA and _python_file_of(value) is not None
-    return _absolute_path(value) if read or written or template or function else value
+    task = name == EVAL_TASKS and is_task_file(value)
+    return _absolute_path(value) if read or written or template or function or task else value
 
 
 def _absolute_word(word: str) -> str:
@@ -394,6 +410,10 @@ def files_needed(name: str, value: Any) -> list[str]:
         return [value]
     if name == DATA_PHASES:
         return [path for words in _phase_blends(value) for path in files_needed("data_path", words)]
+    return _list_task_files(value) if name == EVAL_TASKS else _list_blend_files(name, value)
+
+
+def _list_blend_files(name: str, value: Any) -> list[str]:
     if name not in BLENDS or not _is_blend(value):
         return []
     local = [prefix for prefix in blend_prefixes(value) if not is_address(prefix)]
@@ -415,6 +435,9 @@ def missing_files(name: str, value: Any) -> Iterator[str]:
     template = name == CHAT_TEMPLATE and isinstance(value, str) and is_template_file(value)
     if template and not Path(value).is_file():
         yield f"no file {value}"
+    if name == EVAL_TASKS:
+        missing = (path for path in _list_task_files(value) if not Path(path).is_file())
+        yield from (f"no file {path}" for path in missing)
     function_file = _python_file_of(value) if name == EXTERNAL_DATA else None
     if function_file and not Path(function_file).is_file():
         yield f"no file {function_file}"

@@ -22,6 +22,7 @@ from flagscale.config.arguments.spec.data_arguments import (
     Masking,
     Preferences,
     Prompts,
+    Tasks,
     Tokenizer,
 )
 from flagscale.config.arguments.spec.model_arguments import (
@@ -80,6 +81,7 @@ TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
     (Conversations, "data"),
     (Preferences, "data"),
     (Prompts, "data"),
+    (Tasks, "data"),
     (Tokenizer, "data"),
 )
 """Each group of arguments with the section of a train YAML that it belongs to."""

@@ -6,7 +6,7 @@ Both programs compute in fp32 on the CPU, so differences are rounding errors.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ def compute_megatron_logits(model: StoredModel, tokens: list[int]) -> torch.Tens
     from flagscale.train.distributed import RankIdentity
     from flagscale.train.models.config import build_transformer_config
 
-    args = derive_arguments(_build_arguments(model, len(tokens)), 1)
+    args = derive_arguments(build_model_arguments(model, len(tokens), {"device": "cpu"}), 1)
     device = choose_device("cpu", 0)
     distributed.init_default_group(RankIdentity(0, 0, 1), device, backend="gloo", timeout_minutes=1)
     try:
@@ -189,8 +189,16 @@ def compute_megatron_logits(model: StoredModel, tokens: list[int]) -> torch.Tens
         distributed.destroy_groups()
 
 
-def _build_arguments(model: StoredModel, length: int) -> argparse.Namespace:
-    """Build the arguments of a run that would train the model in fp32."""
+def build_model_arguments(
+    model: StoredModel, length: int, overrides: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Build the arguments of a run that would train the model, in fp32 and without dropout.
+
+    Args:
+        model: the model.
+        length: sequence length.
+        overrides: values of further arguments.
+    """
     arguments: dict[str, Any] = {
         **model.values,
         "mtp_num_layers": None,  # only the output layer's logits are compared
@@ -199,9 +207,9 @@ def _build_arguments(model: StoredModel, length: int) -> argparse.Namespace:
         "lr": 1e-3,
         "train_iters": 1,
         "mock_data": True,
-        "device": "cpu",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **overrides,
     }
     if (arguments["max_position_embeddings"] or 0) < length:
         del arguments["max_position_embeddings"]

@@ -47,17 +47,30 @@ def pack_conversations(
     if one_per_sequence:
         bins = [[index] for index in longest_first.tolist()]
     else:
-        bins = _pack_best_fit(longest_first, lengths, capacity)
+        bins = pack_best_fit(longest_first, lengths, capacity)
     bins = [bins[index] for index in generator.permutation(len(bins))]
     sizes = np.array([len(members) for members in bins], dtype=np.int64)
     conversations = np.array([index for members in bins for index in members], dtype=np.int64)
     return PackedSequences(conversations, np.concatenate(([0], sizes.cumsum())).astype(np.int64))
 
 
-def _pack_best_fit(
-    longest_first: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
+def pack_best_fit(
+    longest_first: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    capacity: int,
+    max_members: int | None = None,
 ) -> list[list[int]]:
-    """Put each conversation into the sequence that it leaves the least space in."""
+    """Put each item into the sequence that it leaves the least space in.
+
+    Args:
+        longest_first: indices of the items, in descending order of length.
+        lengths: number of tokens of each item.
+        capacity: number of tokens of a sequence.
+        max_members: maximum number of items of a sequence; None for no limit.
+
+    Returns:
+        The indices of the items of each sequence.
+    """
     bins: list[list[int]] = []
     bins_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
     # Bit i is set if any sequence has space for exactly i more tokens. A few word operations then
@@ -77,7 +90,7 @@ def _pack_best_fit(
             bins.append([])
         bins[bin_index].append(index)
         space -= length
-        if space:
+        if space and len(bins[bin_index]) != max_members:
             bins_by_space[space].append(bin_index)
             available_spaces |= 1 << space
     return bins

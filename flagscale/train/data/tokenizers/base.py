@@ -65,6 +65,10 @@ class Tokenizer(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without tokens added before or after."""
 
+    def tokenize_with_special_tokens(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, with those that the tokenizer adds before or after."""
+        return self.tokenize(text)
+
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, in order."""
         return [self.tokenize(text) for text in texts]

@@ -231,6 +231,9 @@ class FastTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def tokenize_with_special_tokens(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=True).ids)
+
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
@@ -312,6 +315,9 @@ class PythonTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def tokenize_with_special_tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))

@@ -20,7 +20,11 @@ from flagscale.launcher.planning.per_host import resolve_all_settings
 from flagscale.launcher.preflight.checks import Check, compute_exit_code, require_passed
 from flagscale.launcher.preflight.host_probe import HostReplies
 from flagscale.launcher.preflight.hosts import check_hosts, require_usable
-from flagscale.launcher.preflight.user_code import CheckpointStorage, MetricsSinks
+from flagscale.launcher.preflight.user_code import (
+    CheckpointStorage,
+    EvaluationTasks,
+    MetricsSinks,
+)
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
 PYTHON = PythonEnvironment("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
@@ -317,3 +321,20 @@ def test_storage_of_checkpoints(
     facts = python(module_replies={} if reply is None else {"save": reply})
     check = CheckpointStorage().check_host(make_experiment(), host, facts)
     assert (check.ok, check.warning, check.found) == row
+
+
+def test_tasks_need_a_package_on_the_first_host(
+    make_plan: Callable[..., LaunchPlan], make_experiment: Callable[..., Experiment]
+) -> None:
+    tasks, experiment = EvaluationTasks(), make_experiment()
+    task = replace(experiment.task, external=False)
+    assert tasks.query_arguments(replace(experiment, task=task)) is None
+    arguments = read_arguments({"eval_tasks": ["arc_easy"]}).arguments
+    assert tasks.query_arguments(replace(experiment, train=arguments)) is None
+    experiment = replace(experiment, train=arguments, task=task)
+    assert tasks.query_arguments(experiment) == ["arc_easy"]
+    facts = python(module_replies={"tasks": {"problem": "no lm_eval", "hint": "install it"}})
+    first, second = make_plan(hosts=HOSTS[:2], runner=Runner(nproc_per_node=1)).hosts
+    check = tasks.check_host(experiment, first, facts)
+    assert (check.ok, check.found) == (False, "no lm_eval")
+    assert tasks.check_host(experiment, second, FACTS).ok

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.train.data.chat.packing import pack_conversations
+from flagscale.train.data.chat.packing import pack_best_fit, pack_conversations
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
 
@@ -23,6 +23,15 @@ def test_every_conversation_is_in_one_sequence_that_has_room(
     assert not one_per_sequence or len(sequences) == len(sizes)
     # At most one sequence is at most half full: two of them would fit into one.
     assert one_per_sequence or sum(count * 2 <= 64 for count in token_counts) <= 1
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_a_sequence_has_at_most_so_many_members(lengths: list[int], max_members: int) -> None:
+    sizes = np.sort(np.array(lengths))[::-1]
+    sequences = pack_best_fit(np.arange(len(sizes)), sizes, 64, max_members)
+    assert sorted(index for members in sequences for index in members) == list(range(len(sizes)))
+    assert max(map(len, sequences)) <= max_members
+    assert max(int(sizes[members].sum()) for members in sequences) <= 64
 
 
 def test_packing_uses_99_percent_of_the_space() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
-from flagscale.train.validation_loss import ValidationHistory
+from flagscale.train.best_evaluation import EvaluationHistory
 
 
-def evaluate(losses: list[float], min_delta: float = 0.0) -> tuple[ValidationHistory, list[int]]:
+def evaluate(
+    losses: list[float], min_delta: float = 0.0, **metric: Any
+) -> tuple[EvaluationHistory, list[int]]:
     """Return the history after evaluations at steps 10, 20, …, and the steps that were the best."""
-    history = ValidationHistory()
+    history = EvaluationHistory(**metric)
     best = [
         step
         for step, loss in zip(range(10, 10000, 10), losses, strict=False)
@@ -41,6 +44,25 @@ def test_best_evaluation_and_last_improvement(
     assert (history.reference_step, history.evaluations_without_improvement) == (since, count)
 
 
+def test_of_an_accuracy_the_highest_value_is_the_best() -> None:
+    metric = {"metric": "arc/acc", "higher_is_better": True}
+    history, best = evaluate([0.3, 0.25, 0.35, 0.36, math.nan], 0.02, **metric)
+    assert best == [10, 30, 40]
+    assert (history.best_value, history.reference_step) == (0.36, 30)
+    assert history.explain_stop(2) == "arc/acc has not improved since step 30"
+
+
+def test_history_of_an_older_checkpoint_is_one_of_validation_losses() -> None:
+    history = EvaluationHistory()
+    history.load_state_dict(
+        {
+            **{"best_loss": 2.0, "best_step": 20, "reference_loss": 2.5, "reference_step": 10},
+            "evaluations_without_improvement": 1,
+        }
+    )
+    assert history == EvaluationHistory(2.0, 20, 2.5, 10, 1)
+
+
 @pytest.mark.parametrize(
     ("patience", "min_delta", "reason"),
     [
@@ -59,7 +81,7 @@ def test_a_resumed_run_decides_like_an_uninterrupted_one() -> None:
     losses = [3.0, 2.0, 2.5, 2.4, 2.3]
     uninterrupted, _ = evaluate(losses)
     first, _ = evaluate(losses[:3])
-    resumed = ValidationHistory()
+    resumed = EvaluationHistory()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for step, loss in ((40, 2.4), (50, 2.3)):
         resumed.add_evaluation(step, loss)
