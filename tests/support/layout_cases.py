@@ -272,13 +272,6 @@ HOMOGENEOUS_CASES = (
     ),
     LayoutCase("muon-pp2-vpp2-do-overlap", 2, MUON, f"{VPP2} {OVERLAP}", "muon"),
     LayoutCase("muon-dp2-sharded", 2, MUON, SHARD_WEIGHTS, "muon"),
-    LayoutCase(
-        "muon-dp4-sharded-hybrid",
-        4,
-        MUON,
-        f"{SHARD_WEIGHTS} --num-distributed-optimizer-instances 2",
-        "muon",
-    ),
     LayoutCase("muon-tp2", 2, MUON, TP2, "muon", backend=FAST_BACKEND),
     LayoutCase(
         "muon-tp2-dp2-sp-sharded",
