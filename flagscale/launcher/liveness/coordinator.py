@@ -525,9 +525,13 @@ class Coordinator:
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
+        # Waits grow with failures that may repeat. A host that was replaced cannot fail again.
+        repeated = len(self.restarts) - self._replacements
         remark = self._replace_lost_hosts(now)
         self._enter_phase(JobPhase.WAITING)
-        wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2 ** len(self.restarts), MAX_BACK_OFF_SECONDS)
+        wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
+        if remark:
+            wait_seconds = FIRST_BACK_OFF_SECONDS
         self._restart_at = now + wait_seconds
         self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
         self.notices.append(Notice("restarted", self.attempt + 1, self.failure, remark))

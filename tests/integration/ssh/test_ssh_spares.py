@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -27,18 +28,19 @@ from flagscale.status import read_progress
 pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
 
 REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
+FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
 MAX_SECONDS = 30.0
 
 
-def start(lab: SshLab, **environment: str) -> None:
+def start(lab: SshLab, *, spares: int = 1, **environment: str) -> None:
     """Start the toy program, whose ranks stay in step over the network."""
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
-        runner=REPLACING,
+        runner={**REPLACING, "spares": spares},
         envs={**fields, **environment},
     )
     result = lab.run_action("run")
@@ -55,9 +57,9 @@ def signal_all(lab: SshLab, host: Host, number: signal.Signals) -> None:
         os.kill(process.pid, number)
 
 
-def wait_for_step(lab: SshLab) -> None:
-    """Wait until the ranks of the second attempt are past their second step."""
-    status = run_dir(lab, "h02") / "status.1"
+def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1) -> None:
+    """Wait until the rank of a spare that has taken a place is past its second step."""
+    status = run_dir(lab, host) / f"status.{attempt}"
     wait_for(lambda: (p := read_progress(status, 1)) is not None and p.step > 2, MAX_SECONDS)
 
 
@@ -126,6 +128,35 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
     assert failure["host"] == "h02"
     output = lab.state().hosts[0].output.read_text()
     assert "the job does not start again: 1 host(s) were lost, and 0 spare(s) are there" in output
+
+
+@pytest.mark.slow
+@pytest.mark.bed(hosts=2 + FAULTS_IN_A_ROW)
+def test_random_faults_in_a_row(lab: SshLab) -> None:
+    """Each fault is of the host that took the place before; some hosts come back, at any time."""
+    generator = random.Random(0)
+    start(lab, spares=FAULTS_IN_A_ROW)
+    lost: list[tuple[Host, str]] = []
+    for attempt in range(1, FAULTS_IN_A_ROW + 1):
+        victim = lab.bed[f"h{attempt:02}"]
+        fault = generator.choice([*FAULTS, "off"])
+        if fault == "off":
+            victim.cut_power()
+        else:
+            FAULTS[fault][0](lab, victim)
+            lost.append((victim, fault))
+        wait_for_step(lab, f"h{attempt + 1:02}", attempt)
+        if lost and generator.random() < 0.5:
+            host, earlier_fault = lost.pop()
+            FAULTS[earlier_fault][1](lab, host)
+    for host, fault in lost:
+        FAULTS[fault][1](lab, host)
+    last = lab.bed[f"h{FAULTS_IN_A_ROW + 1:02}"]
+    training = {"h00", last.name}
+    wait_for(lambda: set(lab.remaining_processes()) == training, MAX_SECONDS)
+    assert lab.query()["state"] == "running"
+    lab.run_action("stop")
+    assert lab.remaining_processes() == {}
 
 
 @pytest.mark.slow

@@ -503,6 +503,19 @@ def test_replacements_are_no_restarts_of_max_restarts(max_restarts: int, restart
     assert job.notified_events == ["restarted"] * restarts + ["failed"]
 
 
+def test_waits_do_not_grow_with_replaced_hosts() -> None:
+    job = job_with_spares(7, 5)
+    for attempt in range(1, 6):
+        victim = attempt
+        job.silent.add(victim)
+        job.run(12)
+        job.send_end(0)
+        job.run(3)
+        assert job.orders[-1] == (None, StartAttempt(attempt, (0, attempt + 1)))
+        job.fields[attempt + 1] = {}
+        job.run(5)
+
+
 def test_lost_spare_in_a_place_is_replaced_by_the_next_one() -> None:
     job = job_with_spares(4, 2)
     lose(job, 1, (0,))
