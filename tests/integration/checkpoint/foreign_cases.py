@@ -21,6 +21,8 @@ def start_and_compare(run: Any) -> dict[str, Any]:
 
     if run.args.load:
         run.load()
+    if run.rank == 1 and "path_of_rank_1" in run.case:
+        run.args.pretrained_checkpoint = run.case["path_of_rank_1"]
     note, most_unsharded_weights = "", 0
     if run.args.pretrained_checkpoint:
         with measure_unsharded_weights(run) as counts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from integration.checkpoint.checkpoint_lab import CheckpointLab
+from safetensors.torch import load_file, save_file
 from support import megatron_files
 from support.arguments import flatten
 from support.foreign_models import MODELS, MTP_MODEL, TOKENS, save_model
@@ -165,6 +167,9 @@ class ForeignModelRuns:
                 # than its checkpoint.
                 load += ["--make-vocab-size-divisible-by", "4"]
                 cases.append(self._make_case(f"{name}-{layout}", name, [*run_arguments, *start]))
+                if (name, layout) == ("llama", "sharded"):
+                    case = self._make_case("llama-sharded-damaged", name, [*run_arguments, *start])
+                    cases.append({**case, "path_of_rank_1": str(self._write_damaged(name))})
                 if (name, layout) == ("qwen3", "pp2"):
                     start = ["--pretrained-checkpoint", str(self.root / "qwen3-megatron")]
                     cases.append(
@@ -176,6 +181,15 @@ class ForeignModelRuns:
                     )
             lab.add_stage(world, *cases)
         return lab.run()
+
+    def _write_damaged(self, name: str) -> Path:
+        """Copy a model, with an infinite weight in its first layer; return the copy's directory."""
+        path = self.root / f"{name}-damaged"
+        shutil.copytree(self.root / name, path)
+        weights = load_file(path / "model.safetensors")
+        weights["model.layers.0.self_attn.o_proj.weight"][3, 5] = float("inf")
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        return path
 
     def _build_save_only_argv(self, layout_name: str, flags: str) -> list[str]:
         name, _, layout = layout_name.rpartition("-")

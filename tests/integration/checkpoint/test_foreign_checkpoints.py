@@ -91,6 +91,14 @@ def test_a_model_in_shards_is_loaded_layer_by_layer(models: ForeignModelRuns, ca
     assert 0 < result["most_unsharded_weights"] <= max(result["embedding_weights"], layer) * 1.1
 
 
+def test_a_model_that_is_damaged_for_one_rank_fails_on_all(models: ForeignModelRuns) -> None:
+    """The other ranks go through all layers with it."""
+    result = models.results["llama-sharded-damaged"]
+    for rank in result["ranks"]:
+        assert rank["error"].startswith("rank 1: "), rank
+        assert "self_attention.linear_proj.weight: " in rank["error"]
+
+
 @pytest.mark.parametrize(("name", "layout"), RELOADED_CASES)
 def test_a_converted_checkpoint_is_loaded_like_any_other(
     models: ForeignModelRuns, name: str, layout: str
