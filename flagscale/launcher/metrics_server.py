@@ -68,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "flagscale_progress_timestamp_seconds": Family("gauge", "Time of the last reported step."),
     "flagscale_validation_loss": Family("gauge", "Loss of the last evaluation, by data set."),
+    "flagscale_task_score": Family("gauge", "Score of the last evaluation on tasks, by name."),
     "flagscale_checkpoint_step": Family("gauge", "Step of the newest complete checkpoint."),
     "flagscale_checkpoint_seconds": Family("gauge", "Time to save the newest checkpoint."),
     "flagscale_checkpoint_timestamp_seconds": Family("gauge", "Time of the newest checkpoint."),
@@ -126,6 +127,7 @@ class StatusReader:
     _sections: dict[int, Event] = field(default_factory=dict)
     _stragglers: Event | None = None
     _evaluations: dict[str, Event] = field(default_factory=dict)
+    _task_scores: dict[str, float] = field(default_factory=dict)
     _failed_ranks: set[int] = field(default_factory=set)
     _warnings: int = 0
 
@@ -154,6 +156,8 @@ class StatusReader:
         for data_set, event in self._evaluations.items():
             if (loss := event.get_number("loss")) is not None:
                 yield Sample("flagscale_validation_loss", float(loss), {"data": data_set})
+        for name, score in self._task_scores.items():
+            yield Sample("flagscale_task_score", float(score), {"score": name})
         if self._checkpoint is not None:
             yield Sample("flagscale_checkpoint_timestamp_seconds", self._checkpoint.time)
             for name, key in _CHECKPOINT_FIELDS.items():
@@ -179,6 +183,8 @@ class StatusReader:
                     self._checkpoint = event
                 elif event.event == "evaluation":
                     self._evaluations[str(event.get("data", ""))] = event
+                elif event.event == "tasks":
+                    self._task_scores = event.get_numbers("scores")
                 elif event.event == "sections":
                     self._sections[event.rank] = event
                 elif event.event == "stragglers":

@@ -55,7 +55,7 @@ def _parse(text: str) -> dict[tuple[str, str], float]:
             labels = dict(sample.labels)
             assert labels.pop("experiment") == HOSTILE
             assert (labels.pop("run"), labels.pop("host")) == ("20261127-1", "node01")
-            names = ("device", "section", "rank", "data")
+            names = ("device", "section", "rank", "data", "score")
             distinguishing = next((labels[name] for name in names if name in labels), "")
             samples[sample.name, distinguishing] = sample.value
     return samples
@@ -76,6 +76,7 @@ def _write_attempt(directory: Path, first_step: int) -> None:
         )
     first.write("evaluation", step=first_step, loss=3.0)
     first.write("evaluation", step=first_step, loss=3.5, data="code")
+    first.write("tasks", step=first_step, seconds=1.0, scores={"arc/acc": 0.25})
     first.write("checkpoint", step=first_step, path="/x", seconds=1.5)
     first.write("warning", message="careful")
     second.write("sections", step=first_step, steps=1, forward=0.25, waiting=0.125)
@@ -100,6 +101,7 @@ def test_every_metric_is_served_with_its_value(tmp_path: Path) -> None:
         ("flagscale_tokens_per_second", ""): 1000,
         ("flagscale_validation_loss", ""): 3.0,
         ("flagscale_validation_loss", "code"): 3.5,
+        ("flagscale_task_score", "arc/acc"): 0.25,
         ("flagscale_checkpoint_step", ""): 7,
         ("flagscale_checkpoint_seconds", ""): 1.5,
         ("flagscale_rank_step", "0"): 8,
@@ -180,7 +182,7 @@ def test_the_dashboard_shows_metrics_that_are_served() -> None:
     queries = [v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
     text = "\n".join((*expressions, *queries))
     assert set(re.findall(r"\bflagscale_\w+", text)) == FAMILIES.keys()
-    labels = {"experiment", "run", "host", "rank", "section", "data", "device", "kind"}
+    labels = {"experiment", "run", "host", "rank", "section", "data", "score", "device", "kind"}
     legends = " ".join(target["legendFormat"] for panel in panels for target in panel["targets"])
     assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= labels
     for expression in expressions:
