@@ -68,7 +68,7 @@ def _select_with_spares(experiment: Experiment, listed_hosts: Sequence[Host]) ->
     if training > available:
         message = (
             f"{_name_host_list(experiment)} has {len(listed_hosts)} hosts, and {training} train: "
-            f"{max(0, len(listed_hosts) - training)} are left to wait, not {runner.spares}"
+            f"{max(0, len(listed_hosts) - training)} left to wait, not {runner.spares}"
         )
     elif training < 2:
         message = "the first host cannot be replaced: at least two hosts must train"

@@ -27,8 +27,10 @@ _MAX_CHARACTERS = 200
 def format_plan(plan: LaunchPlan, hosts: Sequence[HostPlan] | None = None) -> str:
     """Return a plan and the scripts of its hosts (or of ``hosts``) as plain text."""
     port = plan.master_port or "a port that is free there"
+    spares = sum(host.is_spare for host in plan.hosts)
     lines = [
-        f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts)} host(s)",
+        f"# {plan.name}: {plan.world_size} rank(s) on {len(plan.hosts) - spares} host(s)"
+        + (f", and {spares} spare host(s)" if spares else ""),
         f"# rendezvous of the ranks at {restore_references(plan.master_addr)}:{port}",
         *(f"# note: {note}" for note in plan.notes),
     ]
@@ -110,7 +112,7 @@ def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
         yield f"# host {first.node_rank} {first.name}{type_text}: ranks {ranks}"
         return
     names = _format_names([host.name for host in hosts])
-    ranks = f"{first.nproc} rank(s) each"
+    ranks = "spares" if first.is_spare else f"{first.nproc} rank(s) each"
     yield f"# {len(hosts)} hosts {names}{type_text}: {ranks}, one script except for"
     varying_fields = list(_varying_fields(hosts))
     width = max(len(field) for field, _ in varying_fields)
@@ -120,7 +122,7 @@ def _heading_lines(hosts: Sequence[HostPlan]) -> Iterator[str]:
 
 
 def _format_ranks(first_rank: int, nproc: int) -> str:
-    return f"{first_rank}-{first_rank + nproc - 1}" if nproc else "none, a spare"
+    return f"{first_rank}-{first_rank + nproc - 1}" if nproc else "none"
 
 
 def _varying_fields(hosts: Sequence[HostPlan]) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ def test_spares_follow_the_hosts_that_train(
             4,
             {"nnodes": 3, "spares": 2},
             {},
-            "the hostfile has 4 hosts, and 3 train: 1 are left to wait, not 2",
+            "the hostfile has 4 hosts, and 3 train: 1 left to wait, not 2",
             id="too-few",
         ),
         pytest.param(

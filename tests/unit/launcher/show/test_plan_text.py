@@ -155,3 +155,13 @@ def test_names_without_an_order_stay_short(make_plan: MakePlan) -> None:
     heading = text.partition("# --- ")[0]
     assert max(map(len, heading.splitlines())) < 300
     assert "n0-0x, n1-1x ... n998001-5x" in heading
+
+
+def test_spares_are_a_group(make_plan: MakePlan) -> None:
+    runner = Runner(nproc_per_node=8, spares=2, on_bad_host="replace")
+    text = format_plan(make_plan(hosts=hosts(4), runner=runner))
+    assert text.startswith("# tiny llama: 16 rank(s) on 2 host(s), and 2 spare host(s)\n")
+    assert headings(text) == [
+        "# 2 hosts node[0001-0002]: 8 rank(s) each, one script except for",
+        "# 2 hosts node[0003-0004]: spares, one script except for",
+    ]
