@@ -104,6 +104,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "validation": ("valid_data_path", "eval_interval", "eval_iters", "split"),
     "warm up": ("lr_warmup_fraction", "lr_warmup_iters"),
     "warmup": ("lr_warmup_fraction", "lr_warmup_iters"),
+    "wandb": ("wandb_project", "wandb_exp_name"),
     "weights and biases": ("wandb_project", "wandb_exp_name"),
     "zero": ("use_distributed_optimizer",),
 }

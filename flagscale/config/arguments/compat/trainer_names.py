@@ -529,7 +529,6 @@ _SHORT_NAMES: Mapping[str, Entry] = {
     "gbs": same_value(BATCH),
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), advice(_DATA_PARALLEL)),
     "zero": advice(_ZERO),
-    "wandb": advice("set `train.system.wandb_project` to the name of a project"),
     **dict.fromkeys(
         ("lora", "use_lora", "peft"),
         by_value(
