@@ -113,6 +113,7 @@ $(VENV)/.setup-storage: pyproject.toml | $(VENV)/bin/python
 _storage: $(VENV)/.setup-storage
 	FLAGSCALE_REQUIRE_STORAGE=1 $(RUN) -m pytest tests/integration/checkpoint/test_s3_checkpoints.py \
 	tests/integration/checkpoint/test_stored_checkpoints.py tests/unit/test_object_storage.py
+	$(RUN) tools/bench/storage_kills.py --rounds 5
 
 test-bare: ## run quickstart and test in a minimal Debian, as root and as a user (requires debootstrap)
 	tools/dev/bare.sh

@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,12 +255,12 @@ def _drop_caches(directory: Path) -> None:
 
 def _uploader_memory() -> float:
     """Return the resident memory of the processes that upload, in MiB."""
-    children = psutil.Process().children()
-    return sum(
-        child.memory_info().rss / 2**20
-        for child in children
-        if any("upload_worker" in word for word in child.cmdline())
-    )
+    memory = 0.0
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if any("upload_worker" in word for word in child.cmdline()):
+                memory += child.memory_info().rss / 2**20
+    return memory
 
 
 if __name__ == "__main__":

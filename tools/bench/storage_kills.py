@@ -197,8 +197,9 @@ class KillLab:
             _kill_group(rank)
         else:
             for child in rank.children():
-                if any("upload_worker" in word for word in child.cmdline()):
-                    child.kill()
+                with suppress(psutil.Error):  # it has ended meanwhile
+                    if any("upload_worker" in word for word in child.cmdline()):
+                        child.kill()
         time.sleep(self._random.uniform(0, 3))
 
     def _find_newest(self) -> int | None:

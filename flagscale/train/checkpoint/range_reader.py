@@ -168,8 +168,8 @@ class _Span:
 class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     """Reader of torch.distributed.checkpoint that reads tensors by ranges.
 
-    Several ranges are read at the same time. Memory holds at most about twice
-    ``CONCURRENT_PARTS * PART_BYTES``, or a single chunk if that is larger.
+    Several ranges are read at the same time. Memory holds about ``CONCURRENT_PARTS * PART_BYTES``
+    that are read ahead, or a single chunk if that is larger, and the chunk that is being loaded.
     """
 
     def __init__(self, directory: Path, files: StoredFiles, *, verify: bool) -> None:
@@ -192,20 +192,23 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     ) -> Iterator[tuple[_Span, memoryview]]:
         """Yield spans with their content, in order, and read the following ones meanwhile."""
         pending: deque[tuple[_Span, bytearray, list[Future[None]]]] = deque()
-        pending_bytes, next_span = 0, 0
-        while pending or next_span < len(spans):
-            while next_span < len(spans) and (
-                not pending or pending_bytes < CONCURRENT_PARTS * PART_BYTES
+        remaining = deque(spans)
+
+        def read_ahead() -> None:
+            while remaining and (
+                not pending
+                or sum(len(buffer) for _, buffer, _ in pending) < CONCURRENT_PARTS * PART_BYTES
             ):
-                span = spans[next_span]
+                span = remaining.popleft()
                 pending.append((span, *self._start_reading(pool, span)))
-                pending_bytes += span.end - span.begin
-                next_span += 1
+
+        read_ahead()
+        while pending:
             span, buffer, parts = pending.popleft()
+            read_ahead()
             for part in parts:
                 part.result()
             yield span, memoryview(buffer)
-            pending_bytes -= span.end - span.begin
 
     def _start_reading(
         self, pool: ThreadPoolExecutor, span: _Span
