@@ -18,7 +18,7 @@ ARGUMENTS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
 --global-batch-size 8 --train-iters 80 --lr 1e-3 --lr-decay-style constant --vocab-size 100
 --mock-data --eval-iters 0 --num-workers 0 --distributed-backend gloo --log-interval 1
---log-timers-to-tensorboard
+--log-timers-to-tensorboard --log-straggler
 """
 SLOW_RANK = 2
 

@@ -527,7 +527,7 @@ _DATA_PARALLEL = (
 _SHORT_NAMES: Mapping[str, Entry] = {
     "mbs": same_value(MICRO_BATCH),
     "gbs": same_value(BATCH),
-    **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), advice(_DATA_PARALLEL)),
+    **dict.fromkeys(("dp", "dp_size"), advice(_DATA_PARALLEL)),
     "zero": advice(_ZERO),
     **dict.fromkeys(
         ("lora", "use_lora", "peft"),
