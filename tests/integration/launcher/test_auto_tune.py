@@ -144,6 +144,7 @@ def test_killed_search_leaves_no_trial_and_goes_on(tuning_lab: Lab) -> None:
     assert "3 trials" in answer["reason"]
 
 
+@pytest.mark.slow
 def test_interrupted_search_ends_its_trial(tuning_lab: Lab) -> None:
     (tuning_lab.root / "slow").touch()
     search = tuning_lab.start("auto_tune", SMALL)

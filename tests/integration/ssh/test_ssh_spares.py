@@ -106,6 +106,7 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     assert lab.query()["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_unused_spare_ends_with_the_job(lab: SshLab) -> None:
     start(lab, TOY_STEPS="60")
     wait_for(lambda: not lab.remaining_processes(), MAX_SECONDS)
