@@ -285,7 +285,9 @@ def score_sequences(
     scores = scorer.score([ScoredSequence(tokens, len(tokens) // 2) for tokens in sequences])
     return {
         "scores": [score.log_likelihood for score in scores],
-        "next_tokens": scorer.predict_next(sequences[:-1]),
+        "next_tokens": scorer.predict_next(
+            [tokens[: scorer.max_length] for tokens in sequences[:-1]]
+        ),
     }
 
 
