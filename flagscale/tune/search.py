@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,9 @@ _SAME_FAILURES = 2
 """Number of first trials that fail alike, after which no layout is expected to work."""
 _CONSIDERED = 400
 """Number of layouts, fastest first by prediction, that a search on known devices may try."""
+
+_FAILED_RANK = re.compile(r"^\S+ (rank \d+ )?")
+"""Host and rank at the beginning of a failure: of equal ones, any may be reported first."""
 
 Key = frozenset[tuple[str, Any]]
 
@@ -254,7 +258,7 @@ class Search:
         first = self.trials[:_SAME_FAILURES]
         if len(first) < _SAME_FAILURES or any(t.state != FAILED for t in self.trials):
             return ""
-        texts = {trial.failure.partition(" ")[2] for trial in self.trials}
+        texts = {_FAILED_RANK.sub("", trial.failure) for trial in self.trials}
         if any(trial.ran_out_of_memory for trial in self.trials) or len(texts) > 1:
             return ""
         return f"all of the first {len(self.trials)} layouts failed in the same way"

@@ -114,6 +114,7 @@ def test_proof_of_memory(own: dict[str, Any], failed: dict[str, Any], expected: 
 def test_first_trials_that_fail_alike_end_the_search() -> None:
     layouts = [fake_layout(1.0 + n, micro_batch_size=2**n) for n in range(4)]
     trials = [trial_of(layout, None, n) for n, layout in enumerate(layouts[:2], 1)]
+    trials[1] = replace(trials[1], failure=trials[0].failure.replace("rank 0", "rank 1"))
     decision = make_search(layouts, trials).decide(0)
     assert decision.layout is None
     assert "failed in the same way" in decision.reason
