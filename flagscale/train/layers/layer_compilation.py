@@ -91,6 +91,12 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layers[0].register_forward_pre_hook(_normalize_strides, with_kwargs=True)
 
 
+_MAX_GRAPHS = 32
+"""Graphs of a function: of training, validation and scoring, with and without recomputation. torch
+allows 8, beyond which layers would not be compiled any more.
+"""
+
+
 def compile_with_fallback(
     function: Callable[..., Any],
     failures: list[Exception],
@@ -104,8 +110,10 @@ def compile_with_fallback(
     run eagerly, with a warning. With ``raise_on_failure``, ConfigError is raised instead.
     """
     # Imported here because it takes a second.
+    from torch._dynamo import config as compiler_config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+    compiler_config.recompile_limit = max(compiler_config.recompile_limit, _MAX_GRAPHS)
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     @functools.wraps(function)
