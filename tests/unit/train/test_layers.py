@@ -282,7 +282,8 @@ def test_graph_break_is_an_error_if_ranks_communicate_in_a_layer() -> None:
 
 
 @torch._dynamo.config.patch(disable=False, recompile_limit=2)
-def test_recompile_limit_falls_back_to_eager() -> None:
+def test_recompile_limit_falls_back_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_compilation, "_MAX_GRAPHS", 2)
     call = layer_compilation.compile_with_fallback(lambda tensor: tensor + 1, [], "eager")
     sizes = [call(torch.zeros(size)).numel() for size in (2, 3)]
     with pytest.warns(RuntimeWarning, match="layers are not compiled, which costs speed"):
