@@ -7,7 +7,15 @@ from dataclasses import replace
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.launcher.liveness.agent_log import log_line
-from flagscale.tune.records import CUT_SHORT, FAILED, RUNNING, Trial, TrialRecords, time_steps
+from flagscale.tune.records import (
+    CUT_SHORT,
+    FAILED,
+    RUNNING,
+    Timing,
+    Trial,
+    TrialRecords,
+    time_steps,
+)
 from flagscale.tune.search import Search
 from flagscale.tune.space import Layout, SearchProblem, Space
 from flagscale.tune.trial import WARMUP_STEPS, end_leftover, load_trial, run_trial
@@ -32,7 +40,7 @@ def run_search(
         trial = records.start(decision.layout.setting)
         _print_start(trial, search, decision.layout, is_repeat=decision.is_repeat)
         try:
-            trial = _run(experiment, problem, trial, search)
+            trial = _run(experiment, problem, trial, search, is_repeat=decision.is_repeat)
         except BaseException:
             records.forget(trial)
             raise
@@ -48,7 +56,14 @@ def end_interrupted(experiment: Experiment, records: TrialRecords) -> None:
         records.forget(trial)
 
 
-def _run(experiment: Experiment, problem: SearchProblem, trial: Trial, search: Search) -> Trial:
+def _run(
+    experiment: Experiment,
+    problem: SearchProblem,
+    trial: Trial,
+    search: Search,
+    *,
+    is_repeat: bool,
+) -> Trial:
     control = experiment.tuner.control
     is_first = not search.results
     try:
@@ -66,8 +81,13 @@ def _run(experiment: Experiment, problem: SearchProblem, trial: Trial, search: S
         trial,
         seconds_limit=control.max_time_per_task * (2 if is_first else 1),
         poll_seconds=control.interval,
-        is_hopeless=search.is_hopeless,
+        # A repeat is whole, also if it is slower than the first trial of the same layout.
+        is_hopeless=_never if is_repeat else search.is_hopeless,
     )
+
+
+def _never(_timing: Timing) -> bool:
+    return False
 
 
 def _print_start(trial: Trial, search: Search, layout: Layout, *, is_repeat: bool) -> None:
