@@ -38,6 +38,10 @@ if os.path.exists("broken"):
     status.write("failed", kind="ValueError", message="no such data", traceback="")
     sys.exit(1)
 seconds = (0.04 if micro == 1 else 0.03) * (1 if tensor == 1 else 2)
+if os.path.exists("later-is-slower") and os.environ["RANK"] == "0":
+    seen = f"seen-{micro}-{tensor}"
+    seconds *= 1.5 if os.path.exists(seen) else 1.0
+    open(seen, "a").close()
 for step in range(1, number("--exit-interval") + 1):
     time.sleep(60 if os.path.exists("slow") else 0.02)
     if os.environ["RANK"] == "0":
@@ -124,6 +128,17 @@ def test_search_from_its_trials_to_a_yaml_that_runs(tuning_lab: Lab) -> None:
     )
     assert "of another model" in changed["stderr"]
     assert len(trials_of(tuning_lab)) == 1
+
+
+def test_a_repeat_is_whole_even_if_it_is_slower(tuning_lab: Lab) -> None:
+    (tuning_lab.root / "later-is-slower").touch()
+    tune(tuning_lab, SMALL, "experiment.auto_tuner.control.max_trials=8")
+    by_layout: dict[str, list[str]] = {}
+    for trial in trials_of(tuning_lab):
+        by_layout.setdefault(str(trial["setting"]), []).append(trial["state"])
+    repeated = [states for states in by_layout.values() if len(states) > 1]
+    assert repeated
+    assert all(states == ["measured", "measured"] for states in repeated), by_layout
 
 
 def test_killed_search_leaves_no_trial_and_goes_on(tuning_lab: Lab) -> None:
