@@ -86,8 +86,8 @@ _HARMLESS_SHORT_NAMES = frozenset(
     {("pwd",), ("old", "pwd"), ("forward", "pass"), ("backward", "pass")}
 )
 _URL_PASSWORD = re.compile(r"(?P<user>[A-Za-z0-9+.\-]://[^/?#\s:@]*:)[^/?#\s]+@")
-"""From the last character of the scheme. The whole scheme would be tried at every character of a
-long word, in quadratic time.
+"""Password of a URL, from the last character of the scheme: the whole scheme would be tried at
+every character of a long word, in quadratic time.
 """
 _URL_QUERY = re.compile(r"(?<=://)[^\s?#]*[?#]\S+")
 _QUERY_PARAMETER = re.compile(

@@ -188,16 +188,24 @@ def forecast_memory(
     """Return the memory of a rank of some stages of a homogeneous job, as :func:`forecast_step`
     does. The arguments must state which layers are recomputed.
     """
+    return tuple(
+        memory.estimate_rank_memory(rank_args, vocabulary_size, _model_part(position, rank_args)[0])
+        for position, rank_args in _iter_stages(args, vocabulary_size, stage_indices)
+    )
+
+
+def _iter_stages(
+    args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
+) -> Iterator[tuple[_StagePosition, Namespace]]:
+    """Yield some stages of a homogeneous job with the arguments of their ranks."""
     counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
-    estimates = []
     for index in stage_indices:
-        rank_args = _unify_recomputation(args, index, len(counts))
-        position = _StagePosition(
-            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
+        yield (
+            _StagePosition(
+                vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
+            ),
+            _unify_recomputation(args, index, len(counts)),
         )
-        part, _ = _model_part(position, rank_args)
-        estimates.append(memory.estimate_rank_memory(rank_args, vocabulary_size, part))
-    return tuple(estimates)
 
 
 @dataclass(frozen=True)
@@ -410,15 +418,10 @@ def forecast_loads(
     args: Namespace, vocabulary_size: int, stage_indices: Sequence[int]
 ) -> tuple[StageLoads, ...]:
     """Return the load of some stages of a homogeneous job, as :func:`forecast_step` does."""
-    counts, kinds = layers_of_stages(vars(args)), arithmetic.list_layer_kinds(args)
-    loads = []
-    for index in stage_indices:
-        rank_args = _unify_recomputation(args, index, len(counts))
-        position = _StagePosition(
-            vocabulary_size, kinds, counts, index, f"stage {index}", args.data_parallel_size
-        )
-        loads.append(_stage_loads(position, rank_args, *_model_part(position, rank_args)))
-    return tuple(loads)
+    return tuple(
+        _stage_loads(position, rank_args, *_model_part(position, rank_args))
+        for position, rank_args in _iter_stages(args, vocabulary_size, stage_indices)
+    )
 
 
 def _stage_loads(

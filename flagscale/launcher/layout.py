@@ -53,6 +53,8 @@ RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
 OUTPUT_TIMES_FILE = "output.times"
 START_LOCK_FILE = "start.lock"
+TUNER_DIRECTORY, TUNER_ANSWER_FILE = "auto_tuner", "answer.json"
+"""Directory of a search for the fastest layout in ``exp_dir``, and the file of its answer."""
 # ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100
 

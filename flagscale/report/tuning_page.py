@@ -8,23 +8,21 @@ from typing import Any
 
 from flagscale.errors import RunStateError
 from flagscale.files import read_json, require_trusted_file
+from flagscale.launcher.layout import TUNER_ANSWER_FILE, TUNER_DIRECTORY
 from flagscale.report.frame import render_page
 from flagscale.report.html import Html, definition_list, element, section, table
 from flagscale.report.pages import write_text
 from flagscale.report.plot import COLOURS, Line, Plot, render_plot
 
-ANSWER_FILE = "answer.json"
-"""File in the directory of a search that holds its answer."""
-_DIRECTORY = "auto_tuner"
 _GIB = 2**30
 
 
 def find_answer(text: str) -> Path | None:
     """Return the answer of a search that a text names: its directory, or the answer itself."""
     path = Path(text).absolute()
-    directory = path.parent if path.name == ANSWER_FILE else path
-    is_search = directory.name == _DIRECTORY and (directory / ANSWER_FILE).is_file()
-    return directory / ANSWER_FILE if is_search else None
+    directory = path.parent if path.name == TUNER_ANSWER_FILE else path
+    is_search = directory.name == TUNER_DIRECTORY and (directory / TUNER_ANSWER_FILE).is_file()
+    return directory / TUNER_ANSWER_FILE if is_search else None
 
 
 def write_tuning_page(answer: Path, output: Path) -> Path:

@@ -9,14 +9,15 @@ from typing import Any
 
 from flagscale.config.schema import Experiment
 from flagscale.files import write_atomic
+from flagscale.launcher.layout import TUNER_DIRECTORY
 from flagscale.tune.prediction import CAUSES
-from flagscale.tune.records import CUT_SHORT, DIRECTORY, FAILED, Trial
+from flagscale.tune.records import CUT_SHORT, FAILED, Trial
 from flagscale.tune.search import Result, Search, setting_key
 from flagscale.tune.show import explain_difference, tokens_per_step
 from flagscale.tune.space import SearchProblem
 from flagscale.tune.trial import load_with, setting_overrides
 
-BEST_FILE, HISTORY_FILE, ANSWER_FILE = "best.yaml", "history.csv", "answer.json"
+BEST_FILE, HISTORY_FILE = "best.yaml", "history.csv"
 _LISTED_EXPECTATIONS = 20
 
 
@@ -50,7 +51,7 @@ def write_best(experiment: Experiment, problem: SearchProblem, result: Result) -
     from flagscale.launcher.actions import composed_config
 
     best = load_winner(experiment, problem, result)
-    path = experiment.exp_dir / DIRECTORY / BEST_FILE
+    path = experiment.exp_dir / TUNER_DIRECTORY / BEST_FILE
     text = yaml.safe_dump(composed_config(best), sort_keys=False, allow_unicode=True)
     heading = (
         f"# {result.layout.key}: {result.timing.seconds:.4g} s per step on "

@@ -6,11 +6,11 @@ from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError, JobError
 from flagscale.files import strict_json, write_json
 from flagscale.launcher.actions import run_experiment
+from flagscale.launcher.layout import TUNER_ANSWER_FILE, TUNER_DIRECTORY
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.show import view
 from flagscale.output_streams import lossy_standard_streams
 from flagscale.tune.answer import (
-    ANSWER_FILE,
     expectations,
     first_failure,
     format_winner,
@@ -28,7 +28,7 @@ from flagscale.tune.projection import (
     projection_record,
     render_projection,
 )
-from flagscale.tune.records import DIRECTORY, lock_records, open_records
+from flagscale.tune.records import lock_records, open_records
 from flagscale.tune.search import Result, Search
 from flagscale.tune.session import run_search
 from flagscale.tune.show import describe_space, render_space, render_trials, space_record
@@ -89,8 +89,8 @@ def _report(
         JobError: No layout could be measured; with the first failure.
     """
     rows = list(trial_rows(search, problem))
-    directory = experiment.exp_dir / DIRECTORY
-    (directory / ANSWER_FILE).unlink(missing_ok=True)
+    directory = experiment.exp_dir / TUNER_DIRECTORY
+    (directory / TUNER_ANSWER_FILE).unlink(missing_ok=True)
     write_history(directory, rows)
     winner = search.winner
     if winner is None:
@@ -109,7 +109,7 @@ def _report(
         "trials": rows,
         **expectations(search),
     }
-    write_json(directory / ANSWER_FILE, record, durable=False)
+    write_json(directory / TUNER_ANSWER_FILE, record, durable=False)
     if as_json:
         print(strict_json(record, 2), flush=True)
         return winner

@@ -29,7 +29,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class HostFactsSummary:
-    """What the first host reports: its cores, the product names of its devices, and its memory."""
+    """Facts of the first host: its cores, the product names of its devices, and its memory."""
 
     cores: int | None = None
     products: Sequence[str] = ()

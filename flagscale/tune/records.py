@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from flagscale.config.arguments.layout_choices import CHOSEN_ARGUMENTS
+from flagscale.config.arguments.layout_choices import CHOSEN_ARGUMENTS, hashable
 from flagscale.errors import RunStateError
 from flagscale.files import make_private_directory, read_json, require_trusted_file, write_json
+from flagscale.launcher.layout import TUNER_DIRECTORY
 from flagscale.tune.space import SearchProblem, describe_setting
 
-DIRECTORY = "auto_tuner"
 TRIALS_FILE = "trials.json"
 
 RUNNING, MEASURED, CUT_SHORT, FAILED = "running", "measured", "cut short", "failed"
@@ -164,7 +164,7 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
     Raises:
         RunStateError: The records are unreadable, or another user could have written them.
     """
-    directory = exp_dir / DIRECTORY
+    directory = exp_dir / TUNER_DIRECTORY
     make_private_directory(exp_dir)
     make_private_directory(directory)
     path, own = directory / TRIALS_FILE, fingerprint(problem)
@@ -184,7 +184,7 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
         raise RunStateError(f"{path} is damaged", hint=f"remove {directory}") from None
     if recorded == own:
         return TrialRecords(directory, own, trials), ""
-    aside = directory.with_name(f"{DIRECTORY}_{recorded[:8]}")
+    aside = directory.with_name(f"{TUNER_DIRECTORY}_{recorded[:8]}")
     with suppress(OSError):
         directory.rename(aside)
     make_private_directory(directory)
@@ -195,10 +195,7 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
 
 
 def _read_trial(entry: Mapping[str, Any]) -> Trial:
-    setting = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in entry["setting"].items()
-    }
+    setting = {name: hashable(value) for name, value in entry["setting"].items()}
     return Trial(**{**entry, "setting": setting})
 
 
@@ -212,7 +209,7 @@ def lock_records(exp_dir: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     make_private_directory(exp_dir)
-    lock = FileLock(exp_dir / f".{DIRECTORY}.lock", timeout=0, mode=0o600)
+    lock = FileLock(exp_dir / f".{TUNER_DIRECTORY}.lock", timeout=0, mode=0o600)
     try:
         lock.acquire()
     except Timeout:

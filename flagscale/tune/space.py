@@ -85,7 +85,7 @@ class SearchProblem:
 
     @cached_property
     def choice_context(self) -> ChoiceContext:
-        """What the choices need to know, for the neutral layout."""
+        """Inputs of the choices, for the neutral layout."""
         return ChoiceContext(
             self.neutral,
             self.machine.ranks,

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.arguments.layout_choices import hashable
 from flagscale.config.load import load
 from flagscale.config.overrides import option_override, parse_override
 from flagscale.config.schema import Experiment
 from flagscale.errors import FlagscaleError, JobError
 from flagscale.launcher import actions, runs
+from flagscale.launcher.layout import TUNER_DIRECTORY
 from flagscale.launcher.run_commands import stop_run
 from flagscale.launcher.snapshot import Phase, Snapshot
-from flagscale.tune.records import CUT_SHORT, DIRECTORY, FAILED, MEASURED, Timing, Trial, time_steps
+from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, time_steps
 
 WARMUP_STEPS = 2
 """First steps of a trial that are not counted: they allocate memory and compile."""
@@ -46,12 +48,8 @@ def setting_overrides(experiment: Experiment, setting: Mapping[str, Any]) -> lis
     return [
         f"{train.key_of(name)}={_word(value)}"
         for name, value in setting.items()
-        if _as_tuple(train[name]) != value
+        if hashable(train[name]) != value
     ]
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _word(value: Any) -> str:
@@ -101,7 +99,7 @@ def load_trial(
 
 
 def trial_directory(experiment: Experiment, trial: Trial) -> Path:
-    return experiment.exp_dir / DIRECTORY / trial.directory
+    return experiment.exp_dir / TUNER_DIRECTORY / trial.directory
 
 
 def end_leftover(experiment: Experiment, trial: Trial) -> bool:

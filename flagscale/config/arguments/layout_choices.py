@@ -184,10 +184,10 @@ def _recomputation(context: ChoiceContext) -> Iterator[Setting]:
     """Yield no recomputation, the experiment's own, more and more modules, and then layers."""
     base = context.base
     if any(base[name] is not None for name in STAGE_RECOMPUTE):
-        yield {name: _hashable(base[name]) for name in RECOMPUTED}
+        yield {name: hashable(base[name]) for name in RECOMPUTED}
         return
     granularity, method, number, _ = RECOMPUTED
-    own = {name: _hashable(base[name]) for name in RECOMPUTED}
+    own = {name: hashable(base[name]) for name in RECOMPUTED}
     settings = [dict.fromkeys(RECOMPUTED)]
     if base[granularity] not in (None, "full", "auto"):
         settings.append(own)
@@ -220,7 +220,8 @@ def _recompute_setting(
     return dict(zip(RECOMPUTED, (granularity, method, layers, modules), strict=True))
 
 
-def _hashable(value: Any) -> Any:
+def hashable(value: Any) -> Any:
+    """Return a value of an argument as settings have it: a list as a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 

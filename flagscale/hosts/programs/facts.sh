@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Report facts of this host: cores, memory, devices, the network interface to the master, the clock and runs
-# that are alive. For a preflight also the output paths, the required paths and the Python environment.
+# Report facts of this host: cores, memory, devices, the network interface to the master, the clock
+# and runs that are alive. For a preflight also the output paths, the required paths and the Python
+# environment.
 report clock "$EPOCHREALTIME"
 report boot_id "$boot"
 

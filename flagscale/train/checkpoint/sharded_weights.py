@@ -18,6 +18,7 @@ from flagscale.train.checkpoint.gather_plan import choose_owners
 from flagscale.train.checkpoint.optimizer_state import choose_replica_ids
 from flagscale.train.sharding.bucket import ShardedBucket
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
+from flagscale.train.sharding.deferred import identify_storage
 from flagscale.train.state import unwrap_model
 
 
@@ -134,16 +135,11 @@ def _sort_by_bucket(
     names_by_bucket: dict[ShardedBucket, list[str]] = {
         bucket: [] for bucket in chunk.iter_buckets()
     }
-    # The address of a released storage is zero, so that the storage's own identity is compared.
-    buckets = {_identify_storage(bucket.param_data): bucket for bucket in names_by_bucket}
+    buckets = {identify_storage(bucket.param_data): bucket for bucket in names_by_bucket}
     for name, weight in weights.items():
         data = getattr(weight, "data", None)
         if isinstance(data, torch.Tensor):
-            bucket = buckets.get(_identify_storage(data))
+            bucket = buckets.get(identify_storage(data))
             if bucket is not None:
                 names_by_bucket[bucket].append(name)
     return names_by_bucket
-
-
-def _identify_storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -23,7 +23,7 @@ from flagscale.train.generation import generate_greedily
 
 
 class Scorer(Protocol):
-    """What :class:`HarnessModel` needs of :class:`flagscale.train.evaluation.scoring`."""
+    """Scoring of sequences, as :mod:`flagscale.train.evaluation.scoring` does it."""
 
     @property
     def max_length(self) -> int: ...

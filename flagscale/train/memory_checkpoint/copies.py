@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from flagscale.memory_regions import find_regions
 from flagscale.train.checkpoint.collective_errors import describe_error, true_on_all_ranks
-from flagscale.train.distributed import RankIdentity
+from flagscale.train.distributed import RankIdentity, gather_from_ranks
 from flagscale.train.host_memory import explain_lack_of_memory
 from flagscale.train.memory_checkpoint.local_state import LocalState
 from flagscale.train.memory_checkpoint.region import INCOMPLETE, Region
@@ -82,7 +82,7 @@ class MemoryCheckpoints:
                 reason = error or "another rank failed"
                 warn(f"non_persistent_save_interval has no effect: {reason}")
             self._interval = None
-        sizes = _gather(rank.local_world_size)
+        sizes = gather_from_ranks(rank.local_world_size)
         self._distance = max(sizes) if args.replication_jump is None else args.replication_jump
         replicates = args.replication is not False and len(sizes) > max(sizes)
         self._group: Any = None
@@ -214,8 +214,7 @@ class MemoryCheckpoints:
             if region.iteration() != INCOMPLETE
         }
         others = frozenset(region.iteration() for region in self._others) - {INCOMPLETE}
-        holdings: list[_Holding] = _gather(_Holding(own, self._find_source(), others))
-        return holdings
+        return gather_from_ranks(_Holding(own, self._find_source(), others))
 
     def _find_source(self) -> int:
         """Return the rank whose copies this one keeps."""
@@ -278,12 +277,6 @@ def open_memory_checkpoints(
 ) -> MemoryCheckpoints | None:
     """Return the copies in memory, if ``args`` ask for them. Collective."""
     return MemoryCheckpoints(args, rank, warn) if args.non_persistent_save_interval else None
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _split(data: torch.Tensor) -> Iterator[torch.Tensor]:

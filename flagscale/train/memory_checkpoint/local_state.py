@@ -19,6 +19,7 @@ from flagscale.train.checkpoint.sharded_state import build_rng_state, restore_rn
 from flagscale.train.optim.hyperparameters import resume_schedule, save_schedule
 from flagscale.train.optim.members import list_members
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
+from flagscale.train.sharding.deferred import identify_storage, lacks_memory
 from flagscale.train.state import TrainState, unwrap_model
 
 
@@ -36,10 +37,12 @@ class LocalState:
         storages: set[int] = set()
         for name, tensor in (*_iter_weights(state), *_iter_optimizer_tensors(state)):
             # Without separate fp32 weights, the optimizer's parameters are views of the model's.
-            if tensor.numel() and (name.startswith("model") or _storage(tensor) not in storages):
+            if tensor.numel() and (
+                name.startswith("model") or identify_storage(tensor) not in storages
+            ):
                 self.tensors[name] = tensor
             if name.startswith("model"):
-                storages.add(_storage(tensor))
+                storages.add(identify_storage(tensor))
 
     def fingerprint(self) -> str:
         """Return a text that is equal for ranks with the same tensors in the same layout."""
@@ -89,10 +92,10 @@ def _iter_weights(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
         sharded: set[int] = set()
         if isinstance(chunk, ShardedDataParallel):
             for number, bucket in enumerate(chunk.iter_buckets()):
-                sharded.add(_storage(bucket.param_data))
+                sharded.add(identify_storage(bucket.param_data))
                 yield f"model{index}.shard{number}", bucket.weight_shard
         for name, tensor in unwrap_model(chunk).state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in sharded:
+            if isinstance(tensor, torch.Tensor) and identify_storage(tensor) not in sharded:
                 yield f"model{index}.{name}", tensor
 
 
@@ -132,11 +135,7 @@ def _gather_kept_weights(state: TrainState) -> None:
     """Complete whole weights in memory from the shards, which have been restored."""
     for chunk in state.chunks:
         for bucket in chunk.iter_buckets() if isinstance(chunk, ShardedDataParallel) else ():
-            if bucket.param_data.untyped_storage().size():
+            if not lacks_memory(bucket.param_data):
                 handle = bucket.start_all_gather()
                 if handle is not None:
                     handle.wait()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -34,6 +34,13 @@ class DeferredAllocation(TorchFunctionMode):
         return result
 
 
+def identify_storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, which views share. The address of its memory is no
+    identity: it is zero if the memory was released.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
 def lacks_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no memory."""
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
