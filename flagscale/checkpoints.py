@@ -302,7 +302,7 @@ class StoredCheckpoints(Checkpoints[StorageAddress]):
         for name, size in manifest.sizes.items():
             compare_size(name, sizes.get(name), size, exact=True)
         for name, expected_digest in manifest.digests.items():
-            compare_digest(name, self.store.read(path / name), expected_digest)
+            compare_digest(name, hash_content(self.store.read(path / name)), expected_digest)
         return manifest.entries
 
     def _find_named(
@@ -416,11 +416,7 @@ def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[
     for name, size in manifest.sizes.items():
         _check_size(path, name, size, exact=True)
     for name, expected_digest in manifest.digests.items():
-        try:
-            content = (path / name).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{name} cannot be read: {error}") from error
-        compare_digest(name, content, expected_digest)
+        compare_digest(name, hash_file(path / name), expected_digest)
     return manifest.entries
 
 
@@ -459,14 +455,19 @@ def compare_size(name: str, actual: int | None, size: int, *, exact: bool) -> No
         raise CheckpointError(f"{name} has {actual} bytes, expected {size}")
 
 
-def compare_digest(name: str, content: bytes, expected_digest: str) -> None:
-    """Check the SHA-256 of a small file.
+def compare_digest(name: str, digest: str, expected_digest: str) -> None:
+    """Check the SHA-256 of a small file, in hexadecimal.
 
     Raises:
         CheckpointError: it differs.
     """
-    if hashlib.sha256(content).hexdigest() != expected_digest:
+    if digest != expected_digest:
         raise CheckpointError(f"{name} is not as it was written: its SHA-256 differs")
+
+
+def hash_content(content: bytes) -> str:
+    """Return the SHA-256 of the content of a small file, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def hash_file(path: Path) -> str:
@@ -476,7 +477,7 @@ def hash_file(path: Path) -> str:
         CheckpointError: the file cannot be read.
     """
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hash_content(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 

@@ -47,7 +47,7 @@ class Generator:
             self._scorer.predict_next,
             self._prompt_ids,
             self._args.eval_prompt_tokens,
-            lambda _, answer: answer[-1] in self._end_tokens,
+            lambda answer: answer[-1] in self._end_tokens,
         )
         return [
             self._tokenizer.detokenize(
@@ -61,7 +61,7 @@ def generate_greedily(
     predict_next: Callable[[Sequence[Sequence[int]]], Sequence[int]],
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-    is_finished: Callable[[int, Sequence[int]], bool],
+    is_finished: Callable[[Sequence[int]], bool],
 ) -> list[list[int]]:
     """Continue each prompt with the most likely tokens.
 
@@ -69,8 +69,7 @@ def generate_greedily(
         predict_next: returns the next token of each sequence.
         prompts: token ids of each prompt.
         max_tokens: maximum number of tokens of an answer.
-        is_finished: returns whether the answer to a prompt, given by the index of the prompt and
-            the answer's token ids so far, is complete.
+        is_finished: returns whether an answer is complete, given its token ids so far.
 
     Returns:
         The answers, with the tokens that completed them.
@@ -83,7 +82,7 @@ def generate_greedily(
         sequences = [[*prompts[index], *answers[index]] for index in unfinished]
         for index, token in zip(unfinished, predict_next(sequences), strict=True):
             answers[index].append(token)
-        unfinished = [index for index in unfinished if not is_finished(index, answers[index])]
+        unfinished = [index for index in unfinished if not is_finished(answers[index])]
     return answers
 
 

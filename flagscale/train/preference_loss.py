@@ -96,7 +96,6 @@ class PairForwardStep(ForwardStep):
         spec: ModelSpec,
         device: Device,
         *,
-        per_token: bool,
         mask_builder: DocumentMaskBuilder,
         finish: FinishPairs,
         measure_data: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -105,7 +104,7 @@ class PairForwardStep(ForwardStep):
         super().__init__(
             spec,
             device,
-            per_token=per_token,
+            per_token=False,  # of the loss, which ``finish`` computes
             mask_builder=mask_builder,
             measure_data=measure_data,
         )

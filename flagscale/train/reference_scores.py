@@ -265,7 +265,6 @@ def _score_pairs(
     forward_step = PairForwardStep(
         get_model_spec(args),
         device,
-        per_token=False,
         mask_builder=DocumentMaskBuilder(config, device),
         finish=_report_scores,
     )

@@ -173,8 +173,8 @@ class SectionRecorder:
 
     def enter(self, section: str) -> str | None:
         """Begin a section, and return the one that it interrupts, for :meth:`leave`."""
-        previous = self._current
-        if previous is None or self._thread not in (None, threading.get_ident()):
+        previous, thread = self._current, threading.get_ident()
+        if previous is None or self._thread not in (None, thread) or thread in _other_threads:
             return None
         if previous != section:
             self._clock.mark(previous)
@@ -246,6 +246,15 @@ class SectionTimer:
         """End the section."""
         if self._section is not None:
             self._recorder.leave(self._previous)
+
+
+_other_threads: set[int] = set()
+"""Identities of threads that do something else than the steps of training."""
+
+
+def ignore_this_thread() -> None:
+    """Leave the calling thread out of the measurement, also where other threads count."""
+    _other_threads.add(threading.get_ident())
 
 
 _active_recorder: SectionRecorder | None = None

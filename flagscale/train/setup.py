@@ -307,10 +307,14 @@ def _finish_rampup(args: argparse.Namespace, state: TrainState) -> None:
 
 
 def _find_saved_iteration(args: argparse.Namespace) -> int:
-    """Return the iteration of the newest checkpoint in ``load``; -1 without any. Collective."""
+    """Return the iteration of the checkpoint that training would continue from; -1 without any.
+    Collective.
+    """
 
     def find() -> int:
-        newest = open_checkpoints(args.load).find_latest() if args.load else None
+        # A model that is fine-tuned has taken its steps in another training.
+        continues = args.load and not args.finetune
+        newest = open_checkpoints(args.load).find_latest() if continues else None
         return -1 if newest is None else newest.iteration
 
     return run_on_rank_0(find)

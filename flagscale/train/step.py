@@ -317,7 +317,6 @@ def _build_forward_step(
     return PairForwardStep(
         spec,
         device,
-        per_token=per_token,
         mask_builder=mask_builder,
         measure_data=measure_data,
         finish=partial(finish_training, loss, per_token),

@@ -128,6 +128,8 @@ class Trainer:
         """
         if self._args.exit_signal_handler:
             self._stop_request.install_handler()
+        if self.memory_checkpoints is not None and self.memory_checkpoints.has_restored:
+            self._saved_step = -1
         if warning := explain_unbounded_reduce(self._args):
             self._reporter.warn(warning)
         if self._args.manual_gc:

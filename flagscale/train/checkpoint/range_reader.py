@@ -33,6 +33,7 @@ from flagscale.checkpoints import (
     REQUIRED_FILES,
     LatestCheckpoint,
     compare_digest,
+    hash_content,
     parse_manifest,
 )
 from flagscale.errors import CheckpointError
@@ -82,7 +83,7 @@ class StoredFiles:
         (directory / MANIFEST_FILE).write_bytes(self._manifest_bytes)
         for name in REQUIRED_FILES:
             content = self.read(name, 0, self._manifest.sizes[name])
-            compare_digest(name, content, self._manifest.digests[name])
+            compare_digest(name, hash_content(content), self._manifest.digests[name])
             (directory / name).write_bytes(content)
 
     def read(self, name: str, begin: int, end: int) -> bytes:

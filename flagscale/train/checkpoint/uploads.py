@@ -36,7 +36,7 @@ from flagscale.train.checkpoint.collective_errors import (
 )
 from flagscale.train.checkpoint.store import CheckpointStore, format_manifest
 from flagscale.train.checkpoint.writing import CheckpointWrite
-from flagscale.train.distributed import RankIdentity
+from flagscale.train.distributed import RankIdentity, gather_from_ranks
 
 _MODULE = "flagscale.train.checkpoint.upload_worker"
 SAVE_ID_KEY = "save_id"
@@ -205,8 +205,7 @@ class CheckpointUploads:
         """
         self._receive_on_all_ranks()
         files = write.measure_files()
-        files_by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(files_by_rank, files)
+        files_by_rank: list[dict[str, int]] = gather_from_ranks(files)
         partial = self._staging.partial_directory(iteration)
 
         def build_manifest() -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+from flagscale.train.checkpoint.formats.convert_options import PRECISIONS, parse_count
+
 DEFAULT_SEQ_LENGTH = 2048
 
 
@@ -33,17 +34,21 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         help="solved examples before each question (default: that of the task)",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="evaluate at most N documents of each task"
+        "--limit", type=parse_count, metavar="N", help="evaluate at most N documents of each task"
     )
     parser.add_argument(
         "--seq-length",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="tokens of a sequence; longer contexts lose their beginning (default: "
         f"{DEFAULT_SEQ_LENGTH}, or fewer if the model has fewer positions)",
     )
     parser.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="sequences of a batch (default: 1)"
+        "--batch-size",
+        type=parse_count,
+        default=1,
+        metavar="N",
+        help="sequences of a batch (default: 1)",
     )
     parser.add_argument(
         "--dtype", choices=PRECISIONS, help="precision (default: that of the checkpoint)"
@@ -53,21 +58,21 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--nproc",
-        type=int,
+        type=parse_count,
         default=1,
         metavar="N",
         help="processes on this machine, each with a device; they share the requests (default: 1)",
     )
     parser.add_argument(
         "--tensor-model-parallel-size",
-        type=int,
+        type=parse_count,
         default=1,
         metavar="N",
         help="processes over which each layer is divided (default: 1)",
     )
     parser.add_argument(
         "--pipeline-model-parallel-size",
-        type=int,
+        type=parse_count,
         default=1,
         metavar="N",
         help="processes over which the layers are distributed (default: 1)",

@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # lm_eval is optional and 
         prompts = [self.tok_encode(context)[-max_context:] for context in contexts]
         stops = (*options.stops, self._tokens.detokenize([self.eot_token_id]))
 
-        def is_finished(_: int, answer: Sequence[int]) -> bool:
+        def is_finished(answer: Sequence[int]) -> bool:
             if answer[-1] == self.eot_token_id:
                 return True
             text = self.tok_decode(answer)

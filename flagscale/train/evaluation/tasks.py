@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from flagscale.config.arguments.spec.paths import is_task_file
 from flagscale.errors import ConfigError, DataError, Problem
+from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.evaluation.generation_options import parse_generation_options
 from flagscale.train.evaluation.scores import TaskScores, read_results, score_name
@@ -60,10 +61,10 @@ class _LeadingScorer:
         self.max_length = scorer.max_length
 
     def score(self, sequences: Sequence[ScoredSequence]) -> list[Score]:
-        return self._scorer.score(_broadcast(("score", sequences))[1])
+        return self._scorer.score(run_on_rank_0(lambda: ("score", sequences))[1])
 
     def predict_next(self, sequences: Sequence[Sequence[int]]) -> list[int]:
-        return self._scorer.predict_next(_broadcast(("predict_next", sequences))[1])
+        return self._scorer.predict_next(run_on_rank_0(lambda: ("predict_next", sequences))[1])
 
 
 class TaskEvaluation:
@@ -88,7 +89,7 @@ class TaskEvaluation:
                 self._model = HarnessModel(_LeadingScorer(scorer), tokenizer)
                 _check_tasks(self._tasks["tasks"], options, self._model)
             metrics = _list_metrics(self._tasks["tasks"])
-        self.higher_is_better: Mapping[str, bool] = _broadcast(metrics)
+        self.higher_is_better: Mapping[str, bool] = run_on_rank_0(lambda: metrics)
         """The metrics of the tasks by name, and whether a higher value is better."""
 
     def require_metric(self, name: str) -> None:
@@ -127,24 +128,18 @@ class TaskEvaluation:
                 log_samples=False,
             )
         scores = read_results(results, time.monotonic() - start_time)
-        scores_of_all: TaskScores = _broadcast(("finish", scores))[1]
+        scores_of_all: TaskScores = run_on_rank_0(lambda: ("finish", scores))[1]
         return scores_of_all
 
     def _serve(self) -> TaskScores:
         """Take part in the forward passes of rank 0 until it has the scores."""
         while True:
-            command, value = _broadcast(None)
+            request: Any = run_on_rank_0(lambda: None)
+            command, value = request
             if command == "finish":
                 scores: TaskScores = value
                 return scores
             getattr(self._scorer, command)(value)
-
-
-def _broadcast(value: Any) -> Any:
-    """Return the value of rank 0."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from flagscale.train.distributed import RankIdentity, gather_from_ranks
 from flagscale.train.host_memory import explain_lack_of_memory
 from flagscale.train.memory_checkpoint.local_state import LocalState
 from flagscale.train.memory_checkpoint.region import INCOMPLETE, Region
+from flagscale.train.section_recorder import ignore_this_thread
 from flagscale.train.state import TrainState
 
 _SENT_BYTES = 1 << 30
@@ -73,9 +74,13 @@ class MemoryCheckpoints:
         self._interval: int | None = args.non_persistent_save_interval
         self._own: list[Region] = []
         self._others: list[Region] = []
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory-checkpoint")
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="memory-checkpoint", initializer=ignore_this_thread
+        )
         self._transfer: Future[None] | None = None
         self._is_announced = False
+        self.has_restored = False
+        """True if the state is from memory, so that the checkpoint on disk may be older."""
         error = self._open_regions(rank.local_rank)
         if not true_on_all_ranks(not error):
             if error or rank.rank == 0:
@@ -233,6 +238,7 @@ class MemoryCheckpoints:
         region.read(local_state.tensors)
         dist.barrier()
         local_state.restore(region.read_description())
+        self.has_restored = True
         # Copies of later iterations are of a past that did not happen.
         for other in (*self._own, *self._others):
             if other.iteration() > iteration:

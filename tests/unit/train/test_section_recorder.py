@@ -186,3 +186,30 @@ def test_times_of_a_device_are_read_when_it_has_passed_the_step() -> None:
     times = recorder.pop_times()
     assert times is not None
     assert times.steps == 11
+
+
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["autograd", "ignored"])
+def test_other_threads_of_a_device_count_unless_they_are_ignored(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch, is_ignored: bool
+) -> None:
+    from flagscale.accelerators.device import current_device
+    from flagscale.train import section_recorder
+
+    monkeypatch.setattr(section_recorder, "_other_threads", set())
+    recorder = section_recorder.SectionRecorder(current_device())
+    monkeypatch.setattr(recorder, "_thread", None)  # as on a device
+
+    def wait() -> None:
+        if is_ignored:
+            section_recorder.ignore_this_thread()
+        with recorder.section(WAITING):
+            clock[0] += 3
+
+    recorder.start_step()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    recorder.finish_step()
+    times = recorder.pop_times()
+    assert times is not None
+    assert times.seconds[OTHER if is_ignored else WAITING] == 3

@@ -96,7 +96,7 @@ def _add_layout_options(parser: argparse.ArgumentParser) -> None:
         "options by Megatron-LM's names; training must use the same layout",
     )
     for name, (field, text) in LAYOUT_OPTIONS.items():
-        group.add_argument(name, dest=field, metavar="N", type=_parse_count, help=text)
+        group.add_argument(name, dest=field, metavar="N", type=parse_count, help=text)
     group.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
@@ -118,7 +118,8 @@ def _parse_directory(text: str) -> Path:
     return Path(text)
 
 
-def _parse_count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Parse a number of things, of which there is at least one."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
     return int(text)
