@@ -24,6 +24,11 @@ class JobHosts(NamedTuple):
     """Hosts that wait."""
 
 
+def name_hosts_of_ranks(state: RunState) -> dict[int, str]:
+    """Return the names of the hosts on which ranks run, or ran at the end, by rank."""
+    return {rank: host.name for host in find_job_hosts(state).members for rank in host.ranks}
+
+
 def find_job_hosts(state: RunState) -> JobHosts:
     """Return the hosts of a run by their part in the job."""
     planned = [host for host in state.hosts if host.nproc]

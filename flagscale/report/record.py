@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.host_record import HostRecord, InputRecord, read_host_record
+from flagscale.launcher.job_hosts import name_hosts_of_ranks
 from flagscale.launcher.launch_record import LaunchRecord
 from flagscale.launcher.layout import STATUS_DIRECTORY
 from flagscale.launcher.state import RunState
@@ -145,11 +146,13 @@ def collect_record(
 def _read_libraries(state: RunState, attempts: Sequence[Attempt]) -> dict[str, dict[str, str]]:
     """Return the versions of libraries by host that ranks of the last attempt reported."""
     libraries: dict[str, dict[str, str]] = {}
+    host_names = name_hosts_of_ranks(state)
     for event in (e for attempt in attempts[-1:] for e in attempt.events_of_kind("joined")):
         versions = event.get("libraries")
         if isinstance(versions, dict):
-            name = next((host.name for host in state.hosts if event.rank in host.ranks), "")
-            libraries[name] = {str(library): str(text) for library, text in versions.items()}
+            libraries[host_names.get(event.rank, "")] = {
+                str(library): str(text) for library, text in versions.items()
+            }
     return libraries
 
 

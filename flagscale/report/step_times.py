@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from flagscale.launcher.state import RunState
+from flagscale.launcher.job_hosts import name_hosts_of_ranks
 from flagscale.report.history import step_of
 from flagscale.report.html import Html, details, element, join_parts, table
 from flagscale.report.run import RunReport
@@ -33,8 +33,9 @@ def render_step_times(run: RunReport) -> Html:
     last_step = max(filter(None, map(step_of, latest.values())), default=None)
     around = "" if last_step is None else f" around step {last_step:,}"
     headings = ("rank", "host", *SECTIONS, "own work")
+    host_names = name_hosts_of_ranks(run.state)
     rows = [
-        [f"{rank}", _host_of(run.state, rank), *_format_row(values)]
+        [f"{rank}", host_names.get(rank, ""), *_format_row(values)]
         for rank, values in seconds.items()
     ]
     rows = rows[:_MAX_RANKS]
@@ -68,7 +69,3 @@ def _read_seconds(event: Event) -> Mapping[str, float]:
 def _format_row(seconds: Mapping[str, float]) -> list[str]:
     work = sum(seconds.values()) - seconds[_WAITING]
     return [f"{value * 1e3:,.1f}" for value in (*seconds.values(), work)]
-
-
-def _host_of(state: RunState, rank: int) -> str:
-    return next((host.name for host in state.hosts if rank in host.ranks), "")

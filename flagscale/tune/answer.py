@@ -143,21 +143,12 @@ def write_history(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def expectations(search: Search) -> dict[str, Any]:
     """Return the corrections of the causes, and the most promising layouts that were not tried."""
-    causes = {
-        cause
-        for result in search.results
-        for cause, seconds in result.layout.prediction.seconds_by_cause.items()
-        if seconds >= _NAMED_SHARE * result.layout.prediction.seconds
-    }
-    expected = sorted(
-        ((search.expect(layout), layout) for layout in search.remaining),
-        key=lambda pair: (pair[0].seconds, pair[1].key),
-    )
+    causes = set[str]().union(*(r.layout.prediction.main_causes for r in search.results))
     return {
         "corrections": {
             CAUSES[cause]: search.belief.correction(cause) for cause in CAUSES if cause in causes
         },
-        "untried": len(expected),
+        "untried": len(search.expected),
         "expected": [
             {
                 "name": layout.key,
@@ -166,13 +157,9 @@ def expectations(search: Search) -> dict[str, Any]:
                 "high": expectation.interval[1],
                 "memory_bytes": layout.prediction.memory.bytes,
             }
-            for expectation, layout in expected[:_LISTED_EXPECTATIONS]
+            for expectation, layout in search.expected[:_LISTED_EXPECTATIONS]
         ],
     }
-
-
-_NAMED_SHARE = 0.02
-"""Share of a step's time from which a cause counts as measured."""
 
 
 def first_failure(trials: Sequence[Trial]) -> Trial | None:

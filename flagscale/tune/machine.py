@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flagscale.estimate.op_times import DevicePeaks
 from flagscale.estimate.plan import DeviceSpec
@@ -112,8 +110,3 @@ def make_cpu_machine(
         network_bytes_per_second=_CPU_LINK_BYTES_PER_SECOND / 2,
         name=f"{cores} CPU cores each" if ranks > ranks_per_host else f"{cores} CPU cores",
     )
-
-
-def is_cpu(args: Any, products: Sequence[str] = ()) -> bool:
-    """Return whether ranks train on the CPU: by configuration, or without any device."""
-    return bool(args.device == "cpu" or (args.device == "auto" and not products))

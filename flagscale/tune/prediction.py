@@ -55,6 +55,8 @@ _TENSOR_COLLECTIVES = 8
 _CONTEXT_COLLECTIVES = 3
 _EXPERT_COLLECTIVES = 4
 _GRADIENT_BYTES = 4
+_NAMED_SHARE = 0.02
+"""Share of a step's time from which a cause counts as measured."""
 
 
 class PredictedMemory(NamedTuple):
@@ -77,6 +79,12 @@ class Prediction:
     @cached_property
     def seconds(self) -> float:
         return sum(self.seconds_by_cause.values())
+
+    @property
+    def main_causes(self) -> set[str]:
+        """Causes of so much of the time that a measurement of the whole also measures them."""
+        least_seconds = _NAMED_SHARE * self.seconds
+        return {cause for cause, s in self.seconds_by_cause.items() if s >= least_seconds}
 
 
 def predict_memory(args: Namespace, vocabulary_size: int, machine: Machine) -> PredictedMemory:
@@ -219,10 +227,7 @@ def _kv_bytes(args: Any) -> float:
 
 def _transfer_seconds(args: Any, machine: Machine) -> float:
     """Return the time to send the activations of a micro-batch to the next stage."""
-    stages = args.pipeline_model_parallel_size
-    if stages == 1:
-        return 0.0
-    stride = machine.ranks // stages
+    stride = machine.ranks // args.pipeline_model_parallel_size
     bandwidth, latency = machine.link(2, stride)
     divisor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     size = memory.count_microbatch_tokens(args) * args.hidden_size * memory.element_bytes(args)

@@ -11,7 +11,7 @@ from flagscale.accelerators.registry import list_device_accelerators
 from flagscale.config.arguments.hetero.meshes import uses_meshes
 from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_split
 from flagscale.config.arguments.layout import check_world_size, global_batch_size
-from flagscale.config.arguments.layout_choices import CHOICES, CHOSEN_ARGUMENTS, TP
+from flagscale.config.arguments.layout_choices import CHOICES, CHOSEN_ARGUMENTS, TP, hashable
 from flagscale.config.runners import DEFAULT_RUNNER
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, Problem
@@ -57,7 +57,7 @@ def make_problem(experiment: Experiment, *, probing: bool) -> SearchProblem:
     requested = {name: tuple(found) for name, found in tuner.space.items()}
     for choice in CHOICES:
         if any(name in tuner.keep for name in choice.arguments):
-            requested |= {name: (values[name],) for name in choice.arguments}
+            requested |= {name: (hashable(values[name]),) for name in choice.arguments}
     fractions = tuner.memory_model.gpu_utilization
     return SearchProblem(
         values,

@@ -26,7 +26,6 @@ from flagscale.tune.show import LISTED_LAYOUTS, layout_record, tokens_per_step
 from flagscale.tune.space import Layout, SearchProblem, enumerate_space
 
 _FORM = re.compile(r"(?:nodes=)?(?P<nodes>[1-9][0-9]*)(?:,batch=(?P<batch>[1-9][0-9]*))?")
-_NAMED_SHARE = 0.02
 _GB = 1e9
 
 
@@ -83,18 +82,10 @@ def project(
         )
     expected = [(layout, belief.expect(layout)) for layout in space.candidates]
     expected.sort(key=lambda pair: pair[1].seconds)
-    seen = {
-        cause
-        for result in measured
-        for cause, seconds in result.layout.prediction.seconds_by_cause.items()
-        if seconds >= _NAMED_SHARE * result.layout.prediction.seconds
-    }
+    seen = set[str]().union(*(result.layout.prediction.main_causes for result in measured))
     best = expected[0][0].prediction
-    unmeasured = [
-        cause
-        for cause, seconds in best.seconds_by_cause.items()
-        if cause not in seen and seconds >= _NAMED_SHARE * best.seconds
-    ]
+    missing = best.main_causes - seen
+    unmeasured = [cause for cause in best.seconds_by_cause if cause in missing]
     return Projection(large, expected, measured, unmeasured)
 
 

@@ -7,11 +7,12 @@ trial that it finds there as running, and tries that layout again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -184,9 +185,17 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
         raise RunStateError(f"{path} is damaged", hint=f"remove {directory}") from None
     if recorded == own:
         return TrialRecords(directory, own, trials), ""
-    aside = directory.with_name(f"{TUNER_DIRECTORY}_{recorded[:8]}")
-    with suppress(OSError):
+    name = f"{TUNER_DIRECTORY}_{recorded[:8]}"
+    names = itertools.chain((name,), (f"{name}_{number}" for number in itertools.count(2)))
+    aside = next(path for path in map(directory.with_name, names) if not path.exists())
+    try:
         directory.rename(aside)
+    except OSError as error:
+        raise RunStateError(
+            f"the trials in {directory} are of another model, batch or machine, and cannot be set "
+            f"aside: {error.strerror}",
+            hint=f"move {directory} away",
+        ) from None
     make_private_directory(directory)
     note = (
         f"the trials in {directory} are of another model, batch or machine; they are now in {aside}"

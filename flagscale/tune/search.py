@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from flagscale.config.arguments.layout_choices import CHOICES, MICRO_BATCH
+from flagscale.config.arguments.layout_choices import MICRO_BATCH, SAVING_ARGUMENTS
+from flagscale.config.arguments.spec.system_arguments import NO_SHARD
 from flagscale.config.tuner_schema import Tuner
 from flagscale.tune.belief import (
     MEASURED_DEVICES,
@@ -121,20 +122,34 @@ class Search:
     @cached_property
     def remaining(self) -> list[Layout]:
         """Layouts that were not tried, and that no failure proves to be too large."""
-        tried = {setting_key(trial.setting) for trial in self.trials}
-        too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
-        limit = math.inf if self._tuner.algo.name == "grid" else self._smallest_exceeding
-        return [
-            layout
-            for layout in self.space.candidates[: self._considered]
-            if setting_key(layout.setting) not in tried
-            and layout.prediction.memory.bytes < limit
-            and not any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
-        ]
+        considered = self.space.candidates[: self._considered]
+        return [o for o in self._list_untried(considered) if not self._is_too_large(o)]
 
     @property
+    def proven_too_large(self) -> list[Layout]:
+        """Layouts that were not tried because a smaller one ran out of memory: smaller by its
+        settings, or by calculation.
+        """
+        return [o for o in self._list_untried(self.space.candidates) if self._is_too_large(o)]
+
+    def _list_untried(self, layouts: Sequence[Layout]) -> list[Layout]:
+        tried = {setting_key(trial.setting) for trial in self.trials}
+        return [layout for layout in layouts if setting_key(layout.setting) not in tried]
+
+    def _is_too_large(self, layout: Layout) -> bool:
+        return layout.prediction.memory.bytes >= self._smallest_exceeding or any(
+            takes_at_least(layout.setting, trial.setting)
+            for trial in self.failures
+            if trial.ran_out_of_memory
+        )
+
+    @cached_property
     def _smallest_exceeding(self) -> float:
-        """Least calculated memory of the layouts that ran out of it; infinite without any."""
+        """Least calculated memory of the layouts that ran out of it. Infinite without any, and in a
+        grid, which does not rely on calculations.
+        """
+        if self._tuner.algo.name == "grid":
+            return math.inf
         layouts = (
             self._by_key.get(setting_key(trial.setting))
             for trial in self.failures
@@ -146,22 +161,13 @@ class Search:
     def _considered(self) -> int:
         return _CONSIDERED if self._problem.machine.is_known else len(self.space.candidates)
 
-    @property
-    def proven_too_large(self) -> list[Layout]:
-        """Layouts that were not tried because a smaller one ran out of memory: smaller by its
-        settings, or by calculation.
-        """
-        too_large = [trial for trial in self.failures if trial.ran_out_of_memory]
-        tried = {setting_key(trial.setting) for trial in self.trials}
-        return [
-            layout
-            for layout in self.space.candidates
-            if setting_key(layout.setting) not in tried
-            and (
-                layout.prediction.memory.bytes >= self._smallest_exceeding
-                or any(takes_at_least(layout.setting, trial.setting) for trial in too_large)
-            )
-        ]
+    @cached_property
+    def expected(self) -> list[tuple[Expectation, Layout]]:
+        """Remaining layouts with their expected times, fastest first."""
+        return sorted(
+            ((self.expect(layout), layout) for layout in self.remaining),
+            key=lambda pair: (pair[0].seconds, pair[1].key),
+        )
 
     def expect(self, layout: Layout) -> Expectation:
         """Return the time of a layout that is expected after all measurements."""
@@ -268,14 +274,8 @@ def takes_at_least(setting: Any, other: Any) -> bool:
     """Return whether a layout takes at least the memory of another one, whatever the calculation
     says: it has larger micro-batches, or saves less, and is the same otherwise.
     """
-    saving = {name for choice in CHOICES if choice.saves_memory for name in choice.arguments}
     return setting[MICRO_BATCH] >= other[MICRO_BATCH] and all(
-        _saves_at_most(name, value, other[name]) if name in saving else value == other[name]
+        value == other[name] or (name in SAVING_ARGUMENTS and value in (None, False, 0, NO_SHARD))
         for name, value in setting.items()
         if name != MICRO_BATCH
     )
-
-
-def _saves_at_most(_name: str, value: Any, other: Any) -> bool:
-    """Return whether a value of an argument that saves memory is the same as another or off."""
-    return bool(value == other or not value)

@@ -69,9 +69,7 @@ def render_trials(
             "" if memory is None else f"{memory:.1f}",
             row["why"],
         )
-    untried = sorted((search.expect(o).seconds, o.key, o) for o in search.remaining)
-    for _, _, layout in untried[:_LISTED_OTHERS]:
-        expectation = search.expect(layout)
+    for expectation, layout in search.expected[:_LISTED_OTHERS]:
         low, high = expectation.interval
         table.add_row(
             "-",
@@ -85,8 +83,8 @@ def render_trials(
             "not tried: expected, not measured",
         )
     lines = []
-    if len(untried) > _LISTED_OTHERS:
-        lines.append(f"{len(untried) - _LISTED_OTHERS} other layouts were not tried")
+    if len(search.expected) > _LISTED_OTHERS:
+        lines.append(f"{len(search.expected) - _LISTED_OTHERS} other layouts were not tried")
     if proven := search.proven_too_large:
         lines.append(f"{len(proven)} were not tried because a smaller one ran out of memory")
     return Group(FittingTable(table), *lines)

@@ -26,6 +26,7 @@ from flagscale.config.arguments.layout_choices import (
     EXPERT_TP,
     MICRO_BATCH,
     RECOMPUTED,
+    SAVING_ARGUMENTS,
     SEQUENCE_PARALLEL,
     TP,
     ChoiceContext,
@@ -52,9 +53,8 @@ class SearchProblem:
     """Inputs of a search.
 
     ``values`` are the experiment's arguments with ``global_batch_size`` set: the search does not
-    change it. ``requested`` are values to which a user restricts arguments. ``memory_gib`` replaces
-    the memory of a device; ``memory_fractions`` are the least and the largest fraction of it that
-    the calculation may fill.
+    change it. ``requested`` are values to which a user restricts arguments. ``memory_fractions``
+    are the least and the largest fraction of a device's memory that the calculation may fill.
     """
 
     values: Values
@@ -266,7 +266,6 @@ class Space:
         return ", ".join(parts)
 
 
-_SAVING_ARGUMENTS = frozenset(n for c in CHOICES if c.saves_memory for n in c.arguments)
 _HOPELESS_FACTOR = 1.3
 """A layout is left out if even its lower bound is this many times the best prediction."""
 
@@ -314,7 +313,7 @@ def enumerate_space(problem: SearchProblem) -> Space:
 def _are_legal(problem: SearchProblem, sizes: Mapping[str, Any]) -> bool:
     """Return whether a layout with these sizes may be legal, whatever saves its memory."""
     cause = problem.rules.find_cause(sizes)
-    return cause is None or not cause.isdisjoint(_SAVING_ARGUMENTS)
+    return cause is None or not cause.isdisjoint(SAVING_ARGUMENTS)
 
 
 def _list_fitting(

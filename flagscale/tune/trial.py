@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagscale.config.actions import ACTIONS
 from flagscale.config.arguments.layout_choices import hashable
 from flagscale.config.load import load
 from flagscale.config.overrides import option_override, parse_override
@@ -24,18 +25,16 @@ WARMUP_STEPS = 2
 _LEAST_STEPS = 3
 """Counted steps before a trial may be cut short."""
 _MEMORY_WORDS = ("out of memory", "OutOfMemory", "lack of memory", "MemoryError", "oom-kill")
-_QUIET_ARGUMENTS: Mapping[str, Any] = {
+QUIET_ARGUMENTS: Mapping[str, Any] = {
     "log_interval": 1,
     "eval_iters": 0,
-    "save": None,
-    "load": None,
-    "save_interval": None,
-    "tensorboard_dir": None,
-    "wandb_project": None,
-    "profile": False,
-    "export_huggingface": None,
-    "export_peft": None,
-    "record_memory_history": False,
+    **dict.fromkeys(("eval_prompts", "eval_tasks", "best_metric", "early_stopping_patience")),
+    **dict.fromkeys(("save", "load", "save_interval", "export_huggingface", "export_peft")),
+    **dict.fromkeys(("non_persistent_save_interval", "non_persistent_ckpt_type")),
+    **dict.fromkeys(("replication", "replication_jump")),
+    **dict.fromkeys(("tensorboard_dir", "wandb_project", "mlflow_experiment", "comet_project")),
+    **dict.fromkeys(("swanlab_project", "metrics_sinks")),
+    **dict.fromkeys(("save_best", "profile", "record_memory_history"), False),
 }
 """Arguments with which a run does nothing but train."""
 
@@ -73,14 +72,14 @@ def load_with(experiment: Experiment, overrides: Sequence[str], purpose: Any) ->
 
 def _is_action(text: str) -> bool:
     override = parse_override(text)
-    return override is not None and override.key in ("action", "dry", "run_best", "project", "json")
+    return override is not None and override.key in ("action", *ACTIONS["auto_tune"].options)
 
 
 def load_trial(
     experiment: Experiment, trial: Trial, batch: int, steps: int, *, checking: bool
 ) -> Experiment:
     """Load the experiment of a trial: the layout, a directory of its own, and only some steps."""
-    arguments = {**_QUIET_ARGUMENTS, "global_batch_size": batch, "exit_interval": steps}
+    arguments = {**QUIET_ARGUMENTS, "global_batch_size": batch, "exit_interval": steps}
     given = experiment.train.given
     directory = trial_directory(experiment, trial)
     overrides = [
@@ -130,7 +129,7 @@ def run_trial(
         is_hopeless: Called with the time of the steps so far; True ends the trial.
     """
     snapshot: Snapshot | None = None
-    state_word, log = MEASURED, ""
+    state_word, is_overdue, log = MEASURED, False, ""
     start_time = time.monotonic()
     try:
         with actions.launch_attached(experiment, note=lambda _text: None) as (runner, state):
@@ -145,7 +144,7 @@ def run_trial(
                     state_word = CUT_SHORT
                     break
                 if time.monotonic() - start_time > seconds_limit:
-                    state_word = CUT_SHORT
+                    is_overdue = True
                     break
                 time.sleep(poll_seconds)
     except JobError as error:
@@ -162,7 +161,7 @@ def run_trial(
         return _failed(result, reason, log)
     if time_steps(steps) is None:
         reason = f"it reported {len(steps) + WARMUP_STEPS} steps or fewer"
-        if state_word == CUT_SHORT:
+        if is_overdue:
             reason += f" in {seconds_limit:g} s (auto_tuner.control.max_time_per_task)"
         return _failed(result, reason, log)
     return replace(result, state=state_word)

@@ -277,6 +277,11 @@ CHOICES: tuple[Choice, ...] = (
 CHOSEN_ARGUMENTS = tuple(name for choice in CHOICES for name in choice.arguments)
 """Arguments that the choices set."""
 
+SAVING_ARGUMENTS = frozenset(
+    name for choice in CHOICES if choice.saves_memory for name in choice.arguments
+)
+"""Those that save memory."""
+
 DERIVED_KEYS: Mapping[str, Callable[[ChoiceContext], Any]] = {
     "data_parallel_size": lambda context: context.replicas,
     "use_recompute": lambda context: context.values[RECOMPUTED[0]] is not None,

@@ -347,7 +347,7 @@ class Coordinator:
         if self._early_exit or self.failure is not None:
             return
         exits, ages = list[RankExit](), list[float]()
-        for host in self.hosts:
+        for host in self._job_hosts():
             exits += host.early_exits
             ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
         active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]

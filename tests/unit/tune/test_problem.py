@@ -9,8 +9,11 @@ import pytest
 from flagscale.config.load import load
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError
+from flagscale.sinks.registry import ENABLING_KEYS, SINKS_KEY
 from flagscale.tune.problem import make_problem
-from flagscale.tune.trial import setting_overrides
+from flagscale.tune.records import Trial
+from flagscale.tune.space import enumerate_space
+from flagscale.tune.trial import QUIET_ARGUMENTS, load_trial, setting_overrides
 
 EXAMPLE = PROJECT / "examples" / "llama3" / "conf"
 
@@ -114,3 +117,26 @@ def test_overrides_of_a_layout_are_its_differences_from_the_yaml() -> None:
         "train.system.tensor_model_parallel_size=2",
         "train.system.sequence_parallel=true",
     ]
+
+
+def test_modules_to_recompute_can_be_kept() -> None:
+    modules = ("recompute_granularity=selective", "recompute_modules=[core_attn]")
+    keep = "+experiment.auto_tuner.keep=[recompute_modules]"
+    problem = make_problem(load_example(*modules, keep), probing=False)
+    candidates = enumerate_space(problem).candidates
+    assert candidates
+    assert {layout.setting["recompute_modules"] for layout in candidates} == {("core_attn",)}
+
+
+def test_a_trial_reports_to_no_sink_and_needs_no_evaluation() -> None:
+    assert {*ENABLING_KEYS.values(), SINKS_KEY} <= {*QUIET_ARGUMENTS}
+    given = (
+        *("save_best=true", "early_stopping_patience=3", "non_persistent_save_interval=2"),
+        *("replication=false", "mlflow_experiment=runs", "eval_iters=2"),
+    )
+    experiment = load_example(*given, "experiment.auto_tuner.control.train_iters=4")
+    problem = make_problem(experiment, probing=False)
+    layout = enumerate_space(problem).candidates[0]
+    trial = load_trial(experiment, Trial(1, layout.setting), 8, 4, checking=False)
+    values = trial.train.values
+    assert not any(values[name] for name in (name.partition("=")[0] for name in given))

@@ -92,6 +92,7 @@ def test_one_lack_of_memory_proves_others() -> None:
     search = make_search([larger, small, same, saving], [failed])
     assert search.remaining == [same, saving]
     assert search.proven_too_large == [larger]
+    assert search.expected[0][1] is same
     # The calculation is right about the order of layouts with other sizes.
     heavy = fake_layout(0.5, 5e9, pipeline_model_parallel_size=2)
     assert make_search([heavy, small, same], [failed]).remaining == [same]
@@ -102,6 +103,11 @@ PROOFS = {
     "smaller": ({"micro_batch_size": 2}, {"micro_batch_size": 4}, False),
     "saves-more": ({"micro_batch_size": 8, **FULL}, {"micro_batch_size": 4}, False),
     "saves-less": ({"micro_batch_size": 4}, {"micro_batch_size": 4, **FULL}, True),
+    "unsharded": (
+        {"data_parallel_sharding_strategy": "no_shard"},
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+        True,
+    ),
     "other-sizes": ({"pipeline_model_parallel_size": 2}, {}, False),
 }
 

@@ -43,6 +43,14 @@ def test_records_of_another_model_are_set_aside(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("auto_tuner_*/trials.json"))) == 1
 
 
+def test_records_that_are_set_aside_again_keep_the_earlier_ones(tmp_path: Path) -> None:
+    problems = [make_problem(), make_problem(hidden_size=128)]
+    for problem in (*problems, *problems):
+        records, _ = open_records(tmp_path, problem)
+        records.start(fake_layout().setting)
+    assert len(list(tmp_path.glob("auto_tuner*/trials.json"))) == 4
+
+
 def test_damaged_records_are_refused(tmp_path: Path) -> None:
     records, _ = open_records(tmp_path, make_problem())
     records.start(fake_layout().setting)
