@@ -272,6 +272,12 @@ class Accelerator:
 
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def register_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Let the device copy asynchronously from and to a tensor in host memory, as long as it
+        exists. Return False if that is impossible.
+        """
+        return self.is_host
+
     def side_stream(self) -> AbstractContextManager[None]:
         """Context manager that runs its block's work on a side stream, always the same one.
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -304,6 +305,21 @@ class Cuda(Accelerator):
         import torch
 
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def register_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Pin the memory where it is, because pinned memory that torch allocates is rounded up to a
+        power of two.
+        """
+        import torch
+
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        if int(runtime.cudaHostRegister(address, size, 0)) != 0:
+            with suppress(RuntimeError):  # the next kernel reports the error, and no later one
+                torch.zeros(1, device=self.torch_type)
+            return False
+        weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
+        return True
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:

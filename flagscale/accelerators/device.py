@@ -105,6 +105,10 @@ class Device:
         """See :meth:`Accelerator.allocate_host_buffer`."""
         return self.accelerator.allocate_host_buffer(shape, dtype)
 
+    def register_host_memory(self, tensor: torch.Tensor) -> bool:
+        """See :meth:`Accelerator.register_host_memory`."""
+        return self.accelerator.register_host_memory(tensor)
+
     def side_stream(self) -> AbstractContextManager[None]:
         """See :meth:`Accelerator.side_stream`."""
         return self.accelerator.side_stream()

@@ -42,6 +42,7 @@ UNIFORM_RECOMPUTE, BLOCK_RECOMPUTE = (
 )
 VPP2 = PP2 + " --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SHARDED = "--use-distributed-optimizer --data-parallel-sharding-strategy"
 
 MOE = """
 --bf16 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128
@@ -213,6 +214,35 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bert-bf16": (1, "--family bert --bf16", "bert-fp32", 2e-2),
     "bert-fp32-tp2-sp": (2, f"--family bert {SP}", "bert-fp32", 1e-4),
     "bf16-dp2-overlap": (2, f"--bf16 {OVERLAP}", "bf16", 1e-2),
+    "fp32-dp2-sharded": (2, f"{SHARDED} optim_grads_params", "fp32", 1e-4),
+    "fp32-dp2-sharded-gradients": (2, f"{SHARDED} optim_grads", "fp32", 1e-4),
+    "fp32-dp2-sharded-recompute": (
+        2,
+        f"{SHARDED} optim_grads_params {UNIFORM_RECOMPUTE}",
+        "fp32",
+        1e-4,
+    ),
+    "bf16-dp2-sharded": (2, f"--bf16 {SHARDED} optim_grads_params", "bf16", 1e-2),
+    "bf16-offloaded-states": (
+        1,
+        "--bf16 --use-distributed-optimizer --optimizer-cpu-offload",
+        "bf16",
+        1e-3,
+    ),
+    "muon-fp32": (1, "--optimizer muon", "muon-fp32", 0.0),
+    "muon-fp32-dp2": (
+        2,
+        "--optimizer dist_muon --use-distributed-optimizer",
+        "muon-fp32",
+        1e-3,
+    ),
+    "muon-bf16": (1, "--optimizer muon --bf16", "muon-fp32", 2e-2),
+    "muon-fp32-dp2-sharded": (
+        2,
+        f"--optimizer dist_muon {SHARDED} optim_grads_params",
+        "muon-fp32",
+        1e-3,
+    ),
     "bf16-tp2-sp": (2, f"--bf16 {SP}", "bf16", 2e-2),
     "tp-overlap-fp32-tp2-sp": (2, f"{SP} {TP_OVERLAP}", "fp32", 1e-4),
     "tp-overlap-bf16-tp2-sp": (2, f"--bf16 {SP} {TP_OVERLAP}", "bf16", 2e-2),

@@ -15,12 +15,14 @@ pytestmark = [
 ]
 
 FORMATS = {
+    "fp32": StateFormats(),
     "remainders": StateFormats(remainders=True),
     "bf16": StateFormats("bf16", first_moment="bf16", second_moment="bf16"),
     "fp16": StateFormats(remainders=True, first_moment="fp16", second_moment="fp16"),
     "fp8": StateFormats("bf16", first_moment="fp8", second_moment="fp8", gradients="bf16"),
 }
-SIZES = (128, 5 * 128 + 17, (1 << 24) + 256, 7)
+SIZES = (128, 5 * 128 + 17, (1 << 24) + 256, 7, (1 << 23) + 128)
+"""The device updates the states of the last one if all states are in host memory."""
 
 
 def train(formats: StateFormats, device: str, fraction: float) -> list[torch.Tensor]:

@@ -10,7 +10,8 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,21 @@ class AdamTensors(NamedTuple):
         """Return the flat tensors of a part of the weights, which begins with a block."""
         return AdamTensors(
             *(form.cut(tensors, part) for form, tensors in zip(formats, self, strict=True))
+        )
+
+    def in_host_memory(self) -> Tensors:
+        """Return the tensors that are in host memory if the states are offloaded: all except for
+        the model's weights.
+        """
+        return (*self.weights[1:], *self.first_moment, *self.second_moment)
+
+    def replace_host(self, tensors: Sequence[torch.Tensor]) -> AdamTensors:
+        """Return the model's weights with other tensors than those of :meth:`in_host_memory`."""
+        remaining = iter(tensors)
+        return AdamTensors(
+            (self.weights[0], *islice(remaining, len(self.weights) - 1)),
+            tuple(islice(remaining, len(self.first_moment))),
+            tuple(remaining),
         )
 
 

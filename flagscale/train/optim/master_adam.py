@@ -1,9 +1,11 @@
 """Adam with weights of its own, in the device's or in the host's memory, of any number format.
 
 With ``optimizer_cpu_offload`` the fp32 weights and both moments of some weights are in host
-memory, 12 bytes a weight, and the host's cores update them (Ren et al., "ZeRO-Offload", 2021).
-Gradients are copied to the host and new weights to the device in pieces, so that copies in both
-directions and the computation overlap, and the staging buffers stay small.
+memory, 12 bytes a weight. They are updated piece by piece, in two ways at the same time:
+
+- by the host's cores (Ren et al., "ZeRO-Offload", 2021), which the host's memory limits: gradients
+  are copied to the host, and new weights to the device;
+- by the device, which the link to the host limits: states are copied to the device and back.
 
 With ``use_precision_aware_optimizer`` weights and moments take fewer bytes (:mod:`.state_formats`).
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flagscale.accelerators.device import Device
 from flagscale.config.arguments.rules.optimizer_states import FP32_STATES, StateFormats
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.lean_update import (
@@ -31,6 +35,13 @@ from flagscale.train.optim.lean_update import (
     get_update,
     hyperparameters,
     rounding_key,
+)
+from flagscale.train.optim.offload_staging import (
+    STAGED_PIECES,
+    HostStaging,
+    Piece,
+    StateStream,
+    cut_in_pieces,
 )
 from flagscale.train.optim.state_formats import (
     DEVICE_PART,
@@ -50,12 +61,12 @@ from flagscale.train.optim.state_formats import (
 
 MASTER, FIRST_MOMENT, SECOND_MOMENT = "master_param", "exp_avg", "exp_avg_sq"
 """Names of the tensors of a parameter's state."""
-_PIECE_WEIGHTS = 1 << 23
-"""Weights that are copied and updated at once. A piece's tensors stay in the host's caches while it
-is updated and cast, and its copies take a millisecond.
+_STREAMED_FRACTION = 0.5
+"""Fraction of the offloaded weights that the device updates, as fast as the host's cores update the
+others. It is a constant, because the results of both differ by rounding errors.
 """
-_STAGED_PIECES = 4
-"""Number of pieces whose gradients or weights are being copied at a time."""
+_MIN_STREAMED_WEIGHTS = 1 << 20
+"""Weights of a parameter below which its states are not worth copying."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -129,7 +140,9 @@ class MasterWeightAdam(FusedAdam):
         self._formats = formats
         self._names: dict[int, str] = {}
         self._replicated: set[int] = set()
-        self._staging: _Staging | None = None
+        self._staging: HostStaging | None = None
+        self._stream: StateStream | None = None
+        self._streamed: set[int] = set()
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -170,6 +183,14 @@ class MasterWeightAdam(FusedAdam):
             SECOND_MOMENT: StoredState(second, second.allocate(size, device)),
         }
         self.state[parameter][MASTER].overwrite(weights)
+        if id(parameter) in self._streamed_parameters and self._register_states(parameter):
+            self._streamed.add(id(parameter))
+
+    def _register_states(self, parameter: torch.Tensor) -> bool:
+        """Let the device copy from and to a parameter's states in host memory."""
+        _, tensors = self._adam_tensors(parameter)
+        device = Device.from_torch(parameter.device)
+        return all(device.register_host_memory(tensor) for tensor in tensors.in_host_memory())
 
     def _formats_of(self, parameter: torch.Tensor) -> StateFormats:
         if id(parameter) in self._replicated:
@@ -229,6 +250,20 @@ class MasterWeightAdam(FusedAdam):
             remaining -= parameter.numel()
         return offloaded
 
+    @cached_property
+    def _streamed_parameters(self) -> set[int]:
+        """Return the ids of the offloaded parameters that the device updates: the largest ones that
+        have at most ``_STREAMED_FRACTION`` of the offloaded weights.
+        """
+        offloaded = [p for p in self._parameters() if id(p) in self._offloaded_parameters]
+        remaining = _STREAMED_FRACTION * sum(parameter.numel() for parameter in offloaded)
+        streamed = set()
+        for parameter in sorted(offloaded, key=torch.Tensor.numel, reverse=True):
+            if _MIN_STREAMED_WEIGHTS <= parameter.numel() <= remaining:
+                streamed.add(id(parameter))
+                remaining -= parameter.numel()
+        return streamed
+
     # -- step --------------------------------------------------------------------------------------
 
     def _update_group(self, group: dict[str, Any]) -> None:
@@ -251,7 +286,7 @@ class MasterWeightAdam(FusedAdam):
         if lean_parameters:
             self._update_lean_states(group, lean_parameters)
         if host_parameters:
-            self._update_on_host(group, host_parameters)
+            self._update_offloaded(group, host_parameters)
 
     def _is_fp32(self, parameter: torch.Tensor) -> bool:
         """Return True if all states are fp32 tensors, which torch's fused kernel updates."""
@@ -303,47 +338,79 @@ class MasterWeightAdam(FusedAdam):
             )
         return rounding_key(self._names[id(parameter)], group["step"])
 
-    def _update_on_host(self, group: dict[str, Any], parameters: list[Any]) -> None:
-        """Update states in host memory, piece by piece.
+    def _update_offloaded(self, group: dict[str, Any], parameters: list[Any]) -> None:
+        """Update states in host memory: some on the device, the others on the host."""
+        device = parameters[0].device
+        if self._staging is None or self._stream is None:
+            self._staging, self._stream = HostStaging(device), StateStream(device)
+        streamed = [parameter for parameter in parameters if id(parameter) in self._streamed]
+        others = [parameter for parameter in parameters if id(parameter) not in self._streamed]
+        options = self._hyperparameters(group, device)
+        self._stream.begin()
+        streamed_pieces = deque(cut_in_pieces(streamed))
+        host_pieces = list(cut_in_pieces(others))
+        count = len(streamed_pieces)
+        with _all_host_threads():
+            for index, _ in enumerate(self._update_on_host(group, host_pieces, self._staging)):
+                # Both end at the same time. The device's queue of copies stays short.
+                remaining = count - count * (index + STAGED_PIECES) // len(host_pieces)
+                while len(streamed_pieces) > max(remaining, 0):
+                    self._update_on_device(group, streamed_pieces.popleft(), self._stream, options)
+        for piece in streamed_pieces:
+            self._update_on_device(group, piece, self._stream, options)
+        self._stream.finish()
+
+    def _update_on_device(
+        self, group: dict[str, Any], piece: Piece, stream: StateStream, options: torch.Tensor
+    ) -> None:
+        """Start to update states in host memory on the device."""
+        tensors = self._cut_tensors(piece)
+        gradient = piece.parameter.decoupled_grad[piece.part]
+
+        def update(copies: Sequence[torch.Tensor]) -> None:
+            self._update_piece(group, piece, tensors.replace_host(copies), gradient, options)
+
+        stream.update(tensors.in_host_memory(), update)
+
+    def _update_on_host(
+        self, group: dict[str, Any], pieces: Sequence[Piece], staging: HostStaging
+    ) -> Iterator[None]:
+        """Update states in host memory on the host, and yield before each piece.
 
         While a piece is updated, the gradients of the next pieces are copied to the host and the
         weights of the previous ones to the device.
         """
-        if self._staging is None:
-            self._staging = _Staging(parameters[0].device)
-        pieces = list(_cut_in_pieces(parameters))
-        with _all_host_threads():
-            self._update_pieces(group, pieces, self._staging)
-
-    def _update_pieces(
-        self, group: dict[str, Any], pieces: Sequence[_Piece], staging: _Staging
-    ) -> None:
         options = self._hyperparameters(group, torch.device("cpu"))
         staging.begin()
-        for index, piece in enumerate(pieces[:_STAGED_PIECES]):
+        for index, piece in enumerate(pieces[:STAGED_PIECES]):
             staging.start_gradient(index, piece)
         for index, piece in enumerate(pieces):
+            yield
             gradient = staging.wait_for_gradient(index, piece)
             weights = staging.wait_for_weights(index, piece)
-            self._update_piece(group, piece, gradient, weights, options)
-            if index + _STAGED_PIECES < len(pieces):
-                staging.start_gradient(index + _STAGED_PIECES, pieces[index + _STAGED_PIECES])
+            tensors = self._cut_tensors(piece)
+            tensors = tensors._replace(weights=(weights, *tensors.weights[1:]))
+            self._update_piece(group, piece, tensors, gradient, options)
+            if index + STAGED_PIECES < len(pieces):
+                staging.start_gradient(index + STAGED_PIECES, pieces[index + STAGED_PIECES])
             staging.start_weights(index, piece)
         staging.finish()
+
+    def _cut_tensors(self, piece: Piece) -> AdamTensors:
+        formats, tensors = self._adam_tensors(piece.parameter)
+        return tensors.cut(formats, piece.part)
 
     def _update_piece(
         self,
         group: dict[str, Any],
-        piece: _Piece,
+        piece: Piece,
+        tensors: AdamTensors,
         gradient: torch.Tensor,
-        weights: torch.Tensor,
         options: torch.Tensor,
     ) -> None:
-        """Update a piece in host memory, and write its new weights to ``weights``."""
+        """Update a piece of the weights, all of whose tensors are in one memory."""
         parameter, part = piece
-        formats, all_tensors = self._adam_tensors(parameter)
-        tensors = all_tensors.cut(formats, part)
-        master = tensors.weights[-1]
+        weights, master = tensors.weights
         if self._is_fp32(parameter):
             self._run_kernel(
                 group, [master], [gradient.float()], [tensors.first_moment[0]],
@@ -351,10 +418,14 @@ class MasterWeightAdam(FusedAdam):
             )  # fmt: skip
             weights.copy_(master)
             return
-        tensors = tensors._replace(weights=(weights, master))
+        formats, _ = self._adam_tensors(parameter)
         key = self._rounding_key(group, parameter) ^ part.start
+        # On a host without a device models are too small for compilation.
+        is_small_host = parameter.device.type == "cpu"
         update = get_update(
-            formats, is_decoupled=self.adam_w_mode, compiles_on_host=parameter.device.type != "cpu"
+            formats,
+            is_decoupled=self.adam_w_mode,
+            compiles_on_host=weights.device.type == "cpu" and not is_small_host,
         )
         update(tensors, gradient, options, key)
 
@@ -386,101 +457,3 @@ def _all_host_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-class _Piece(NamedTuple):
-    """A part of a parameter, which is flat."""
-
-    parameter: Any
-    part: slice
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return int(self.part.stop - self.part.start)
-
-
-def _cut_in_pieces(parameters: Iterable[torch.Tensor]) -> Iterator[_Piece]:
-    for parameter in parameters:
-        size = parameter.numel()
-        for begin in range(0, size, _PIECE_WEIGHTS):
-            yield _Piece(parameter, slice(begin, min(begin + _PIECE_WEIGHTS, size)))
-
-
-class _Staging:
-    """Buffers for copies between device and host. They are used in turn.
-
-    On a host without a device the copies are plain ones.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_host = device.type == "cpu"
-        self._gradients: dict[torch.dtype, torch.Tensor] = {}
-        self._weights: dict[torch.dtype, torch.Tensor] = {}
-        if not self._is_host:
-            module: Any = torch.get_device_module(device)
-            self._module = module
-            self._to_host, self._to_device = module.Stream(device), module.Stream(device)
-            self._gradient_events = [module.Event() for _ in range(_STAGED_PIECES)]
-            self._weight_events = [module.Event() for _ in range(_STAGED_PIECES)]
-
-    def begin(self) -> None:
-        """Let the copies wait for what the device has to do before."""
-        if not self._is_host:
-            current = self._module.current_stream()
-            self._to_host.wait_stream(current)
-            self._to_device.wait_stream(current)
-
-    def finish(self) -> None:
-        """Let the device wait for the copies."""
-        if not self._is_host:
-            current = self._module.current_stream()
-            current.wait_stream(self._to_host)
-            current.wait_stream(self._to_device)
-
-    def start_gradient(self, index: int, piece: _Piece) -> None:
-        """Start to copy the gradient of piece ``index`` to the host."""
-        gradient = piece.parameter.decoupled_grad[piece.part]
-        staged = self._buffer(self._gradients, index, gradient)
-        if self._is_host:
-            staged.copy_(gradient)
-            return
-        with self._module.stream(self._to_host):
-            staged.copy_(gradient, non_blocking=True)
-            self._gradient_events[index % _STAGED_PIECES].record()
-
-    def wait_for_gradient(self, index: int, piece: _Piece) -> torch.Tensor:
-        """Return the gradient of piece ``index`` in host memory."""
-        if not self._is_host:
-            self._gradient_events[index % _STAGED_PIECES].synchronize()
-        return self._buffer(self._gradients, index, piece.parameter.decoupled_grad[piece.part])
-
-    def wait_for_weights(self, index: int, piece: _Piece) -> torch.Tensor:
-        """Return host memory for the new weights of piece ``index``, when an earlier piece has been
-        copied from it.
-        """
-        weights: torch.Tensor = piece.parameter.detach()[piece.part]
-        if self._is_host:
-            return weights
-        self._weight_events[index % _STAGED_PIECES].synchronize()
-        return self._buffer(self._weights, index, weights)
-
-    def start_weights(self, index: int, piece: _Piece) -> None:
-        """Start to copy the new weights of piece ``index`` to the device."""
-        if self._is_host:
-            return
-        weights = piece.parameter.detach()[piece.part]
-        with self._module.stream(self._to_device):
-            weights.copy_(self._buffer(self._weights, index, weights), non_blocking=True)
-            self._weight_events[index % _STAGED_PIECES].record()
-
-    def _buffer(
-        self, buffers: dict[torch.dtype, torch.Tensor], index: int, like: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the buffer of piece ``index`` with the size and dtype of a tensor."""
-        if like.dtype not in buffers:
-            buffers[like.dtype] = torch.empty(
-                (_STAGED_PIECES, _PIECE_WEIGHTS), dtype=like.dtype, pin_memory=not self._is_host
-            )
-        buffer: torch.Tensor = buffers[like.dtype][index % _STAGED_PIECES, : like.numel()]
-        return buffer

@@ -239,9 +239,13 @@ def test_copies_of_other_ranks_get_fp32_states() -> None:
     assert {state.tensors[-1].dtype for state in adam.state[weights].values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("fraction", "streamed_fraction"),
+    [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)],
+    ids=["device", "host", "streamed"],
+)
 def test_rounding_depends_on_the_position_of_a_weight_alone(
-    fraction: float, monkeypatch: pytest.MonkeyPatch
+    fraction: float, streamed_fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the parts in which weights are updated, nor on the memory that they are in."""
     formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
@@ -258,7 +262,9 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
 
     expected = train(0.0)
     monkeypatch.setattr("flagscale.train.optim.lean_update.HOST_PART", BLOCK_WEIGHTS)
-    monkeypatch.setattr("flagscale.train.optim.master_adam._PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
+    monkeypatch.setattr("flagscale.train.optim.offload_staging._PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
+    monkeypatch.setattr("flagscale.train.optim.master_adam._MIN_STREAMED_WEIGHTS", 1)
+    monkeypatch.setattr("flagscale.train.optim.master_adam._STREAMED_FRACTION", streamed_fraction)
     get_update.cache_clear()
     assert torch.equal(train(fraction), expected)
 
