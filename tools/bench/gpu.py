@@ -246,7 +246,7 @@ def profile_arguments(steps: int, directory: Path) -> str:
 def read_profile_summary(output: Path) -> list[str]:
     """Return the lines of a run's output that summarize its profile."""
     lines = output.read_text(errors="replace").splitlines()
-    begin = next((i for i, text in enumerate(lines) if "of kernels a step" in text), len(lines))
+    begin = next((i for i, text in enumerate(lines) if "of kernels per step" in text), len(lines))
     return [text for text in lines[begin : begin + 24] if " ms" in text]
 
 

@@ -48,6 +48,16 @@ def _limit_recompiles(max_recompiles: int | None) -> AbstractContextManager[None
     return context
 
 
+def specialized_integers() -> AbstractContextManager[None]:
+    """Return a context manager in which compilation takes integers as constants.
+
+    With ``dynamic=True`` they would be variables of 64 bits, of which Triton cannot reinterpret an
+    expression of 32 bits.
+    """
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(specialize_int=True)
+    return context
+
+
 def compiled_if_faster(
     *, dynamic: bool = False, max_shapes: int | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 
 from flagscale.config.arguments.rules.optimizer_states import BLOCK_WEIGHTS
 from flagscale.train.device import compile_disabled
-from flagscale.train.layers.jit import compiled_if_faster
+from flagscale.train.layers.jit import compiled_if_faster, specialized_integers
 from flagscale.train.optim.state_formats import (
     DEVICE_PART,
     HOST_PART,
@@ -154,6 +155,13 @@ class Update:
             parameters: result of :func:`hyperparameters`.
             key: result of :func:`rounding_key`.
         """
+        # The formats' numbers of bits are integers.
+        with nullcontext() if compile_disabled() else specialized_integers():
+            self._update_parts(tensors, gradient, parameters, key)
+
+    def _update_parts(
+        self, tensors: AdamTensors, gradient: torch.Tensor, parameters: torch.Tensor, key: int
+    ) -> None:
         most = self._host_part if gradient.device.type == "cpu" else DEVICE_PART
         for part in block_parts(gradient.numel(), most):
             flat_tensors = tensors.cut(self._formats, part)

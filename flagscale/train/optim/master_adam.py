@@ -61,7 +61,7 @@ from flagscale.train.optim.state_formats import (
 
 MASTER, FIRST_MOMENT, SECOND_MOMENT = "master_param", "exp_avg", "exp_avg_sq"
 """Names of the tensors of a parameter's state."""
-_STREAMED_FRACTION = 0.5
+_STREAMED_FRACTION = 0.6
 """Fraction of the offloaded weights that the device updates, as fast as the host's cores update the
 others. It is a constant, because the results of both differ by rounding errors.
 """

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PIECE_WEIGHTS = 1 << 23
-"""Weights that are copied and updated at once; their copies take a millisecond."""
+_PIECE_WEIGHTS = 1 << 22
+"""Weights that are copied and updated at once; their copies take up to a millisecond."""
 STAGED_PIECES = 4
 """Number of pieces that are being copied or updated at a time."""
 
