@@ -43,10 +43,13 @@ def train(formats: StateFormats, device: str, fraction: float) -> list[torch.Ten
 @pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["device", "host"])
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def test_compiled_update_equals_the_hosts(formats: StateFormats, fraction: float) -> None:
-    """A value that is computed with another rounding error may be rounded to the next number."""
+    """A value that is computed with another rounding error may be rounded to the next number.
+
+    torch's kernel for CUDA rounds ``1 - beta2`` to fp32, with an error of 5e-5.
+    """
     for result, expected in zip(
         train(formats, "cuda", fraction), train(formats, "cpu", 0.0), strict=True
     ):
-        is_close = torch.isclose(result, expected, rtol=1e-5, atol=1e-9)
+        is_close = torch.isclose(result, expected, rtol=1e-4, atol=1e-9)
         assert is_close.float().mean() > 0.99
         assert torch.allclose(result, expected, rtol=0.15, atol=1e-3)

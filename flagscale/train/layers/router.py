@@ -20,12 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     save_to_aux_losses_tracker,
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # megatron.core 0.16.1 compares it with None, but defines it only with Transformer Engine.
+    moe_utils.te_general_gemm = None
 
 
 @dataclass(frozen=True)
