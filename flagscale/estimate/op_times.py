@@ -86,8 +86,8 @@ _SHARD_ACCESSES = 5
 """Accesses per element of a shard of gradients in each micro-batch: its own part and one that is
 received are added to it, and the received one is written before.
 """
-_HOST_WEIGHTS_PER_SECOND = 2.9e9
-"""Weights that 16 cores of a host update per second, with copies of gradients and weights."""
+_HOST_WEIGHTS_PER_SECOND = 3.6e9
+"""Weights in host memory that 16 cores of a host and the device update per second, with copies."""
 _COPIED_BYTES_PER_SECOND = 45e9
 """Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
 the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.

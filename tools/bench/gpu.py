@@ -164,6 +164,9 @@ ROWS = (
     GpuRow("offload-256k", 8, *TOKENS_256K, options=OFFLOAD),
     GpuRow("8b-offload", 32, *TOKENS_256K, options=f"{OFFLOAD} --recompute-granularity auto "
         "--recompute-memory-gib 64"),
+    GpuRow("bf16-sections", *SEQUENCE_4K, options="--log-straggler"),
+    GpuRow("muon", *SEQUENCE_4K, options="--optimizer muon"),
+    GpuRow("muon-256k", 8, *TOKENS_256K, options="--optimizer muon"),
     GpuRow("remainders", *SEQUENCE_4K, options=PRECISION_AWARE),
     GpuRow("bf16-moments", *SEQUENCE_4K, options=BF16_MOMENTS),
     GpuRow("fp8-moments", *SEQUENCE_4K, options=FP8_MOMENTS),

@@ -175,11 +175,11 @@ def _long_sequence_table() -> str:
 
 
 def _offload_table() -> str:
-    rows = _read_rows("gpu-1xh100-offload")
+    rows = _read_rows("gpu-1xh200-offload") | _read_rows("gpu-1xh100-offload")
     titles = {
-        "kept-256k": "8 layers, state in the GPU's memory",
-        "offload-256k": "8 layers, state in the host's memory",
-        "8b-offload": "32 layers, state in the host's memory, 19 layers recomputed",
+        "kept-256k": "8 layers, state in the GPU's memory (H200)",
+        "offload-256k": "8 layers, state in the host's memory (H200)",
+        "8b-offload": "32 layers, state in the host's memory, 19 layers recomputed (H100, earlier)",
     }
     table_rows = [(title, *_step_cells(rows[name])) for name, title in titles.items()]
     return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
