@@ -105,7 +105,7 @@ class Logging:
         "to the console",
     )
     log_straggler: bool = arg(
-        False,
+        True,
         "Measure the time of a step by section (data, forward, backward, optimizer, waiting for "
         "others) on each rank, and warn of ranks that work longer than equal ranks",
     )
