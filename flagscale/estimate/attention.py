@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagscale.config.arguments.rules.context_parallel import select_cp_communication
+from flagscale.config.arguments.rules.context_parallel import count_exchanging_ranks
 
 _SOFTCAP_ELEMENTS = 4
 """16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for
@@ -110,9 +110,11 @@ def gathered_kv_elements(args: Any) -> float:
     They exist within the pass of a layer if context parallelism gathers those of the whole
     sequence.
     """
-    if args.context_parallel_size == 1 or select_cp_communication(vars(args)) == "a2a":
+    gathering_ranks = args.context_parallel_size // count_exchanging_ranks(vars(args))
+    if gathering_ranks == 1:
         return 0.0
-    elements = 2 * kv_width(args) * args.context_parallel_size
+    # Exchanging ranks have a part of the heads, of as many times more tokens.
+    elements = 2 * kv_width(args) * gathering_ranks
     return float(elements / args.tensor_model_parallel_size)
 
 

@@ -171,7 +171,6 @@ class RankPool:
                 port=self._store.port,
                 key=f"job{self._joins}",
                 timeout=timeout,
-                operation_timeout=operation_timeout,
                 environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
             )
         self.wait_for_results(range(count))

@@ -18,6 +18,7 @@ from support.layout_models import (
     COMPILED,
     CP2,
     CP2_GATHER,
+    CP4_HIERARCHICAL,
     CUDA_GRAPH,
     DISTRIBUTED_OPTIMIZER,
     DIVISIBLE_BY_SIX,
@@ -444,6 +445,7 @@ HOMOGENEOUS_CASES = (
     LayoutCase("cp2-pp2-recompute", 4, LLAMA, f"{CP2} {PP2} {FULL_RECOMPUTE} 1", "llama"),
     LayoutCase("cp2-dp2-do-overlap", 4, LLAMA, f"{CP2} {OVERLAP}", "llama"),
     LayoutCase("cp4", 4, LLAMA, "--context-parallel-size 4", "llama"),
+    LayoutCase("cp4-hierarchical", 4, LLAMA, CP4_HIERARCHICAL, "llama"),
     LayoutCase("compiled-cp2", 2, LLAMA, f"{COMPILED} {CP2_GATHER}", "llama"),
     # Optimized layers compute the same as megatron.core's local layers.
     LayoutCase("compiled", 1, LLAMA, COMPILED, "llama"),
@@ -583,6 +585,7 @@ MASKED_DOCUMENT_CASES = (
     ),
     LayoutCase("masked-pp2-vpp2", 2, MASKED_DOCUMENTS, VPP2, "masked"),
     LayoutCase("masked-cp2", 2, MASKED_DOCUMENTS, CP2_GATHER, "masked"),
+    LayoutCase("masked-cp4-hierarchical", 4, MASKED_DOCUMENTS, CP4_HIERARCHICAL, "masked"),
     LayoutCase("lora-recompute-mbs2", 1, LORA, f"{MBS2} {FULL_RECOMPUTE} 2", "lora"),
     LayoutCase("lora-tp2", 2, LORA, TP2, "lora", backend=FAST_BACKEND),
     LayoutCase(

@@ -158,6 +158,8 @@ MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 CP2_GATHER = f"{CP2} --cp-comm-type all_gather"
+CP4_HIERARCHICAL = """--context-parallel-size 4 --cp-comm-type a2a+p2p
+--hierarchical-context-parallel-sizes 2 2"""
 EP2 = "--expert-model-parallel-size 2"
 TP2_SP = TP2 + " --sequence-parallel"
 TP_OVERLAP = "--tp-comm-overlap"

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
@@ -58,7 +58,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self.group = pg_collection.cp
+        self._exchange_group, self._gather_group = _select_groups(config, pg_collection.cp)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ConfigError(f"attention with a {attn_mask_type.name} mask is not supported")
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -87,18 +87,31 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             [s, b, heads · d].
         """
-        if self.group.size() == 1:
+        if self._exchange_group is None:
+            return self._attend_to_sequence(query, key, value, attention_mask)
+        gathered = gather_sequence(query, key, value, self._exchange_group)
+        output = self._attend_to_sequence(*gathered, attention_mask)
+        return gather_heads(output, self._exchange_group)
+
+    def _attend_to_sequence(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute attention to the whole sequence of all ranks of the group that gathers; arguments
+        and result as :meth:`forward`'s.
+        """
+        if self._gather_group is None:
             return self.attend(query, key, value, attention_mask)
-        if self.config.cp_comm_type == "a2a":
-            whole = gather_sequence(query, key, value, self.group)
-            return gather_heads(self.attend(*whole, attention_mask), self.group)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_rng(dropout):
             output = attend_gathered(
                 query,
                 key,
                 value,
-                self.group,
+                self._gather_group,
                 causal=self.causal,
                 scale=self.scale,
                 dropout=dropout,
@@ -158,6 +171,21 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
             return nullcontext()
         fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
+
+
+def _select_groups(config: Any, group: Any) -> tuple[Any, Any]:
+    """Return the ranks that exchange heads and those that gather keys and values, or None.
+
+    With ``a2a+p2p`` neighbors exchange heads. They hold chunks of the sequence that are neighbors,
+    too: together they have two chunks of a sequence that is cut for groups of them only.
+    """
+    if group.size() == 1:
+        return None, None
+    if config.cp_comm_type == "a2a+p2p":
+        groups = parallel_state.get_hierarchical_context_parallel_groups()
+        neighbors, others = (group if group.size() > 1 else None for group in groups)
+        return neighbors, others
+    return (group, None) if config.cp_comm_type == "a2a" else (None, group)
 
 
 def select_sdp_kernels(config: Any, device: Device) -> None:

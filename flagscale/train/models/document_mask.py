@@ -79,7 +79,7 @@ def select_mask_form(config: Any, device: Device) -> MaskForm:
     """Return the form of the mask that attention of this configuration requires."""
     if config.attention_backend == AttnBackend.local:
         return "hidden"
-    if config.context_parallel_size > 1 and config.cp_comm_type == "all_gather":
+    if config.context_parallel_size > 1 and config.cp_comm_type != "a2a":
         return "document_numbers"
     needs_mask = config.window_size or config.attn_logit_softcapping
     if config.attention_backend not in _FLASH_BACKENDS or needs_mask:

@@ -34,13 +34,9 @@ def join(
     environment: dict[str, str],
     host: str = "",
     backend: str = "fsccl",
-    operation_timeout: float | None = None,
 ) -> None:
     """Initialize the default process group. The test hosts the store, or rank 0 on ``host`` if
     given.
-
-    Ranks wait up to ``timeout`` seconds for each other, and in operations up to
-    ``operation_timeout``, which can be shorter than processes take to start on a busy machine.
     """
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
         del os.environ[name]

@@ -102,10 +102,45 @@ PROBLEMS: Problems = {
         "seq_length",
         "36 is not divisible by 2 x context_parallel_size 2 x tensor_model_parallel_size",
     ),
-    "cp-hierarchical": (
-        {"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"},
+    "cp-unknown": (
+        {"context_parallel_size": 2, "cp_comm_type": "ring"},
         "cp_comm_type",
-        "expected a2a, all_gather or p2p, found a2a+p2p",
+        "expected a2a, all_gather, p2p or a2a+p2p, found ring",
+    ),
+    "cp-hierarchical-without-sizes": (
+        {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "seq_length": 32},
+        "cp_comm_type",
+        "a2a+p2p requires hierarchical_context_parallel_sizes: [ranks that exchange heads, groups",
+    ),
+    "cp-hierarchical-product": (
+        {
+            "context_parallel_size": 4,
+            "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": [2, 4],
+        },
+        "hierarchical_context_parallel_sizes",
+        "[2, 4]: expected two sizes whose product is context_parallel_size 4",
+    ),
+    "cp-hierarchical-heads": (
+        {
+            "context_parallel_size": 4,
+            "cp_comm_type": "a2a+p2p",
+            "hierarchical_context_parallel_sizes": [2, 2],
+            "num_attention_heads": 4,
+            "num_query_groups": 1,
+        },
+        "hierarchical_context_parallel_sizes",
+        "[2, 2] is not possible: num_query_groups 1 is not divisible by hierarchical",
+    ),
+    "cp-sizes-alone": (
+        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
+        "hierarchical_context_parallel_sizes",
+        "requires cp_comm_type: a2a+p2p",
+    ),
+    "cp-sizes-without-cp": (
+        {"hierarchical_context_parallel_sizes": [2, 2]},
+        "hierarchical_context_parallel_sizes",
+        "requires context_parallel_size above 1",
     ),
     "cp-mixed": (
         {"context_parallel_size": 2, "cp_comm_type": ["a2a", "all_gather"]},

@@ -47,7 +47,6 @@ REFUSED_ARGUMENTS: Mapping[str, str] = {
     "reproducible runs",
     "hybrid_context_parallel": "each sequence is split over all ranks of a context-parallel group",
     "max_seqlen_per_dp_cp_rank": "all sequences have `seq_length` tokens",
-    "hierarchical_context_parallel_sizes": "keys and values are gathered in one step",
     "pipeline_model_parallel_comm_backend": "all process groups use `distributed_backend`, which "
     "may be a map such as cpu:gloo,cuda:nccl",
     "fp32_residual_connection": "megatron.core keeps only the embedding's output in fp32 and "

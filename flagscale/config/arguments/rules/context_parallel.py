@@ -2,7 +2,8 @@
 
 ``cp_comm_type`` selects the communication. ``a2a`` exchanges a part of the sequence for a part of
 the heads, ``all_gather`` gathers keys and values (:mod:`flagscale.train.models.head_exchange`,
-:mod:`flagscale.train.models.gathered_attention`).
+:mod:`flagscale.train.models.gathered_attention`). ``a2a+p2p`` does the first among neighbors, then
+the second among the groups of neighbors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Literal
 
 from flagscale.config.arguments.spec.argument import Values, Violation
 
-CpCommunication = Literal["a2a", "all_gather"]
+CpCommunication = Literal["a2a", "all_gather", "a2a+p2p"]
+SIZES = "hierarchical_context_parallel_sizes"
 
 
 def select_cp_communication(values: Values) -> CpCommunication:
@@ -24,7 +26,8 @@ def select_cp_communication(values: Values) -> CpCommunication:
     """
     requested = _requested_kind(values)
     if requested is not None:
-        return "a2a" if requested == "a2a" else "all_gather"
+        kinds: dict[str, CpCommunication] = {"a2a": "a2a", "a2a+p2p": "a2a+p2p"}
+        return kinds.get(requested, "all_gather")
     return "a2a" if _indivisible_heads(values) is None else "all_gather"
 
 
@@ -33,10 +36,22 @@ def is_ring_requested(values: Values) -> bool:
     return values["context_parallel_size"] > 1 and _requested_kind(values) == "p2p"
 
 
+def count_exchanging_ranks(values: Values) -> int:
+    """Return the number of ranks that exchange a part of the sequence for a part of the heads. The
+    others gather keys and values; their number is the context-parallel size divided by this one.
+    """
+    kind = select_cp_communication(values)
+    if kind == "all_gather":
+        return 1
+    return int(values["context_parallel_size"] if kind == "a2a" else values[SIZES][0])
+
+
 def check_context_parallel(values: Values) -> Iterator[Violation]:
     """Yield a violation for each argument that context parallelism does not support."""
     cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
     if cp == 1:
+        if values[SIZES] is not None:
+            yield SIZES, "requires context_parallel_size above 1"
         return
     if values["attention_backend"] == "local":
         yield (
@@ -59,7 +74,8 @@ def check_whole_sequence(name: str, values: Values) -> Iterator[Violation]:
     cp = values["context_parallel_size"]
     if cp == 1 or select_cp_communication(values) == "a2a":
         return
-    reason = _indivisible_heads(values) or "cp_comm_type: all_gather does not support it; use a2a"
+    kind = select_cp_communication(values)
+    reason = _indivisible_heads(values) or f"cp_comm_type: {kind} does not support it; use a2a"
     yield name, f"is not supported with context_parallel_size {cp}: {reason}"
 
 
@@ -68,10 +84,34 @@ def _check_communication(values: Values) -> Iterator[Violation]:
     requested = _requested_kind(values)
     if requested is None and kinds is not None:
         yield "cp_comm_type", "all layers must have the same communication; give one name"
-    elif requested not in (None, "all_gather", "a2a", "p2p"):
-        yield "cp_comm_type", f"expected a2a, all_gather or p2p, found {requested}"
+    elif requested not in (None, "all_gather", "a2a", "p2p", "a2a+p2p"):
+        yield "cp_comm_type", f"expected a2a, all_gather, p2p or a2a+p2p, found {requested}"
+    elif requested == "a2a+p2p":
+        yield from _check_sizes(values)
+    elif values[SIZES] is not None:
+        yield SIZES, "requires cp_comm_type: a2a+p2p"
     elif requested == "a2a" and (reason := _indivisible_heads(values)) is not None:
         yield "cp_comm_type", f"a2a is not possible: {reason}; use all_gather"
+
+
+def _check_sizes(values: Values) -> Iterator[Violation]:
+    """Check the sizes of ``a2a+p2p``."""
+    cp, sizes = values["context_parallel_size"], values[SIZES]
+    if values["enable_hetero"]:
+        yield "cp_comm_type", "a2a+p2p is not supported with meshes; use a2a or all_gather"
+    elif sizes is None:
+        yield (
+            "cp_comm_type",
+            f"a2a+p2p requires {SIZES}: [ranks that exchange heads, groups of them], such as "
+            f"[2, {max(cp // 2, 1)}]",
+        )
+    elif len(sizes) != 2 or sizes[0] * sizes[1] != cp:
+        yield (
+            SIZES,
+            f"{list(sizes)}: expected two sizes whose product is context_parallel_size {cp}",
+        )
+    elif (reason := _indivisible_heads(values, sizes[0], SIZES)) is not None:
+        yield SIZES, f"{list(sizes)} is not possible: {reason}"
 
 
 def _requested_kind(values: Values) -> str | None:
@@ -82,13 +122,22 @@ def _requested_kind(values: Values) -> str | None:
     return str(kinds[0]) if len(set(kinds)) == 1 else None
 
 
-def _indivisible_heads(values: Values) -> str | None:
-    """Return why the heads of a tensor-parallel rank cannot be divided, or None."""
-    cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
+def _indivisible_heads(
+    values: Values, ranks: int | None = None, argument: str = "context_parallel_size"
+) -> str | None:
+    """Return why the heads of a tensor-parallel rank cannot be divided, or None.
+
+    Args:
+        values: the arguments.
+        ranks: number of ranks that divide them, by default all of a context-parallel group.
+        argument: argument that gives this number.
+    """
+    cp = values["context_parallel_size"] if ranks is None else ranks
+    tp = values["tensor_model_parallel_size"]
     heads, groups = values["num_attention_heads"], values["num_query_groups"]
     for name, count in (("num_attention_heads", heads), ("num_query_groups", groups)):
         is_used = name == "num_attention_heads" or not values["multi_latent_attention"]
         if is_used and count is not None and count % (tp * cp):
             tensor_text = f" x tensor_model_parallel_size {tp}" if tp > 1 else ""
-            return f"{name} {count} is not divisible by context_parallel_size {cp}{tensor_text}"
+            return f"{name} {count} is not divisible by {argument} {cp}{tensor_text}"
     return None

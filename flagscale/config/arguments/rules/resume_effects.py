@@ -123,7 +123,8 @@ _NAMES: Mapping[Effect, str] = {
     barrier_with_L1_time batch_p2p_comm batch_p2p_sync bias_dropout_fusion bucket_size
     check_for_large_grads check_for_nan_in_grad check_for_nan_in_loss_and_grad ckpt_format
     ckpt_fully_parallel_load ckpt_fully_parallel_save clone_scatter_output_in_embedding comm
-    context_parallel_size cp_comm_type cpu_offloading cpu_offloading_num_layers
+    context_parallel_size cp_comm_type hierarchical_context_parallel_sizes
+    cpu_offloading cpu_offloading_num_layers
     fine_grained_activation_offloading min_offloaded_tensor_size offload_modules
     cross_entropy_fusion_impl cross_entropy_loss_fusion
     cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps data_cache_path

@@ -414,8 +414,16 @@ class ContextParallelism:
         None,
         "Communication of context parallelism. a2a: exchange a part of the sequence for a part of "
         "the heads, which context_parallel_size must divide; all_gather: gather keys and values "
-        "while attention to the rank's own ones is computed. By default a2a if the heads can be "
-        "divided, otherwise all_gather. p2p is answered by all_gather",
+        "while attention to the rank's own ones is computed; a2a+p2p: a2a among neighbors, then "
+        "all_gather among these groups. By default a2a if the heads can be divided, otherwise "
+        "all_gather. p2p is answered by all_gather",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = arg(
+        None,
+        "With cp_comm_type: a2a+p2p, the number of neighboring ranks that exchange a part of the "
+        "sequence for a part of the heads, such as those of a host, and the number of these "
+        "groups. The product is context_parallel_size",
+        minimum=1,
     )
 
 
