@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagscale.config.arguments.rules.context_parallel import count_exchanging_ranks
+from flagscale.config.arguments.rules.context_parallel import a2a_group_size
 
 _SOFTCAP_ELEMENTS = 4
 """16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for
@@ -110,7 +110,7 @@ def gathered_kv_elements(args: Any) -> float:
     They exist within the pass of a layer if context parallelism gathers those of the whole
     sequence.
     """
-    gathering_ranks = args.context_parallel_size // count_exchanging_ranks(vars(args))
+    gathering_ranks = args.context_parallel_size // a2a_group_size(vars(args))
     if gathering_ranks == 1:
         return 0.0
     # Exchanging ranks have a part of the heads, of as many times more tokens.

@@ -22,7 +22,7 @@ FORMATS = {
     "fp8": StateFormats("bf16", first_moment="fp8", second_moment="fp8", gradients="bf16"),
 }
 SIZES = (128, 5 * 128 + 17, (1 << 24) + 256, 7, (1 << 23) + 128)
-"""The device updates the states of the last one if all states are in host memory."""
+"""The device updates some states of the large ones if all states are in host memory."""
 
 
 def train(formats: StateFormats, device: str, fraction: float) -> list[torch.Tensor]:

@@ -100,8 +100,8 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute attention to the whole sequence of all ranks of the group that gathers; arguments
-        and result as :meth:`forward`'s.
+        """Compute attention to the whole sequence, with keys and values of other ranks if they are
+        gathered; arguments and result as :meth:`forward`'s.
         """
         if self._gather_group is None:
             return self.attend(query, key, value, attention_mask)
@@ -176,15 +176,14 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
 def _select_groups(config: Any, group: Any) -> tuple[Any, Any]:
     """Return the ranks that exchange heads and those that gather keys and values, or None.
 
-    With ``a2a+p2p`` neighbors exchange heads. They hold chunks of the sequence that are neighbors,
-    too: together they have two chunks of a sequence that is cut for groups of them only.
+    With ``a2a+p2p`` neighboring ranks exchange heads. They hold adjacent chunks of the sequence, so
+    that a group of them then has two chunks, as a rank would if each group were one rank.
     """
     if group.size() == 1:
         return None, None
     if config.cp_comm_type == "a2a+p2p":
-        groups = parallel_state.get_hierarchical_context_parallel_groups()
-        neighbors, others = (group if group.size() > 1 else None for group in groups)
-        return neighbors, others
+        neighbors, across = parallel_state.get_hierarchical_context_parallel_groups()
+        return neighbors if neighbors.size() > 1 else None, across if across.size() > 1 else None
     return (group, None) if config.cp_comm_type == "a2a" else (None, group)
 
 
@@ -199,8 +198,10 @@ def select_sdp_kernels(config: Any, device: Device) -> None:
     requested = config.attention_backend
     if requested == AttnBackend.auto and _prefers_cudnn(config, device):
         allowed = {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
-    elif requested in _SDP_BACKENDS and config.params_dtype != torch.float32:
+    elif requested == AttnBackend.unfused or (
         # Neither flash attention nor cuDNN supports fp32.
+        requested in _SDP_BACKENDS and config.params_dtype != torch.float32
+    ):
         allowed = {_SDP_BACKENDS[requested]}
     else:
         allowed = set(_SDP_SWITCHES)

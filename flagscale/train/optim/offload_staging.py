@@ -1,7 +1,8 @@
-"""Copies between device and host memory while states that are offloaded are updated.
+"""Staging buffers and streams for the update of offloaded optimizer states.
 
-Copies in both directions and the computation overlap. Pieces of all weights use the same few
-buffers in turn, so that these stay small.
+Parameters are cut into pieces. Copies in both directions and updates overlap, and pieces use
+``STAGED_PIECES`` buffers in turn: 192 MiB on the device for fp32 states, and 96 MiB of pinned host
+memory.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PIECE_WEIGHTS = 1 << 22
-"""Weights that are copied and updated at once; their copies take up to a millisecond."""
+PIECE_WEIGHTS = 1 << 22
+"""Weights of a piece: 16 MiB of an fp32 tensor, which PCIe copies in less than a millisecond."""
 STAGED_PIECES = 4
-"""Number of pieces that are being copied or updated at a time."""
+"""Number of buffers, which is that of the pieces being copied or updated at a time."""
 
 
 class Piece(NamedTuple):
-    """A part of a parameter, which is flat."""
+    """A slice of a flat parameter."""
 
     parameter: Any
     part: slice
@@ -33,11 +34,11 @@ def cut_in_pieces(parameters: Iterable[torch.Tensor]) -> Iterator[Piece]:
     """Yield all pieces of flat parameters."""
     for parameter in parameters:
         size = parameter.numel()
-        for begin in range(0, size, _PIECE_WEIGHTS):
-            yield Piece(parameter, slice(begin, min(begin + _PIECE_WEIGHTS, size)))
+        for begin in range(0, size, PIECE_WEIGHTS):
+            yield Piece(parameter, slice(begin, min(begin + PIECE_WEIGHTS, size)))
 
 
-class HostStaging:
+class HostUpdateStaging:
     """Buffers for gradients and weights of states that the host's cores update.
 
     On a host without a device the copies are plain ones.
@@ -55,14 +56,14 @@ class HostStaging:
             self._weight_events = [module.Event() for _ in range(STAGED_PIECES)]
 
     def begin(self) -> None:
-        """Let the copies wait for what the device has to do before."""
+        """Order all copies after the work that is queued on the current stream."""
         if not self._is_host:
             current = self._module.current_stream()
             self._to_host.wait_stream(current)
             self._to_device.wait_stream(current)
 
     def finish(self) -> None:
-        """Let the device wait for the copies."""
+        """Make the current stream wait for all copies, without waiting on the host."""
         if not self._is_host:
             current = self._module.current_stream()
             current.wait_stream(self._to_host)
@@ -85,9 +86,9 @@ class HostStaging:
             self._gradient_events[index % STAGED_PIECES].synchronize()
         return self._buffer(self._gradients, index, piece.parameter.decoupled_grad[piece.part])
 
-    def wait_for_weights(self, index: int, piece: Piece) -> torch.Tensor:
-        """Return host memory for the new weights of piece ``index``, when an earlier piece has been
-        copied from it.
+    def acquire_weights(self, index: int, piece: Piece) -> torch.Tensor:
+        """Return host memory for the new weights of piece ``index``, once the piece before that
+        used it has been copied to the device. On a host without a device these are the weights.
         """
         weights: torch.Tensor = piece.parameter.detach()[piece.part]
         if self._is_host:
@@ -110,17 +111,17 @@ class HostStaging:
         """Return the buffer of piece ``index`` with the size and dtype of a tensor."""
         if like.dtype not in buffers:
             buffers[like.dtype] = torch.empty(
-                (STAGED_PIECES, _PIECE_WEIGHTS), dtype=like.dtype, pin_memory=not self._is_host
+                (STAGED_PIECES, PIECE_WEIGHTS), dtype=like.dtype, pin_memory=not self._is_host
             )
         buffer: torch.Tensor = buffers[like.dtype][index % STAGED_PIECES, : like.numel()]
         return buffer
 
 
-class StateStream:
-    """Buffers on the device for states in host memory that the device updates.
+class DeviceUpdatePipeline:
+    """Updates on the device of states in host memory.
 
-    The states of a piece are copied to the device, updated there and copied back. Everything is
-    ordered by streams of the device, so that the host's cores can update other states meanwhile.
+    The states of a piece are copied to the device, updated there and copied back, on three streams.
+    The host only queues this, so that its cores can update other states meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,26 +131,26 @@ class StateStream:
         if not self._is_host:
             module: Any = torch.get_device_module(device)
             self._module = module
-            self._to_device, self._updates, self._to_host = (
-                module.Stream(device) for _ in range(3)
-            )
-            self._copied_events, self._updated_events, self._returned_events = (
-                [module.Event() for _ in range(STAGED_PIECES)] for _ in range(3)
-            )
+            self._to_device = module.Stream(device)
+            self._updates = module.Stream(device)
+            self._to_host = module.Stream(device)
+            self._copied_events = [module.Event() for _ in range(STAGED_PIECES)]
+            self._updated_events = [module.Event() for _ in range(STAGED_PIECES)]
+            self._returned_events = [module.Event() for _ in range(STAGED_PIECES)]
 
     def begin(self) -> None:
-        """Let the updates wait for the gradients."""
+        """Order all updates after the work that is queued on the current stream: gradients."""
         if not self._is_host:
             self._updates.wait_stream(self._module.current_stream())
 
     def update(
         self, states: Sequence[torch.Tensor], update: Callable[[Sequence[torch.Tensor]], None]
     ) -> None:
-        """Start to update the states of a piece.
+        """Queue the update of the states of a piece.
 
         Args:
-            states: flat tensors in host memory from which the device copies asynchronously.
-            update: updates copies of them, which it gets, in place.
+            states: flat tensors in pinned host memory, of at most ``PIECE_WEIGHTS`` elements.
+            update: called with copies of them on the device, which it updates in place.
         """
         slot = self._pieces % STAGED_PIECES
         self._pieces += 1
@@ -173,18 +174,19 @@ class StateStream:
             self._returned_events[slot].record()
 
     def finish(self) -> None:
-        """Wait until all states are in host memory, and let the device wait for the updates."""
+        """Wait on the host until all states are back in its memory."""
         if not self._is_host:
-            self._module.current_stream().wait_stream(self._updates)
             self._to_host.synchronize()
+            self._module.current_stream().wait_stream(self._updates)
 
     def _buffer(self, slot: int, index: int, state: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for tensor ``index`` of the states of a piece."""
         key = (slot, index, state.dtype)
-        if key not in self._buffers or self._buffers[key].numel() < state.numel():
-            self._buffers[key] = torch.empty(
-                max(state.numel(), _PIECE_WEIGHTS), dtype=state.dtype, device=self._device
-            )
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(PIECE_WEIGHTS, dtype=state.dtype, device=self._device)
+            if not self._is_host:
+                # Queued work may still read memory that was freed for this buffer.
+                self._to_device.wait_stream(self._module.current_stream())
         return self._buffers[key][: state.numel()]
 
 

@@ -31,18 +31,18 @@ def take_steps(adam: Any, parameters: list[torch.Tensor], seeds: range, attribut
         adam.step()
 
 
-@pytest.mark.parametrize("streamed_fraction", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("device_fraction", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_equal_those_of_fp32_weights(
     fraction: float,
     dtype: torch.dtype,
-    streamed_fraction: float,
+    device_fraction: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_staging, "_PIECE_WEIGHTS", 8)
-    monkeypatch.setattr(master_adam, "_STREAMED_FRACTION", streamed_fraction)
-    monkeypatch.setattr(master_adam, "_MIN_STREAMED_WEIGHTS", 1)
+    monkeypatch.setattr(offload_staging, "PIECE_WEIGHTS", 8)
+    monkeypatch.setattr(master_adam, "PIECE_WEIGHTS", 8)
+    monkeypatch.setattr(master_adam, "_DEVICE_FRACTION", device_fraction)
     weights = [weight.to(dtype) for weight in random_tensors(0)]
     expected = [weight.float().clone() for weight in weights]
     adam = MasterWeightAdam(weights, offload_fraction=fraction, **OPTIONS)

@@ -240,12 +240,12 @@ def test_copies_of_other_ranks_get_fp32_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "streamed_fraction"),
+    ("fraction", "device_fraction"),
     [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)],
-    ids=["device", "host", "streamed"],
+    ids=["device", "host", "host-on-device"],
 )
 def test_rounding_depends_on_the_position_of_a_weight_alone(
-    fraction: float, streamed_fraction: float, monkeypatch: pytest.MonkeyPatch
+    fraction: float, device_fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the parts in which weights are updated, nor on the memory that they are in."""
     formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
@@ -262,9 +262,9 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
 
     expected = train(0.0)
     monkeypatch.setattr("flagscale.train.optim.lean_update.HOST_PART", BLOCK_WEIGHTS)
-    monkeypatch.setattr("flagscale.train.optim.offload_staging._PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
-    monkeypatch.setattr("flagscale.train.optim.master_adam._MIN_STREAMED_WEIGHTS", 1)
-    monkeypatch.setattr("flagscale.train.optim.master_adam._STREAMED_FRACTION", streamed_fraction)
+    for module in ("offload_staging", "master_adam"):
+        monkeypatch.setattr(f"flagscale.train.optim.{module}.PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
+    monkeypatch.setattr("flagscale.train.optim.master_adam._DEVICE_FRACTION", device_fraction)
     get_update.cache_clear()
     assert torch.equal(train(fraction), expected)
 

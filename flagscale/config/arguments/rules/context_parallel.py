@@ -2,8 +2,9 @@
 
 ``cp_comm_type`` selects the communication. ``a2a`` exchanges a part of the sequence for a part of
 the heads, ``all_gather`` gathers keys and values (:mod:`flagscale.train.models.head_exchange`,
-:mod:`flagscale.train.models.gathered_attention`). ``a2a+p2p`` does the first among neighbors, then
-the second among the groups of neighbors.
+:mod:`flagscale.train.models.gathered_attention`). ``a2a+p2p`` exchanges within groups of
+neighboring ranks, then gathers across these groups. Megatron's ring (``p2p``) is answered by
+``all_gather`` here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 from flagscale.config.arguments.spec.argument import Values, Violation
 
 CpCommunication = Literal["a2a", "all_gather", "a2a+p2p"]
-SIZES = "hierarchical_context_parallel_sizes"
+GROUP_SIZES = "hierarchical_context_parallel_sizes"
 
 
 def select_cp_communication(values: Values) -> CpCommunication:
@@ -25,10 +26,10 @@ def select_cp_communication(values: Values) -> CpCommunication:
     ``all_gather``.
     """
     requested = _requested_kind(values)
-    if requested is not None:
+    if requested is not None:  # p2p, too
         kinds: dict[str, CpCommunication] = {"a2a": "a2a", "a2a+p2p": "a2a+p2p"}
         return kinds.get(requested, "all_gather")
-    return "a2a" if _indivisible_heads(values) is None else "all_gather"
+    return "a2a" if _why_indivisible(values) is None else "all_gather"
 
 
 def is_ring_requested(values: Values) -> bool:
@@ -36,22 +37,24 @@ def is_ring_requested(values: Values) -> bool:
     return values["context_parallel_size"] > 1 and _requested_kind(values) == "p2p"
 
 
-def count_exchanging_ranks(values: Values) -> int:
+def a2a_group_size(values: Values) -> int:
     """Return the number of ranks that exchange a part of the sequence for a part of the heads. The
-    others gather keys and values; their number is the context-parallel size divided by this one.
+    context-parallel size divided by it is the number of ranks that gather keys and values.
     """
+    if values["context_parallel_size"] == 1:
+        return 1
     kind = select_cp_communication(values)
     if kind == "all_gather":
         return 1
-    return int(values["context_parallel_size"] if kind == "a2a" else values[SIZES][0])
+    return int(values["context_parallel_size"] if kind == "a2a" else values[GROUP_SIZES][0])
 
 
 def check_context_parallel(values: Values) -> Iterator[Violation]:
     """Yield a violation for each argument that context parallelism does not support."""
     cp, tp = values["context_parallel_size"], values["tensor_model_parallel_size"]
     if cp == 1:
-        if values[SIZES] is not None:
-            yield SIZES, "requires context_parallel_size above 1"
+        if values[GROUP_SIZES] is not None:
+            yield GROUP_SIZES, "requires context_parallel_size above 1"
         return
     if values["attention_backend"] == "local":
         yield (
@@ -75,7 +78,7 @@ def check_whole_sequence(name: str, values: Values) -> Iterator[Violation]:
     if cp == 1 or select_cp_communication(values) == "a2a":
         return
     kind = select_cp_communication(values)
-    reason = _indivisible_heads(values) or f"cp_comm_type: {kind} does not support it; use a2a"
+    reason = _why_indivisible(values) or f"cp_comm_type: {kind} does not support it; use a2a"
     yield name, f"is not supported with context_parallel_size {cp}: {reason}"
 
 
@@ -88,30 +91,30 @@ def _check_communication(values: Values) -> Iterator[Violation]:
         yield "cp_comm_type", f"expected a2a, all_gather, p2p or a2a+p2p, found {requested}"
     elif requested == "a2a+p2p":
         yield from _check_sizes(values)
-    elif values[SIZES] is not None:
-        yield SIZES, "requires cp_comm_type: a2a+p2p"
-    elif requested == "a2a" and (reason := _indivisible_heads(values)) is not None:
+    elif values[GROUP_SIZES] is not None:
+        yield GROUP_SIZES, "requires cp_comm_type: a2a+p2p"
+    elif requested == "a2a" and (reason := _why_indivisible(values)) is not None:
         yield "cp_comm_type", f"a2a is not possible: {reason}; use all_gather"
 
 
 def _check_sizes(values: Values) -> Iterator[Violation]:
     """Check the sizes of ``a2a+p2p``."""
-    cp, sizes = values["context_parallel_size"], values[SIZES]
+    cp, sizes = values["context_parallel_size"], values[GROUP_SIZES]
     if values["enable_hetero"]:
-        yield "cp_comm_type", "a2a+p2p is not supported with meshes; use a2a or all_gather"
+        yield "cp_comm_type", "a2a+p2p is not supported with enable_hetero; use a2a or all_gather"
     elif sizes is None:
         yield (
             "cp_comm_type",
-            f"a2a+p2p requires {SIZES}: [ranks that exchange heads, groups of them], such as "
-            f"[2, {max(cp // 2, 1)}]",
+            f"a2a+p2p requires {GROUP_SIZES}: [ranks that exchange heads, groups of them], whose "
+            f"product is context_parallel_size {cp}",
         )
     elif len(sizes) != 2 or sizes[0] * sizes[1] != cp:
         yield (
-            SIZES,
+            GROUP_SIZES,
             f"{list(sizes)}: expected two sizes whose product is context_parallel_size {cp}",
         )
-    elif (reason := _indivisible_heads(values, sizes[0], SIZES)) is not None:
-        yield SIZES, f"{list(sizes)} is not possible: {reason}"
+    elif (reason := _why_indivisible(values, sizes[0], GROUP_SIZES)) is not None:
+        yield GROUP_SIZES, f"{list(sizes)} is not possible: {reason}"
 
 
 def _requested_kind(values: Values) -> str | None:
@@ -122,7 +125,7 @@ def _requested_kind(values: Values) -> str | None:
     return str(kinds[0]) if len(set(kinds)) == 1 else None
 
 
-def _indivisible_heads(
+def _why_indivisible(
     values: Values, ranks: int | None = None, argument: str = "context_parallel_size"
 ) -> str | None:
     """Return why the heads of a tensor-parallel rank cannot be divided, or None.
