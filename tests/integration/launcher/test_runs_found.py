@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.launch_lab import PROJECT, Lab, remove_directory, wait_for
 from support.ssh_lab import STEADY_PROGRAM
+from support.warm_programs import run_command_line
 
 from flagscale.hosts import processes
 from flagscale.launcher.state import RunState
@@ -41,15 +42,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flagscale(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *argv],
-        cwd=cwd,
-        env={**Lab.environment(), "PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "flagscale.cli", *argv]
+    return run_command_line(command, environment=Lab.environment(), cwd=cwd, timeout=60)
 
 
 def list_runs(root: Path, *argv: str) -> dict[str, dict[str, Any]]:
