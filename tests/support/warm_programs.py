@@ -139,15 +139,22 @@ def run_warm_program(
 
 
 def run_command_line(
-    command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, timeout: float
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    cwd: Path,
+    timeout: float,
+    owner: tuple[int, int] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line of the launcher, ``PYTHON run.py …`` or ``PYTHON -m flagscale.cli …``.
 
-    It runs to its end, with its output in temporary files and without input. A new interpreter
-    runs it if variables of Python differ, such as PYTHONPATH.
+    It runs to its end, with its output in temporary files and without input. ``owner`` is the user
+    and group id of another user. A new interpreter runs it if variables of Python differ, such as
+    PYTHONPATH.
     """
     executable, *argv = command
     if executable != sys.executable or _python_variables(environment) != _PYTHON_VARIABLES:
+        user, group = owner or (None, None)
         return subprocess.run(
             command,
             cwd=cwd,
@@ -157,9 +164,13 @@ def run_command_line(
             text=True,
             check=False,
             timeout=timeout,
+            user=user,
+            group=group,
+            extra_groups=None if owner is None else (),
         )
     outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
-    process = WarmProgram([_fork(LAUNCHER, argv, environment, cwd, outputs)], outputs)
+    report = _fork(LAUNCHER, argv, environment, cwd, outputs, owner=owner)
+    process = WarmProgram([report], outputs)
     output, errors = process.communicate(timeout)
     return subprocess.CompletedProcess(command, process.wait(), output, errors)
 
@@ -178,12 +189,19 @@ def _fork(
     environment: Mapping[str, str],
     cwd: Path,
     outputs: Sequence[IO[bytes]],
+    *,
+    owner: tuple[int, int] | None = None,
 ) -> IO[str]:
     """Request a program, and return a stream with its exit code once it has ended.
 
     The program is in the namespaces of this thread, which may be those of a test bed.
     """
-    request = {"argv": list(argv), "environment": dict(environment), "cwd": str(cwd)}
+    request = {
+        "argv": list(argv),
+        "environment": dict(environment),
+        "cwd": str(cwd),
+        "owner": owner,
+    }
     read_end, write_end = os.pipe()
     namespaces = [
         os.open(f"/proc/thread-self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _NAMESPACES
@@ -335,6 +353,11 @@ def main() -> None:
     request = server.serve()
     if request is None:
         return
+    if request["owner"] is not None:
+        user, group = request["owner"]
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(user)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
