@@ -74,7 +74,8 @@ hetero-quickstart: setup backend data ## train on two heterogeneous meshes and c
 # come first (tests/conftest.py) and short ones last.
 TEST_WORKERS ?= 4
 
-PYTEST = $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Each worker would compile all tests again if the environment forbade to store bytecode.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup-dev backend ## run the test suite; as root, install the system packages that it uses
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
