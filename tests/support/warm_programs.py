@@ -318,6 +318,9 @@ def _enter_namespace(descriptor: int, name: str) -> None:
 def _import_modules(kind: str) -> None:
     """Import what a program of this kind imports by itself."""
     if kind == TRAINING:
+        from flagscale.train.device import choose_device
+
+        choose_device("cpu", 0)  # before megatron.core, which would import torch's compiler
         import torch.utils.tensorboard  # noqa: F401
 
         import flagscale.train.setup  # noqa: F401
