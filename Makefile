@@ -69,11 +69,13 @@ hetero-quickstart: setup backend data ## train on two heterogeneous meshes and c
 	$(RUN) run.py $(CONFIG) $(HETERO) train=tiny_hetero experiment.runner.nproc_per_node=4 action=test
 	$(RUN) tools/train/compare.py outputs_llama3_one_rank outputs_llama3_tiny_hetero
 
-# More workers than cores, because many tests wait for processes. All tests of a file run on one
-# worker, because they share expensive fixtures. Files keep their order, so that short ones come last.
-TEST_WORKERS ?= 3
+# Twice as many workers as cores, because many tests wait for processes. All tests of a file run on
+# one worker, because they share expensive fixtures. Files keep their order, in which the longest
+# come first (tests/conftest.py) and short ones last.
+TEST_WORKERS ?= 4
 
-PYTEST = $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Each worker would compile all tests again if the environment forbade to store bytecode.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup-dev backend ## run the test suite; as root, install the system packages that it uses
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible

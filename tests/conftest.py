@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["support.needs", "bed.plugin"]
@@ -25,3 +26,12 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # code.
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+LONGEST_FILES = ("test_layouts.py", "test_checkpoints.py", "test_slurm_runs.py", "test_agents.py")
+"""Files that take minutes each, longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the longest files start first, so that no worker is left with one at the end."""
+    ranks = {name: number for number, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))

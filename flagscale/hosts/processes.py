@@ -170,19 +170,23 @@ def read_run_id(pid: int) -> str | None:
     return None if value is None else os.fsdecode(value)
 
 
-def find_spared_pids(run_id: str) -> set[int]:
-    """Return the pids that an agent must not signal when it ends its host's part of a run.
+def find_own_processes(run_id: str) -> list[Process]:
+    """Return the processes that an agent ends with its host's part of a run, by ascending pid.
 
-    These are the agent itself, the processes of other hosts of the run on this machine (network
-    namespaces, cells of a scheduler), and the ancestors of all of them.
+    These are the live processes of the run on this machine, except the agent itself, the processes
+    of other hosts of the run on this machine (network namespaces, cells of a scheduler), and the
+    ancestors of all of them. One list decides about both: a process of another host that starts in
+    the meantime is in neither.
     """
+    carriers = find_run_processes(run_id)
     status_root = os.path.dirname(os.environ.get(STATUS_DIR_VARIABLE, ""))  # noqa: PTH120
-    pids_to_spare = {os.getpid()}
-    for process in find_run_processes(run_id) if status_root else ():
+    spared_pids = {os.getpid()}
+    for process in carriers if status_root else ():
         status = read_environment(process.pid).get(STATUS_DIR_VARIABLE.encode())
         if status is not None and not status.startswith(f"{status_root}/".encode()):
-            pids_to_spare.add(process.pid)
-    return pids_to_spare.union(*map(find_ancestors, pids_to_spare))
+            spared_pids.add(process.pid)
+    spared_pids = spared_pids.union(*map(find_ancestors, spared_pids))
+    return [process for process in carriers if process.pid not in spared_pids]
 
 
 def iter_pids() -> Iterator[int]:
@@ -253,9 +257,15 @@ class KilledProcesses:
 
 
 def kill_run_processes(
-    run_id: str, grace_seconds: float, *, exclude: Collection[int] = ()
+    run_id: str,
+    grace_seconds: float,
+    *,
+    exclude: Collection[int] = (),
+    of_this_host: bool = False,
 ) -> KilledProcesses:
     """End every process of the run: SIGTERM, then SIGKILL after ``grace_seconds``.
+
+    All but the ``exclude`` pids, or with ``of_this_host`` those of :func:`find_own_processes`.
 
     The search is repeated, so processes that the run starts meanwhile are ended, too. The
     survivors in the result have outlived SIGKILL for five seconds: they are in uninterruptible
@@ -263,8 +273,13 @@ def kill_run_processes(
     """
     terminated, killed = set[int](), set[int]()
 
+    def find_processes() -> list[Process]:
+        if of_this_host:
+            return find_own_processes(run_id)
+        return find_run_processes(run_id, exclude=exclude)
+
     def signal_processes(signal_number: signal.Signals, signalled_pids: set[int]) -> bool:
-        alive = find_run_processes(run_id, exclude=exclude)
+        alive = find_processes()
         for process in alive:
             should_signal = signal_number is signal.SIGKILL or process.pid not in signalled_pids
             if should_signal and send_signal(process, signal_number, run_id=run_id):
@@ -274,5 +289,5 @@ def kill_run_processes(
     if wait_until(lambda: signal_processes(signal.SIGTERM, terminated), grace_seconds):
         return KilledProcesses(tuple(sorted(terminated)))
     wait_until(lambda: signal_processes(signal.SIGKILL, killed), 5.0)
-    survivors = tuple(process.pid for process in find_run_processes(run_id, exclude=exclude))
+    survivors = tuple(process.pid for process in find_processes())
     return KilledProcesses(tuple(sorted(terminated)), tuple(sorted(killed)), survivors)

@@ -1,8 +1,8 @@
 """Runner of small training cases in ranks that are forked from one process.
 
 Importing torch and megatron.core takes longer than the training. So a worker program imports
-them once and forks the ranks, and cases of one world size share their ranks. This module imports
-neither.
+them once and forks the ranks, and cases of one world size share their ranks. Importing this module
+imports neither.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 Record = tuple[str, dict[str, Any]]
+
+
+def import_training() -> None:
+    """Import what training on a CPU uses, before ranks are forked.
+
+    The device is chosen first, as in a training program: without a device that compiles,
+    megatron.core is imported without torch's compiler.
+    """
+    from flagscale.train.device import choose_device
+
+    choose_device("cpu", 0)
+    import flagscale.train.setup
+    import flagscale.train.train_gpt  # noqa: F401
 
 
 def run_forked_ranks(

@@ -23,6 +23,7 @@ from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
+from support.warm_programs import run_command_line
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -155,14 +156,9 @@ class Lab:
         self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
         """Run an action of the command line to its end; ``wrapper`` is a command that starts it."""
-        return subprocess.run(
-            [*wrapper, *self.command(f"action={action}", *words)],
-            cwd=self.root,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
+        command = [*wrapper, *self.command(f"action={action}", *words)]
+        return run_command_line(
+            command, environment=self.environment(), cwd=self.root, timeout=timeout
         )
 
     def start(

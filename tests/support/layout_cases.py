@@ -898,7 +898,8 @@ RARELY_TRAINED = frozenset({
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
     "fp16-dp2-sharded", "fp8-dp2-sharded", "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
     "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do", "muon-tp2", "muon-moe-ep2",
-    "muon-mla-tp2-do",
+    "muon-mla-tp2-do", "fp8", "lora-tp2", "lora-compiled-tp2-sp-recompute", "moe-lora-ep2",
+    "mla-moe-lora-tp2-sp-ep2-do",
 })  # fmt: skip
 """Smaller layouts whose features are covered by other layouts. They are slow tests as well."""
 

@@ -10,7 +10,7 @@ from support.needs import explain_no_compiler
 
 LLAMA = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128
---seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 2e-3
+--seq-length 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 2e-3
 --vocab-size 500 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --clip-grad 0.5
@@ -45,7 +45,7 @@ DIVISIBLE_BY_SIX = (
 )
 GPT2 = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
---global-batch-size 4 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
+--global-batch-size 4 --train-iters 2 --lr 2e-3 --vocab-size 500 --mock-data --qk-layernorm
 --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
 --num-workers 0 --lr-decay-style constant --init-method-std 0.1
 """
@@ -62,7 +62,7 @@ MOE_LORA = (
     + "--lora-target-modules linear_fc1 linear_fc2"
 )
 MOE_AUX_LOSS = MOE.replace("none", "aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3")
-MOE_RAMPUP = MOE_AUX_LOSS.replace("--train-iters 3", "--train-samples 8 --rampup-batch-size 2 2 4")
+MOE_RAMPUP = MOE_AUX_LOSS.replace("--train-iters 2", "--train-samples 8 --rampup-batch-size 2 2 4")
 MOE_ALL_LOSSES = MOE.replace(
     "none",
     """aux_loss seq_aux_loss global_aux_loss
@@ -71,7 +71,7 @@ MOE_ALL_LOSSES = MOE.replace(
 )
 BERT = """
 --family bert --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
---micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 2e-3 --vocab-size 500 --mock-data
+--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 2e-3 --vocab-size 500 --mock-data
 --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1
 --num-workers 0 --lr-decay-style constant --init-method-std 0.1
 """
@@ -145,11 +145,11 @@ MUON, MUON_MOE, MUON_MLA = LLAMA + _MUON, MOE + _MUON, MLA + _MUON
 SHARED_PRODUCTS = "--muon-tp-mode distributed"
 BF16 = LLAMA + "--bf16"
 # Less to compute: a CPU multiplies FP8 numbers one by one.
-SHORT_BF16 = BF16 + " --num-layers 2 --seq-length 16 --train-iters 2"
+SHORT_BF16 = BF16 + " --num-layers 2 --seq-length 16"
 FP16 = LLAMA + "--fp16 --initial-loss-scale 4096"
 MOE_SEQ_AUX_LOSS = MOE_AUX_LOSS.replace("aux_loss --", "seq_aux_loss --")
 DROPOUT = LLAMA + "--hidden-dropout 0.1 --attention-dropout 0.1"
-FP16_HYSTERESIS_1 = FP16 + " --hysteresis 1"
+FP16_HYSTERESIS_1 = FP16 + " --hysteresis 1 --train-iters 3"
 
 # Options of layouts: TP tensor, PP pipeline, VPP virtual pipeline, CP context, EP expert
 # parallelism, SP sequence parallelism, MBS micro-batch size, and the number.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from flagscale.launcher.runners.slurm.runner import SlurmRunner
 from support.full_disk import small_disk
 from support.launch_lab import Lab, wait_for
 from support.needs import require_program
+from support.warm_programs import run_command_line
 
 # Joins, runs until SIGTERM, then saves and exits. FAIL is the exit code of rank 1. MEET is a
 # directory in which ranks wait for each other before they join.
@@ -152,6 +154,20 @@ class SlurmLab(Lab):
     def command(self, *words: str) -> list[str]:
         inside = (f"{name}={value}" for name, value in OUTER_JOB_VARIABLES.items())
         return [*self.cluster.user.command_prefix, "env", *inside, *super().command(*words)]
+
+    def run_action(
+        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        if wrapper:
+            return super().run_action(action, *words, wrapper=wrapper, timeout=timeout)
+        user = self.cluster.user
+        return run_command_line(
+            super().command(f"action={action}", *words),
+            environment={**self.environment(), **OUTER_JOB_VARIABLES},
+            cwd=self.root,
+            timeout=timeout,
+            owner=(user.uid, user.gid),
+        )
 
     def write_config(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
         """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm`` section."""

@@ -20,6 +20,7 @@ from bed.lab import Bed
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
 from support.launch_lab import PROJECT, wait_for, write_light_torchrun
+from support.warm_programs import run_command_line
 
 # Joins and runs until SIGTERM, without torch.
 STEADY_PROGRAM = """\
@@ -106,16 +107,9 @@ class SshLab:
         self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
         """Run an action to its end; ``wrapper`` is a command that the action is run by."""
-        return subprocess.run(
-            [*wrapper, *self.command(f"action={action}", *words)],
-            cwd=self.root,
-            env=self.bed.environment(COLUMNS="200"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
+        command = [*wrapper, *self.command(f"action={action}", *words)]
+        environment = self.bed.environment(COLUMNS="200")
+        return run_command_line(command, environment=environment, cwd=self.root, timeout=timeout)
 
     def start(self, action: str, *words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(

@@ -1,16 +1,19 @@
-"""Training programs that start without importing torch and megatron.core.
+"""Programs that start without their imports: training, and the launcher's command line.
 
-The imports take longer than a tiny training run. So one process per test session imports them and
-forks each program, with its own arguments, environment, working directory and output:
-:func:`start_warm_program`. Everything after the imports is that of a new process, including its
-exit. This module is also the program of that process.
+The imports of torch and megatron.core take longer than a tiny training run, and those of the
+launcher as long as most of its actions. So one process per test session imports them and forks
+each program, with its own arguments, environment, working directory and output:
+:func:`start_warm_program` and :func:`run_command_line`. Everything after the imports is that of a
+new process, including its exit. This module is also the program of that process.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -30,6 +33,22 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
+TRAINING, LAUNCHER = "training", "launcher"
+"""Kinds of programs, by what is imported."""
+_LAUNCHER_MODULES = (
+    "flagscale.cli",
+    "flagscale.accelerators.cpu",
+    "flagscale.accelerators.cuda",
+    "flagscale.config.train_reader",
+    "flagscale.hosts.local",
+    *(
+        f"flagscale.launcher.{name}"
+        for name in ("actions", "entry", "listing", "plan_builder", "preflight.hosts", "preview",
+                     "runners.hosts", "show.plan", "show.view", "start")
+    ),
+)  # fmt: skip
+"""Modules that actions import, directly or through others."""
+_NAMESPACES = ("mnt", "net")
 _MAX_REQUEST = 1 << 20
 
 
@@ -86,7 +105,6 @@ def start_warm_program(
     With several ranks, each has the variables that torchrun would set.
     """
     outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
-    connection = _start_server()
     reports = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -100,18 +118,8 @@ def start_warm_program(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        request = {
-            "argv": [str(program), *arguments],
-            "environment": {**environment, **(rank_variables if ranks > 1 else {})},
-            "cwd": str(cwd),
-        }
-        read_end, write_end = os.pipe()
-        descriptors = array.array("i", [write_end, *(output.fileno() for output in outputs)])
-        connection.sendmsg(
-            [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        )
-        os.close(write_end)
-        reports.append(os.fdopen(read_end))
+        variables = {**environment, **(rank_variables if ranks > 1 else {})}
+        reports.append(_fork(TRAINING, [str(program), *arguments], variables, cwd, outputs))
     return WarmProgram(reports, outputs)
 
 
@@ -130,19 +138,98 @@ def run_warm_program(
     return subprocess.CompletedProcess([str(program)], process.wait(), output, errors)
 
 
+def run_command_line(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    cwd: Path,
+    timeout: float,
+    owner: tuple[int, int] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line of the launcher, ``PYTHON run.py …`` or ``PYTHON -m flagscale.cli …``.
+
+    It runs to its end, with its output in temporary files and without input. ``owner`` is the user
+    and group id of another user. A new interpreter runs it if variables of Python differ, such as
+    PYTHONPATH.
+    """
+    executable, *argv = command
+    if executable != sys.executable or _python_variables(environment) != _PYTHON_VARIABLES:
+        user, group = owner or (None, None)
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            user=user,
+            group=group,
+            extra_groups=None if owner is None else (),
+        )
+    outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
+    report = _fork(LAUNCHER, argv, environment, cwd, outputs, owner=owner)
+    process = WarmProgram([report], outputs)
+    output, errors = process.communicate(timeout)
+    return subprocess.CompletedProcess(command, process.wait(), output, errors)
+
+
+def _python_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a Python interpreter reads when it starts."""
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
+
+
+_PYTHON_VARIABLES = _python_variables(os.environ)
+
+
+def _fork(
+    kind: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    outputs: Sequence[IO[bytes]],
+    *,
+    owner: tuple[int, int] | None = None,
+) -> IO[str]:
+    """Request a program, and return a stream with its exit code once it has ended.
+
+    The program is in the namespaces of this thread, which may be those of a test bed.
+    """
+    request = {
+        "argv": list(argv),
+        "environment": dict(environment),
+        "cwd": str(cwd),
+        "owner": owner,
+    }
+    read_end, write_end = os.pipe()
+    namespaces = [
+        os.open(f"/proc/thread-self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in _NAMESPACES
+    ]
+    output_descriptors = [output.fileno() for output in outputs]
+    descriptors = array.array("i", [write_end, *output_descriptors, *namespaces])
+    _start_server(kind).sendmsg(
+        [json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+    )
+    for descriptor in (write_end, *namespaces):
+        os.close(descriptor)
+    return os.fdopen(read_end)
+
+
 @cache
-def _start_server() -> socket.socket:
+def _start_server(kind: str) -> socket.socket:
     """Start the process with the imports, which ends with this one, and return its connection."""
     connection, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
-        "OMP_NUM_THREADS": "1",
-        "FLAGSCALE_DEVICE": "cpu",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if kind == TRAINING:
+        environment |= {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
+            "OMP_NUM_THREADS": "1",
+            "FLAGSCALE_DEVICE": "cpu",
+        }
     server = subprocess.Popen(
-        [sys.executable, __file__, str(server_end.fileno())],
+        [sys.executable, __file__, kind, str(server_end.fileno())],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -174,7 +261,9 @@ class _Server:
                 if key.fileobj is not self._connection:
                     self._report_exit(key.fd)
                     continue
-                message, descriptors, _, _ = socket.recv_fds(self._connection, _MAX_REQUEST, 3)
+                message, descriptors, _, _ = socket.recv_fds(
+                    self._connection, _MAX_REQUEST, 3 + len(_NAMESPACES)
+                )
                 if not message:
                     self._kill_programs()
                     return None
@@ -185,9 +274,9 @@ class _Server:
                 self._add_program(pid, descriptors)
 
     def _add_program(self, pid: int, descriptors: list[int]) -> None:
-        report, *outputs = descriptors
-        for output in outputs:
-            os.close(output)
+        report, *others = descriptors
+        for descriptor in others:
+            os.close(descriptor)
         pidfd = os.pidfd_open(pid)
         self._reports[pidfd] = pid, report
         self._selector.register(pidfd, selectors.EVENT_READ)
@@ -206,10 +295,12 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
 
     def _become_program(self, descriptors: list[int]) -> None:
-        report, output, errors = descriptors
+        _, output, errors, *namespaces = descriptors
         os.dup2(output, 1)
         os.dup2(errors, 2)
-        for descriptor in (report, output, errors, *self._reports):
+        for namespace, name in zip(namespaces, _NAMESPACES, strict=True):
+            _enter_namespace(namespace, name)
+        for descriptor in (*descriptors, *self._reports):
             os.close(descriptor)
         for _, other_report in self._reports.values():
             os.close(other_report)
@@ -217,27 +308,64 @@ class _Server:
         self._connection.close()
 
 
-def main() -> None:
-    server = _Server(socket.socket(fileno=int(sys.argv[1])))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # What a training program imports by itself.
+def _enter_namespace(descriptor: int, name: str) -> None:
+    """Move this process into a namespace, unless it is there already."""
+    own = Path("/proc/self/ns", name).stat()
+    if os.fstat(descriptor).st_ino != own.st_ino and ctypes.CDLL(None).setns(descriptor, 0) != 0:
+        raise RuntimeError(f"the {name} namespace of the test cannot be entered")
+
+
+def _import_modules(kind: str) -> None:
+    """Import what a program of this kind imports by itself."""
+    if kind == TRAINING:
+        from flagscale.train.device import choose_device
+
+        choose_device("cpu", 0)  # before megatron.core, which would import torch's compiler
         import torch.utils.tensorboard  # noqa: F401
 
         import flagscale.train.setup  # noqa: F401
+
+        return
+    for name in _LAUNCHER_MODULES:
+        importlib.import_module(name)
+    assert "torch" not in sys.modules, "the launcher runs without torch"
+
+
+def _run(argv: list[str]) -> None:
+    """Run a program in this process, as ``python`` with these arguments does."""
+    if argv[0] == "-m":
+        module = argv[1]
+        sys.argv, sys.path[0] = argv[1:], str(Path.cwd())
+        # It is run, not imported.
+        sys.modules.pop(module, None)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def main() -> None:
+    kind, descriptor = sys.argv[1:]
+    server = _Server(socket.socket(fileno=int(descriptor)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _import_modules(kind)
     # A garbage collection would write to all imported objects and copy every page of them.
     gc.collect()
     gc.freeze()
     request = server.serve()
     if request is None:
         return
+    if request["owner"] is not None:
+        user, group = request["owner"]
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(user)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
-    sys.argv = request["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _run(request["argv"])
 
 
 if __name__ == "__main__":

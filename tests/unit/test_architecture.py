@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,16 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (name if name in MODULES else str(node.module) for name in names)
 
 
-IMPORTS = {name: set(_imports(path)) for name, path in MODULES.items()}
+@cache
+def _imports_by_module() -> dict[str, set[str]]:
+    """Return the imports of all modules. Called by tests: each worker collects this file."""
+    return {name: set(_imports(path)) for name, path in MODULES.items()}
 
 
 def _import_edges(package: str, parts: set[str]) -> dict[str, set[str]]:
     """Map each of ``parts`` of a package to the other parts of the package that it imports."""
     edges: dict[str, set[str]] = {part: set() for part in parts}
-    for module, imports in IMPORTS.items():
+    for module, imports in _imports_by_module().items():
         part = _part(module, package)
         if part in edges:
             edges[part] |= {_part(imported, package) for imported in imports} - {part, ""}
@@ -248,7 +252,7 @@ def _argument_layer(module: str) -> str:
 def test_argument_packages_import_in_order() -> None:
     entry_modules = {f"flagscale.config.arguments.{name}" for name in ("check", "derive")}
     edges: dict[str, set[str]] = {layer: set() for layer in ARGUMENT_LAYERS}
-    for module, imports in IMPORTS.items():
+    for module, imports in _imports_by_module().items():
         if layer := _argument_layer(module):
             edges[layer] |= {_argument_layer(imported) for imported in imports} - {layer, ""}
             assert not imports & entry_modules, module
@@ -256,13 +260,13 @@ def test_argument_packages_import_in_order() -> None:
 
 
 def test_no_import_cycles() -> None:
-    graph = {module: imports & MODULES.keys() for module, imports in IMPORTS.items()}
+    graph = {module: imports & MODULES.keys() for module, imports in _imports_by_module().items()}
     TopologicalSorter(graph).prepare()
 
 
 def _imports_of(package: str) -> set[str]:
     modules = (name for name in MODULES if _part(name, "flagscale") == package)
-    return {imported for name in modules for imported in IMPORTS[name]}
+    return {imported for name in modules for imported in _imports_by_module()[name]}
 
 
 def test_train_imports_only_arguments_of_config() -> None:
@@ -273,7 +277,7 @@ def test_train_imports_only_arguments_of_config() -> None:
 def test_page_elements_do_not_import_runs() -> None:
     """Benchmarks' pages use the elements, too, and nothing else of the package report."""
     elements = {f"flagscale.report.{name}" for name in PAGE_LAYERS}
-    imports = {name for element in elements for name in IMPORTS[element]}
+    imports = {name for element in elements for name in _imports_by_module()[element]}
     imports = {name for name in imports if name.startswith("flagscale")}
     imports |= {name for name in _imports_of("bench") if _part(name, "flagscale") == "report"}
     allowed = {*elements, "flagscale.errors"}
@@ -293,7 +297,7 @@ def test_page_elements_do_not_import_runs() -> None:
 def test_library_is_imported_only_by(library: str, packages: tuple[str, ...]) -> None:
     users = {
         module
-        for module, imports in IMPORTS.items()
+        for module, imports in _imports_by_module().items()
         if library in {imported.partition(".")[0] for imported in imports}
     }
     prefixes = tuple(f"{package}." for package in packages)

@@ -223,9 +223,7 @@ class Attempt:
         Those that were started with an emptied environment are found as descendants: this process
         is a child subreaper, so that its descendants stay below it whoever of them ends.
         """
-        carriers = processes.find_run_processes(
-            self.run_id, exclude=processes.find_spared_pids(self.run_id)
-        )
+        carriers = processes.find_own_processes(self.run_id)
         descendants = processes.find_descendants(
             os.getpid(), self.run_id, exclude=self._other_children()
         )

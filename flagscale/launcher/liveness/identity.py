@@ -103,9 +103,7 @@ def sweep_after_agent(run_id: str, run_dir: Path, grace_seconds: float) -> int:
     """
     # Let the kernel reap orphans from now on, so that they do not remain as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    killed_processes = processes.kill_run_processes(
-        run_id, grace_seconds, exclude=processes.find_spared_pids(run_id)
-    )
+    killed_processes = processes.kill_run_processes(run_id, grace_seconds, of_this_host=True)
     left = [process.pid for process in processes.find_writers(run_dir / RANKS_DIRECTORY)]
     if left:
         pids = ", ".join(map(str, left))

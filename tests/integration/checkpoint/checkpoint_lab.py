@@ -36,7 +36,7 @@ MUON = "--optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-fact
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 OVERLAP = DIST_OPT + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 MESHES = "--enable-hetero --hetero-process-meshes"
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[3] / "tools" / "bench"))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
-from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.forked_ranks import (
+    Record,
+    import_training,
+    reset_megatron_state,
+    run_forked_ranks,
+)
 from support.unsharded import unsharded_parameters
 
 RESULTS: dict[str, Any] = {}
@@ -41,12 +46,7 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Imported before the fork, so that the ranks share the modules.
-    import flagscale.train.build
-    import flagscale.train.checkpoint
-    import flagscale.train.data.datasets
-    import flagscale.train.step  # noqa: F401
-
+    import_training()
     for stage in plan:
         rank_function = partial(run_rank, stage["cases"], stage["backend"])
         RESULTS.update(run_forked_ranks(stage["world"], rank_function))

@@ -128,9 +128,10 @@ def requested_layouts(request: pytest.FixtureRequest) -> set[tuple[str, str]]:
 def training_results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Train each requested layout for six steps, with a checkpoint after three.
+    """Train each requested layout for twice ``STEPS``, with a checkpoint after half of them.
 
-    Three more steps from that checkpoint are run by the same and by other layouts.
+    ``STEPS`` more steps from that checkpoint are run by the same and by other layouts. The first
+    loss shows the weights, the second the state of the optimizer and the learning rate.
     """
     # The operations of gloo, of which tensor-parallel steps have hundreds, take half of the time.
     backend = "gloo" if explain_no_compiler() else "fsccl"
@@ -179,7 +180,7 @@ def get_result(training_results: dict[str, Any], name: str) -> dict[str, Any]:
 def test_optimizer_states_are_converted(
     source: str, target: str, note: str, training_results: dict[str, Any]
 ) -> None:
-    """Losses are those of either run, up to what rounding changes in three steps."""
+    """Losses are those of either run, up to what rounding changes in these steps."""
     resumed = get_result(training_results, f"{source} > {target}")
     assert "the optimizer's states are converted, rounded to nearest: " in resumed["report"]
     assert note in resumed["report"]

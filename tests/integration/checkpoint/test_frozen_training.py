@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Layout, str]] = {
         "embedding decoder.layers.*.self_attention decoder.*norm *router* output_layer",
     ),
 }
-STEPS = 3
+STEPS = 2
 WITHOUT_DECAY = "--weight-decay 0"
 
 

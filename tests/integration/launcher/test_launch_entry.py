@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_lab import Lab
+from support.warm_programs import run_command_line
 
 pytestmark = pytest.mark.integration
 
@@ -220,14 +221,8 @@ def test_a_reader_that_leaves_early(lab: Lab) -> None:
 
 def run_flagscale(lab: Lab, argv: list[str]) -> subprocess.CompletedProcess[str]:
     """Run ``flagscale ARGV`` in the lab."""
-    return subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *argv],
-        cwd=lab.root,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(PROJECT)},
-    )
+    command = [sys.executable, "-m", "flagscale.cli", *argv]
+    return run_command_line(command, environment=lab.environment(), cwd=lab.root, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Tests of whole jobs under torchrun, through the command line; each starts one at most."""
+"""Tests of whole jobs under torchrun, through the command line; each starts one at most.
+
+Where the test is about the launcher and its agent, a torchrun without torch starts the ranks.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
 
 def test_stop_signals_ranks_but_not_their_helpers(lab: Lab) -> None:
     """A rank's data loaders must not get the signal: the rank needs them to finish its step."""
-    lab.configure(SAVING, runner={"stop_grace": 20})
+    lab.configure(SAVING, light=True, runner={"stop_grace": 20})
     assert lab.run_action("run").returncode == 0
     wait_for(lambda: lab.output().count("ready") == 2)
     assert lab.run_action("stop").returncode == 0
@@ -174,7 +177,10 @@ def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
 
 def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
     lab.configure(
-        REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 10, "stop_grace": 1}
+        REPORTING,
+        light=True,
+        envs={"TOY_PLAN": "sleep,hang"},
+        runner={"start_timeout": 10, "stop_grace": 1},
     )
     result = lab.run_action("run", timeout=60)
     assert result.returncode == 1
@@ -250,7 +256,7 @@ def test_interrupt_of_a_start_says_that_the_run_is_stopped(lab: Lab) -> None:
 )
 def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int) -> None:
     """The run ends with its launcher, even if the launcher is killed."""
-    lab.configure(SILENT)
+    lab.configure(SILENT, light=True)
     launcher = lab.start("test")
     assert launcher.stdout is not None
     for line in launcher.stdout:
@@ -270,7 +276,7 @@ def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int
 
 def test_foreground_distinguishes_a_stop_from_success(lab: Lab) -> None:
     """Ranks that save and exit with 0 because of a stop elsewhere have not completed the job."""
-    lab.configure(SAVING, runner={"stop_grace": 20})
+    lab.configure(SAVING, light=True, runner={"stop_grace": 20})
     launcher = lab.start("test")
     wait_for(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
     assert lab.run_action("stop").returncode == 0
@@ -308,7 +314,7 @@ def test_killed_process_of_the_run(lab: Lab, victim: str) -> None:
 
 
 def test_stop_after_everything_that_supervises_was_killed(lab: Lab) -> None:
-    lab.configure(SILENT, runner={"stop_grace": 1})
+    lab.configure(SILENT, light=True, runner={"stop_grace": 1})
     assert lab.run_action("run").returncode == 0
     state = lab.state()
     ranks = rank_processes(state)
@@ -365,7 +371,7 @@ def test_a_space_in_every_path(spaced_lab: Lab) -> None:
 
 
 def test_launcher_killed_while_waiting(lab: Lab) -> None:
-    lab.configure(REPORTING, envs={"TOY_PLAN": "hang,hang"})
+    lab.configure(REPORTING, light=True, envs={"TOY_PLAN": "hang,hang"})
     launcher = lab.start("run")
     wait_for(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
     launcher.kill()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.launch_lab import PROJECT, Lab, remove_directory, wait_for
 from support.ssh_lab import STEADY_PROGRAM
+from support.warm_programs import run_command_line
 
 from flagscale.hosts import processes
 from flagscale.launcher.state import RunState
@@ -41,15 +42,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flagscale(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", *argv],
-        cwd=cwd,
-        env={**Lab.environment(), "PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "flagscale.cli", *argv]
+    return run_command_line(command, environment=Lab.environment(), cwd=cwd, timeout=60)
 
 
 def list_runs(root: Path, *argv: str) -> dict[str, dict[str, Any]]:
@@ -181,11 +175,13 @@ def test_runs_are_listed(lab: Lab) -> None:
         assert len(flagscale("logs", text, "-n", "1", cwd=lab.root).stdout.splitlines()) == 1
         query_result = flagscale("query", text, "--json", cwd=lab.root)
         assert json.loads(query_result.stdout)["run_id"] == state.run_id
-    table = flagscale("runs", cwd=lab.root).stdout
+    # Of this experiment alone: the list of all runs includes those of other tests at this time.
+    table = flagscale("runs", "./exp", cwd=lab.root).stdout
     heading = next(line for line in table.splitlines() if "state" in line)
     assert heading.split() == ["run", "name", "state", "step", "age", "hosts", "directory"]
-    table_row = next(line for line in table.splitlines() if state.run_id in line)
-    assert table_row.split()[1:3] == ["lab", "running"]
+    for rows in (table, flagscale("runs", cwd=lab.root).stdout):
+        table_row = next(line for line in rows.splitlines() if state.run_id in line)
+        assert table_row.split()[1:3] == ["lab", "running"]
     remove_directory(lab.exp_dir)
     row = list_runs(lab.root)[state.run_id]
     assert (row["state"], row["there"]) == ("running", False)

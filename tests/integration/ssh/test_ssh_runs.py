@@ -15,9 +15,10 @@ import sys
 import time
 
 import pytest
-from support.launch_lab import PROJECT, remove_directory
+from support.launch_lab import remove_directory
 from support.needs import open_terminal
 from support.ssh_lab import SshLab, find_bystanders, start_bystanders
+from support.warm_programs import run_command_line
 
 pytestmark = pytest.mark.integration
 
@@ -157,14 +158,9 @@ def test_run_with_a_removed_directory_is_stopped_by_its_id(
     assert rejected.returncode == 1
     assert f"run {state.run_id} of lab is alive on h[00-01] in {lab.exp_dir}" in rejected.stderr
 
-    result = subprocess.run(
-        [sys.executable, "-m", "flagscale.cli", "stop", state.run_id],
-        cwd=lab.bed.directory,
-        env={**lab.bed.environment(), "PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
+    command = [sys.executable, "-m", "flagscale.cli", "stop", state.run_id]
+    result = run_command_line(
+        command, environment=lab.bed.environment(), cwd=lab.bed.directory, timeout=90
     )
     assert result.returncode == 0, result.stderr
     assert f"run {state.run_id} of lab stopped in" in result.stdout
@@ -202,14 +198,13 @@ def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
 
 def test_program_without_yaml_on_two_hosts(lab: SshLab) -> None:
     def flagscale(*words: str) -> str:
-        result = subprocess.run(
+        result = run_command_line(
             [sys.executable, "-m", "flagscale.cli", *words],
+            environment=lab.bed.environment(COLUMNS="200"),
             cwd=lab.root,
-            env=lab.bed.environment(COLUMNS="200", PYTHONPATH=str(PROJECT)),
-            capture_output=True,
-            text=True,
-            check=True,
+            timeout=90,
         )
+        assert result.returncode == 0, result.stderr
         return result.stdout + result.stderr
 
     (lab.root / "show.py").write_text(

@@ -24,7 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
+from support.forked_ranks import (
+    Record,
+    import_training,
+    reset_megatron_state,
+    run_forked_ranks,
+)
 
 
 def main() -> None:
@@ -33,8 +38,7 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    import flagscale.train.setup  # noqa: F401 - imported before the fork
-
+    import_training()
     results: dict[str, Any] = {}
     for world, group in groupby(cases, key=lambda case: case["world"]):
         results.update(run_forked_ranks(world, partial(run_rank, list(group))))

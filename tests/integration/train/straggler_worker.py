@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.forked_ranks import Record, run_forked_ranks
+from support.forked_ranks import Record, import_training, run_forked_ranks
 
 _DELAY_SECONDS = 0.1
 _SLOW_MICRO_BATCHES = 50
@@ -27,8 +27,7 @@ _SLOW_MICRO_BATCHES = 50
 def main() -> None:
     os.environ |= {"FLAGSCALE_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     os.environ["FLAGSCALE_STATUS_DIR"] = sys.argv[1]
-    import torch._dynamo.exc  # noqa: F401 - imported once, before forking
-
+    import_training()
     print(json.dumps(run_forked_ranks(4, run_rank)))
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,40 @@ def test_kill_run_processes(child: subprocess.Popen[bytes]) -> None:
     assert killed_processes.terminated == (child.pid,)
     assert killed_processes.killed == killed_processes.survivors == ()
     assert processes.kill_run_processes(RUN, 5) == processes.KilledProcesses()
+
+
+def test_a_process_of_another_host_that_starts_meanwhile_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host of a run ends its own part, also where hosts share a machine."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(host: str) -> int:
+        variables = {"FLAGSCALE_RUN_ID": RUN, "FLAGSCALE_STATUS_DIR": str(tmp_path / host / "s")}
+        started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}))
+        return started[-1].pid
+
+    def start_after_scan() -> Iterator[int]:
+        yield from list_pids()
+        start("another")
+
+    own_pid = start("own")
+    start("another")
+    list_pids = processes.iter_pids
+    monkeypatch.setattr(processes, "iter_pids", start_after_scan)
+    monkeypatch.setenv("FLAGSCALE_STATUS_DIR", str(tmp_path / "own" / "s"))
+    try:
+        assert [process.pid for process in processes.find_own_processes(RUN)] == [own_pid]
+        started[0].kill()
+        started[0].wait()
+        # Each search finds those of the other host that started after the one before.
+        ended_processes = processes.kill_run_processes(RUN, 0.5, of_this_host=True)
+        assert ended_processes == processes.KilledProcesses()
+        assert [process.poll() for process in started[1:]] == [None] * (len(started) - 1)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_ended_process_has_no_identity() -> None:

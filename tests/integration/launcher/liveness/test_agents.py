@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -319,6 +319,7 @@ LEAVERS = {
     "several": (TORCHRUN, [], "0,2", "3", r"ranks? (0|2|0 and 2) ended with .* while 1 rank is"),
     "command": (COMMAND, ["--"], "2", "3", "rank 2 ended with exit code 0 at .* while 2 ranks are"),
 }
+TERMINATED = "terminated"
 
 
 def start_leaving_ranks(
@@ -333,18 +334,26 @@ def start_leaving_ranks(
     host.start({"nproc": 3, "stop_grace": 60.0}, command=[*words, leavers, behavior])
 
 
-@pytest.mark.parametrize(
-    ("starter", "separator", "leavers", "seconds", "expected"), LEAVERS.values(), ids=LEAVERS
-)
+@pytest.fixture(scope="module")
+def leaving_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AgentHosts]]:
+    """A run of one host for each test below, started together: each waits for ten seconds."""
+    with ExitStack() as stack:
+        hosts = {
+            name: stack.enter_context(agent_hosts(tmp_path_factory.mktemp(name), 1))
+            for name in (*LEAVERS, TERMINATED)
+        }
+        for name, (starter, separator, leavers, seconds, _) in LEAVERS.items():
+            start_leaving_ranks(hosts[name], starter, separator, leavers, seconds)
+        start_leaving_ranks(hosts[TERMINATED], COMMAND, ["--"], "1", "term")
+        yield hosts
+
+
+@pytest.mark.parametrize("name", LEAVERS)
 def test_ranks_that_end_alone_are_logged_once(
-    one_host: AgentHosts,
-    starter: list[str],
-    separator: list[str],
-    leavers: str,
-    seconds: str,
-    expected: str,
+    leaving_hosts: dict[str, AgentHosts], name: str
 ) -> None:
-    start_leaving_ranks(one_host, starter, separator, leavers, seconds)
+    one_host = leaving_hosts[name]
+    _, _, leavers, _, expected = LEAVERS[name]
     wait_for(lambda: re.search(expected, one_host[0].read_output()))
     wait_for(lambda: re.search(expected, one_host.job_summary()["early_exit"]))
     (rank, *_) = (
@@ -360,12 +369,16 @@ def test_ranks_that_end_alone_are_logged_once(
     assert len(re.findall(expected, one_host[0].read_output())) == 1
 
 
-def test_terminated_rank_of_a_command_did_not_end_with_exit_code_0(one_host: AgentHosts) -> None:
+def test_terminated_rank_of_a_command_did_not_end_with_exit_code_0(
+    leaving_hosts: dict[str, AgentHosts],
+) -> None:
     """The others have the grace period to save, in which the command still runs."""
-    start_leaving_ranks(one_host, COMMAND, ["--"], "1", "term")
-    wait_for((one_host.root / "h0" / "status" / "rank_1.exit").exists)
-    time.sleep(12)
+    one_host = leaving_hosts[TERMINATED]
+    exit_file = one_host.root / "h0" / "status" / "rank_1.exit"
+    wait_for(exit_file.exists)
+    time.sleep(max(exit_file.stat().st_mtime + 12 - time.time(), 0))
     assert "ended with exit code" not in one_host[0].read_output()
     assert one_host.job_summary()["early_exit"] == ""
+    assert one_host[0].agent.poll() is None
     one_host[0].agent.terminate()
     one_host.wait_for_exit_codes()
