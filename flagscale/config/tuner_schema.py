@@ -46,6 +46,13 @@ class TunerControl:
         default=0.5,
         metadata=doc("Seconds between two looks at a trial.", minimum=0.05),
     )
+    share_processes: bool = field(
+        default=True,
+        metadata=doc(
+            "Run layouts that differ in micro-batches and recomputation only in the processes of "
+            "the last trial, if those are alive. Repeats of the best always have new processes."
+        ),
+    )
     run_best: bool = field(
         default=False,
         metadata=doc("Start a run with the best layout after the search, as `run_best=true`."),

@@ -3,8 +3,10 @@
 
 For each experiment, a search runs first: its own command, in its own directory. All layouts of its
 space are then measured in rounds, each in another random order, so that other programs disturb all
-layouts alike. A layout counts with the fastest of its trials. At the end, the winner of the search
-and the best measured layout run by turns, which decides how much slower the winner is.
+layouts alike. Later rounds leave out layouts that cannot be the best. A layout counts with the
+fastest of its trials. At the end, the winner of the search and the best measured layout run by
+turns, in new processes, which decides how much slower the winner is. The grid of FlagScale, which
+tries each layout once, is judged by the first round (:mod:`pruned_grid`).
 
     python tools/bench/auto_tune.py --minutes 40 --output docs/results/auto-tune-cpu.json
     python tools/bench/auto_tune.py --devices cuda --minutes 9.5 --only gpu-4k --output FILE
@@ -31,9 +33,17 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(PROJECT))
 
+from pruned_grid import GridModel, list_grid, run_grid  # noqa: E402
+
 from flagscale.bench import machine  # noqa: E402
 from flagscale.cli_errors import run_command  # noqa: E402
+from flagscale.config.arguments.layout_choices import (  # noqa: E402
+    ARGUMENTS_OF_GROUPS,
+    SEQUENCE_PARALLEL,
+    TP,
+)
 from flagscale.config.load import load  # noqa: E402
+from flagscale.errors import ConfigError  # noqa: E402
 from flagscale.files import read_json, write_json  # noqa: E402
 from flagscale.launcher.layout import TUNER_ANSWER_FILE, TUNER_DIRECTORY  # noqa: E402
 from flagscale.tune.problem import make_problem  # noqa: E402
@@ -45,12 +55,18 @@ from flagscale.tune.records import (  # noqa: E402
     Trial,
 )
 from flagscale.tune.space import Layout, describe_setting, enumerate_space  # noqa: E402
-from flagscale.tune.trial import WARMUP_STEPS, load_trial, run_trial  # noqa: E402
+from flagscale.tune.trial import WARMUP_STEPS, load_trial  # noqa: E402
+from flagscale.tune.trial_processes import TrialProcesses  # noqa: E402
 
 CONFIG = Path("examples/llama3/conf")
 _LONGEST_TRIAL = 150
 """Seconds after which a trial is ended."""
 _LOG_CHARACTERS = 4000
+_POLL_SECONDS = 0.2
+_SHARE_OF_TURNS = 0.2
+"""Most of a case's time that is kept for the turns at the end."""
+_RULED_OUT = 1.25
+"""A layout is not measured again if it takes this many times as long as the fastest."""
 _DATA = {
     "mock_data": "true",
     "data_path": "null",
@@ -64,7 +80,8 @@ _DATA = {
 class Case:
     """An experiment whose layouts are compared: overrides of an example, and the search space.
 
-    ``search_share`` is the part of the case's time after which its search starts no trial.
+    ``search_share`` is the part of the case's time after which its search starts no trial, and
+    ``weight`` the time of the case, relative to others.
     """
 
     name: str
@@ -74,6 +91,7 @@ class Case:
     rounds: int
     turns: int
     search_share: float
+    weight: float = 1.0
 
     def words(self, directory: Path) -> list[str]:
         """Return the overrides of the case with a directory for its runs."""
@@ -104,7 +122,9 @@ _PLAIN: Mapping[str, Sequence[Any]] = {
 """Choices that the comparison leaves out: they save memory that these models do not need."""
 
 
-def _cpu_case(name: str, ranks: int, batch: int, **sizes: Any) -> Case:
+def _cpu_case(
+    name: str, ranks: int, space: Mapping[str, Sequence[Any]], weight: float, **sizes: Any
+) -> Case:
     model = {
         "num_layers": 4,
         "hidden_size": 128,
@@ -116,8 +136,9 @@ def _cpu_case(name: str, ranks: int, batch: int, **sizes: Any) -> Case:
         "vocab_size": 2048,
         "device": "cpu",
     }
-    numbers = {"nproc_per_node": ranks, "global_batch_size": batch}
-    return Case(name, {**model, **numbers, **sizes}, _PLAIN, 8, 2, 3, 0.3)
+    numbers = {"nproc_per_node": ranks, "global_batch_size": 16}
+    space = {**_PLAIN, **space}
+    return Case(name, {**model, **numbers, **sizes}, space, 8, 2, 3, 0.3, weight)
 
 
 def _gpu_case(name: str, sequence: int, batch: int) -> Case:
@@ -137,14 +158,16 @@ def _gpu_case(name: str, sequence: int, batch: int) -> Case:
     return Case(name, overrides, _PLAIN, 6, 1, 1, 0.6)
 
 
+_BOTH = {"sequence_parallel": (True, False)}
+_FOUR_RANKS = {"micro_batch_size": (1, 2, 4, 8)}
 _MIXTURE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128}
 CASES: Mapping[str, Sequence[Case]] = {
     "cpu": (
-        _cpu_case("dense-2", 2, 16),
-        _cpu_case("dense-4", 4, 16),
-        _cpu_case("long-2", 2, 8, seq_length=512),
-        _cpu_case("wide-4", 4, 16, hidden_size=256),
-        _cpu_case("mixture-2", 2, 16, **_MIXTURE),
+        _cpu_case("dense-2", 2, _BOTH, 1.0, seq_length=256),
+        _cpu_case("dense-4", 4, _FOUR_RANKS, 2.0),
+        _cpu_case("long-2", 2, _BOTH, 1.5, seq_length=384),
+        _cpu_case("wide-4", 4, _FOUR_RANKS, 3.0, hidden_size=192),
+        _cpu_case("mixture-2", 2, {}, 2.0, **_MIXTURE),
     ),
     "cuda": (_gpu_case("gpu-4k", 4096, 16), _gpu_case("gpu-8k", 8192, 8)),
 }
@@ -187,13 +210,16 @@ class Measurements:
 class Comparison:
     """A search, and measurements of the other layouts of its space."""
 
-    def __init__(self, case: Case, directory: Path) -> None:
+    def __init__(self, case: Case, directory: Path, *, shares_processes: bool) -> None:
         self._case, self._directory = case, directory
         directory.mkdir(parents=True, exist_ok=True)
-        words = [*case.words(directory / "whole"), "action=auto_tune"]
+        self._shares_processes = shares_processes
+        words = self._list_words("whole")
         self._experiment = load(PROJECT / CONFIG, "train", words, "plan").experiment
         self._problem = make_problem(self._experiment, probing=True)
         self.space = enumerate_space(self._problem)
+        if not self.space.candidates:
+            raise ConfigError(f"no layout of {case.name} fits {self._problem.machine.describe()}")
         self._measurements = Measurements(directory / "measurements.json")
         self._number = len(list((directory / "whole" / TUNER_DIRECTORY).glob("trial_*")))
         self._has_shown_log = False
@@ -204,22 +230,49 @@ class Comparison:
         answer: dict[str, Any] | None = read_json(path)
         return answer
 
+    def _list_words(self, directory: str) -> list[str]:
+        return [
+            *self._case.words(self._directory / directory),
+            f"++experiment.auto_tuner.control.share_processes={_word(self._shares_processes)}",
+            "action=auto_tune",
+        ]
+
     def run(self, deadline: float) -> Iterator[None]:
         """Run the comparison until it is complete or at its deadline; yield after each trial."""
+        most_for_turns = _SHARE_OF_TURNS * (deadline - time.monotonic())
         yield from self._search(deadline)
-        case, layouts = self._case, self.space.candidates
-        reserve = 2 * case.turns * self._measurements.longest_trial
-        for number in range(case.rounds):
-            order = random.Random(number).sample(layouts, len(layouts))
-            for layout in order:
-                trials = len(self._measurements.seconds.get(layout.key, ()))
-                if trials + (layout.key in self._searched) <= number and not self._has_failed(
-                    layout
-                ):
-                    if self._exceeds(deadline - reserve):
-                        break
-                    yield from self._measure(layout, deadline)
+        for number in range(self._case.rounds):
+            with TrialProcesses(_POLL_SECONDS) as processes:
+                for layout in self._order_round(number):
+                    if self._is_due(layout, number):
+                        turns = 2 * self._case.turns * self._measurements.longest_trial
+                        if self._exceeds(deadline - min(turns, most_for_turns)):
+                            break
+                        yield from self._measure(layout, deadline, processes)
         yield from self._take_turns(deadline)
+
+    def _order_round(self, number: int) -> list[Layout]:
+        """Return all layouts in the random order of a round. Those that the same processes can run
+        follow each other.
+        """
+        generator = random.Random(number)
+        groups: dict[tuple[Any, ...], list[Layout]] = {}
+        for layout in generator.sample(self.space.candidates, len(self.space.candidates)):
+            names = tuple(layout.setting[name] for name in ARGUMENTS_OF_GROUPS)
+            groups.setdefault(names, []).append(layout)
+        return [layout for group in groups.values() for layout in group]
+
+    def _is_due(self, layout: Layout, number: int) -> bool:
+        """Return whether a round has to measure a layout."""
+        times = self._times()
+        if layout.key in self._failures:
+            return False
+        if number == 0 and self._case.rounds == 1:
+            return layout.key not in times
+        measured = times.get(layout.key, ())
+        if number and measured and min(measured) > _RULED_OUT * _fastest(times):
+            return False
+        return len(self._measurements.seconds.get(layout.key, ())) <= number
 
     def _take_turns(self, deadline: float) -> Iterator[None]:
         """Measure the winner and the best layout by turns."""
@@ -232,13 +285,11 @@ class Comparison:
                 if len(self._measurements.turns.get(name, ())) <= turn:
                     if self._exceeds(deadline):
                         return
-                    yield from self._measure(layouts[name], deadline, is_turn=True)
+                    with TrialProcesses(_POLL_SECONDS) as processes:
+                        yield from self._measure(layouts[name], deadline, processes, is_turn=True)
 
     def _exceeds(self, deadline: float) -> bool:
         return time.monotonic() + self._measurements.longest_trial > deadline
-
-    def _has_failed(self, layout: Layout) -> bool:
-        return layout.key in {**self._measurements.failures, **self._failed_in_search}
 
     def _search(self, deadline: float) -> Iterator[None]:
         """Run the search, and yield every second while it runs."""
@@ -248,7 +299,7 @@ class Comparison:
         command = [
             *(sys.executable, str(PROJECT / "run.py")),
             *("--config-path", str(CONFIG), "--config-name", "train"),
-            *(*self._case.words(self._directory / "search"), "action=auto_tune", "json=true"),
+            *(*self._list_words("search"), "json=true"),
             f"++experiment.auto_tuner.control.max_time={limit:.0f}",
             f"++experiment.auto_tuner.control.max_time_per_task={_LONGEST_TRIAL}",
             "++experiment.auto_tuner.control.interval=0.2",
@@ -286,14 +337,22 @@ class Comparison:
         return medians
 
     @property
-    def _failed_in_search(self) -> dict[str, str]:
-        trials = self._search_trials
-        return {trial.key: trial.failure for trial in trials if trial.state == FAILED}
+    def _failures(self) -> dict[str, str]:
+        """First failures of layouts."""
+        failed = [trial for trial in self._search_trials if trial.state == FAILED]
+        return {trial.key: trial.failure for trial in failed} | self._measurements.failures
 
-    def _measure(self, layout: Layout, deadline: float, *, is_turn: bool = False) -> Iterator[None]:
-        """Run one trial to its end."""
+    def _measure(
+        self,
+        layout: Layout,
+        deadline: float,
+        processes: TrialProcesses,
+        *,
+        is_turn: bool = False,
+    ) -> Iterator[None]:
+        """Run one trial to its end, in the processes of the last one if they can run it."""
         self._number += 1
-        trial = Trial(self._number, layout.setting)
+        trial = Trial(self._number, layout.setting, run=processes.find(layout.setting))
         start = time.monotonic()
         experiment = load_trial(
             self._experiment,
@@ -303,12 +362,18 @@ class Comparison:
             checking=False,
         )
         limit = min(max(deadline - start, 1.0), _LONGEST_TRIAL)
-        trial = run_trial(experiment, trial, seconds_limit=limit, poll_seconds=0.2)
+        trial = processes.run(experiment, trial, seconds_limit=limit)
+        if trial.state == FAILED and trial.run:
+            print(f"  {layout.key} failed: {trial.failure}; again in new processes", flush=True)
+            yield from self._measure(layout, deadline, processes)
+            return
         duration = time.monotonic() - start
         self._measurements.add(trial, duration, is_turn=is_turn)
         self._show_log(trial)
         result = trial.failure or f"{statistics.median(trial.step_seconds):.4g} s/step"
-        print(f"  {self._case.name}: {layout.key}: {result} ({duration:.0f} s)", flush=True)
+        place = f", in the processes of trial {trial.run}" if trial.run else ""
+        name = f"{self._case.name} [{trial.number}] {layout.key}"
+        print(f"  {name}: {result} ({duration:.0f} s{place})", flush=True)
         yield
 
     def _show_log(self, trial: Trial) -> None:
@@ -332,6 +397,32 @@ class Comparison:
             return None
         return answer["best"], min(times, key=lambda name: min(times[name]))
 
+    def _judge_grid(self, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Return the trials of FlagScale's grid and, if all of its layouts are measured, the winner
+        by its single trials.
+        """
+        values, space = self._problem.values, dict(self._case.space)
+        model = GridModel(
+            self._problem.machine.ranks,
+            values["num_layers"],
+            values["global_batch_size"],
+            values["num_moe_experts"] or 0,
+        )
+        legal = {layout.key for layout in self.space.candidates}
+        grid = list_grid(model, space)
+        if SEQUENCE_PARALLEL not in space:  # as the search has it
+            grid = [s for s in grid if s[SEQUENCE_PARALLEL] == (s[TP] > 1)]
+        first = {name: seconds[0] for name, seconds in self._measurements.seconds.items()}
+        failures = self._failures
+        memory_failures = [name for name, text in failures.items() if "memory" in text]
+        count, winner = run_grid(grid, first, memory_failures)
+        record: dict[str, Any] = {"trials": count}
+        names = legal.intersection(map(describe_setting, grid))
+        if winner is not None and names.issubset({**first, **failures}):
+            record["winner"] = winner
+            record["slower"] = round(min(times[winner]) / _fastest(times) - 1, 4)
+        return record
+
     def record(self) -> dict[str, Any]:
         """Return the result so far."""
         times, answer = self._times(), self._answer
@@ -345,11 +436,12 @@ class Comparison:
         all_times = {**{name: min(values) for name, values in times.items()}, **cut_short}
         names = [name for name in predicted if name in all_times]
         result = {
+            "shares_processes": self._shares_processes,
             "machine": self._problem.machine.describe(),
             "layouts": len(predicted),
             "measured_layouts": len(names),
             "search_trials": len(trials),
-            "trials_of_grid": round(len(trials) / len(predicted), 3),
+            "share_of_layouts": round(len(trials) / len(predicted), 3),
             "search_seconds": round(sum(trial.seconds for trial in trials)),
             "rank_correlation": rank_correlation(
                 [predicted[name] for name in names], [all_times[name] for name in names]
@@ -369,6 +461,7 @@ class Comparison:
                 "slower": round(winner / best - 1, 4),
                 "judged": "by turns" if by_turns else "by the fastest trials",
             }
+        result["grid"] = self._judge_grid(times)
         return {
             **result,
             "rows": [
@@ -378,11 +471,15 @@ class Comparison:
                     "seconds": times.get(name, []),
                     "turns": self._measurements.turns.get(name, []),
                     "cut_short": cut_short.get(name),
-                    "failure": {**self._failed_in_search, **self._measurements.failures}.get(name),
+                    "failure": self._failures.get(name),
                 }
                 for name in predicted
             ],
         }
+
+
+def _fastest(times: Mapping[str, Sequence[float]]) -> float:
+    return min(map(min, times.values()))
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
@@ -417,8 +514,9 @@ def describe_result(name: str, record: Mapping[str, Any]) -> str:
             f"{record['best_measured']} ({record['judged']})"
         )
     return (
-        f"{text}; {record['search_trials']} trials of the search, {record['trials_of_grid']:.0%} "
-        f"of the grid, {record['search_seconds']} s; rank correlation "
+        f"{text}; {record['search_trials']} trials of the search, {record['share_of_layouts']:.0%} "
+        f"of all layouts, {record['search_seconds']} s; FlagScale's grid: {record['grid']}; rank "
+        f"correlation "
         f"{record['rank_correlation']}, spread {record['spread']}"
     )
 
@@ -434,6 +532,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=40.0, help="time for all (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, help="result file, JSON")
+    parser.add_argument(
+        "--new-processes", action="store_true", help="start new processes for each trial"
+    )
     parser.add_argument("--directory", type=Path, help="directory of the runs, to go on later")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * options.minutes
@@ -442,9 +543,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES[options.devices] if case.name in (options.only or names)]
     records: dict[str, Any] = {}
     for index, case in enumerate(cases):
-        comparison = Comparison(case, directory / case.name)
+        comparison = Comparison(
+            case, directory / case.name, shares_processes=not options.new_processes
+        )
         now = time.monotonic()
-        for _ in comparison.run(now + (deadline - now) / (len(cases) - index)):
+        share = case.weight / sum(other.weight for other in cases[index:])
+        for _ in comparison.run(now + share * (deadline - now)):
             records[case.name] = comparison.record()
             if options.output is not None:
                 text = json.dumps({**facts, "experiments": records}, indent=1)
