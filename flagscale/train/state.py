@@ -53,6 +53,16 @@ class TrainState:
     measured_shares: MeasuredSplit | None = None
     validation: EvaluationHistory = field(default_factory=EvaluationHistory)
 
+    def release(self) -> None:
+        """Remove the hooks of autograd's nodes that refer to the chunks: cycles that Python's
+        garbage collection does not see. No step can follow.
+        """
+        for chunk in self.chunks:
+            for node in chunk.grad_accs:
+                hooks = node.register_hook(lambda *_: None).hooks_dict_ref()
+                hooks.clear()
+            chunk.grad_accs.clear()
+
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""
         return [unwrap_model(chunk) for chunk in self.chunks]

@@ -170,6 +170,7 @@ def _train_model(
             stage_index=distributed.find_pipeline_stage(),
         )
         raise torch.OutOfMemoryError(text) from error
+    state.release()
     return TrainingEnd(reason, trainer.end_detail, state.progress.iteration)
 
 

@@ -26,8 +26,11 @@ from flagscale.train.distributed import RankIdentity, gather_from_ranks
 _WAIT_SECONDS = 60.0
 """Seconds without an order after which the ranks end."""
 _POLL_SECONDS = 0.02
-_LEFT_BYTES = 64 << 20
-"""Bytes that a trial may leave behind, such as tables that megatron.core keeps."""
+_LEFT_SHARE = 0.01
+_LEFT_BYTES = 1 << 20
+"""Share of a trial's memory, and bytes, that it may leave behind: megatron.core keeps tables."""
+_WORKSPACE_BYTES = 64 << 20
+"""Device memory that libraries keep for all models of a process."""
 _GROUP_ARGUMENTS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -83,6 +86,7 @@ class TrialSeries:
         """Free the memory of a trial; return whether nothing of it is left."""
         from megatron.core import parallel_state
 
+        bytes_in_use = self._count_bytes()
         parallel_state.get_global_memory_buffer().buffer.clear()
         if not compile_disabled():
             torch.compiler.reset()
@@ -90,12 +94,19 @@ class TrialSeries:
         accelerator = self._device.accelerator
         accelerator.empty_cache()
         accelerator.reset_peak_memory(self._device.torch_device)
-        return self._count_bytes() <= self._bytes_at_start + _LEFT_BYTES
+        allowed = _LEFT_BYTES + _LEFT_SHARE * bytes_in_use
+        if self._allocated_bytes is not None:
+            allowed += _WORKSPACE_BYTES
+        return self._count_bytes() <= self._bytes_at_start + allowed
 
     def _count_bytes(self) -> int:
         """Return the bytes of tensors: of the device, or of Python if it does not count them."""
-        allocated = self._device.accelerator.allocated_memory(self._device.torch_device)
+        allocated = self._allocated_bytes
         return count_tensor_bytes() if allocated is None else allocated
+
+    @property
+    def _allocated_bytes(self) -> int | None:
+        return self._device.accelerator.allocated_memory(self._device.torch_device)
 
 
 def count_tensor_bytes() -> int:
