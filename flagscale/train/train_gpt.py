@@ -116,7 +116,9 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     series = TrialSeries.from_environment(rank, device)
     same_device_kind = default_group.same_device_kind
     end = _train_model(args, rank, device, status, same_device_kind=same_device_kind)
-    while series is not None and (words := series.await_arguments(status)) is not None:
+    while series is not None and end.reason != "signal":
+        if (words := series.await_arguments(status)) is None:
+            break
         earlier = args
         args = rank_arguments(derive_arguments(parse_arguments(words), rank.world_size), rank.rank)
         require_same_groups(args, earlier)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from flagscale.status import BETWEEN_TRIALS, TRIALS_VARIABLE, StatusWriter
 from flagscale.train.device import Device, compile_disabled
 from flagscale.train.distributed import RankIdentity, gather_from_ranks
 
-_WAIT_SECONDS = 60.0
+_WAIT_SECONDS = 30.0
 """Seconds without an order after which the ranks end."""
 _POLL_SECONDS = 0.02
 _LEFT_SHARE = 0.01
@@ -67,8 +68,11 @@ class TrialSeries:
         if not all(gather_from_ranks(is_clean)):
             return None
         status.write_progress(self._trials, BETWEEN_TRIALS)
+        # Training would only take note of the signal, until its next step.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         orders = [self._read_order() if self._rank.rank == 0 else None]
         dist.broadcast_object_list(orders, src=0)
+        signal.signal(signal.SIGTERM, handler)
         status.write_progress(0, "starting")
         return orders[0]
 

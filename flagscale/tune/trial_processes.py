@@ -48,9 +48,10 @@ class TrialProcesses:
         live, self._live = self._live, None
         stack, self._stack = self._stack, ExitStack()
         with stack:
-            if live is not None and live.is_waiting:
-                live.send(None)
-                live.await_end(_END_SECONDS)
+            if live is not None:
+                live.send(None)  # also for ranks that are about to wait
+                if live.is_waiting:
+                    live.await_end(_END_SECONDS)
 
     def find(self, setting: Mapping[str, Any]) -> int:
         """Return the number of the trial whose processes can run a layout; 0 without any."""
@@ -127,7 +128,7 @@ class _LiveRun:
     def send(self, arguments: Sequence[str] | None) -> None:
         """Order a trial with these arguments, or the end of the run."""
         number = self._trials + (arguments is None)
-        self._directory.mkdir(exist_ok=True, mode=0o700)
+        self._directory.mkdir(exist_ok=True, parents=True, mode=0o700)
         write_json(self._directory / f"{number}.json", {"arguments": arguments}, durable=False)
 
     def await_end(self, seconds: float) -> None:
@@ -156,6 +157,8 @@ class _LiveRun:
             if steps and not self._startup_seconds:
                 self._startup_seconds = time.monotonic() - self._start_time
             if self._is_between_trials(snapshot):
+                # A snapshot reads the events before the activities.
+                snapshot = self._runner.query(self.state)
                 self.is_waiting, self.can_go_on = True, self._accepts_trials
                 break
             timing = time_steps(steps)
@@ -183,6 +186,7 @@ class _LiveRun:
         return replace(result, state=state_word)
 
     def _is_between_trials(self, snapshot: Snapshot) -> bool:
+        """Return whether any rank of each host waits, which it does when all have finished."""
         rows = [row for row in snapshot.hosts if row.ranks]
         return bool(rows) and all(
             row.doing == BETWEEN_TRIALS and row.step == self._trials for row in rows

@@ -6,7 +6,12 @@ Most use a torchrun that needs no torch, whose ranks report steps of a known dur
 from __future__ import annotations
 
 import json
+import os
+import random
 import signal
+import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +59,13 @@ def train(arguments, is_first):
     return step
 
 def await_order(trials):
-    status.write_progress(trials, BETWEEN_TRIALS)
+    if os.environ["RANK"] == "0":  # real ranks wait when all have finished
+        status.write_progress(trials, BETWEEN_TRIALS)
     path = f"{os.environ[TRIALS_VARIABLE]}/{trials + 1}.json"
     while not os.path.exists(path):
         time.sleep(0.02)
-    status.write_progress(0, "starting")
+    if os.environ["RANK"] == "0":
+        status.write_progress(0, "starting")
     return json.load(open(path))["arguments"]
 
 for event in ("started", "joined"):
@@ -185,6 +192,48 @@ def test_killed_search_leaves_no_trial_and_goes_on(tuning_lab: Lab) -> None:
     answer = tune(tuning_lab, SMALL, "experiment.auto_tuner.control.max_trials=3")
     assert [trial["state"] for trial in trials_of(tuning_lab)].count("running") == 0
     assert "3 trials" in answer["reason"]
+
+
+KILLS = 12
+
+
+def live_trials(lab: Lab) -> list[str]:
+    """Return the runs of trials of which any process is alive."""
+    states = (load_state(Layout(path).state) for path in lab.exp_dir.glob("auto_tuner/trial_*"))
+    runs = [state.run_id for state in states if state is not None]
+    return [run for run in runs if processes.find_run_processes(run)]
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_leave_no_trial_and_lose_none(tuning_lab: Lab) -> None:
+    delays = random.Random(36)
+    words = (SMALL, "experiment.auto_tuner.algo.name=grid")
+    finished, moments = 0, 0
+    for number in range(KILLS):
+        # The parent is a shell, as in a terminal or a script; killing it does not end the search.
+        command = [*tuning_lab.command("action=auto_tune", *words)]
+        shell = subprocess.Popen(
+            ["bash", "-c", '"$@" & echo $!; wait', "bash", *command],
+            cwd=tuning_lab.root, env=tuning_lab.environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert shell.stdout is not None
+        search = int(shell.stdout.readline())
+        time.sleep(delays.uniform(0.2, 5.0))
+        moments += bool(live_trials(tuning_lab))
+        for pid in (shell.pid, search) if number % 2 else (search, shell.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shell.wait()
+        shell.stdout.close()
+        wait_for(lambda: not live_trials(tuning_lab), 30)
+        ended = sum(trial["state"] == "measured" for trial in trials_of(tuning_lab))
+        assert ended >= finished
+        finished = ended
+    assert moments
+    answer = tune(tuning_lab, *words)
+    assert [t["failure"] for t in trials_of(tuning_lab) if t["state"] != "measured"] == []
+    assert all(row["seconds"] > 0 for row in answer["trials"])
 
 
 @pytest.mark.slow
