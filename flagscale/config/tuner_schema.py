@@ -143,6 +143,15 @@ class TunerPerformance:
     order: str | None = field(default=None, metadata=doc(f"{_UNUSED}the fastest layout is sought."))
 
 
+TUNER_SECTIONS: Mapping[str, type] = {
+    "control": TunerControl,
+    "algo": TunerAlgorithm,
+    "memory_model": TunerMemory,
+    "performance": TunerPerformance,
+}
+"""Sections of ``experiment.auto_tuner`` whose keys are fields of a class."""
+
+
 @dataclass(frozen=True)
 class Tuner:
     """Search for a layout with ``action=auto_tune``: ``experiment.auto_tuner``."""
