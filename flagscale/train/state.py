@@ -58,10 +58,12 @@ class TrainState:
         garbage collection does not see. No step can follow.
         """
         for chunk in self.chunks:
-            for node in chunk.grad_accs:
+            # Chunks with sharded gradients have hooks of tensors instead, which Python sees.
+            nodes = getattr(chunk, "grad_accs", [])
+            for node in nodes:
                 hooks = node.register_hook(lambda *_: None).hooks_dict_ref()
                 hooks.clear()
-            chunk.grad_accs.clear()
+            nodes.clear()
 
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""

@@ -115,14 +115,19 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
 
     series = TrialSeries.from_environment(rank, device)
     same_device_kind = default_group.same_device_kind
-    end = _train_model(args, rank, device, status, same_device_kind=same_device_kind)
+    in_series = series is not None
+    end = _train_model(
+        args, rank, device, status, same_device_kind=same_device_kind, in_series=in_series
+    )
     while series is not None and end.reason != "signal":
         if (words := series.await_arguments(status)) is None:
             break
         earlier = args
         args = rank_arguments(derive_arguments(parse_arguments(words), rank.world_size), rank.rank)
         require_same_groups(args, earlier)
-        end = _train_model(args, rank, device, status, same_device_kind=same_device_kind)
+        end = _train_model(
+            args, rank, device, status, same_device_kind=same_device_kind, in_series=True
+        )
     status.write_progress(end.step, "ending")
     distributed.destroy_groups()
     if (
@@ -141,8 +146,9 @@ def _train_model(
     status: StatusWriter,
     *,
     same_device_kind: bool,
+    in_series: bool,
 ) -> TrainingEnd:
-    """Build the model and train it. Nothing refers to it after the return."""
+    """Build the model and train it. With ``in_series``, nothing refers to it after the return."""
     import torch
 
     from flagscale.train.setup import prepare_training
@@ -172,7 +178,8 @@ def _train_model(
             stage_index=distributed.find_pipeline_stage(),
         )
         raise torch.OutOfMemoryError(text) from error
-    state.release()
+    if in_series:
+        state.release()
     return TrainingEnd(reason, trainer.end_detail, state.progress.iteration)
 
 
