@@ -54,16 +54,18 @@ class TrainState:
     validation: EvaluationHistory = field(default_factory=EvaluationHistory)
 
     def release(self) -> None:
-        """Remove the hooks of autograd's nodes that refer to the chunks: cycles that Python's
-        garbage collection does not see. No step can follow.
+        """Remove the hooks of autograd that refer to the chunks: cycles that Python's garbage
+        collection does not see. No step can follow.
         """
         for chunk in self.chunks:
-            # Chunks with sharded gradients have hooks of tensors instead, which Python sees.
+            # Chunks with sharded gradients have hooks of parameters instead of nodes.
             nodes = getattr(chunk, "grad_accs", [])
             for node in nodes:
-                hooks = node.register_hook(lambda *_: None).hooks_dict_ref()
-                hooks.clear()
+                node.register_hook(lambda *_: None).hooks_dict_ref().clear()
             nodes.clear()
+            for parameter in chunk.parameters():
+                if hooks := parameter._post_accumulate_grad_hooks:
+                    hooks.clear()
 
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""
