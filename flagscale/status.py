@@ -57,6 +57,8 @@ STATUS_DIR_VARIABLE = "FLAGSCALE_STATUS_DIR"
 RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
 """Number of earlier starts of the job, from 0: after a failure the whole job is started again."""
+TRIALS_VARIABLE = "FLAGSCALE_TRIALS"
+"""Directory of orders for further trials of ``action=auto_tune`` in the same processes."""
 HOST_VARIABLE = "FLAGSCALE_HOST"
 """Name of the host, as in the hostfile."""
 
@@ -64,8 +66,11 @@ RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, HOST_VA
 """Environment variables that identify the processes of a run."""
 
 TRAINING = "in training"
+BETWEEN_TRIALS = "between trials"
+"""Activity of a rank that waits for a further trial. Its step is the number of trials so far."""
 BUSY_ACTIVITIES = (
     "starting",
+    BETWEEN_TRIALS,
     "scoring the reference",
     "evaluating",
     "saving a checkpoint",

@@ -22,12 +22,7 @@ from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPT
 from flagscale.config.arguments.spec.values import did_you_mean, to_word
 from flagscale.config.documented import key_types
 from flagscale.config.torchrun import TORCHRUN_OPTIONS
-from flagscale.config.tuner_schema import (
-    TunerAlgorithm,
-    TunerControl,
-    TunerMemory,
-    TunerPerformance,
-)
+from flagscale.config.tuner_schema import TUNER_SECTIONS
 
 TOP_LEVEL = ("experiment", "train", "action", "hydra")
 SUBSECTIONS: dict[str, type] = {
@@ -38,10 +33,7 @@ SUBSECTIONS: dict[str, type] = {
     "runner.slurm.container": schema.Container,
     "cmds": schema.Commands,
     "auto_tuner": schema.Tuner,
-    "auto_tuner.control": TunerControl,
-    "auto_tuner.algo": TunerAlgorithm,
-    "auto_tuner.memory_model": TunerMemory,
-    "auto_tuner.performance": TunerPerformance,
+    **{f"auto_tuner.{name}": fields for name, fields in TUNER_SECTIONS.items()},
 }
 """Sections of ``experiment`` whose keys the schema lists."""
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+?)(?:=(?P<value>.*))?", re.DOTALL)

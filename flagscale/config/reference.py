@@ -30,6 +30,7 @@ from flagscale.config.explain import (
 from flagscale.config.reference_topics import PAGES, find_topic, sections_of_page
 from flagscale.config.slurm_schema import REFUSED_SBATCH_OPTIONS
 from flagscale.config.torchrun import REFUSED_TORCHRUN_OPTIONS, TORCHRUN_OPTIONS
+from flagscale.config.tuner_schema import TUNER_SECTIONS
 
 DIRECTORY = "docs/reference/configuration"
 INDEX = "docs/configuration.md"
@@ -103,6 +104,8 @@ _SCHEMA_SECTIONS = {
         "experiment.runner",
         "experiment.runner.notify",
         "experiment.cmds",
+        "experiment.auto_tuner",
+        *(f"experiment.auto_tuner.{name}" for name in TUNER_SECTIONS),
         "",
     ),
     "hosts": ("experiment.envs",),

@@ -11,22 +11,10 @@ from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.arguments.spec.registry import arguments
 from flagscale.config.arguments.spec.values import convert, did_you_mean, format_value
 from flagscale.config.reader import SectionReader
-from flagscale.config.tuner_schema import (
-    Tuner,
-    TunerAlgorithm,
-    TunerControl,
-    TunerMemory,
-    TunerPerformance,
-)
+from flagscale.config.tuner_schema import TUNER_SECTIONS, Tuner
 
 _PREFIX = "experiment.auto_tuner."
 _SPACE = f"{_PREFIX}space."
-_SECTIONS: Mapping[str, type] = {
-    "control": TunerControl,
-    "algo": TunerAlgorithm,
-    "memory_model": TunerMemory,
-    "performance": TunerPerformance,
-}
 _AUTO = "auto"
 _MESH_KEYS = ("hetero_process_meshes", "hetero_pipeline_layer_split")
 SPACE_KEYS = (*CHOSEN_ARGUMENTS, *DERIVED_KEYS)
@@ -36,10 +24,10 @@ SPACE_KEYS = (*CHOSEN_ARGUMENTS, *DERIVED_KEYS)
 def read_tuner(reader: SectionReader, data: Mapping[Any, Any]) -> Tuner:
     """Read the section ``auto_tuner`` of ``experiment``."""
     section = reader.read_section(data, "auto_tuner", "experiment.")
-    names = (*_SECTIONS, "space")
+    names = (*TUNER_SECTIONS, "space")
     settings = {key: value for key, value in section.items() if key not in names}
     fields = reader.read_fields(Tuner, settings, _PREFIX, subsections=names)
-    for name, kind in _SECTIONS.items():
+    for name, kind in TUNER_SECTIONS.items():
         inner = reader.read_section(section, name, _PREFIX)
         fields[name] = kind(**reader.read_fields(kind, inner, f"{_PREFIX}{name}."))
     for name in fields.get("keep", ()):

@@ -46,6 +46,13 @@ class TunerControl:
         default=0.5,
         metadata=doc("Seconds between two looks at a trial.", minimum=0.05),
     )
+    share_processes: bool = field(
+        default=True,
+        metadata=doc(
+            "Run layouts that differ in micro-batches and recomputation only in the processes of "
+            "the last trial, if those are alive. Repeats of the best always have new processes."
+        ),
+    )
     run_best: bool = field(
         default=False,
         metadata=doc("Start a run with the best layout after the search, as `run_best=true`."),
@@ -134,6 +141,15 @@ class TunerPerformance:
         metadata=doc(f"{_UNUSED}the ranks report the time of each step, no log is searched."),
     )
     order: str | None = field(default=None, metadata=doc(f"{_UNUSED}the fastest layout is sought."))
+
+
+TUNER_SECTIONS: Mapping[str, type] = {
+    "control": TunerControl,
+    "algo": TunerAlgorithm,
+    "memory_model": TunerMemory,
+    "performance": TunerPerformance,
+}
+"""Sections of ``experiment.auto_tuner`` whose keys are fields of a class."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ transformer layers, see :func:`get_transformer`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flagscale.config.arguments import parameters
@@ -125,10 +126,17 @@ class LayerKind(NamedTuple):
 
 def list_layer_kinds(args: Any) -> tuple[LayerKind, ...]:
     """Return the kind of each layer of the model, in order."""
-    properties = zip(
-        moe_layer_flags(args), attention_windows(args), _select_fp8_layers(args), strict=True
+    return _combine_kinds(
+        tuple(moe_layer_flags(args)),
+        tuple(attention_windows(args)),
+        tuple(_select_fp8_layers(args)),
     )
-    return tuple(LayerKind(*values) for values in properties)
+
+
+@lru_cache(maxsize=16)
+def _combine_kinds(*properties: tuple[Any, ...]) -> tuple[LayerKind, ...]:
+    """Return the kinds with these properties. A search asks for those of one model many times."""
+    return tuple(LayerKind(*values) for values in zip(*properties, strict=True))
 
 
 def _select_fp8_layers(args: Any) -> list[bool]:

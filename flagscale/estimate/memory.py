@@ -131,7 +131,8 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
     kept_weights = count_optimizer_weights(args, trainable) - host_weights
     exact_bytes, exact_host_bytes = _replicated_state_bytes(args, vocabulary_size, part)
     optimizer_bytes = state_bytes(args) * kept_weights + exact_bytes
-    activations = _activation_bytes(args, part)
+    offloaded = _offloaded_by_layer(args, part)
+    activations = _activation_bytes(args, part, offloaded)
     transient = _transient_bytes(args, vocabulary_size, part)
     if uses_muon(vars(args)):
         matrices = count_muon_weights(args, vocabulary_size, part)
@@ -143,7 +144,9 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
         optimizer_bytes,
         activations,
         transient,
-        formats.host_bytes * host_weights + exact_host_bytes + _offloaded_activations(args, part),
+        formats.host_bytes * host_weights
+        + exact_host_bytes
+        + part.microbatches_in_flight * sum(offloaded),
     )
 
 
@@ -381,15 +384,14 @@ def count_microbatch_tokens(args: Any) -> float:
     return float(args.micro_batch_size * tokens_per_sample(vars(args)) / args.context_parallel_size)
 
 
-def _activation_bytes(args: Any, part: ModelPart) -> float:
-    """Return the bytes kept for backward passes.
+def _activation_bytes(args: Any, part: ModelPart, offloaded: Sequence[float]) -> float:
+    """Return the bytes kept for backward passes, without those ``offloaded``, by layer.
 
     With full recomputation these are the inputs of recomputed layers, or of each group of
     ``recompute_num_layers`` layers; with selective recomputation everything but the modules that
     are recomputed.
     """
     layer_bytes = _kept_bytes(args, part)
-    offloaded = [size for chunk in part.chunks() for size in offloaded_bytes(args, chunk)]
     layer_bytes = [kept - away for kept, away in zip(layer_bytes, offloaded, strict=True)]
     if part.has_head and (mtp_layers := mtp_depth(args)):
         last = list_layer_kinds(args)[-1]
@@ -418,12 +420,13 @@ def _kept_bytes(args: Any, part: ModelPart) -> list[float]:
     ]
 
 
-def _offloaded_activations(args: Any, part: ModelPart) -> float:
-    """Return the bytes of activations in host memory."""
+def _offloaded_by_layer(args: Any, part: ModelPart) -> list[float]:
+    """Return the bytes of each layer's activations per micro-batch that are in host memory."""
     if not offloads_activations(vars(args)):
-        return 0.0
-    chunk_bytes = [sum(offloaded_bytes(args, chunk)) for chunk in part.chunks()]
-    return part.microbatches_in_flight * sum(chunk_bytes)
+        return [0.0] * len(part.layers)
+    chunks = list(part.chunks())
+    bytes_by_chunk = {chunk: offloaded_bytes(args, chunk) for chunk in set(chunks)}
+    return [size for chunk in chunks for size in bytes_by_chunk[chunk]]
 
 
 def offloaded_bytes(args: Any, layers: Sequence[LayerKind]) -> list[float]:

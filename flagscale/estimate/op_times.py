@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import add
 from typing import Any, NamedTuple
 
 from flagscale.config.arguments.rules.muon import DUPLICATED, uses_muon
@@ -157,8 +158,7 @@ class Workload:
 
     def __add__(self, other: Workload) -> Workload:
         # Not by dataclasses.astuple(), which copies deeply: a search adds up many loads.
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Workload(*(a + b for a, b in pairs))
+        return Workload(*map(add, vars(self).values(), vars(other).values()))
 
     def scale(self, count: float) -> Workload:
         return Workload(*(count * value for value in vars(self).values()))

@@ -154,12 +154,15 @@ def init_model_parallel(args: argparse.Namespace) -> MeshGroups | None:
         Additional groups of heterogeneous training, in which groups of ranks (meshes) have
         different parallel sizes, or None for a homogeneous layout.
     """
+    from megatron.core import parallel_state
+
     from flagscale.train.bounded_all_reduce import bound_gradient_groups_only
 
     bound_gradient_groups_only(is_hybrid=args.num_distributed_optimizer_instances > 1)
     mesh_groups = None
     if args.meshes is None:
-        _init_homogeneous(args)
+        if not parallel_state.is_initialized():  # by the trial before, in a series of trials
+            _init_homogeneous(args)
     else:
         mesh_groups = _init_meshes(args)
     seed_generators(args)

@@ -53,6 +53,20 @@ class TrainState:
     measured_shares: MeasuredSplit | None = None
     validation: EvaluationHistory = field(default_factory=EvaluationHistory)
 
+    def release(self) -> None:
+        """Remove the hooks of autograd that refer to the chunks: cycles that Python's garbage
+        collection does not see. No step can follow.
+        """
+        for chunk in self.chunks:
+            # Chunks with sharded gradients have hooks of parameters instead of nodes.
+            nodes = getattr(chunk, "grad_accs", [])
+            for node in nodes:
+                node.register_hook(lambda *_: None).hooks_dict_ref().clear()
+            nodes.clear()
+            for parameter in chunk.parameters():
+                if hooks := parameter._post_accumulate_grad_hooks:
+                    hooks.clear()
+
     def modules(self) -> list[nn.Module]:
         """Return the models of :attr:`chunks` without DDP and precision wrappers."""
         return [unwrap_model(chunk) for chunk in self.chunks]

@@ -30,7 +30,7 @@ from flagscale.sinks.delivery import close_running_deliveries
 from flagscale.sinks.registry import create_sinks
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
-from flagscale.train.device import choose_device
+from flagscale.train.device import Device, choose_device
 from flagscale.train.distributed import RankIdentity
 from flagscale.train.memory_history import MemoryHistory
 from flagscale.train.out_of_memory import explain_out_of_memory
@@ -110,12 +110,50 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
         place=layout_position,
         libraries=device.accelerator.library_versions() if rank.local_rank == 0 else None,
     )
-    join_time = time.monotonic()
     # megatron.core reads the selected device at import time.
+    from flagscale.train.trial_series import TrialSeries, require_same_groups
+
+    series = TrialSeries.from_environment(rank, device)
+    same_device_kind = default_group.same_device_kind
+    in_series = series is not None
+    end = _train_model(
+        args, rank, device, status, same_device_kind=same_device_kind, in_series=in_series
+    )
+    while series is not None and end.reason != "signal":
+        if (words := series.await_arguments(status)) is None:
+            break
+        earlier = args
+        args = rank_arguments(derive_arguments(parse_arguments(words), rank.world_size), rank.rank)
+        require_same_groups(args, earlier)
+        end = _train_model(
+            args, rank, device, status, same_device_kind=same_device_kind, in_series=True
+        )
+    status.write_progress(end.step, "ending")
+    distributed.destroy_groups()
+    if (
+        rank.rank == 0
+        and end.reason == "completed"
+        and (args.export_huggingface or args.export_peft)
+    ):
+        _export(args, end.step, status)
+    return end
+
+
+def _train_model(
+    args: argparse.Namespace,
+    rank: RankIdentity,
+    device: Device,
+    status: StatusWriter,
+    *,
+    same_device_kind: bool,
+    in_series: bool,
+) -> TrainingEnd:
+    """Build the model and train it. With ``in_series``, nothing refers to it after the return."""
     import torch
 
     from flagscale.train.setup import prepare_training
 
+    start_time = time.monotonic()
     state: TrainState | None = None
     memory_history = MemoryHistory(args, rank.rank, device)
     try:
@@ -124,10 +162,10 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
             rank,
             device,
             status,
-            same_device_kind=default_group.same_device_kind,
+            same_device_kind=same_device_kind,
             memory_history=memory_history,
         )
-        status.write("ready", seconds=round(time.monotonic() - join_time, 3))
+        status.write("ready", seconds=round(time.monotonic() - start_time, 3))
         reason = trainer.run()
     except torch.OutOfMemoryError as error:
         memory_history.dump("out_of_memory")
@@ -140,10 +178,8 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
             stage_index=distributed.find_pipeline_stage(),
         )
         raise torch.OutOfMemoryError(text) from error
-    status.write_progress(state.progress.iteration, "ending")
-    distributed.destroy_groups()
-    if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):
-        _export(args, state.progress.iteration, status)
+    if in_series:
+        state.release()
     return TrainingEnd(reason, trainer.end_detail, state.progress.iteration)
 
 

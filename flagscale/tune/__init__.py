@@ -5,7 +5,7 @@
 - :mod:`.space`: enumeration of all legal layouts, and of those that fit.
 - :mod:`.belief`: the time of each layout by calculation and by measurements of others.
 - :mod:`.records`: what was tried, in files from which a search goes on.
-- :mod:`.trial`: one short run.
+- :mod:`.trial`: the experiment of a trial; :mod:`.trial_processes`: its processes.
 - :mod:`.search`: the order of trials and their end.
 - :mod:`.show`, :mod:`.answer`: the table, and the winner as a command line and a YAML.
 """

@@ -86,6 +86,7 @@ class Belief:
 
     def __init__(self, prior: PriorErrors, observations: Sequence[Observation] = ()) -> None:
         self._prior = prior
+        self._expectations: dict[int, tuple[Layout, Expectation]] = {}
         self._observations = list(observations)
         layouts = [observation.layout for observation in observations]
         covariance = [[self._covariance(a, b) for b in layouts] for a in layouts]
@@ -97,6 +98,14 @@ class Belief:
 
     def expect(self, layout: Layout) -> Expectation:
         """Return the expected time of a layout."""
+        # By identity; the layout is kept, so that no other one takes its place.
+        if (known := self._expectations.get(id(layout))) is not None:
+            return known[1]
+        expectation = self._expect(layout)
+        self._expectations[id(layout)] = layout, expectation
+        return expectation
+
+    def _expect(self, layout: Layout) -> Expectation:
         mean, projection = self._project(layout)
         variance = self._covariance(layout, layout) - sum(value**2 for value in projection)
         return Expectation(
@@ -146,7 +155,8 @@ class Belief:
         share = self._prior.by_cause[cause] ** 2
         return math.exp(
             sum(
-                weight * (share * _shares(o.layout).get(cause, 0.0) + self._prior.common**2)
+                weight
+                * (share * o.layout.prediction.shares.get(cause, 0.0) + self._prior.common**2)
                 for weight, o in zip(self._weights, self._observations, strict=True)
             )
         )
@@ -157,18 +167,13 @@ class Belief:
         return mean, _solve(self._factor, row)
 
     def _covariance(self, a: Layout, b: Layout) -> float:
-        prior, shares, others = self._prior, _shares(a), _shares(b)
+        prior, shares, others = self._prior, a.prediction.shares, b.prediction.shares
         total = prior.common**2 + sum(
             prior.by_cause[cause] ** 2 * share * others.get(cause, 0.0)
             for cause, share in shares.items()
         )
         total += prior.sizes**2 * math.exp(-_distance(a.setting, b.setting) / _SIMILARITY_LENGTH)
         return total + prior.layout**2 * (a.setting == b.setting)
-
-
-def _shares(layout: Layout) -> dict[str, float]:
-    prediction = layout.prediction
-    return {cause: s / prediction.seconds for cause, s in prediction.seconds_by_cause.items()}
 
 
 def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:

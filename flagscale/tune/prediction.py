@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
-from flagscale.estimate import memory
-from flagscale.estimate.arithmetic import list_layer_kinds
+from flagscale.estimate import attention, memory
+from flagscale.estimate.arithmetic import expert_tp, list_layer_kinds
 from flagscale.estimate.forecast import (
     StageLoads,
     find_distinct_stages,
@@ -79,6 +79,11 @@ class Prediction:
     @cached_property
     def seconds(self) -> float:
         return sum(self.seconds_by_cause.values())
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """Fraction of each cause."""
+        return {cause: s / self.seconds for cause, s in self.seconds_by_cause.items()}
 
     @property
     def main_causes(self) -> set[str]:
@@ -208,7 +213,7 @@ def _pass_communication(args: Any, stage: StageLoads, machine: Machine) -> dict[
             _EXPOSED_CONTEXT * size / bandwidth + _CONTEXT_COLLECTIVES * latency
         )
     if ep > 1:
-        bandwidth, latency = machine.link(ep, args.expert_tensor_parallel_size or tp)
+        bandwidth, latency = machine.link(ep, expert_tp(args))
         tokens = memory.count_microbatch_tokens(args) / tp
         size = tokens * args.hidden_size * memory.element_bytes(args) * args.moe_router_topk
         seconds["expert"] = (
@@ -219,10 +224,8 @@ def _pass_communication(args: Any, stage: StageLoads, machine: Machine) -> dict[
 
 def _kv_bytes(args: Any) -> float:
     """Return the bytes of a rank's own keys and values in a layer."""
-    groups = args.num_query_groups or args.num_attention_heads
-    width = (args.kv_channels or args.hidden_size // args.num_attention_heads) * groups
-    tokens = memory.count_microbatch_tokens(args)
-    return float(2 * tokens * width * memory.element_bytes(args) / args.tensor_model_parallel_size)
+    width = attention.kv_width(args) / args.tensor_model_parallel_size
+    return float(memory.count_microbatch_tokens(args) * width * memory.element_bytes(args))
 
 
 def _transfer_seconds(args: Any, machine: Machine) -> float:
@@ -236,11 +239,10 @@ def _transfer_seconds(args: Any, machine: Machine) -> float:
 
 def _reduction_seconds(args: Any, stage: StageLoads, machine: Machine) -> float:
     """Return the exposed seconds in which gradients are reduced and weights gathered."""
-    ranks = args.data_parallel_size * args.context_parallel_size
-    if ranks == 1:
-        return 0.0
     instances = args.num_distributed_optimizer_instances
-    shards = ranks // instances
+    shards, _ = memory.count_shards(args)
+    if shards * instances == 1:
+        return 0.0
     bandwidth, latency = machine.link(shards, args.tensor_model_parallel_size)
     volume = stage.trained * (shards - 1) / shards
     gradients, weights = _GRADIENT_BYTES * volume, memory.element_bytes(args) * volume

@@ -19,12 +19,11 @@ from flagscale.estimate.arithmetic import get_transformer
 from flagscale.estimate.plan import DeviceSpec, find_padded_vocabulary, get_device_spec
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.runners.base import runner_for_experiment
-from flagscale.tune.machine import Machine, make_cpu_machine, make_gpu_machine
+from flagscale.tune.machine import GIB, Machine, make_cpu_machine, make_gpu_machine
 from flagscale.tune.space import SearchProblem
 
 _BATCH = ("global_batch_size", "rampup_batch_size")
 _BYTES_PER_MB = 1e6
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _find_machine(
             experiment.train.values["peak_tflops"],
         )
     memory = experiment.tuner.memory_model.gpu_memory
-    return machine if memory is None else replace(machine, memory_gib=memory * _BYTES_PER_MB / _GIB)
+    return machine if memory is None else replace(machine, memory_gib=memory * _BYTES_PER_MB / GIB)
 
 
 def _find_device(name: str | None) -> DeviceSpec | None:

@@ -40,7 +40,8 @@ class Trial:
     """One run of a layout.
 
     ``step_seconds`` are those of the counted steps. ``failure`` is the first failure in one line;
-    ``ran_out_of_memory`` is True if that is why it failed.
+    ``ran_out_of_memory`` is True if that is why it failed. ``run`` is the number of the trial that
+    started its processes, 0 for the trial itself.
     """
 
     number: int
@@ -53,10 +54,12 @@ class Trial:
     started: float = 0.0
     seconds: float = 0.0
     log: str = ""
+    run: int = 0
 
     @property
     def directory(self) -> str:
-        return f"trial_{self.number:03d}"
+        """Name of the directory of its run."""
+        return f"trial_{self.run or self.number:03d}"
 
     @property
     def key(self) -> str:
@@ -116,10 +119,10 @@ class TrialRecords:
     fingerprint: str
     trials: list[Trial] = field(default_factory=list)
 
-    def start(self, setting: Mapping[str, Any]) -> Trial:
-        """Record the start of a trial, before it starts."""
+    def start(self, setting: Mapping[str, Any], run: int = 0) -> Trial:
+        """Record the start of a trial, before it starts; ``run`` as in :class:`Trial`."""
         number = max((trial.number for trial in self.trials), default=0) + 1
-        trial = Trial(number, dict(setting), started=time.time())
+        trial = Trial(number, dict(setting), started=time.time(), run=run)
         self.trials.append(trial)
         self.save()
         return trial

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from flagscale.tune.space import Layout, SearchProblem, Space
 _REPEATED_TRIALS = 2
 """Trials of each layout that may be the best, at the end."""
 _MAX_CONTENDERS = 3
+_CHEAP_TRIAL = 0.6
+"""Duration of a trial that needs no new processes, compared with one that does."""
 _SAME_FAILURES = 2
 """Number of first trials that fail alike, after which no layout is expected to work."""
 _CONSIDERED = 400
@@ -173,11 +175,14 @@ class Search:
         """Return the time of a layout that is expected after all measurements."""
         return self.belief.expect(layout)
 
-    def decide(self, spent_seconds: float) -> Decision:
+    def decide(
+        self, spent_seconds: float, is_cheap: Callable[[Layout], bool] = lambda _layout: False
+    ) -> Decision:
         """Return the next trial.
 
         Args:
             spent_seconds: Duration of all trials so far.
+            is_cheap: Whether the processes of the last trial can run a layout.
         """
         if reason := self._describe_common_failure():
             return Decision(None, reason)
@@ -186,14 +191,14 @@ class Search:
             return Decision(None, f"{control.max_trials} trials (auto_tuner.control.max_trials)")
         if control.max_time is not None and spent_seconds >= control.max_time:
             return Decision(None, f"{control.max_time:g} s (auto_tuner.control.max_time)")
-        layout, reason = self._choose()
+        layout, reason = self._choose(is_cheap)
         if layout is not None:
             return Decision(layout)
         for result in self._contenders():
             return Decision(result.layout, is_repeat=True)
         return Decision(None, reason)
 
-    def _choose(self) -> tuple[Layout | None, str]:
+    def _choose(self, is_cheap: Callable[[Layout], bool]) -> tuple[Layout | None, str]:
         """Return the most promising layout, or None with the reason why none is."""
         best, algo = self.fastest, self._tuner.algo
         if not self.remaining:
@@ -201,16 +206,21 @@ class Search:
         if best is None:
             return self.remaining[0], ""
         if algo.name == "grid":
-            return min(self.remaining, key=lambda layout: self.expect(layout).seconds), ""
+            return min(
+                self.remaining,
+                key=lambda layout: (not is_cheap(layout), self.expect(layout).seconds),
+            ), ""
         goal = (1 - algo.tolerance) * best.timing.seconds
         probability = self.belief.win_probability(self.remaining, goal)
         if probability >= 1 - algo.certainty:
             seconds = best.timing.seconds
-            ordered = sorted(
+            return max(
                 self.remaining,
-                key=lambda layout: -self.belief.expected_improvement(layout, seconds),
-            )
-            return ordered[0], ""
+                key=lambda layout: (
+                    self.belief.expected_improvement(layout, seconds)
+                    / (_CHEAP_TRIAL if is_cheap(layout) else 1.0)
+                ),
+            ), ""
         if algo.priority == "memory" and (layout := self._choose_smaller()) is not None:
             return layout, ""
         return None, (

@@ -16,9 +16,10 @@ from flagscale.tune.records import (
     TrialRecords,
     time_steps,
 )
-from flagscale.tune.search import Search
+from flagscale.tune.search import Decision, Search
 from flagscale.tune.space import Layout, SearchProblem, Space
-from flagscale.tune.trial import WARMUP_STEPS, end_leftover, load_trial, run_trial
+from flagscale.tune.trial import WARMUP_STEPS, end_leftover, load_trial
+from flagscale.tune.trial_processes import TrialProcesses
 
 
 def run_search(
@@ -32,35 +33,63 @@ def run_search(
     if records.trials:
         log_line(f"{len(records.trials)} trials in {records.directory} count")
     tuner = experiment.tuner
-    while True:
-        search = Search(problem, space, tuner, records.trials)
-        decision = search.decide(sum(trial.seconds for trial in records.trials))
-        if decision.layout is None:
-            return search, decision.reason
-        trial = records.start(decision.layout.setting)
-        _print_start(trial, search, decision.layout, is_repeat=decision.is_repeat)
-        try:
-            trial = _run(experiment, problem, trial, search, is_repeat=decision.is_repeat)
-        except BaseException:
-            records.forget(trial)
-            raise
-        records.finish(trial)
-        _print_end(trial, search)
+    with TrialProcesses(tuner.control.interval) as processes:
+        while True:
+            search = Search(problem, space, tuner, records.trials)
+            decision = search.decide(
+                sum(trial.seconds for trial in records.trials),
+                lambda layout: bool(processes.find(layout.setting)),
+            )
+            if decision.layout is None:
+                return search, decision.reason
+            # A repeat also measures the difference between processes.
+            run = 0 if decision.is_repeat else processes.find(decision.layout.setting)
+            trial = _run(experiment, problem, records, search, decision, processes, run)
+            if trial.state == FAILED and trial.run:
+                # A failure in processes that ran another layout does not prove anything.
+                records.forget(trial)
+                log_line(f"[{trial.number}] failed: {trial.failure}; again in new processes")
+                trial = _run(experiment, problem, records, search, decision, processes)
+            records.finish(trial)
+            _print_end(trial, search)
 
 
 def end_interrupted(experiment: Experiment, records: TrialRecords) -> None:
-    """End the trial that a killed search has left, and forget it."""
-    for trial in [trial for trial in records.trials if trial.state == RUNNING]:
+    """End the processes that a killed search has left, and forget the trial that they ran."""
+    for trial in records.trials[-1:]:
         if end_leftover(experiment, trial):
             log_line(f"trial {trial.number} of an earlier search was alive, and was ended")
-        records.forget(trial)
+        if trial.state == RUNNING:
+            records.forget(trial)
 
 
 def _run(
     experiment: Experiment,
     problem: SearchProblem,
+    records: TrialRecords,
+    search: Search,
+    decision: Decision,
+    processes: TrialProcesses,
+    run: int = 0,
+) -> Trial:
+    """Run a trial that has been decided; ``run`` as in :class:`.Trial`."""
+    assert decision.layout is not None
+    trial = records.start(decision.layout.setting, run)
+    _print_start(trial, search, decision.layout, is_repeat=decision.is_repeat)
+    try:
+        return _measure(experiment, problem, trial, search, processes, is_repeat=decision.is_repeat)
+    except BaseException:
+        processes.close()
+        records.forget(trial)
+        raise
+
+
+def _measure(
+    experiment: Experiment,
+    problem: SearchProblem,
     trial: Trial,
     search: Search,
+    processes: TrialProcesses,
     *,
     is_repeat: bool,
 ) -> Trial:
@@ -76,11 +105,10 @@ def _run(
         )
     except ConfigError as error:
         return replace(trial, state=FAILED, failure=str(error).partition("\n")[0])
-    return run_trial(
+    return processes.run(
         run,
         trial,
         seconds_limit=control.max_time_per_task * (2 if is_first else 1),
-        poll_seconds=control.interval,
         # A repeat is whole, also if it is slower than the first trial of the same layout.
         is_hopeless=_never if is_repeat else search.is_hopeless,
     )

@@ -109,15 +109,6 @@ class SearchProblem:
         args = self.resolve(setting)
         return predict_seconds(args, self._padded_vocabulary(args), self.machine)
 
-    def predict(self, setting: Mapping[str, Any], machine: Machine | None = None) -> Prediction:
-        """Return the prediction for a layout, if need be on another machine."""
-        machine = machine or self.machine
-        args = change_layout(self.derived, setting, machine.ranks)
-        vocabulary = self._padded_vocabulary(args)
-        return Prediction(
-            predict_memory(args, vocabulary, machine), predict_seconds(args, vocabulary, machine)
-        )
-
     def _padded_vocabulary(self, args: Namespace) -> int:
         return pad_vocabulary(self.vocabulary_size, vars(args)) if self.vocabulary_size else 0
 

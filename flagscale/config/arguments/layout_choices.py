@@ -282,6 +282,13 @@ SAVING_ARGUMENTS = frozenset(
 )
 """Those that save memory."""
 
+ARGUMENTS_OF_GROUPS = tuple(
+    name for name in CHOSEN_ARGUMENTS if name not in (MICRO_BATCH, *RECOMPUTED)
+)
+"""Those for which a run needs processes of its own. Runs that differ only in others have the same
+process groups and the same optimizer.
+"""
+
 DERIVED_KEYS: Mapping[str, Callable[[ChoiceContext], Any]] = {
     "data_parallel_size": lambda context: context.replicas,
     "use_recompute": lambda context: context.values[RECOMPUTED[0]] is not None,

@@ -53,6 +53,18 @@ def test_the_best_is_repeated_before_the_end() -> None:
     assert (decision.layout, decision.is_repeat) == (layouts[0], True)
 
 
+CHEAP = {"as good": (1.0, 0), "much worse": (2.0, 1)}
+
+
+@pytest.mark.parametrize(("seconds", "expected"), CHEAP.values(), ids=CHEAP)
+def test_layouts_that_need_no_new_processes_are_preferred(seconds: float, expected: int) -> None:
+    tried = fake_layout(1.2)
+    cheap = fake_layout(seconds, micro_batch_size=2)
+    other = fake_layout(1.0, tensor_model_parallel_size=2)
+    search = make_search([tried, cheap, other], [trial_of(tried, 1.2)])
+    assert search.decide(0, lambda layout: layout is cheap).layout is (cheap, other)[expected]
+
+
 def test_a_grid_tries_every_layout() -> None:
     layouts = [fake_layout(1.0), fake_layout(9.0, micro_batch_size=2)]
     tuner = Tuner(algo=TunerAlgorithm(name="grid"))

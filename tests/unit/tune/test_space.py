@@ -93,12 +93,12 @@ def test_memory_is_saved_only_where_it_is_needed() -> None:
     assert saving
     for layout in saving:
         bare = {**layout.setting, **dict.fromkeys(RECOMPUTED)}
-        assert problem.predict(bare).memory.excess_bytes
+        assert problem.predict_memory(bare).excess_bytes
     for large_layout in space.too_large:
         assert (
             large_layout.memory_bytes
             > max(layout.prediction.memory.bytes for layout in space.candidates)
-            or problem.predict(large_layout.setting).memory.excess_bytes
+            or problem.predict_memory(large_layout.setting).excess_bytes
         )
 
 
@@ -207,12 +207,12 @@ def test_layout_is_described_by_its_differences(changes: dict[str, Any], text: s
 def test_measurements_of_one_host_predict_many() -> None:
     problem = make_problem(8, "H100", bf16=True, global_batch_size=64)
     setting = {name: problem.values[name] for name in CHOSEN_ARGUMENTS}
-    many = problem.machine.with_hosts(4)
-    assert many.ranks == 32
-    one, four = problem.predict(setting), problem.predict(setting, many)
+    many = replace(problem, machine=problem.machine.with_hosts(4))
+    assert many.machine.ranks == 32
+    one, four = problem.predict_seconds(setting), many.predict_seconds(setting)
     # The same batch on more devices takes less time, but communication takes more.
-    assert four.seconds_by_cause["compute"] < one.seconds_by_cause["compute"]
-    assert four.seconds_by_cause["data"] > one.seconds_by_cause.get("data", 0.0)
+    assert four["compute"] < one["compute"]
+    assert four["data"] > one.get("data", 0.0)
 
 
 def test_instances_communicate_less_between_hosts() -> None:
@@ -223,8 +223,8 @@ def test_instances_communicate_less_between_hosts() -> None:
         problem = make_problem(8, "H100", **LARGE_MODEL, **sharding, **hybrid, global_batch_size=64)
         setting = {name: problem.values[name] for name in CHOSEN_ARGUMENTS}
         setting["use_distributed_optimizer"] = True
-        hosts = problem.machine.with_hosts(4)
-        seconds.append(problem.predict(setting, hosts).seconds_by_cause["data"])
+        many = replace(problem, machine=problem.machine.with_hosts(4))
+        seconds.append(many.predict_seconds(setting)["data"])
     assert seconds[1] < seconds[0]
 
 
