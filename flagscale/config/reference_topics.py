@@ -146,6 +146,7 @@ TOPICS: tuple[Topic, ...] = (
     ),
     Topic("optimizer", "Optimizer", groups=("OptimizerConfig",)),
     Topic("optimizer", "Muon", groups=("Muon",)),
+    Topic("optimizer", "Lion", groups=("Lion",)),
     Topic("optimizer", "Optimizer", r"calculate_per_token_loss|clip_grad|\w*optimizer\w*"),
     Topic(
         "data",

@@ -25,7 +25,7 @@ from flagscale.config.arguments.parameters import EMBEDDING, OUTPUT_LAYER, POSIT
 from flagscale.config.arguments.rules.activation_offload import offloads_activations
 from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.config.arguments.rules.freezing import freezing_argument, frozen_predicate
-from flagscale.config.arguments.rules.muon import ADAM_FAMILY, uses_muon
+from flagscale.config.arguments.rules.muon import ADAM_FAMILY, LION, uses_muon
 from flagscale.config.arguments.rules.optimizer_states import (
     StateFormats,
     model_format,
@@ -341,7 +341,8 @@ def state_bytes(args: Any) -> float:
     if args.optimizer in ADAM_FAMILY:
         return state_formats(vars(args)).device_bytes(model_format(vars(args)))
     has_masters = element_bytes(args) < FP32_BYTES
-    return float(FP32_BYTES * (bool(args.sgd_momentum) + has_masters))
+    has_momentum = args.optimizer == LION or bool(args.sgd_momentum)
+    return float(FP32_BYTES * (has_momentum + has_masters))
 
 
 def _replicated_state_bytes(

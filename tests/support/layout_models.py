@@ -142,6 +142,9 @@ _MUON = (
     "--muon-extra-scale-factor 0.2 --weight-decay 0.1 "
 )
 MUON, MUON_MOE, MUON_MLA = LLAMA + _MUON, MOE + _MUON, MLA + _MUON
+# Small steps, because a sign that rounding changes changes a weight by two steps.
+LION = LLAMA + " --optimizer lion --lr 1e-4 --weight-decay 0.1 "
+LION_MOE = MOE + " --optimizer lion --lr 1e-4 --weight-decay 0.1 "
 SHARED_PRODUCTS = "--muon-tp-mode distributed"
 BF16 = LLAMA + "--bf16"
 # Less to compute: a CPU multiplies FP8 numbers one by one.

@@ -1,10 +1,10 @@
-r"""Train a small model with Adam and with Muon, and compare losses and step times.
+r"""Train a small model with Adam, Muon and Lion, and compare losses and step times.
 
 Every run is one of run.py's, of the quickstart's text (`make data`), in bf16. Runs of a seed start
-from the same weights and see the same samples. Both optimizers have the same learning rates, with
-muon_extra_scale_factor 0.2. A run is compared with the first one of the same seed; over several
-seeds, the mean has Student's 95 % confidence interval. With --speed, the processor time of a step
-of the example's own model is measured instead and added to the file.
+from the same weights and see the same samples. Adam and Muon have the same learning rates, with
+muon_extra_scale_factor 0.2; Lion has smaller ones. A run is compared with the first one of the same
+seed; over several seeds, the mean has Student's 95 % confidence interval. With --speed, the
+processor time of a step of the example's own model is measured instead and added to the file.
 
     python tools/bench/optimizers.py --seeds 1,2,3 --output docs/results/optimizers-cpu.json
     python tools/bench/optimizers.py --speed --output docs/results/optimizers-cpu.json
@@ -31,11 +31,14 @@ _MUON = (
     "+train.model.optimizer.optimizer=muon +train.model.muon_extra_scale_factor=0.2 "
     "+train.model.muon_use_nesterov=true"
 )
+_LION = "+train.model.optimizer.optimizer=lion"
 RUNS = {
     "adam, lr 3e-3": f"{_LEARNING_RATE}=3e-3",
     "adam, lr 1e-2": f"{_LEARNING_RATE}=1e-2",
     "muon, lr 3e-3": f"{_MUON} {_LEARNING_RATE}=3e-3",
     "muon, lr 1e-2": f"{_MUON} {_LEARNING_RATE}=1e-2",
+    "lion, lr 3e-4": f"{_LION} {_LEARNING_RATE}=3e-4",
+    "lion, lr 1e-3": f"{_LION} {_LEARNING_RATE}=1e-3",
 }
 """Overrides of the runs by name."""
 _SPEED_SETTINGS = (

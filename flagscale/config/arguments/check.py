@@ -46,7 +46,7 @@ from flagscale.config.arguments.rules.layers import (
 )
 from flagscale.config.arguments.rules.memory_checkpoints import check_memory_checkpoints
 from flagscale.config.arguments.rules.model_family import check_family
-from flagscale.config.arguments.rules.muon import check_muon
+from flagscale.config.arguments.rules.muon import check_other_optimizers
 from flagscale.config.arguments.rules.optimizer import (
     check_batch_size_rampup,
     check_bounded_all_reduce,
@@ -196,7 +196,7 @@ _RULES: tuple[Callable[[Values], Iterable[Violation]], ...] = (
     check_family,
     check_optimizer,
     check_optimizer_states,
-    check_muon,
+    check_other_optimizers,
     check_refused,
     _check_unsupported_values,
     check_cuda_graphs,

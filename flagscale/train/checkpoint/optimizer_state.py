@@ -1,12 +1,11 @@
 """State of megatron.core's distributed optimizer in checkpoints, without whole copies on a rank.
 
 In the ``fully_reshardable`` format, each parameter has a fp32 weight and states of its own shape:
-two moments of Adam, or the momentum of Muon. megatron.core gathers them of all parameters on every
-rank to save them, and allocates them on every rank to load them: 12 bytes a weight and rank, 770 GB
-on a host for 8 ranks of an 8B model. Here each parameter is gathered on one rank of the
-data-parallel group only, which writes it, and a rank reads only parameters of which its shards
-contain a part, a limited number at a time. The files
-are the same.
+two moments of Adam, or the momentum of Muon or Lion. megatron.core gathers them of all parameters
+on every rank to save them, and allocates them on every rank to load them: 12 bytes a weight and
+rank, 770 GB on a host for 8 ranks of an 8B model. Here each parameter is gathered on one rank of
+the data-parallel group only, which writes it, and a rank reads only parameters of which its shards
+contain a part, a limited number at a time. The files are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from flagscale.train.checkpoint.gather_plan import (
     plan_rounds,
 )
 from flagscale.train.optim.members import list_members
-from flagscale.train.optim.muon import state_names
+from flagscale.train.optim.states import state_names
 
 _SENT_ELEMENTS = 1 << 25
 """Maximum number of elements that all ranks together send at once."""

@@ -9,23 +9,16 @@ the two moments per parameter. This class follows that contract.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-_Method = TypeVar("_Method")
+from flagscale.train.optim.group_optimizer import GroupOptimizer
 
 
-def _unwrap_method(method: _Method) -> _Method:
-    """Return the original function of a method that torch has wrapped."""
-    unwrapped: _Method = inspect.unwrap(method)  # type: ignore[arg-type]
-    return unwrapped
-
-
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(GroupOptimizer):
     """Adam, or AdamW with ``adam_w_mode``, with one step count per parameter group."""
 
     def __init__(
@@ -40,32 +33,6 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-
-    # Without torch's wrappers that exclude them from compilation. Nothing compiles these methods,
-    # and the wrappers would load the compiler, which takes half a second.
-    add_param_group = _unwrap_method(torch.optim.Optimizer.add_param_group)
-    zero_grad = _unwrap_method(torch.optim.Optimizer.zero_grad)
-    state_dict = _unwrap_method(torch.optim.Optimizer.state_dict)
-    load_state_dict = _unwrap_method(torch.optim.Optimizer.load_state_dict)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = int(group.get("step", 0)) + 1
-                self._update_group(group)
-        return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
         by_device_and_dtype: dict[Any, list[torch.Tensor]] = defaultdict(list)

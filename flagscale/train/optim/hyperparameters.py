@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from flagscale.train.optim.lion import LION_BETAS
 from flagscale.train.optim.members import list_members
 from flagscale.train.optim.muon import USES_MUON
 
@@ -62,15 +63,15 @@ def read_saved_schedule(common_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_optimizer_name(common_state: Mapping[str, Any]) -> str | None:
-    """Return the optimizer that saved a checkpoint (``adam``, ``muon`` or ``sgd``); None if
-    unknown.
+    """Return the optimizer that saved a checkpoint (``adam``, ``muon``, ``lion`` or ``sgd``); None
+    if unknown.
     """
+    keys = {"muon": USES_MUON, "lion": LION_BETAS, "adam": "betas", "sgd": "momentum"}
     groups = list(_saved_groups(common_state["optimizer"]))
-    if any(group.get(USES_MUON) for group in groups):
-        return "muon"
-    if any("betas" in group for group in groups):
-        return "adam"
-    return "sgd" if any("momentum" in group for group in groups) else None
+    for name, key in keys.items():
+        if any(key in group and group[key] is not False for group in groups):
+            return name
+    return None
 
 
 def set_hyperparameters(
@@ -91,6 +92,9 @@ def set_hyperparameters(
             beta1, beta2 = group["betas"]
             group["betas"] = (values.get("adam_beta1", beta1), values.get("adam_beta2", beta2))
             group["eps"] = values.get("adam_eps", group["eps"])
+        if LION_BETAS in group:
+            beta1, beta2 = group[LION_BETAS]
+            group[LION_BETAS] = (values.get("lion_beta1", beta1), values.get("lion_beta2", beta2))
         if "momentum" in group:
             group["momentum"] = values.get("sgd_momentum", group["momentum"])
     scheduler.step(0)
@@ -154,6 +158,8 @@ def _describe_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         if "betas" in group:
             values["adam_beta1"], values["adam_beta2"] = group["betas"]
             values["adam_eps"] = group["eps"]
+        elif LION_BETAS in group:
+            values["lion_beta1"], values["lion_beta2"] = group[LION_BETAS]
         elif "momentum" in group:
             values["sgd_momentum"] = group["momentum"]
         if _is_decoupled(group):

@@ -23,18 +23,10 @@ from flagscale.train.checkpoint.gather_plan import Part, choose_owners, plan_wav
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.matrices import MatrixLayout, MuonSettings, compute_update
 from flagscale.train.optim.owner_exchange import Wave
+from flagscale.train.optim.states import MOMENTUM
 
 USES_MUON = "uses_muon"
 """Mark of parameters, and of their groups, that Muon trains."""
-MOMENTUM = "momentum_buffer"
-"""Name of the only state of a matrix."""
-ADAM_STATES, MUON_STATES = ("exp_avg", "exp_avg_sq"), (MOMENTUM,)
-"""Names of a parameter's states."""
-
-
-def state_names(weight: Any) -> tuple[str, ...]:
-    """Return the names of the states of a parameter of the model."""
-    return MUON_STATES if getattr(weight, USES_MUON, False) else ADAM_STATES
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from flagscale.train.checkpoint.gather_plan import locate_parts
 from flagscale.train.optim.matrices import MatrixLayout
 from flagscale.train.optim.members import list_members
 from flagscale.train.optim.muon import USES_MUON, Matrix, Muon
+from flagscale.train.optim.states import MUON_STATES, mark_states
 
 _GROUP_KEYS = base_optimizer.param_group_identifier_keys
 """Keys by which megatron.core identifies the groups of a checkpoint."""
@@ -27,7 +28,10 @@ def mark_parameters(chunks: Iterable[Any]) -> None:
     """Mark the parameters of the model that Muon trains."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            setattr(parameter, USES_MUON, is_muon_parameter(name, parameter.dim()))
+            is_matrix = is_muon_parameter(name, parameter.dim())
+            setattr(parameter, USES_MUON, is_matrix)
+            if is_matrix:
+                mark_states(parameter, MUON_STATES)
 
 
 def group_overrides(config: OptimizerConfig) -> dict[Any, Any]:
@@ -48,7 +52,7 @@ def identify_groups(optimizer: Any, *, has_muon: bool) -> None:
 
 
 def connect_members(args: argparse.Namespace, optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Give each :class:`Muon` in megatron.core's optimizer its matrices and its states."""
+    """Give each :class:`Muon` in megatron.core's optimizer its matrices."""
     layouts = {
         parameter: _layout_of(args, name, parameter)
         for chunk in chunks
@@ -63,7 +67,6 @@ def connect_members(args: argparse.Namespace, optimizer: Any, chunks: Sequence[A
             member.optimizer.set_matrices(matrices, member.data_parallel_group)
         else:
             member.optimizer.set_matrices(list(_list_whole(member, layouts)))
-        _initialize_before_loading(member)
 
 
 def _layout_of(args: argparse.Namespace, name: str, parameter: Any) -> MatrixLayout:
@@ -113,21 +116,3 @@ def _list_whole(member: Any, layouts: dict[Any, MatrixLayout]) -> Iterator[Matri
         parameter: torch.Tensor = getattr(weight, "main_param", weight)
         if parameter in groups:
             yield Matrix(layout, groups[parameter], parameter)
-
-
-def _initialize_before_loading(member: Any) -> None:
-    """Let a member have its states before a checkpoint is loaded: megatron.core would allocate
-    Adam's.
-    """
-    muon: Muon = member.optimizer
-    load_state_dict = member.load_state_dict
-
-    def initialize_states(_optimizer: Any, _config: Any = None) -> None:
-        muon.initialize_states()
-
-    def initialize_and_load(state_dict: Any) -> None:
-        muon.initialize_states()
-        load_state_dict(state_dict)
-
-    member.init_state_fn = initialize_states
-    member.load_state_dict = initialize_and_load

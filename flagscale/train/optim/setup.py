@@ -22,7 +22,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from flagscale.config.arguments.rules.muon import uses_muon
+from flagscale.config.arguments.rules.muon import LION, uses_muon
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.optimizer_states import state_formats
 from flagscale.config.arguments.rules.sharding import shards_gradients
@@ -33,7 +33,9 @@ from flagscale.train.models.config import build_optimizer_config
 from flagscale.train.optim.adam import FusedAdam
 from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
 from flagscale.train.optim.global_norm import use_global_grad_norm
+from flagscale.train.optim.group_optimizer import GroupOptimizer
 from flagscale.train.optim.hyperparameters import mark_decoupled_groups
+from flagscale.train.optim.lion import Lion
 from flagscale.train.optim.master_adam import MasterWeightAdam
 from flagscale.train.optim.matrices import MuonSettings
 from flagscale.train.optim.members import list_members
@@ -44,6 +46,7 @@ from flagscale.train.optim.muon_setup import (
     identify_groups,
     mark_parameters,
 )
+from flagscale.train.optim.states import LION_STATES, mark_states
 from flagscale.train.sharding.optimizer import ShardedOptimizer
 
 
@@ -56,7 +59,7 @@ def replace_fallbacks() -> None:
         return
     core_optimizer.Adam = FusedAdam
     core_optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.Adam = GroupOptimizer  # the class that it accepts
     # The state has the layout of Transformer Engine's FusedAdam.
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_TE_OPTIMIZER = True
@@ -83,6 +86,10 @@ def build_optimizer(
             mark_parameters(chunks)
             overrides = group_overrides(config)
             replacements.enter_context(_use_muon(args, config))
+        if args.optimizer == LION:
+            for parameter in (p for chunk in chunks for p in chunk.parameters()):
+                mark_states(parameter, LION_STATES)
+            replacements.enter_context(_use_lion(args, config))
         optimizer = get_megatron_optimizer(
             config, chunks, config_overrides=overrides, use_gloo_process_groups=False
         )
@@ -98,6 +105,9 @@ def build_optimizer(
     mark_decoupled_groups(optimizer)
     identify_groups(optimizer, has_muon=has_muon)
     connect_members(args, optimizer, chunks)
+    for member in list_members(optimizer):
+        if isinstance(member.optimizer, Muon | Lion):
+            _initialize_before_loading(member)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(
             optimizer,
@@ -169,6 +179,39 @@ def _use_muon(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[Non
         yield
     finally:
         core_optimizer.Adam = FusedAdam
+
+
+@contextmanager
+def _use_lion(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
+    """Return a context manager in which megatron.core builds :class:`Lion` in place of Adam."""
+    config.optimizer = "adam"
+
+    def create(params: Any, *, lr: float, weight_decay: float, **_of_adam: Any) -> Lion:
+        return Lion(params, lr, (args.lion_beta1, args.lion_beta2), weight_decay)
+
+    core_optimizer.Adam = create
+    try:
+        yield
+    finally:
+        core_optimizer.Adam = FusedAdam
+
+
+def _initialize_before_loading(member: Any) -> None:
+    """Let a member have its states before a checkpoint is loaded: megatron.core would allocate
+    Adam's.
+    """
+    inner: Muon | Lion = member.optimizer
+    load_state_dict = member.load_state_dict
+
+    def initialize_states(_optimizer: Any, _config: Any = None) -> None:
+        inner.initialize_states()
+
+    def initialize_and_load(state_dict: Any) -> None:
+        inner.initialize_states()
+        load_state_dict(state_dict)
+
+    member.init_state_fn = initialize_states
+    member.load_state_dict = initialize_and_load
 
 
 def _keep_master_weights(distributed_optimizer: Any) -> None:

@@ -33,6 +33,7 @@ SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 PRECISION_AWARE = f"{DIST_OPT} --use-precision-aware-optimizer"
 LEAN_MOMENTS = f"{PRECISION_AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest --muon-extra-scale-factor 0.2 --lr 1e-2"
+LION = "--optimizer lion --lr 1e-4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 OVERLAP = DIST_OPT + " --overlap-grad-reduce --overlap-param-gather --bucket-size 20000"
 MESHES = "--enable-hetero --hetero-process-meshes"
@@ -145,6 +146,10 @@ LAYOUTS = {
     ),
     "sgd-one": Layout(1, "--optimizer sgd --lr 0.1"),
     "sgd-tp2": Layout(2, f"{TP2} --optimizer sgd --lr 0.1"),
+    "lion-tp2-do": Layout(2, f"{TP2} {LION} {DIST_OPT}"),
+    "lion-dp2-sharded": Layout(2, f"{LION} {SHARDED}"),
+    "lion-bf16-one": Layout(1, LION, "bf16"),
+    "lion-bf16-pp2": Layout(2, f"{PP2} {LION}", "bf16"),
     # Without clipping, because a factor that rounding changes would change some bf16 weights.
     "muon-bf16-one": Layout(1, f"{MUON} --clip-grad 0", "bf16"),
     "muon-bf16-pp2": Layout(2, f"{PP2} {MUON} --clip-grad 0", "bf16"),

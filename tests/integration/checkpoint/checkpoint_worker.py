@@ -356,6 +356,8 @@ def switch_and_go_on(run: Run) -> dict[str, Any]:
                 group["min_lr"] = args.decoupled_min_lr
         if "betas" in group:
             group["betas"], group["eps"] = (args.adam_beta1, args.adam_beta2), args.adam_eps
+        if "lion_betas" in group:
+            group["lion_betas"] = (args.lion_beta1, args.lion_beta2)
         else:
             group["momentum"] = args.sgd_momentum
     position = run.state.scheduler.num_steps

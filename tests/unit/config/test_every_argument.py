@@ -313,7 +313,7 @@ EXTERNAL_NAMES = {
     "flight_recorder_dump_path": ("NCCL flight recorder", "noted"),
     "moe_single_grouped_bias": ("kernels of Transformer Engine", "noted"),
     "activation_offload_fraction": ("details of offloading", "noted"),
-    "lion_beta1": ("other optimizers", "noted"),
+    "soap_shampoo_beta": ("other optimizers", "noted"),
     "otel_enabled": ("external telemetry", "noted"),
     "moe_routing_trace_path": ("metrics, traces and checks", "noted"),
     "async_strategy": ("internals of Megatron-LM's training loop", "noted"),

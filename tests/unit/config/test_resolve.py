@@ -299,13 +299,18 @@ def test_swiglu_width_is_two_thirds() -> None:
             {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
             "end_weight_decay 0.2; use linear or cosine",
         ),
-        ({"optimizer": "lion"}, "expected 'adam' (AdamW), 'sgd' or 'muon'"),
+        ({"optimizer": "soap"}, "expected 'adam' (AdamW), 'muon', 'lion' or 'sgd'"),
         ({"optimizer": "dist_muon"}, "dist_muon requires use_distributed_optimizer: true"),
         ({"optimizer": "muon", "fp16": True}, "muon is not supported with fp16; use bf16"),
         (
             {"optimizer": "muon", "decoupled_weight_decay": False},
-            "decoupled_weight_decay: false is not supported by Muon",
+            "decoupled_weight_decay: false is not supported by muon",
         ),
+        (
+            {"optimizer": "lion", "decoupled_weight_decay": False},
+            "decoupled_weight_decay: false is not supported by lion",
+        ),
+        ({**LEAN, "optimizer": "lion"}, "requires optimizer: adam, found lion"),
         ({**LEAN, "optimizer": "muon"}, "requires optimizer: adam, found muon"),
         ({"mtp_num_layers": -1}, "mtp_num_layers: expected a number of layers of"),
         (

@@ -62,6 +62,7 @@ RUNS = {
     "decoupled": f"{GPT} --decoupled-lr 1e-4",
     "sgd": f"{GPT} --optimizer sgd",
     "muon": f"{GPT} --optimizer muon",
+    "lion": f"{GPT} --optimizer lion",
     "fp16": f"{GPT} --fp16",
     "bf16": f"{GPT} --bf16",
     "lean": f"{GPT} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer",

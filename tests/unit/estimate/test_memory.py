@@ -445,6 +445,14 @@ def test_muon_has_one_state_per_weight_of_a_matrix(options: str, world: int, sav
     assert (adam.weights, adam.gradients) == (muon.weights, muon.gradients)
 
 
+def test_lion_has_one_state_per_weight() -> None:
+    adam, lion = (
+        forecast_llama(f"{WHOLE} --optimizer {name}").stages[0].memory for name in ("adam", "lion")
+    )
+    assert lion.optimizer / adam.optimizer == pytest.approx(8 / 12)
+    assert (adam.weights, adam.gradients) == (lion.weights, lion.gradients)
+
+
 def test_an_orthogonalization_needs_memory_when_there_are_no_activations() -> None:
     short = f"{WHOLE} --optimizer muon --seq-length 16 --global-batch-size 1"
     memory = forecast_llama(short).stages[0].memory

@@ -67,8 +67,12 @@ _LR_DECAY = by_value(
 _ADAM = ("adam", "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 _OPTIMIZER = by_value(
     "train.model.optimizer",
-    {**dict.fromkeys(_ADAM, "adam"), "sgd": "sgd", "muon": "muon"},
-    "the implemented optimizers are adam (AdamW), sgd and muon (`train.model.optimizer`)",
+    {
+        **dict.fromkeys(_ADAM, "adam"),
+        **dict.fromkeys(("lion", "lion_32bit"), "lion"),
+        **{name: name for name in ("sgd", "muon")},
+    },
+    "the implemented optimizers are adam (AdamW), muon, lion and sgd (`train.model.optimizer`)",
 )
 _ATTENTION = by_value(
     "train.model.attention_backend",

@@ -157,8 +157,8 @@ UNSUPPORTED_FAMILIES: tuple[UnsupportedFamily, ...] = (
     ),
     UnsupportedFamily(
         "other optimizers",
-        r"lion_beta[12]",
-        "it is an option of Lion, but `optimizer` is adam, sgd or muon",
+        r"soap_(shampoo_beta|precondition_frequency|use_kl_shampoo)",
+        "it is an option of SOAP, but `optimizer` is adam, muon, lion or sgd",
         unused=True,
     ),
     UnsupportedFamily(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flagscale.config.arguments.rules.data import trains_on_conversations, uses_external_data
 from flagscale.config.arguments.rules.layers import documents_are_separate
 from flagscale.config.arguments.rules.model_family import arguments_of_family, families_by_argument
-from flagscale.config.arguments.rules.muon import MUON
+from flagscale.config.arguments.rules.muon import ADAM_FAMILY, LION, MUON
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, CUDA_GRAPH_SCOPE, FULL_ITERATION
 from flagscale.config.arguments.spec.argument import Values, Violation
 from flagscale.config.arguments.spec.registry import arguments
@@ -227,7 +227,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         MUON,
     ),
     Requirement("optimizer", "sgd_momentum", ("sgd",)),
-    Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ("adam", *MUON)),
+    Requirement("optimizer", "adam_beta1 adam_beta2 adam_eps", ADAM_FAMILY),
+    Requirement("optimizer", "lion_beta1 lion_beta2", (LION,)),
     Requirement("optimizer_cpu_offload", "optimizer_offload_fraction"),
     Requirement("use_precision_aware_optimizer", "store_param_remainders"),
     Requirement(

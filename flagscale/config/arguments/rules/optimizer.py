@@ -117,7 +117,8 @@ def check_optimizer(values: Values) -> Iterator[Violation]:
     if values["optimizer"] not in OPTIMIZERS:
         yield (
             "optimizer",
-            f"{values['optimizer']!r} is not implemented; expected 'adam' (AdamW), 'sgd' or 'muon'",
+            f"{values['optimizer']!r} is not implemented; expected 'adam' (AdamW), 'muon', "
+            "'lion' or 'sgd'",
         )
     if values["optimizer"] == "sgd" and values["use_distributed_optimizer"]:
         yield (

@@ -88,7 +88,8 @@ _NAMES: Mapping[Effect, str] = {
     Effect.STATES: "main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     Effect.SCHEDULE: """
     adam_beta1 adam_beta2 adam_eps decoupled_lr decoupled_min_lr end_weight_decay lr lr_decay_iters
-    lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters
+    lion_beta1 lion_beta2 lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init
+    lr_warmup_iters
     lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style min_lr
     sgd_momentum start_weight_decay train_iters train_samples weight_decay weight_decay_incr_style
     """,

@@ -15,7 +15,7 @@ from typing import Any
 from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, effective
 from flagscale.config.arguments.rules.adapters import describe_adapters, first_differing_weight
 from flagscale.config.arguments.rules.freezing import describe_freezing, freezing_differences
-from flagscale.config.arguments.rules.muon import ADAM_FAMILY, optimizer_kind
+from flagscale.config.arguments.rules.muon import hyperparameter_names, optimizer_kind
 from flagscale.config.arguments.rules.optimizer import schedule_lengths, weight_decays
 from flagscale.config.arguments.rules.optimizer_states import OPTIMIZER_DTYPES, model_format
 from flagscale.config.arguments.rules.resume_effects import (
@@ -84,6 +84,8 @@ SCHEDULE_TERMS: Mapping[str, str] = {
     "adam_beta1": "adam_beta1",
     "adam_beta2": "adam_beta2",
     "adam_eps": "adam_eps",
+    "lion_beta1": "lion_beta1",
+    "lion_beta2": "lion_beta2",
     "sgd_momentum": "sgd_momentum",
 }
 """Hyperparameters of the optimizer and its schedule, with their names in messages. Keys of the
@@ -172,11 +174,9 @@ def _schedule_of(values: Values) -> dict[str, Any]:
         decoupled_min_lr = values["decoupled_min_lr"]
         if decoupled_min_lr is None:
             decoupled_min_lr = values["min_lr"]
-    has_adam = values["optimizer"] in ADAM_FAMILY
-    own_names = ("adam_beta1", "adam_beta2", "adam_eps") if has_adam else ("sgd_momentum",)
     return {
         **schedule_lengths(values),
-        **{name: values[name] for name in own_names},
+        **{name: values[name] for name in hyperparameter_names(values)},
         "max_lr": values["lr"],
         "min_lr": values["min_lr"],
         "decoupled_lr": decoupled_lr,

@@ -21,7 +21,7 @@ class Model:
     )
     optimizer: str = arg(
         "adam",
-        "Optimizer: adam (AdamW), sgd, or muon (Muon for matrices, AdamW for other weights); "
+        "Optimizer: adam (AdamW), sgd, lion, or muon (Muon for matrices, AdamW for other weights); "
         "Megatron-LM's dist_muon is muon with use_distributed_optimizer "
         "(docs/guides/optimizers.md)",
     )
@@ -273,6 +273,21 @@ class Muon:
         "blockwise (Megatron-LM's default), every rank orthogonalizes its own part, so that "
         "results depend on tensor_model_parallel_size",
         choices=("duplicated", "distributed", "blockwise"),
+    )
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Options of Lion (docs/guides/optimizers.md)."""
+
+    lion_beta1: float = arg(
+        0.95,
+        "Weight of the momentum, compared with the gradient, in Lion's update",
+        minimum=0,
+        maximum=1,
+    )
+    lion_beta2: float = arg(
+        0.98, "Decay rate of Lion's moving average of gradients", minimum=0, maximum=1
     )
 
 
