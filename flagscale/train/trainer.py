@@ -134,7 +134,10 @@ class Trainer:
             self._reporter.warn(warning)
         if self._args.manual_gc:
             gc.disable()
-            gc.collect()
+        # megatron.core collects garbage while it describes the optimizer's state: training would
+        # wait for a look at every object of model and libraries at each save.
+        gc.collect()
+        gc.freeze()
         self._throughput_meter.start_lap()
         reason: StopReason = "completed"
         while self._state.progress.iteration < self._last_step:

@@ -14,6 +14,7 @@ Requires the extra ``storage-tests``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -149,6 +150,8 @@ class Rank:
         from flagscale.train.step import gathered_parameters
 
         memory, seconds = 0.0, {}
+        gc.collect()
+        gc.freeze()  # as the trainer does before the first step
         with gathered_parameters(args, self._state.chunks):
             begin = time.monotonic()
             checkpointer.save(self._state, required=True)

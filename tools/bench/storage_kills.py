@@ -76,12 +76,13 @@ def main() -> int:
         os.environ.update(s3_environment(server.endpoint))
         lab = KillLab(proxy, Path(scratch), random.Random(options.seed))
         deadline = time.monotonic() + options.seconds
+        result: dict[str, Any] = {}
         while time.monotonic() < deadline and len(lab.rounds) != options.rounds:
             lab.run_round()
-        result = {**conditions, **lab.summarize()}
+            result = {**conditions, **lab.summarize()}
+            if options.output:  # an interrupted run keeps its rounds
+                write_json(options.output, result)
     print(json.dumps(result, indent=1))
-    if options.output:
-        write_json(options.output, result)
     return 1 if result["lost"] else 0
 
 

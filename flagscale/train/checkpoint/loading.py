@@ -35,7 +35,7 @@ from flagscale.config.arguments.rules.resuming import (
 from flagscale.config.arguments.spec.paths import staging_directory
 from flagscale.errors import CheckpointError
 from flagscale.object_storage import Location, is_address
-from flagscale.train.checkpoint import checksums, sharded_state
+from flagscale.train.checkpoint import sharded_state
 from flagscale.train.checkpoint.collective_errors import (
     describe_error,
     raise_on_all_ranks,
@@ -135,9 +135,6 @@ def _load_from(
 ) -> LoadReport:
     """Load a checkpoint. ``directory`` is its local directory, or one that stands for it."""
     run_on_rank_0(lambda: _require_safe_metadata(directory))
-    # Tensors of object storage are verified as they are read: not all of them may be.
-    if args.verify_checkpoint and directory == checkpoint.path:
-        raise_on_all_ranks(_find_damage(directory))
     vocabulary_range = sharded_state.vocabulary_range(args, state)
     manifest = dict(checkpoint.content)
     if loads_optimizer(vars(args)) and manifest.get("has_optimizer", True):
@@ -202,16 +199,6 @@ def _describe_saved_optimizer(path: Path) -> dict[str, Any]:
     name = saved_optimizer_name(common_state)
     description: dict[str, Any] = {} if name is None else {"optimizer": name}
     return {**description, "schedule": read_saved_schedule(common_state)}
-
-
-def _find_damage(path: Path) -> str | None:
-    """Verify this rank's fraction of the checksums; return the first error, or None."""
-    storage = read_metadata(path).storage_data.items()
-    try:
-        checksums.verify_checksums(path, storage, dist.get_rank(), dist.get_world_size())
-    except CheckpointError as error:
-        return f"{error.message}; {error.hint}"
-    return None
 
 
 def _read_shards(

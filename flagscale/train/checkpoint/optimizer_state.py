@@ -161,19 +161,23 @@ def _gather_states(
     """Gather each parameter's state in the host memory of its owner.
 
     Returns:
-        The states of the parameters that this rank owns.
+        The states of the parameters that this rank owns. States that it holds completely and in
+        host memory are the optimizer's own tensors.
     """
     group = optimizer.data_parallel_group
     rank, ranks = group.rank(), group.size()
     owners = choose_owners([parameter.weight.numel() for parameter in parameters], ranks)
-    result = {
-        index: {
-            name: torch.empty(parameter.weight.shape, dtype=torch.float32)
-            for name in parameter.tensor_names
-        }
-        for index, (parameter, owner) in enumerate(zip(parameters, owners, strict=True))
-        if owner == rank
-    }
+    own_tensors, result = {}, {}
+    for index, (parameter, owner) in enumerate(zip(parameters, owners, strict=True)):
+        if owner != rank:
+            continue
+        if tensors := _find_own_tensors(optimizer, parameter):
+            own_tensors[index] = tensors
+        else:
+            result[index] = {
+                name: torch.empty(parameter.weight.shape, dtype=torch.float32)
+                for name in parameter.tensor_names
+            }
     round_size = max(_SENT_ELEMENTS // ranks, 1)
     all_parts = [parameter.parts for parameter in parameters]
     names = [parameter.tensor_names for parameter in parameters]
@@ -183,12 +187,30 @@ def _gather_states(
         held = {
             index: held[index] if index in held else _hold_part(optimizer, parameters[index])
             for index in {piece.parameter for piece in pieces if piece.source == rank}
+            if index not in own_tensors
         }
         device = parameters[pieces[0].parameter].weight.device
         for name in sorted({name for piece in pieces for name in names[piece.parameter]}):
             named_pieces = [piece for piece in pieces if name in names[piece.parameter]]
             _exchange(name, named_pieces, held, result, group, device)
-    return result
+    return {**own_tensors, **result}
+
+
+def _find_own_tensors(optimizer: Any, parameter: _Parameter) -> dict[str, torch.Tensor] | None:
+    """Return the optimizer's own tensors of a parameter if this rank holds all of it in host
+    memory, so that they need no copy; None otherwise.
+    """
+    (part, *other_parts), rank = parameter.parts, optimizer.data_parallel_group.rank()
+    if other_parts or part.rank != rank:
+        return None
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter.weight)
+    own_tensors = {name: tensors[name].detach() for name in parameter.tensor_names}
+    if not all(
+        tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
+        for tensor in own_tensors.values()
+    ):
+        return None
+    return {name: tensor.view(parameter.weight.shape) for name, tensor in own_tensors.items()}
 
 
 class _HeldPart(NamedTuple):
@@ -231,7 +253,7 @@ def _exchange(
 
     rank, ranks = group.rank(), group.size()
     for piece in pieces:
-        if piece.source == piece.owner == rank:
+        if piece.source == piece.owner == rank and piece.parameter in result:
             write(piece, read(piece))
     sent_pieces = [piece for piece in pieces if piece.source != piece.owner]
     if not sent_pieces:

@@ -1,9 +1,11 @@
-"""Loading of a checkpoint from object storage: small files completely, tensors by ranges.
+"""Loading of a checkpoint's tensors by ranges, from a disk or from object storage.
 
-The small files of the checkpoint are copied to a temporary directory, which then stands for the
-checkpoint. Tensors are read from the storage: each rank requests the byte ranges of the chunks that
-overlap its shards. If the staging directory of the host has a copy from the same save, it is read
-instead.
+Each rank reads the byte ranges of the chunks that overlap its shards. Several threads read and
+verify checksums while another one copies what was read to the tensors of the run.
+
+Of a checkpoint in object storage, the small files are copied to a temporary directory, which then
+stands for the checkpoint. If the staging directory of the host has a copy of its tensors from the
+same save, it is read instead of the storage.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+import threading
 import zipfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
@@ -44,16 +47,65 @@ from flagscale.object_storage import (
     StorageAddress,
     join_ranges,
 )
-from flagscale.train.checkpoint.checksums import verify_archive
+from flagscale.train.checkpoint.tensor_archive import open_tensor
 from flagscale.train.checkpoint.uploads import find_staged_copy
 
 AnyCheckpoint = LatestCheckpoint[Path] | LatestCheckpoint[StorageAddress]
 _MAX_GAP_BYTES = 1 << 20
 """Bytes between two chunks that are read together, which takes less time than another request."""
+_DAMAGE_HINT = "remove this checkpoint to continue from the previous one"
+
+
+_DISK_READERS = 4
+"""Threads that read from a disk and verify checksums."""
+
+
+class CheckpointFiles(Protocol):
+    """Files of a checkpoint."""
+
+    @property
+    def reader_count(self) -> int:
+        """Number of threads that read at the same time."""
+        ...
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes of a file from ``begin`` on; any thread may call it.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        ...
+
+
+class DiskFiles:
+    """Files of a checkpoint on a disk."""
+
+    reader_count = _DISK_READERS
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer; see :class:`CheckpointFiles`."""
+        if Path(name).name != name:
+            raise CheckpointError(f"{self._directory}: {name!r} is not a file next to its metadata")
+        path, size = self._directory / name, len(buffer)
+        with path.open("rb", buffering=0) as file:
+            while buffer:
+                count = os.preadv(file.fileno(), [buffer], begin)
+                if not count:
+                    raise CheckpointError(
+                        f"{path} is not as it was written: it ends before {size} bytes that belong "
+                        "to a tensor",
+                        hint=_DAMAGE_HINT,
+                    )
+                begin, buffer = begin + count, buffer[count:]
 
 
 class StoredFiles:
     """Files of a checkpoint in object storage, or their staged copies on this host."""
+
+    reader_count = CONCURRENT_PARTS
 
     def __init__(self, address: StorageAddress, staging: Path | None) -> None:
         """Open the files of a checkpoint.
@@ -85,6 +137,10 @@ class StoredFiles:
             content = self.read(name, 0, self._manifest.sizes[name])
             compare_digest(name, hash_content(content), self._manifest.digests[name])
             (directory / name).write_bytes(content)
+
+    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer; see :class:`CheckpointFiles`."""
+        buffer[:] = self.read(name, begin, begin + len(buffer))
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Read a range of a file; any thread may call it.
@@ -129,145 +185,217 @@ def open_checkpoint(
     Args:
         checkpoint: the checkpoint.
         staging: the staging directory of this host, or None.
-        verify: compare the checksums of tensors as they are read from object storage.
+        verify: compare the checksums of tensors as they are read.
 
     Raises:
         CheckpointError: the storage cannot be read.
     """
     if isinstance(checkpoint.path, Path):
-        yield checkpoint.path
+        with _read_by_ranges(checkpoint.path, DiskFiles(checkpoint.path), verify=verify):
+            yield checkpoint.path
         return
     files = StoredFiles(checkpoint.path, staging)
     with tempfile.TemporaryDirectory(prefix="flagscale-load-") as name:
         directory = Path(name, checkpoint.path.name)
         directory.mkdir()
         files.copy_small_files(directory)
-        original = torch_strategies._get_filesystem_reader
-
-        def create_reader(path: Any, cache_metadata: bool = False) -> Any:
-            if Path(path) != directory:
-                return original(path, cache_metadata)
-            return RangeReader(directory, files, verify=verify)
-
-        torch_strategies._get_filesystem_reader = create_reader
-        try:
+        with _read_by_ranges(directory, files, verify=verify):
             yield directory
-        finally:
-            torch_strategies._get_filesystem_reader = original
+
+
+@contextmanager
+def _read_by_ranges(directory: Path, files: CheckpointFiles, *, verify: bool) -> Iterator[None]:
+    """Return a context manager in which megatron.core reads a directory by :class:`RangeReader`."""
+    original = torch_strategies._get_filesystem_reader
+
+    def create_reader(path: Any, cache_metadata: bool = False) -> Any:
+        if Path(path) != directory:
+            return original(path, cache_metadata)
+        return RangeReader(directory, files, verify=verify)
+
+    torch_strategies._get_filesystem_reader = create_reader
+    try:
+        yield
+    finally:
+        torch_strategies._get_filesystem_reader = original
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A tensor or an object in a file, and what is loaded of it."""
+
+    begin: int
+    end: int
+    items: tuple[ReadItem, ...]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is an object, not a tensor."""
+        return bool(self.items[0].type == LoadItemType.BYTE_IO)
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Range of a file that is read at once. ``items`` are the parts of the load in it."""
+    """Range of a file that is read at once."""
 
     name: str
     begin: int
     end: int
-    items: tuple[tuple[Any, tuple[ReadItem, ...]], ...]
+    chunks: tuple[_Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.end - self.begin
+
+
+class _Buffers:
+    """Memory that is used again and again: new memory takes about as long as reading into it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return a buffer of at least ``size`` bytes."""
+        for buffer in sorted(self._free, key=len):
+            if len(buffer) >= size:
+                self._free = [other for other in self._free if other is not buffer]
+                return buffer
+        if self._free:
+            self._free.remove(min(self._free, key=len))
+        return torch.empty(max(size, PART_BYTES), dtype=torch.uint8)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let a buffer be used again."""
+        self._free.append(buffer)
+
+
+class _SpanReading:
+    """A span that threads read, verify and open."""
+
+    def __init__(
+        self,
+        span: _Span,
+        buffer: torch.Tensor,
+        files: CheckpointFiles,
+        pool: ThreadPoolExecutor,
+        *,
+        verify: bool,
+    ) -> None:
+        self.span, self.buffer = span, buffer
+        array: Any = buffer.numpy()
+        self._content = memoryview(array)[: span.size]
+        self._files, self._verify = files, verify
+        begins = range(span.begin, span.end, PART_BYTES)
+        self._lock, self._unread_parts = threading.Lock(), len(begins)
+        self._opened: list[Any] = []
+        self._parts: list[Future[None]] = [pool.submit(self._read_part, begin) for begin in begins]
+
+    def wait(self) -> list[Any]:
+        """Return the tensors of the chunks, or the bytes of objects, in order.
+
+        Raises:
+            CheckpointError: they cannot be read, or are not as they were written.
+        """
+        for part in self._parts:
+            part.result()
+        return self._opened
+
+    def _read_part(self, begin: int) -> None:
+        """Read a part, and open the chunks if it is the last one."""
+        first = begin - self.span.begin
+        part = self._content[first : first + PART_BYTES]
+        self._files.read_into(self.span.name, begin, part)
+        with self._lock:
+            self._unread_parts -= 1
+            is_last = not self._unread_parts
+        if is_last:
+            self._opened = [self._open(chunk) for chunk in self.span.chunks]
+
+    def _open(self, chunk: _Chunk) -> Any:
+        content = self._content[chunk.begin - self.span.begin : chunk.end - self.span.begin]
+        if chunk.is_object:
+            return content
+        try:
+            return open_tensor(content, verify=self._verify)
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{self.span.name}: {chunk.items[0].storage_index.fqn} is not as it was written: "
+                f"{error}",
+                hint=_DAMAGE_HINT,
+            ) from error
 
 
 class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     """Reader of torch.distributed.checkpoint that reads tensors by ranges.
 
     Several ranges are read at the same time. Memory holds about ``CONCURRENT_PARTS * PART_BYTES``
-    that are read ahead, or a single chunk if that is larger, and the chunk that is being loaded.
+    that are read ahead, or two chunks if those are larger.
     """
 
-    def __init__(self, directory: Path, files: StoredFiles, *, verify: bool) -> None:
+    def __init__(self, directory: Path, files: CheckpointFiles, *, verify: bool) -> None:
         super().__init__(directory)
         self._files, self._verify = files, verify
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read the items of a plan; see the base class."""
-        with ThreadPoolExecutor(CONCURRENT_PARTS, thread_name_prefix="checkpoint-reader") as pool:
-            for span, content in self._read_spans(pool, list(_plan_spans(self.storage_data, plan))):
-                for location, items in span.items:
-                    begin = location.offset - span.begin
-                    self._load_items(content[begin : begin + location.length], items, planner)
+        spans, buffers = list(_plan_spans(self.storage_data, plan)), _Buffers()
+        with ThreadPoolExecutor(
+            self._files.reader_count, thread_name_prefix="checkpoint-reader"
+        ) as pool:
+            for reading in self._read_ahead(pool, spans, buffers):
+                for chunk, content in zip(reading.span.chunks, reading.wait(), strict=True):
+                    _load_items(chunk, content, planner)
+                buffers.give_back(reading.buffer)
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
 
-    def _read_spans(
-        self, pool: ThreadPoolExecutor, spans: list[_Span]
-    ) -> Iterator[tuple[_Span, memoryview]]:
-        """Yield spans with their content, in order, and read the following ones meanwhile."""
-        pending: deque[tuple[_Span, bytearray, list[Future[None]]]] = deque()
+    def _read_ahead(
+        self, pool: ThreadPoolExecutor, spans: list[_Span], buffers: _Buffers
+    ) -> Iterator[_SpanReading]:
+        """Yield spans in order, and read the following ones meanwhile."""
+        pending: deque[_SpanReading] = deque()
         remaining = deque(spans)
-
-        def read_ahead() -> None:
+        while pending or remaining:
             while remaining and (
-                not pending
-                or sum(len(buffer) for _, buffer, _ in pending) < CONCURRENT_PARTS * PART_BYTES
+                len(pending) < 2
+                or sum(reading.span.size for reading in pending) < CONCURRENT_PARTS * PART_BYTES
             ):
                 span = remaining.popleft()
-                pending.append((span, *self._start_reading(pool, span)))
+                buffer = buffers.take(span.size)
+                pending.append(_SpanReading(span, buffer, self._files, pool, verify=self._verify))
+            yield pending.popleft()
 
-        read_ahead()
-        while pending:
-            span, buffer, parts = pending.popleft()
-            read_ahead()
-            for part in parts:
-                part.result()
-            yield span, memoryview(buffer)
 
-    def _start_reading(
-        self, pool: ThreadPoolExecutor, span: _Span
-    ) -> tuple[bytearray, list[Future[None]]]:
-        """Start to read the parts of a span into a buffer."""
-        buffer = bytearray(span.end - span.begin)
-
-        def read_part(begin: int) -> None:
-            end = min(begin + PART_BYTES, span.end)
-            buffer[begin - span.begin : end - span.begin] = self._files.read(span.name, begin, end)
-
-        begins = range(span.begin, span.end, PART_BYTES)
-        return buffer, [pool.submit(read_part, begin) for begin in begins]
-
-    def _load_items(
-        self, content: memoryview, items: tuple[ReadItem, ...], planner: LoadPlanner
-    ) -> None:
-        """Load the items of one chunk into the tensors of the plan."""
-        if items[0].type == LoadItemType.BYTE_IO:
-            for item in items:
-                planner.load_bytes(item, io.BytesIO(content))
-            return
-        file = io.BytesIO(content)
-        if self._verify:
-            try:
-                verify_archive(file)
-            except zipfile.BadZipFile as error:
-                raise CheckpointError(
-                    f"{items[0].storage_index.fqn} is not as it was written: {error}",
-                    hint="remove this checkpoint to continue from the previous one",
-                ) from error
-            file.seek(0)
-        tensor = torch.load(file, map_location="cpu", weights_only=True)
-        for item in items:
-            part = tensor
-            for dimension, (begin, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                part = part.narrow(dimension, begin, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(part)
-            planner.commit_tensor(item, target)
+def _load_items(chunk: _Chunk, content: Any, planner: LoadPlanner) -> None:
+    """Load the items of one chunk into the tensors of the plan."""
+    for item in chunk.items:
+        if chunk.is_object:
+            planner.load_bytes(item, io.BytesIO(content))
+            continue
+        part = content
+        for dimension, (begin, length) in enumerate(
+            zip(item.storage_offsets, item.lengths, strict=True)
+        ):
+            part = part.narrow(dimension, begin, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
 
 
 def _plan_spans(storage_data: Mapping[Any, Any], plan: LoadPlan) -> Iterator[_Span]:
     """Yield the ranges of files to read for a plan. Small chunks near each other are joined."""
-    items_by_chunk: dict[tuple[str, int, int], list[ReadItem]] = {}
-    locations: dict[tuple[str, int, int], Any] = {}
+    items_by_range: defaultdict[str, defaultdict[tuple[int, int], list[ReadItem]]]
+    items_by_range = defaultdict(lambda: defaultdict(list))
     for item in plan.items:
         location = storage_data[item.storage_index]
-        key = (str(location.relative_path), location.offset, location.offset + location.length)
-        locations[key] = location
-        items_by_chunk.setdefault(key, []).append(item)
-    for name in sorted({key[0] for key in locations}):
-        keys = sorted(key for key in locations if key[0] == name)
-        spans = join_ranges([key[1:] for key in keys], max_gap=_MAX_GAP_BYTES, max_bytes=PART_BYTES)
-        for begin, end in spans:
-            chunks = [key for key in keys if begin <= key[1] and key[2] <= end]
-            yield _Span(
-                name, begin, end, tuple((locations[k], tuple(items_by_chunk[k])) for k in chunks)
-            )
+        limits = location.offset, location.offset + location.length
+        items_by_range[str(location.relative_path)][limits].append(item)
+    for name, items in sorted(items_by_range.items()):
+        chunks = deque(_Chunk(*limits, tuple(items[limits])) for limits in sorted(items))
+        for begin, end in join_ranges(sorted(items), max_gap=_MAX_GAP_BYTES, max_bytes=PART_BYTES):
+            joined = []
+            while chunks and chunks[0].end <= end:
+                joined.append(chunks.popleft())
+            yield _Span(name, begin, end, tuple(joined))

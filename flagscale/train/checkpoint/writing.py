@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -96,6 +98,7 @@ class CheckpointWrite:
         self._is_staged = is_staged
         self._errors: list[str] = []
         sharded_state, common_state = save_preprocess(state_dict, validate_sharding)
+        _separate_storages(sharded_state)
         with collect_errors(self._errors):
             _write_common_state(common_state, directory)
         self._writer, self._metadata = _plan_writes(sharded_state, directory, fully_parallel)
@@ -148,6 +151,26 @@ class CheckpointWrite:
                 )
         self._writer.finish(self._metadata, results_by_rank)
         save_config(CheckpointingConfig(_STORAGE_BACKEND, _STORAGE_VERSION), str(self._directory))
+
+
+def _separate_storages(sharded_state: Mapping[str, Any]) -> None:
+    """Give each tensor in host memory a storage of its own size in the same memory.
+
+    megatron.core would copy those that are a part of a larger storage, because torch writes whole
+    storages.
+    """
+    for item in nested_values(sharded_state):
+        data = getattr(item, "data", None)
+        if isinstance(item, ShardedTensor) and data is not None and data.device.type == "cpu":
+            item.data = _separate_storage(data.detach())
+
+
+def _separate_storage(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel() * tensor.itemsize
+    if not size or not tensor.is_contiguous() or tensor.untyped_storage().size() == size:
+        return tensor
+    array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)
 
 
 def _list_files(tensor_results: Iterable[Any]) -> set[str]:

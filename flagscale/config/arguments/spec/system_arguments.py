@@ -291,7 +291,7 @@ class Checkpointing:
     )
     verify_checkpoint: bool = arg(
         True,
-        "Verify the checksums of a checkpoint before it is loaded, distributed over all ranks",
+        "Verify the checksums of a checkpoint's tensors as each rank reads them",
     )
     finetune: bool = arg(
         False, "Load the weights only, and start from step 0 without optimizer, RNG and data state"
