@@ -102,3 +102,9 @@ class DataError(FlagscaleError):
 
 class CheckpointError(FlagscaleError):
     """A checkpoint cannot be written or read."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

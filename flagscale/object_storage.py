@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagscale.errors import CheckpointError
+from flagscale.errors import CheckpointError, first_line
 
 PART_BYTES = 16 << 20
 """Size of the parts in which files are uploaded and read."""
@@ -155,7 +155,7 @@ class ObjectStore:
             )
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{address}: {self._scheme}:// cannot be used: {_first_line(error)}",
+                f"{address}: {self._scheme}:// cannot be used: {_describe_without_secrets(error)}",
                 hint=_INSTALL_HINT,
             ) from error
         if self._scheme in _S3_SCHEMES and not is_patient:
@@ -277,17 +277,15 @@ def _names_bucket(error: FileNotFoundError) -> bool:
 def _describe(error: Exception) -> str:
     """Return the reason of a failed request in one line without secrets."""
     if isinstance(error, PermissionError):
-        return f"access is denied ({_first_line(error)})"
+        return f"access is denied ({_describe_without_secrets(error)})"
     if isinstance(error, FileNotFoundError) and _names_bucket(error):
         return "the bucket does not exist"
-    return _first_line(error)
+    return _describe_without_secrets(error)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
+def _describe_without_secrets(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) else None
+    text = text or first_line(error)
     for name in _SECRET_VARIABLES:
         value = os.environ.get(name, "")
         if len(value) >= _MIN_SECRET_LENGTH:

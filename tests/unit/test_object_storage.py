@@ -121,7 +121,7 @@ def test_errors_are_one_sentence_without_secrets(
     assert error.value.message.startswith(f"{store.address}/b: ")
     assert "\n" not in error.value.message
     text = "GET https://u:p@host/a?X-Amz-Signature=abc failed for a-long-secret-key\nmore"
-    described = object_storage._first_line(RuntimeError(text))
+    described = object_storage._describe_without_secrets(RuntimeError(text))
     assert described == "RuntimeError: GET https://host/a failed for <hidden>"
 
 

@@ -23,9 +23,8 @@ from flagscale.checkpoints import (
     match_iterations,
     parse_manifest,
 )
-from flagscale.errors import CheckpointError
 from flagscale.object_storage import StorageAddress
-from flagscale.train.checkpoint.store import EXTRA_BEST_KEY
+from flagscale.train.checkpoint.store import find_replaced_best
 
 
 class StoredCheckpointWriter(StoredCheckpoints):
@@ -76,14 +75,10 @@ class StoredCheckpointWriter(StoredCheckpoints):
         previous = self.best_iteration()
         self.store.write(self.root / BEST_LINK, f"{self.path(iteration).name}\n".encode())
         self.refresh()
-        if previous is None or previous >= iteration:
-            return []
-        path = self.path(previous)
-        try:
-            is_extra = self.read_manifest(path).entries.get(EXTRA_BEST_KEY)
-        except CheckpointError:
-            return []
-        return [path] if is_extra else []
+        return find_replaced_best(
+            None if previous is None or previous >= iteration else self.path(previous),
+            lambda path: self.read_manifest(path).entries,
+        )
 
     def remove(self, paths: Iterable[StorageAddress]) -> None:
         """Delete checkpoints. A half-deleted one is marked as incomplete."""

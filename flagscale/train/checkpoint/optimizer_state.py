@@ -197,11 +197,11 @@ def _gather_states(
 
 
 def _find_own_tensors(optimizer: Any, parameter: _Parameter) -> dict[str, torch.Tensor] | None:
-    """Return the optimizer's own tensors of a parameter if this rank holds all of it in host
+    """Return the optimizer's own tensors of a parameter if this rank trains all of it in host
     memory, so that they need no copy; None otherwise.
     """
     (part, *other_parts), rank = parameter.parts, optimizer.data_parallel_group.rank()
-    if other_parts or part.rank != rank:
+    if other_parts or part.rank != rank or parameter.weight.device.type != "cpu":
         return None
     tensors = optimizer._get_main_param_and_optimizer_states(parameter.weight)
     own_tensors = {name: tensors[name].detach() for name in parameter.tensor_names}

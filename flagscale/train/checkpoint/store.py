@@ -10,9 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flagscale.checkpoints import (
     BEST_LINK,
@@ -36,6 +36,26 @@ BEST_METRIC_KEY, BEST_VALUE_KEY = "best_metric", "best_value"
 loss."""
 EXTRA_BEST_KEY = "extra_best"
 """Key of the manifest: the checkpoint was saved only because it was the best."""
+
+_Place = TypeVar("_Place")
+"""Path or address of a checkpoint."""
+
+
+def find_replaced_best(
+    path: _Place | None, read_entries: Callable[[_Place], Mapping[str, Any]]
+) -> list[_Place]:
+    """Return the checkpoint that was the best before another one, if it was saved for this reason
+    only.
+
+    Args:
+        path: the checkpoint, or None if there was none.
+        read_entries: returns the entries of its manifest, or raises CheckpointError.
+    """
+    try:
+        is_extra = path is not None and read_entries(path).get(EXTRA_BEST_KEY)
+    except CheckpointError:
+        return []
+    return [path] if path is not None and is_extra else []
 
 
 class CheckpointStore(CheckpointDirectory):
@@ -106,14 +126,10 @@ class CheckpointStore(CheckpointDirectory):
         link.symlink_to(self.path(iteration).name)
         link.replace(self.root / BEST_LINK)
         fsync_path(self.root)
-        if previous is None or previous >= iteration:
-            return []
-        path = self.path(previous)
-        try:
-            is_extra = check_complete(path, verify_without_manifest=False).get(EXTRA_BEST_KEY)
-        except CheckpointError:
-            return []
-        return [path] if is_extra else []
+        return find_replaced_best(
+            None if previous is None or previous >= iteration else self.path(previous),
+            lambda path: check_complete(path, verify_without_manifest=False),
+        )
 
     def remove(self, paths: Iterable[Path]) -> None:
         """Delete checkpoints. Each is renamed first, so that no half-deleted one is visible."""

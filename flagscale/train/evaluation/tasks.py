@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flagscale.config.arguments.spec.paths import is_task_file
-from flagscale.errors import ConfigError, DataError, Problem
+from flagscale.errors import ConfigError, DataError, Problem, first_line
 from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.evaluation.generation_options import parse_generation_options
@@ -181,7 +181,7 @@ def load_tasks(options: TaskOptions) -> dict[str, Any]:
             part = manager.load([spec])
         except Exception as error:
             raise DataError(
-                f"{options.source}: {word} cannot be loaded: {_first_line(error)}",
+                f"{options.source}: {word} cannot be loaded: {first_line(error)}",
                 hint=_OFFLINE_HINT,
             ) from error
         for key, items in loaded.items():
@@ -229,7 +229,7 @@ def _read_task_file(path: Path, source: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = load_yaml(path)
     except Exception as error:
-        raise DataError(f"{source}: {path} cannot be read: {_first_line(error)}") from error
+        raise DataError(f"{source}: {path} cannot be read: {first_line(error)}") from error
     if not {"task", "group", "class"} & content.keys():
         raise DataError(
             f"{source}: {path} defines no task",
@@ -265,11 +265,6 @@ def _unknown_task(word: str, names: Sequence[str], source: str) -> ConfigError:
     return ConfigError(Problem(source, f"{word} is not a task of lm_eval"), hint=hint)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _check_tasks(tasks: Mapping[str, Any], options: TaskOptions, model: Any) -> None:
     """Check that the model can answer every request of the tasks.
 
@@ -290,7 +285,7 @@ def _check_tasks(tasks: Mapping[str, Any], options: TaskOptions, model: Any) -> 
             task.build_all_requests(limit=options.limit, rank=0, world_size=1)
         except Exception as error:
             raise DataError(
-                f"{options.source}: the requests of {name} cannot be built: {_first_line(error)}"
+                f"{options.source}: the requests of {name} cannot be built: {first_line(error)}"
             ) from error
         for instance in task.instances:
             if problem := _request_problem(instance, model):

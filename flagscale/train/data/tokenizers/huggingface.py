@@ -182,6 +182,9 @@ class FastTokenizer(Tokenizer):
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._bos = _find_special_id(vocabulary, special_tokens, "bos_token", _BEGIN_TOKENS)
+        begin_ids = backend.encode("", add_special_tokens=True).ids[:1]
+        has_prefix = self._bos is not None and begin_ids == [self._bos]
+        self._text_prefix_ids = tuple(begin_ids) if has_prefix else ()
         self._bert_ids = {
             name: _find_special_id(vocabulary, special_tokens, name, usual_texts, required=False)
             for name, usual_texts in _BERT_TOKENS.items()
@@ -209,8 +212,7 @@ class FastTokenizer(Tokenizer):
 
     @property
     def text_prefix_ids(self) -> tuple[int, ...]:
-        ids = self._backend.encode("", add_special_tokens=True).ids
-        return (self._bos,) if self._bos is not None and ids[:1] == [self._bos] else ()
+        return self._text_prefix_ids
 
     @property
     def mask(self) -> int | None:
