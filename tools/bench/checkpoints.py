@@ -145,7 +145,8 @@ class Rank:
         """Save in the foreground and in the background, and load.
 
         Returns:
-            Seconds, and ``uploader_mib``, the peak memory of the process that uploads.
+            Seconds, of which those in ``…_cpu`` are processor time of this process, and
+            ``uploader_mib``, the peak memory of the process that uploads.
         """
         from flagscale.train.step import gathered_parameters
 
@@ -157,9 +158,10 @@ class Rank:
             checkpointer.save(self._state, required=True)
             seconds["save"] = time.monotonic() - begin
             checkpointer.poll()
-            begin = time.monotonic()
+            begin, begin_cpu = time.monotonic(), time.process_time()
             checkpointer.save(self._state)
             seconds["stall"] = time.monotonic() - begin
+            seconds["stall_cpu"] = time.process_time() - begin_cpu
         while not checkpointer.poll():
             memory = max(memory, _uploader_memory())
             time.sleep(0.01)
@@ -169,9 +171,10 @@ class Rank:
             path.unlink()
         _drop_caches(Path(args.save))
         with gathered_parameters(args, self._state.chunks):
-            begin = time.monotonic()
+            begin, begin_cpu = time.monotonic(), time.process_time()
             checkpointer.load(self._state)
             seconds["load"] = time.monotonic() - begin
+            seconds["load_cpu"] = time.process_time() - begin_cpu
         return {**seconds, "uploader_mib": memory}
 
     def _prepare(self, save: str) -> Any:
