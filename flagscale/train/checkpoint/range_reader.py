@@ -286,7 +286,10 @@ class _SpanReading:
         array: Any = buffer.numpy()
         self._content = memoryview(array)[: span.size]
         self._files, self._verify = files, verify
-        begins = range(span.begin, span.end, PART_BYTES)
+        # About equal parts: one of a few bytes would cost another request.
+        count = max(round(span.size / PART_BYTES), 1)
+        self._part_bytes = -(-span.size // count)
+        begins = range(span.begin, span.end, self._part_bytes)
         self._lock, self._unread_parts = threading.Lock(), len(begins)
         self._opened: list[Any] = []
         self._parts: list[Future[None]] = [pool.submit(self._read_part, begin) for begin in begins]
@@ -304,7 +307,7 @@ class _SpanReading:
     def _read_part(self, begin: int) -> None:
         """Read a part, and open the chunks if it is the last one."""
         first = begin - self.span.begin
-        part = self._content[first : first + PART_BYTES]
+        part = self._content[first : first + self._part_bytes]
         self._files.read_into(self.span.name, begin, part)
         with self._lock:
             self._unread_parts -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,3 +63,30 @@ def test_a_file_of_a_disk_is_read_from_a_position(tmp_path: Path) -> None:
         files.read_into("data", 90, memoryview(buffer))
     with pytest.raises(CheckpointError, match="is not a file next to its metadata"):
         files.read_into("../data", 0, memoryview(buffer))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [1]), (16, [16]), (20, [20]), (24, [12, 12]), (50, [17, 17, 16])]
+)
+def test_a_span_is_read_in_about_equal_parts(
+    size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from flagscale.train.checkpoint import range_reader
+
+    class Files:
+        reader_count = 2
+
+        def __init__(self) -> None:
+            self.parts: dict[int, int] = {}
+
+        def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
+            self.parts[begin] = len(buffer)
+
+    monkeypatch.setattr(range_reader, "PART_BYTES", 16)
+    files, span = Files(), range_reader._Span("file", 100, 100 + size, ())
+    with ThreadPoolExecutor(2) as pool:
+        buffer = torch.empty(64, dtype=torch.uint8)
+        range_reader._SpanReading(span, buffer, files, pool, verify=True).wait()
+    assert [files.parts[begin] for begin in sorted(files.parts)] == expected
