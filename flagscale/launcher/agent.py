@@ -26,9 +26,10 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
-from flagscale.files import to_plain
+from flagscale.files import make_private_directory, to_plain
 from flagscale.hosts.kernel import (
     become_subreaper,
     count_oom_kills,
@@ -141,6 +142,7 @@ class Agent:
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
         self._recorder = HostRecorder()
+        self._is_recorded = False
         self.member.other_children = lambda: {*self._notifier.pids, *self._recorder.pids}
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
@@ -202,8 +204,6 @@ class Agent:
             log_line("this host is a spare: it waits until it takes the place of a lost host")
         else:
             self.member.start_attempt(0)
-            directory = self._host.run_dir / status_directory(0)
-            self._recorder.start(directory, self._options.node_rank, self._command)
         while not self.member.is_over:
             self._run_once(wakeup)
         self._finish_communication(wakeup)
@@ -246,6 +246,8 @@ class Agent:
 
     def _run_once(self, wakeup: socket.socket) -> None:
         """Wait for events for a moment, and perform all actions that are due."""
+        if not self._is_recorded and not self.member.is_spare:
+            self._record_host()
         is_changing = (
             self.member.attempt.is_ending or self.member.attempt.stage is not Stage.RUNNING
         )
@@ -260,6 +262,18 @@ class Agent:
         self._notifier.kill_overdue(now)
         self._output_times.record(now)
         self._last_run_at = now
+
+    def _record_host(self) -> None:
+        """Start the record of this host, once it has ranks.
+
+        It belongs to the run: that of a spare, which has no ranks in the first attempt, is in the
+        directory of that attempt, too.
+        """
+        self._is_recorded = True
+        directory = self._host.run_dir / status_directory(0)
+        with suppress(OSError):  # which the recorder meets as well
+            make_private_directory(directory)
+        self._recorder.start(directory, self._options.node_rank, self._command)
 
     def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> ReadyEvents:
         """Return the selector's events within this time."""

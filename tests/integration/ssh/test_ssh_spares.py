@@ -22,7 +22,8 @@ from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
 from support.training_lab import PROGRAM, read_losses, train_sections
 
-from flagscale.launcher.layout import LIVENESS_FILE
+from flagscale.launcher.host_record import read_host_record
+from flagscale.launcher.layout import LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.status import read_progress
 
 pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
@@ -99,6 +100,8 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     assert summary["places"] == [0, 2]
     output = lab.state().hosts[0].output.read_text()
     assert "h02 takes the place of h01" in output
+    record = run_dir(lab, "h02") / STATUS_DIRECTORY
+    wait_for(lambda: read_host_record(record)[0] is not None, MAX_SECONDS)
     assert lab.run_processes(spare)
     result = lab.run_action("stop")
     assert result.returncode == 0, result.stderr
