@@ -219,7 +219,7 @@ class Runner:
         default=0,
         metadata=doc(
             "Number of hosts of the hostfile, after the `nnodes` that train, which wait with an "
-            "agent and without ranks until they take the place of a lost host. Needs "
+            "agent and without ranks until they take the place of a lost or sick host. Needs "
             "`on_bad_host: replace`.",
             minimum=0,
             maximum=1_000_000,
@@ -341,8 +341,9 @@ class Runner:
             "Check of the hosts' hardware before a run, and by `action=check`: errors that devices "
             "report, and short measurements of devices, of communication within a host and of "
             "pairs of hosts, which are compared with those of equal devices. A sick host keeps the "
-            "run from starting. `quick` takes about ten seconds, `full` about a minute. Needs "
-            "torch on the hosts.",
+            "run from starting. `quick` takes about ten seconds, `full` about a minute. With "
+            "`on_bad_host: replace`, the quick check is repeated after a failure, and a spare "
+            "takes the place of a host that two measurements find sick. Needs torch on the hosts.",
             choices=HEALTH_CHOICES,
         ),
     )

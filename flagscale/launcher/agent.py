@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from flagscale.files import make_private_directory, to_plain
 from flagscale.hosts.kernel import (
@@ -52,13 +53,22 @@ from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
 from flagscale.launcher.liveness.member import Member
-from flagscale.launcher.liveness.messages import JobPhase
+from flagscale.launcher.liveness.messages import (
+    DumpStacks,
+    JobPhase,
+    KeepAlive,
+    MeasureHealth,
+    Order,
+)
 from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.liveness.output_times import OutputTimes
 from flagscale.launcher.notify import Notifier
 from flagscale.memory_regions import create_regions
 from flagscale.status import RUN_ID_VARIABLE
+
+if TYPE_CHECKING:
+    from flagscale.launcher.health_worker import HealthWorker
 
 SECOND_SIGNAL_SECONDS = 1.0
 TICK_SECONDS = 0.1
@@ -143,7 +153,8 @@ class Agent:
         self._command = command_line.command
         self._recorder = HostRecorder()
         self._is_recorded = False
-        self.member.other_children = lambda: {*self._notifier.pids, *self._recorder.pids}
+        self._health_worker: HealthWorker | None = None
+        self.member.other_children = self._list_other_children
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
             names = [options.name] if is_single_host else options.names
@@ -180,6 +191,11 @@ class Agent:
             raise
         return self._record_end(self.member.exit_code(), started, count_oom_kills(oom_kills_before))
 
+    def _list_other_children(self) -> set[int]:
+        """Return the pids of children of this process that are no part of the run."""
+        worker_pids = () if self._health_worker is None else self._health_worker.pids
+        return {*self._notifier.pids, *self._recorder.pids, *worker_pids}
+
     def _serve_metrics(self) -> None:
         options = self._options
         if options.metrics_port is not None:
@@ -201,7 +217,7 @@ class Agent:
             self._write_summary(self._coordinator, time.monotonic())
         if self._options.is_spare:
             self.member.wait_as_spare()
-            log_line("this host is a spare: it waits until it takes the place of a lost host")
+            log_line("this host is a spare: it waits until it takes the place of another host")
         else:
             self.member.start_attempt(0)
         while not self.member.is_over:
@@ -249,7 +265,9 @@ class Agent:
         if not self._is_recorded and not self.member.is_spare:
             self._record_host()
         is_changing = (
-            self.member.attempt.is_ending or self.member.attempt.stage is not Stage.RUNNING
+            self.member.attempt.is_ending
+            or self.member.attempt.stage is not Stage.RUNNING
+            or self._health_worker is not None
         )
         ready = self._wait_for_events(wakeup, TICK_SECONDS if is_changing else IDLE_SECONDS)
         now = time.monotonic()
@@ -257,6 +275,9 @@ class Agent:
         self._handle_signals(now)
         self._receive_messages(ready, now)
         self.member.tick(now)
+        if self._health_worker is not None:
+            for reply in self._health_worker.poll():
+                self.member.reply_health(*reply)
         self._send_messages(now)
         self._step_coordinator(now)
         self._notifier.kill_overdue(now)
@@ -294,6 +315,8 @@ class Agent:
             self.member.attempt.on_child_exit(pid, status)
             self._notifier.record_exit(pid, status)
             self._recorder.record_exit(pid, status)
+            if self._health_worker is not None:
+                self._health_worker.record_exit(pid)
 
     def _handle_signals(self, now: float) -> None:
         for number in self._signals.take():
@@ -339,7 +362,7 @@ class Agent:
             self._last_order_at += gap
         for order in self._client.poll(ready, now):
             self._last_order_at, self._coordinator_reached = now, True
-            self.member.follow_order(order, now)
+            self._follow_order(order, now)
         if self._client.is_new_connection:
             # An authenticated host 0 has to respond from now on, even if it has not sent an order
             # yet.
@@ -350,6 +373,32 @@ class Agent:
             )
             self._client.send(self.member.hello())
         self._check_link(now)
+
+    def _follow_order(self, order: Order, now: float) -> None:
+        """Follow an order of the coordinator. All but a few end a hardware check."""
+        if isinstance(order, MeasureHealth):
+            if self._health_worker is None:
+                self._health_worker = self._create_health_worker()
+            self._health_worker.execute(order)
+        elif not isinstance(order, (KeepAlive, DumpStacks)):
+            self._end_health_check()
+        self.member.follow_order(order, now)
+
+    def _create_health_worker(self) -> HealthWorker:
+        # Only these runs pay for the imports.
+        from flagscale.health.messages import WorkerSettings
+        from flagscale.launcher.health_worker import LIFETIME_SECONDS, HealthWorker
+
+        options = self._options
+        # Other hosts reach the first one at this address, and find theirs by the way there.
+        first = options.master_addr
+        address, peers = (first, ()) if options.node_rank == 0 else ("", (first,))
+        return HealthWorker(WorkerSettings(options.device, {}, address, peers, LIFETIME_SECONDS))
+
+    def _end_health_check(self) -> None:
+        if self._health_worker is not None:
+            self._health_worker.end()
+            self._health_worker = None
 
     def _check_link(self, now: float) -> None:
         """End this host's part of the job if the coordinator has been silent for too long."""
@@ -405,7 +454,7 @@ class Agent:
         orders, coordinator.orders = coordinator.orders, []
         for host, order in orders:
             if host in (None, self.member.node_rank):
-                self.member.follow_order(order, now)
+                self._follow_order(order, now)
             if self._server is not None and host != self.member.node_rank:
                 self._server.send(host, order)
         notices, coordinator.notices = coordinator.notices, []
@@ -462,6 +511,7 @@ class Agent:
         """Record the end of the job; no peer is connected any more that could change it."""
         self._output_times.record(time.monotonic(), final=True)
         self._recorder.stop()
+        self._end_health_check()
         member = self.member
         failure = member.stop_cause or member.failure
         if self._coordinator is not None and member.stop_signal is None:

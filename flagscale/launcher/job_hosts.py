@@ -1,4 +1,4 @@
-"""Hosts that a run's job is on now: spares take the places of lost hosts.
+"""Hosts that a run's job is on now: spares take the places of lost and of sick hosts.
 
 The coordinator records the places (``places`` in its record of the job). The state of a run has all
 of its hosts, spares last and without ranks.
@@ -10,7 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flagscale.launcher.failures import read_job_record
+from flagscale.launcher.liveness.messages import HostStatus
 from flagscale.launcher.state import HostState, RunState
+
+_LEFT_STATUSES = (HostStatus.LOST, HostStatus.SICK)
 
 
 class JobHosts(NamedTuple):
@@ -19,9 +22,12 @@ class JobHosts(NamedTuple):
     members: tuple[HostState, ...]
     """Hosts with ranks, by node rank of the job."""
     replaced: dict[str, str]
-    """Hosts whose places were taken by spares, with the names of these."""
+    """Hosts that have left the job, with the names of the spares that took their places; empty if
+    none did."""
     spares: tuple[HostState, ...]
     """Hosts that wait."""
+    reasons: dict[str, str]
+    """Hosts that have left the job because they are sick, with what is wrong with them."""
 
 
 def name_hosts_of_ranks(state: RunState) -> dict[int, str]:
@@ -34,7 +40,7 @@ def find_job_hosts(state: RunState) -> JobHosts:
     planned = [host for host in state.hosts if host.nproc]
     # Without spares, all hosts have ranks, or their numbers are not known.
     if len(planned) in (0, len(state.hosts)):
-        return JobHosts(state.hosts, {}, ())
+        return JobHosts(state.hosts, {}, (), {})
     by_number = {host.node_rank: host for host in state.hosts}
     record = read_job_record(state.hosts)
     places = record.get("places")
@@ -53,13 +59,19 @@ def find_job_hosts(state: RunState) -> JobHosts:
     statuses = record.get("hosts", {})
     for host in state.hosts:
         # A spare that was lost in its turn is no member any more, and waits for nothing.
-        is_lost = statuses.get(str(host.node_rank)) == "lost"
-        if is_lost and host.node_rank not in in_job:
+        has_left = statuses.get(str(host.node_rank)) in _LEFT_STATUSES
+        if has_left and host.node_rank not in in_job:
             replaced.setdefault(host.name, "")
     spares = tuple(
         host for host in state.hosts if host.node_rank not in in_job and host.name not in replaced
     )
-    return JobHosts(members, replaced, spares)
+    sick = record.get("sick", {})
+    reasons = {
+        host.name: str(sick[str(host.node_rank)])
+        for host in state.hosts
+        if isinstance(sick, dict) and str(host.node_rank) in sick
+    }
+    return JobHosts(members, replaced, spares, reasons)
 
 
 def select_job_members(state: RunState) -> RunState:

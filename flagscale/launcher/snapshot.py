@@ -281,7 +281,8 @@ def _rows_beside_job(
     for host in state.hosts:
         if host.name in job_hosts.replaced:
             spare = job_hosts.replaced[host.name]
-            trouble = f"lost; {spare} has taken its place" if spare else "lost"
+            trouble = job_hosts.reasons.get(host.name, "lost")
+            trouble += f"; {spare} has taken its place" if spare else ""
             yield HostRow(host.name, Phase.LOST, 0, 0, trouble=trouble)
 
 

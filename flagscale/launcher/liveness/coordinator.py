@@ -7,7 +7,8 @@ the monotonic clock.
 
 An attempt runs until its first failure. Then every host is ordered to end it (or, with
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
-failure reports, and the job either starts once more on all hosts, or is over.
+failure reports, and the job either starts once more on all hosts, or is over. In between, the
+hardware of the hosts may be measured, if a spare could replace one (``health``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flagscale.files import to_plain
+from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import messages
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
 from flagscale.launcher.liveness.hang import (
@@ -46,6 +48,10 @@ from flagscale.launcher.liveness.messages import (
     RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
+
+if TYPE_CHECKING:
+    from flagscale.health.judgement import Judgement
+    from flagscale.launcher.liveness.hardware_check import HardwareCheck
 
 FIRST_BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0
@@ -96,6 +102,8 @@ class Coordinator:
         self._places = list(range(len(names) - spares))
         """Number of the host at each node rank."""
         self._replacements = 0  # attempts that started because a host was replaced
+        self._hardware_check: HardwareCheck | None = None
+        self._next_check_step = 1
         self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
@@ -148,7 +156,7 @@ class Coordinator:
         if not 0 <= node_rank < len(self.hosts):
             return
         host = self.hosts[node_rank]
-        if host.is_lost:
+        if host.has_left:
             # Too late: the job has been ended without this host, or continues without it.
             self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
@@ -159,6 +167,10 @@ class Coordinator:
         )
         if isinstance(message, messages.StopSignalled):
             self._stop_job(message.signal, message.failure)
+        elif isinstance(message, messages.HealthReply):
+            # Its number is that of an order: a spare takes part that is in no attempt yet.
+            if self._hardware_check is not None:
+                self._hardware_check.receive(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
         if isinstance(message, messages.Hello):
@@ -264,6 +276,8 @@ class Coordinator:
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
                 self._start_attempt(now)
+        elif self.phase is JobPhase.CHECKING:
+            self._continue_hardware_check(now)
         elif not self._active_hosts:
             self._conclude(now)
 
@@ -283,6 +297,8 @@ class Coordinator:
             return min(start + pause_seconds, now)
 
         self._started_at = shift(self._started_at)
+        if self._hardware_check is not None:
+            self._hardware_check.extend(pause_seconds)
         self._last_progress_at = shift(self._last_progress_at)
         if self._agents_required_since is not None:
             self._agents_required_since = shift(self._agents_required_since)
@@ -504,7 +520,10 @@ class Coordinator:
             self._failed_starts_in_a_row = (
                 0 if self._start_succeeded else self._failed_starts_in_a_row + 1
             )
-            self._restart_or_fail(now)
+            if self._needs_hardware_check(now):
+                self._start_hardware_check(now)
+            else:
+                self._restart_or_fail(now)
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
@@ -516,18 +535,107 @@ class Coordinator:
             self._first_failure_outdated = True
             self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
+    # -- hardware check ---------------------------------------------------------------------
+
+    def _needs_hardware_check(self, now: float) -> bool:
+        """Return True if hosts are measured before the next attempt.
+
+        A lost host explains the failure, and its replacement should not wait. Without a spare, no
+        finding would have an effect.
+        """
+        return (
+            self.policy.health != "off"
+            and self.policy.on_bad_host == "replace"
+            and not any(host.is_lost for host in self._job_hosts())
+            and not self._find_start_obstacle()
+            and bool(self._list_spares(now))
+        )
+
+    def _start_hardware_check(self, now: float) -> None:
+        """Measure the hosts of the job, and the spares, which one of them may be replaced by."""
+        # Only these jobs pay for the import.
+        from flagscale.launcher.liveness.hardware_check import HardwareCheck
+
+        hosts = sorted((*self._places, *self._list_spares(now)))
+        names = compress_names([self.hosts[number].name for number in hosts])
+        self._enter_phase(JobPhase.CHECKING)
+        self._hardware_check = HardwareCheck(hosts, self._next_check_step, str(self.attempt), now)
+        self._log_health(f"measuring the hardware of {names} before the next attempt")
+
+    def _log_health(self, remark: str) -> None:
+        self.notices.append(Notice("health", self.attempt, remark=remark))
+
+    def _continue_hardware_check(self, now: float) -> None:
+        check = self._hardware_check
+        if check is None:
+            return
+        check.tick(now, [n for n, host in enumerate(self.hosts) if self._is_silent(host, now)])
+        orders, check.orders = check.orders, []
+        for number, order in orders:
+            self._send_order(order, number)
+        if check.judgement is not None:
+            self._hardware_check, self._next_check_step = None, check.step + 1
+            self._send_order(messages.EndHealthCheck())
+            self._give_up_sick_hosts(check.judgement, now)
+            self._restart_or_fail(now)
+
+    def _is_silent(self, host: JobHost, now: float) -> bool:
+        last = host.last_message_at
+        return last is not None and now - last > self.policy.lost_host_timeout
+
+    def _give_up_sick_hosts(self, judgement: Judgement, now: float) -> None:
+        """Remove the hosts that two measurements found sick from the job, as far as it can go on
+        without them.
+        """
+        from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
+
+        sick = describe_sick_hosts(judgement)
+        for number in sorted(sick.keys() - {*self._places}):
+            self._mark_sick(number, sick[number])
+            self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
+        spares = len(self._list_spares(now))
+        for number in sorted(sick.keys() & {*self._places}):
+            name, reason = self.hosts[number].name, sick[number]
+            if number == 0:
+                remark = "; it stays in the job: the first host coordinates the run"
+            elif not spares:
+                remark = "; it stays in the job: no spare is left"
+            else:
+                spares -= 1
+                self._mark_sick(number, reason)
+                remark = ""
+            self._log_health(f"{name} is sick: {reason}{remark}")
+        if not sick:
+            self._log_health("the hardware check found no sick host")
+
+    def _mark_sick(self, number: int, reason: str) -> None:
+        """Remove a host from the job, which ends its agent."""
+        host = self.hosts[number]
+        host.sickness, host.status, self.summary_changed = f"sick: {reason}", HostStatus.SICK, True
+        host.loss = Failure(
+            host.name,
+            rank=None,
+            exit_code=None,
+            reason=f"has left the job, because it is {host.sickness}",
+            traceback="",
+            log=self._output_path,
+        )
+        self._send_order(messages.FinishJob(host.loss), number)
+
+    # -- restart ----------------------------------------------------------------------------
+
     def _restart_or_fail(self, now: float) -> None:
         obstacle = self._find_restart_obstacle(now)
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
-            lost_places = any(host.is_lost for host in self._job_hosts())
+            lost_places = any(host.has_left for host in self._job_hosts())
             explained = attempts_left or (lost_places and self.policy.on_bad_host == "replace")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
         # Waits grow with failures that may repeat. A host that was replaced cannot fail again.
         repeated = len(self.restarts) - self._replacements
-        remark = self._replace_lost_hosts(now)
+        remark = self._replace_hosts(now)
         self._enter_phase(JobPhase.WAITING)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
         if remark:
@@ -550,7 +658,7 @@ class Coordinator:
             number
             for number, host in enumerate(self.hosts)
             if number not in self._places
-            and not host.is_lost
+            and not host.has_left
             and host.last_message_at is not None
             and now - host.last_message_at <= self._spare_timeout
         ]
@@ -560,12 +668,12 @@ class Coordinator:
         """Seconds without a message of a spare after which another one is chosen."""
         return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
 
-    def _replace_lost_hosts(self, now: float) -> str:
-        """Let spares take the places of lost hosts, and return a sentence about them."""
+    def _replace_hosts(self, now: float) -> str:
+        """Let spares take the places of hosts that have left, and return a sentence about them."""
         spares = iter(self._list_spares(now))
         sentences = []
         for place, number in enumerate(self._places):
-            if self.hosts[number].is_lost:
+            if self.hosts[number].has_left:
                 spare = self._places[place] = next(spares)
                 names = self.hosts[spare].name, self.hosts[number].name
                 sentences.append(f"{names[0]} takes the place of {names[1]}")
@@ -579,13 +687,10 @@ class Coordinator:
     def _find_restart_obstacle(self, now: float) -> str:
         """Return the reason why there is no other attempt, or an empty string.
 
-        The job is not restarted if a host is lost that no spare can replace, if the ranks have not
+        The job is not restarted if a host has left that no spare can replace, if the ranks have not
         joined in any attempt, or if they did not join in two attempts in a row.
         """
-        has_never_joined = (
-            self._failed_starts_in_a_row > 0 and self._failed_starts_in_a_row == self.attempt + 1
-        )
-        lost = sum(host.is_lost for host in self._job_hosts())
+        lost = sum(host.has_left for host in self._job_hosts())
         if lost and self.policy.on_bad_host != "replace":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
@@ -594,7 +699,11 @@ class Coordinator:
             return f"{lost} host(s) were lost, and {spares} spare(s) are there"
         if not lost and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
-        if has_never_joined:
+        return self._find_start_obstacle()
+
+    def _find_start_obstacle(self) -> str:
+        """Return the reason why another attempt would not start either, or an empty string."""
+        if 0 < self._failed_starts_in_a_row == self.attempt + 1:
             return "its ranks never joined"
         return "its ranks did not join twice in a row" if self._failed_starts_in_a_row > 1 else ""
 
@@ -621,6 +730,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
+        sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
@@ -631,4 +741,5 @@ class Coordinator:
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
             **({"places": list(self._places)} if self.policy.spares else {}),
+            **({"sick": sick} if sick else {}),
         }

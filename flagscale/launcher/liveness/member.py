@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from flagscale import files
 from flagscale.flight_records import flight_directory
+from flagscale.health.messages import HealthEvent
 from flagscale.hosts.kernel import count_oom_kills
 from flagscale.launcher.layout import HostFiles, status_directory
 from flagscale.launcher.liveness import messages
@@ -101,7 +102,7 @@ class Member:
         self._stack_dump_at = 0.0
         self._end_ordered_at = 0.0
         self.is_spare = False
-        """True while this host waits to take the place of a lost host."""
+        """True while this host waits to take the place of another host."""
 
     # -- attempt ---------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Member:
             self.attempt.end_time = time.time()
 
     def wait_as_spare(self) -> None:
-        """Start nothing until the coordinator orders to take the place of a lost host."""
+        """Start nothing until the coordinator orders to take the place of another host."""
         self.is_spare = True
         self.attempt.stage, self._end_sent = Stage.OVER, True
 
@@ -306,6 +307,10 @@ class Member:
             for event in events
             if event.event == "failed" and event.time > latest_time
         }
+
+    def reply_health(self, step: int, event: HealthEvent | None, problem: str) -> None:
+        """Send the reply to an order of a hardware check."""
+        self.outgoing.append(messages.HealthReply(*self._message_fields(), step, event, problem))
 
     # -- orders ----------------------------------------------------------------------------
 

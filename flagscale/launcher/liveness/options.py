@@ -25,6 +25,7 @@ NotificationEvent = Literal["failed", "stalled", "restarted", "finished"]
 """Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
 OnBadHost = Literal["stop", "replace"]
+HealthCheckKind = Literal["off", "quick", "full"]
 # Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
 # and at least half an hour.
 BUSY_STALL_FACTOR = 4.0
@@ -49,7 +50,10 @@ class Policy:
     """0 disables the detection of stalls."""
     on_bad_host: OnBadHost = "stop"
     spares: int = 0
-    """Number of hosts, the last ones, that wait until they take the place of a lost host."""
+    """Number of hosts, the last ones, that wait until they take the place of another host."""
+    health: HealthCheckKind = "off"
+    """With ``on_bad_host`` other than ``stop``: if not ``off``, hosts are measured after a failure.
+    """
 
     @property
     def attempts(self) -> int:
@@ -92,7 +96,9 @@ class AgentOptions(Policy):
     nproc: int
     """Number of ranks on this host; 0 if unknown. Of a spare: of each host."""
     is_spare: bool = False
-    """True if this host waits until it takes the place of a lost host."""
+    """True if this host waits until it takes the place of another host."""
+    device: str = "auto"
+    """Kind of this host's devices, for measuring them."""
     stop_grace: float
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
     notify_on: tuple[NotificationEvent, ...] = ()

@@ -23,6 +23,7 @@ from flagscale.hosts.hostfile import Host, rendezvous_address
 from flagscale.hosts.names import compress_consecutive
 from flagscale.launcher.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning import supervision
+from flagscale.launcher.planning.assignment import requested_device
 from flagscale.launcher.planning.environment import (
     build_environment,
     configured_variables,
@@ -241,6 +242,7 @@ class _HostPlanner:
                 run_dir,
                 self.rendezvous,
                 reports_status=not self.experiment.task.is_command,
+                device=requested_device(self.experiment),
             ),
             starter=self._starter_arguments(assignment, run_dir),
             program=(

@@ -11,12 +11,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bed.host import Host
 from bed.lab import Bed
+from support.health_lab import install_chip
 from support.launch_lab import free_port, wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
@@ -34,14 +36,17 @@ FAULTS_IN_A_ROW = 6
 MAX_SECONDS = 30.0
 
 
-def start(lab: SshLab, *, spares: int = 1, **environment: str) -> None:
+def start(
+    lab: SshLab, *, runner: Mapping[str, Any] = REPLACING, light: bool = True, **environment: str
+) -> None:
     """Start the toy program, whose ranks stay in step over the network."""
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
-        runner={**REPLACING, "spares": spares},
+        light=light,
+        runner=dict(runner),
         envs={**fields, **environment},
     )
     result = lab.run_action("run")
@@ -56,6 +61,12 @@ def signal_all(lab: SshLab, host: Host, number: signal.Signals) -> None:
     """Send a signal to all processes of the run on a host."""
     for process in lab.run_processes(host):
         os.kill(process.pid, number)
+
+
+def kill_rank(lab: SshLab, host: Host) -> None:
+    """Kill the rank on a host that has one."""
+    ranks = [p.pid for p in lab.run_processes(host) if "LOCAL_RANK" in p.environment()]
+    os.kill(min(ranks), signal.SIGKILL)
 
 
 def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1) -> None:
@@ -109,6 +120,30 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     assert lab.query()["state"] == "stopped"
 
 
+@pytest.mark.torch
+def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path) -> None:
+    """A device reports a fault once training runs. Then a rank on another host fails."""
+    site = tmp_path / "site"
+    install_chip(site, {name: {"rate": 100} for name in lab.bed.names})
+    path = os.pathsep.join([str(site), str(PROJECT)])
+    start(lab, runner={**REPLACING, "health": "quick"}, light=False, PYTHONPATH=path)
+    install_chip(site, {"h01": {"rate": 100, "fault": "its memory is broken"}})
+    kill_rank(lab, lab.bed["h00"])
+    wait_for_step(lab)
+    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), MAX_SECONDS)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    rows = {row["host"]: row for row in snapshot["hosts"]}
+    reason = "device state: Demo device 0: its memory is broken"
+    assert rows["h01"]["trouble"] == f"sick: {reason}; h02 has taken its place"
+    output = lab.state().hosts[0].output.read_text()
+    assert f"h01 is sick: {reason}" in output
+    assert "h02 takes the place of h01" in output
+    assert lab.run_action("stop").returncode == 0
+    # Neither the run nor the check has left a process.
+    assert [host.find("flagscale") for host in lab.bed.hosts] == [[]] * 3
+
+
 @pytest.mark.slow
 def test_unused_spare_ends_with_the_job(lab: SshLab) -> None:
     start(lab, TOY_STEPS="60")
@@ -139,7 +174,7 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
 def test_random_faults_in_a_row(lab: SshLab) -> None:
     """Each fault is of the host that took the place before; some hosts come back, at any time."""
     generator = random.Random(0)
-    start(lab, spares=FAULTS_IN_A_ROW)
+    start(lab, runner={**REPLACING, "spares": FAULTS_IN_A_ROW})
     lost: list[tuple[Host, str]] = []
     for attempt in range(1, FAULTS_IN_A_ROW + 1):
         victim = lab.bed[f"h{attempt:02}"]

@@ -49,9 +49,13 @@ def state(tmp_path: Path) -> RunState:
     )
 
 
-def write_job(state: RunState, places: Any, **statuses: str) -> None:
+def write_job(
+    state: RunState, places: Any, sick: dict[str, str] | None = None, **statuses: str
+) -> None:
     hosts = {name.removeprefix("h"): status for name, status in statuses.items()}
     record = {"phase": "running", "attempt": 2, "attempts": 2, "hosts": hosts, "places": places}
+    if sick is not None:
+        record["sick"] = sick
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record))
 
 
@@ -94,7 +98,7 @@ def test_parts_of_hosts(
 def test_run_without_spares_is_not_read(state: RunState) -> None:
     plain = replace(state, hosts=state.hosts[:2])
     write_job(plain, [1, 0])
-    assert find_job_hosts(plain) == (plain.hosts, {}, ())
+    assert find_job_hosts(plain) == (plain.hosts, {}, (), {})
     unknown = replace(plain, hosts=tuple(replace(host, nproc=0) for host in plain.hosts))
     assert find_job_hosts(unknown).members == unknown.hosts
 
@@ -129,6 +133,14 @@ def test_snapshot_counts_the_ranks_of_the_hosts_in_the_job(state: RunState) -> N
     rows = {row.host: (row.phase, row.joined, row.trouble) for row in after.hosts}
     assert rows["h2"] == (Phase.RUNNING, 2, "")
     assert rows["h1"] == (Phase.LOST, 0, "lost; h2 has taken its place")
+
+
+def test_sick_hosts_are_shown_with_the_reason(state: RunState) -> None:
+    write_job(state, [0, 2], {"1": "sick: GPU 3: slow", "3": "sick: hot"}, h1="sick", h3="sick")
+    rows = {row.host: row.trouble for row in take_snapshot(state, {}).hosts}
+    assert rows["h1"] == "sick: GPU 3: slow; h2 has taken its place"
+    assert rows["h3"] == "sick: hot"
+    assert find_job_hosts(state).spares == ()
 
 
 def test_run_completes_without_the_replaced_host(state: RunState) -> None:

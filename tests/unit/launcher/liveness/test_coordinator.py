@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.liveness_job import PROGRESS, SPARE, Job, lose
 
 from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
-from flagscale.launcher.liveness.coordinator import Coordinator
+from flagscale.health.messages import HealthEvent, PairMeasurement
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
     DumpStacks,
     EndAttempt,
     FinishJob,
+    HealthReply,
     Heartbeat,
     Hello,
     HostMessage,
     HostProgress,
     HostStatus,
     JobPhase,
-    KeepAlive,
     LastRecords,
-    Order,
     RankExit,
     RankFailed,
     RankProgress,
@@ -39,94 +38,6 @@ from flagscale.launcher.liveness.messages import (
     StopJob,
     StopSignalled,
 )
-from flagscale.launcher.liveness.options import Policy
-
-PROGRESS = HostProgress(
-    status=HostStatus.RUNNING,
-    joined=1,
-    nproc=1,
-    progress_count=0,
-    in_busy_activity=False,
-    has_run_long=False,
-    exit_code=None,
-    failure_report=None,
-)
-
-
-class Job:
-    """Simulated job: hosts that send heartbeats, and messages of the test."""
-
-    def __init__(
-        self, hosts: int = 2, *, mesh_positions: Sequence[str] = (), **policy: Any
-    ) -> None:
-        defaults: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
-        defaults |= {
-            "lost_host_timeout": 10.0,
-            "start_timeout": 100.0,
-            "hang_detection_timeout": 50.0,
-        }
-        self.names = [f"h{n}" for n in range(hosts)]
-        self.now = 1000.0
-        job_policy = Policy(**{**defaults, **policy})
-        self.coordinator = Coordinator(
-            job_policy, self.names, self.now, Path("out"), mesh_positions=mesh_positions
-        )
-        self.silent: set[int] = set()
-        self.moving = True
-        self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
-        self.progress_count = 0
-        self.orders: list[tuple[int | None, Order]] = []
-        self.notified_events: list[str] = []
-        self.remarks: list[str] = []
-        self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
-
-    def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
-        """Send a message of the current attempt, or of another one."""
-        number = self.coordinator.attempt if attempt < 0 else attempt
-        self.coordinator.receive(
-            host, kind(host, number, self.clock[host] + self.now, *content), self.now
-        )
-
-    def progress(self, host: int, **fields: Any) -> HostProgress:
-        changes = {"progress_count": self.progress_count, **self.fields[host], **fields}
-        return replace(PROGRESS, **changes)
-
-    def run(self, seconds: float) -> None:
-        for _ in range(round(seconds)):
-            self.now += 1
-            self.progress_count += self.moving
-            for host in range(len(self.names)):
-                if host not in self.silent:
-                    self.send(Heartbeat, host, self.progress(host))
-            self.coordinator.tick(self.now)
-            self.collect()
-
-    def collect(self) -> None:
-        self.orders += [o for o in self.coordinator.orders if not isinstance(o[1], KeepAlive)]
-        self.coordinator.orders.clear()
-        notices = self.coordinator.notices
-        self.notified_events += [n.event for n in notices if n.event not in ("early-exit", "hang")]
-        self.remarks += [notice.remark for notice in notices if notice.remark]
-        self.coordinator.notices.clear()
-
-    def send_failure(
-        self, host: int, rank: int, kind: FailureKind = FailureKind.RANK_FAILED, after: float = 0.0
-    ) -> None:
-        failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
-        report = FailureReport(failure, self.clock[host] + self.now + after, kind)
-        self.send(RankFailed, host, report)
-
-    def send_end(self, host: int, code: int = 1, **fields: Any) -> None:
-        progress = self.progress(host, **{"joined": 1, "exit_code": code, **fields})
-        self.send(AttemptEnded, host, progress)
-
-    def order_types(self) -> list[type[Order]]:
-        return [type(order) for _, order in self.orders]
-
-    @property
-    def first_failed_rank(self) -> tuple[str, int | None]:
-        assert self.coordinator.failure is not None
-        return self.coordinator.failure.host, self.coordinator.failure.rank
 
 
 def test_a_job_that_ends_well() -> None:
@@ -411,9 +322,6 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.order_types() == [EndAttempt, FinishJob]
 
 
-SPARE = {"joined": 0, "nproc": 0, "status": HostStatus.SPARE}
-
-
 def job_with_spares(hosts: int, spares: int, **policy: Any) -> Job:
     """Return a running job whose last hosts are spares."""
     job = Job(hosts, spares=spares, on_bad_host="replace", **policy)
@@ -422,16 +330,6 @@ def job_with_spares(hosts: int, spares: int, **policy: Any) -> Job:
     job.run(5)
     assert job.order_types() == []
     return job
-
-
-def lose(job: Job, host: int, survivors: Sequence[int]) -> None:
-    """Lose a host: the ranks of the others fail, and its agent is silent."""
-    job.silent.add(host)
-    job.send_failure(survivors[0], survivors[0])
-    job.run(2)
-    for number in survivors:
-        job.send_end(number)
-    job.run(14)
 
 
 def test_spare_takes_the_place_of_a_lost_host() -> None:
@@ -892,10 +790,19 @@ HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
 RANKS = st.builds(
     rank_progress, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9)
 )
+HEALTH_EVENTS = st.builds(
+    HealthEvent,
+    st.sampled_from(["ready", "measured", "paired"]),
+    address=st.sampled_from(["", "a"]),
+    ranks=st.integers(-1, 2),
+    devices=st.just(()),
+    pairs=st.just(()) | st.just((PairMeasurement(7, (1.0, -1.0), "x"),)),
+)
 MESSAGES = st.one_of(
     *(st.builds(kind, *HEAD, PROGRESS_VALUES) for kind in (Hello, Heartbeat, AttemptEnded)),
     st.builds(RankFailed, *HEAD, REPORTS),
     st.builds(RankStacks, *HEAD, st.just(()) | RANKS),
+    st.builds(HealthReply, *HEAD, st.integers(0, 4), st.none() | HEALTH_EVENTS),
     st.builds(StopSignalled, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
 )
 
@@ -910,7 +817,8 @@ def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
     messages: list[tuple[int, HostMessage, float]], max_restarts: int, spares: int
 ) -> None:
     on_bad_host = "replace" if spares else "stop"
-    job = Job(2 + spares, max_restarts=max_restarts, spares=spares, on_bad_host=on_bad_host)
+    policy = {"spares": spares, "on_bad_host": on_bad_host, "health": "quick"}
+    job = Job(2 + spares, max_restarts=max_restarts, **policy)
     previous: dict[str, Any] = {}
     for host, message, seconds in messages:
         job.coordinator.receive(host, message, job.now)
