@@ -101,7 +101,8 @@ class Coordinator:
         spares = min(policy.spares, len(names) - 1)
         self._places = list(range(len(names) - spares))
         """Number of the host at each node rank."""
-        self._replacements = 0  # attempts that started because a host was replaced
+        self._replacements = 0  # attempts that started because a host has left
+        self._successors: dict[int, int] = {}  # hosts whose places spares have taken, with these
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
         self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
@@ -540,15 +541,14 @@ class Coordinator:
     def _needs_hardware_check(self, now: float) -> bool:
         """Return True if hosts are measured before the next attempt.
 
-        A lost host explains the failure, and its replacement should not wait. Without a spare, no
-        finding would have an effect.
+        A lost host explains the failure, and its replacement should not wait. If no host can be
+        spared, no finding would have an effect.
         """
         return (
             self.policy.health != "off"
-            and self.policy.on_bad_host == "replace"
             and not any(host.is_lost for host in self._job_hosts())
             and not self._find_start_obstacle()
-            and bool(self._list_spares(now))
+            and self._count_dispensable(now) > 0
         )
 
     def _start_hardware_check(self, now: float) -> None:
@@ -593,15 +593,15 @@ class Coordinator:
         for number in sorted(sick.keys() - {*self._places}):
             self._mark_sick(number, sick[number])
             self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
-        spares = len(self._list_spares(now))
+        dispensable = self._count_dispensable(now)
         for number in sorted(sick.keys() & {*self._places}):
             name, reason = self.hosts[number].name, sick[number]
             if number == 0:
                 remark = "; it stays in the job: the first host coordinates the run"
-            elif not spares:
+            elif not dispensable:
                 remark = "; it stays in the job: no spare is left"
             else:
-                spares -= 1
+                dispensable -= 1
                 self._mark_sick(number, reason)
                 remark = ""
             self._log_health(f"{name} is sick: {reason}{remark}")
@@ -629,13 +629,13 @@ class Coordinator:
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
             lost_places = any(host.has_left for host in self._job_hosts())
-            explained = attempts_left or (lost_places and self.policy.on_bad_host == "replace")
+            explained = attempts_left or (lost_places and self.policy.on_bad_host != "stop")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
-        # Waits grow with failures that may repeat. A host that was replaced cannot fail again.
+        # Waits grow with failures that may repeat. A host that has left cannot fail again.
         repeated = len(self.restarts) - self._replacements
-        remark = self._replace_hosts(now)
+        remark = self._fill_places(now)
         self._enter_phase(JobPhase.WAITING)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
         if remark:
@@ -668,15 +668,39 @@ class Coordinator:
         """Seconds without a message of a spare after which another one is chosen."""
         return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
 
-    def _replace_hosts(self, now: float) -> str:
-        """Let spares take the places of hosts that have left, and return a sentence about them."""
+    def _count_dispensable(self, now: float) -> int:
+        """Return how many hosts may leave the job: for each there is a spare, or the job may go on
+        with fewer hosts.
+        """
+        if self.policy.on_bad_host == "stop":
+            return 0
+        smallest = len(self._places)
+        if self.policy.on_bad_host == "shrink" and self.policy.min_nnodes is not None:
+            smallest = min(smallest, self.policy.min_nnodes)
+        return len(self._list_spares(now)) + len(self._places) - smallest
+
+    def _fill_places(self, now: float) -> str:
+        """Let spares take the places of hosts that have left; without one, the place is given up.
+
+        Returns:
+            A sentence about these hosts.
+        """
         spares = iter(self._list_spares(now))
-        sentences = []
-        for place, number in enumerate(self._places):
-            if self.hosts[number].has_left:
-                spare = self._places[place] = next(spares)
-                names = self.hosts[spare].name, self.hosts[number].name
-                sentences.append(f"{names[0]} takes the place of {names[1]}")
+        places, sentences = [], []
+        for number in self._places:
+            if not self.hosts[number].has_left:
+                places.append(number)
+                continue
+            name, spare = self.hosts[number].name, next(spares, None)
+            if spare is None:
+                sentences.append(f"the job goes on without {name}")
+            else:
+                places.append(spare)
+                self._successors[number] = spare
+                sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
+        if len(places) < len(self._places):
+            sentences[-1] += f": {len(places)} host(s) are left"
+        self._places = places
         self._replacements += bool(sentences)
         return "; ".join(sentences)
 
@@ -691,12 +715,18 @@ class Coordinator:
         joined in any attempt, or if they did not join in two attempts in a row.
         """
         lost = sum(host.has_left for host in self._job_hosts())
-        if lost and self.policy.on_bad_host != "replace":
+        if lost and self.policy.on_bad_host == "stop":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
             return "a host was lost"
-        if lost > (spares := len(self._list_spares(now))):
-            return f"{lost} host(s) were lost, and {spares} spare(s) are there"
+        if lost > self._count_dispensable(now):
+            spares = len(self._list_spares(now))
+            obstacle = f"{lost} host(s) were lost, and {spares} spare(s) are there"
+            if self.policy.on_bad_host == "shrink":
+                left = len(self._places) - lost + spares
+                smallest = self.policy.min_nnodes
+                obstacle += f"; {left} of at least {smallest} host(s) are left (runner.nnodes)"
+            return obstacle
         if not lost and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
         return self._find_start_obstacle()
@@ -730,6 +760,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
+        replaced = {str(number): spare for number, spare in self._successors.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         return {
             "phase": self.phase.value,
@@ -740,6 +771,7 @@ class Coordinator:
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
-            **({"places": list(self._places)} if self.policy.spares else {}),
+            **({"places": list(self._places)} if self.policy.on_bad_host != "stop" else {}),
+            **({"replaced": replaced} if replaced else {}),
             **({"sick": sick} if sick else {}),
         }

@@ -232,8 +232,8 @@ class KeepAlive(Order):
 class StartAttempt(Order):
     """Start the attempt with this number, counted from 0.
 
-    ``places`` has the number of the host at each node rank, once a spare has replaced a host;
-    empty before. The number of a host is its node rank in the plan.
+    ``places`` has the number of the host at each node rank, once a host has left the job; empty
+    before. The number of a host is its node rank in the plan.
     """
 
     attempt: int

@@ -24,7 +24,7 @@ from flagscale.status import RUN_ID_VARIABLE
 NotificationEvent = Literal["failed", "stalled", "restarted", "finished"]
 """Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
-OnBadHost = Literal["stop", "replace"]
+OnBadHost = Literal["stop", "replace", "shrink"]
 HealthCheckKind = Literal["off", "quick", "full"]
 # Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
 # and at least half an hour.
@@ -51,6 +51,8 @@ class Policy:
     on_bad_host: OnBadHost = "stop"
     spares: int = 0
     """Number of hosts, the last ones, that wait until they take the place of another host."""
+    min_nnodes: int | None = None
+    """With ``on_bad_host: shrink``: smallest number of hosts that the job goes on with."""
     health: HealthCheckKind = "off"
     """With ``on_bad_host`` other than ``stop``: if not ``off``, hosts are measured after a failure.
     """

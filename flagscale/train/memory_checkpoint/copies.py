@@ -205,6 +205,9 @@ class MemoryCheckpoints:
         own = holdings[self._rank].own
         fits = all(text == fingerprint for text in own.values())
         if not true_on_all_ranks(fits):
+            # Those of a job with more hosts: a later copy must not be completed from them.
+            for region in (*self._own, *self._others):
+                region.invalidate()
             return set()
         available = [
             set(holding.own).union(*(h.others for h in holdings if h.source == rank))

@@ -1,4 +1,4 @@
-"""Tests of hosts that take the place of a lost host: the job goes on, and no process is left.
+"""Tests of jobs that lose a host: a spare takes its place, or the job goes on without it.
 
 ``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
 which are namespaces of this machine, each with a real sshd. h00 and h01 train, h02 is a spare.
@@ -31,6 +31,7 @@ from flagscale.status import read_progress
 pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
 
 REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
+SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
 MAX_SECONDS = 30.0
@@ -69,10 +70,10 @@ def kill_rank(lab: SshLab, host: Host) -> None:
     os.kill(min(ranks), signal.SIGKILL)
 
 
-def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1) -> None:
-    """Wait until the rank of a spare that has taken a place is past its second step."""
+def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1, rank: int = 1) -> None:
+    """Wait until the rank of a host is past the second step of a later attempt."""
     status = run_dir(lab, host) / f"status.{attempt}"
-    wait_for(lambda: (p := read_progress(status, 1)) is not None and p.step > 2, MAX_SECONDS)
+    wait_for(lambda: (p := read_progress(status, rank)) is not None and p.step > 2, MAX_SECONDS)
 
 
 FAULTS: dict[str, tuple[Callable[[SshLab, Host], None], Callable[[SshLab, Host], None]]] = {
@@ -118,6 +119,25 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     assert result.returncode == 0, result.stderr
     assert lab.remaining_processes() == {}
     assert lab.query()["state"] == "stopped"
+
+
+def test_job_goes_on_with_fewer_hosts(lab: SshLab) -> None:
+    start(lab, runner=SHRINKING)
+    fail, recover = FAULTS["partitioned"]
+    lost = lab.bed["h01"]
+    fail(lab, lost)
+    wait_for_step(lab, "h02", rank=1)
+    recover(lab, lost)
+    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    assert (snapshot["joined"], snapshot["world_size"]) == (2, 2)
+    rows = {row["host"]: row for row in snapshot["hosts"]}
+    assert rows["h01"]["trouble"] == "lost"
+    output = lab.state().hosts[0].output.read_text()
+    assert "the job goes on without h01: 2 host(s) are left" in output
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
 
 
 @pytest.mark.torch

@@ -424,6 +424,42 @@ def test_lost_spare_in_a_place_is_replaced_by_the_next_one() -> None:
     assert job.remarks == ["h2 takes the place of h1", "h3 takes the place of h2"]
 
 
+def test_job_goes_on_without_a_lost_host() -> None:
+    job = Job(4, on_bad_host="shrink", min_nnodes=2)
+    job.run(5)
+    lose(job, 1, (0, 2, 3))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2, 3)))
+    lose(job, 3, (0, 2))
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2)))
+    assert job.remarks == [
+        "the job goes on without h1: 3 host(s) are left",
+        "the job goes on without h3: 2 host(s) are left",
+    ]
+    summary = job.coordinator.summary()
+    assert (summary["places"], summary["attempts"]) == ([0, 2], 3)
+    lose(job, 2, (0,))
+    assert job.order_types()[-1] is FinishJob
+    assert job.remarks[2:] == [
+        "the job does not start again: 1 host(s) were lost, and 0 spare(s) are there; 1 of at "
+        "least 2 host(s) are left (runner.nnodes)"
+    ]
+
+
+def test_spares_come_before_fewer_hosts() -> None:
+    job = Job(4, on_bad_host="shrink", min_nnodes=1, spares=1)
+    job.fields[3] = dict(SPARE)
+    job.run(5)
+    job.silent.update((1, 2))
+    job.run(12)
+    job.send_end(0)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 3)))
+    assert job.remarks == [
+        "h3 takes the place of h1; the job goes on without h2: 2 host(s) are left"
+    ]
+    assert job.coordinator.summary()["replaced"] == {"1": 3}
+
+
 def test_stop_without_a_request_is_a_final_failure() -> None:
     job = Job(max_restarts=5)
     job.run(5)

@@ -159,6 +159,15 @@ def test_more_sick_hosts_than_spares() -> None:
     )
 
 
+def test_job_goes_on_without_a_sick_host() -> None:
+    job = MeasuredJob(4, 0, on_bad_host="shrink", min_nnodes=3)
+    job.faults |= {1: ["it is hot"], 2: ["it is hot"]}
+    job.fail()
+    job.reply()
+    assert job.places == [0, 2, 3]
+    assert job.remarks[-1] == "the job goes on without h1: 3 host(s) are left"
+
+
 def test_one_slow_host_of_eight_is_replaced_and_healthy_ones_never() -> None:
     """Rates differ by some percent, as those of healthy devices do."""
     generator = random.Random(1)
