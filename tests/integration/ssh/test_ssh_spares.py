@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.tim
 
 REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
 SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
+SMALLEST = {**SHRINKING, "nnodes": "1:2"}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
 MAX_SECONDS = 30.0
@@ -220,9 +221,10 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.parametrize("runner", [REPLACING, SMALLEST], ids=["replace", "shrink"])
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["disk", "memory"])
 def test_training_continues_with_the_same_losses(
-    bed: Bed, tmp_path: Path, is_in_memory: bool
+    bed: Bed, tmp_path: Path, is_in_memory: bool, runner: dict[str, Any]
 ) -> None:
     """The power of a host is cut: from the last checkpoint on, or from the copies in memory, the
     losses are those of a run on one machine without a fault.
@@ -248,7 +250,7 @@ def test_training_continues_with_the_same_losses(
             light=False,
             task={"entrypoint": str(PROGRAM)},
             top={"train": train_sections(None, logging=logging)},
-            runner=REPLACING,
+            runner=runner,
         )
         result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
@@ -264,7 +266,8 @@ def test_training_continues_with_the_same_losses(
     first, last = after[0][0], before[-1][0]
     if is_in_memory:
         assert first >= last - 1, "one step was lost, and another one was not copied yet"
-        assert "from host memory, 1 of 2 ranks' from another host" in output
+        moved = ", 1 of 2 ranks' from another host" if runner is REPLACING else "\n"
+        assert f"from host memory{moved}" in output
     else:
         assert (first - 1) % 5 == 0
     assert 1 < first <= last + 1
