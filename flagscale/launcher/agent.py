@@ -416,6 +416,8 @@ class Agent:
             return
         if response_required:
             reason = f"was lost: no word from its agent for {limit_seconds:g} s"
+            if options.on_bad_host != "stop":
+                reason += "; no host can take the place of the first one, which coordinates the run"
         else:
             reason = f"was not reached within {limit_seconds:g} s of the start"
             reason += explain_missing_agents(self._port)

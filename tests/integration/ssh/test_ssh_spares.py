@@ -191,6 +191,21 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", [REPLACING, SHRINKING], ids=["replace", "shrink"])
+def test_lost_first_host_ends_the_job(lab: SshLab, runner: dict[str, Any]) -> None:
+    """It coordinates the run, so that no host can take its place."""
+    start(lab, runner=runner)
+    lab.bed["h00"].cut_power()
+    others = [lab.bed["h01"], lab.bed["h02"]]
+    wait_for(lambda: not any(map(lab.run_processes, others)), MAX_SECONDS)
+    snapshot = lab.query()
+    sentence = "no host can take the place of the first one, which coordinates the run"
+    assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h00")
+    assert sentence in snapshot["failure"]["reason"]
+    assert all(sentence in host.output.read_text() for host in lab.state().hosts[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.bed(hosts=2 + FAULTS_IN_A_ROW)
 def test_random_faults_in_a_row(lab: SshLab) -> None:
     """Each fault is of the host that took the place before; some hosts come back, at any time."""
