@@ -232,8 +232,9 @@ class Runner:
             "Effect of a lost host, or of one that `health` finds sick. `stop`: the job ends. "
             "`replace`: it restarts from its last checkpoint with a host of `spares` in the place "
             "of the lost one. `shrink`: the same, and without a spare it restarts on the hosts "
-            "that are left, with fewer data-parallel replicas and the same global batch; needs "
-            "`nnodes: a:b`. This does not count as one of `max_restarts`. The job cannot go on "
+            "that are left, with fewer data-parallel replicas and the same global batch, and takes "
+            "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
+            "as one of `max_restarts`. The job cannot go on "
             "without the first host. `replace` and `shrink` need `type: ssh` and a shared file "
             "system.",
             choices=("stop", "replace", "shrink"),

@@ -151,6 +151,13 @@ class Agent:
         self.member.hang_detection_timeout = options.hang_detection_timeout
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
+        # After it was started again by hand, the job may go on without this host, or start, too.
+        self._returns = (
+            options.on_bad_host == "shrink"
+            and node_rank > 0
+            and not options.is_spare
+            and (options.run_dir / AGENT_FILE).exists()
+        )
         self._recorder = HostRecorder()
         self._is_recorded = False
         self._health_worker: HealthWorker | None = None
@@ -159,7 +166,15 @@ class Agent:
         if node_rank == 0:
             names = [options.name] if is_single_host else options.names
             mesh_positions = options.positions_by_host
-            self._coordinator = Coordinator(options, names, now, output, self._port, mesh_positions)
+            self._coordinator = Coordinator(
+                options,
+                names,
+                now,
+                output,
+                self._port,
+                mesh_positions,
+                saves_when_stopped=options.saves_when_stopped,
+            )
         self._server: Server | None = None
         self._client: Client | None = None
         self._start_time = self._last_order_at = self._last_run_at = now
@@ -177,7 +192,9 @@ class Agent:
         self._script = os.getppid()
         signal_on_parent_death(self._script, signal.SIGTERM)()
         started, oom_kills_before = time.time(), count_oom_kills()
-        error = identity.register_agent(self._host.run_dir, self._options.earlier_starts)
+        error = identity.register_agent(
+            self._host.run_dir, self._options.earlier_starts, returns=self._returns
+        )
         error = error or self._open_network()
         if error is not None:
             log_line(error)
@@ -215,7 +232,10 @@ class Agent:
             # Written before any rank can report a failure, so that readers see whether one is
             # final.
             self._write_summary(self._coordinator, time.monotonic())
-        if self._options.is_spare:
+        if self._returns:
+            self.member.wait_as_spare()
+            log_line("this host was in the run before: it waits until it joins the job again")
+        elif self._options.is_spare:
             self.member.wait_as_spare()
             log_line("this host is a spare: it waits until it takes the place of another host")
         else:

@@ -201,10 +201,11 @@ class _StartWait:
         restarts = job.get("restarts", [])
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = from_record(Failure, restart.get("failure"))
-            reason = failure.headline() if failure is not None else "for an unknown reason"
-            log_line(
-                f"attempt {number} of {job.get('attempts')} failed: {reason}; the job starts again"
-            )
+            attempt = f"attempt {number} of {job.get('attempts')}"
+            if failure is None:
+                log_line(f"{attempt} was ended, so that a host can join the job")
+            else:
+                log_line(f"{attempt} failed: {failure.headline()}; the job starts again")
         if len(restarts) != self._restarts:
             self._restarts = len(restarts)
             self._joined_at, self._attempt_start_time = None, time.monotonic()

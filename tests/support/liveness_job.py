@@ -49,9 +49,15 @@ class Job:
         }
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
+        saves_when_stopped = policy.pop("saves_when_stopped", False)
         job_policy = Policy(**{**defaults, **policy})
         self.coordinator = Coordinator(
-            job_policy, self.names, self.now, Path("out"), mesh_positions=mesh_positions
+            job_policy,
+            self.names,
+            self.now,
+            Path("out"),
+            mesh_positions=mesh_positions,
+            saves_when_stopped=saves_when_stopped,
         )
         self.silent: set[int] = set()
         self.moving = True

@@ -5,7 +5,7 @@
 The hosts are namespaces of this machine, each with a real sshd (tests/bed). Each case trains a tiny
 Llama-3 on them, causes a fault after some steps, and reads the run's files:
 
-- ``named``: seconds from the fault until the agents agree on the first failure;
+- ``named``: seconds from the fault until the first failure is reported that the agents agree on;
 - ``next_step``: seconds from the fault until a rank reports a step of the next attempt;
 - ``lost_steps``: steps that had been finished before and are repeated;
 - ``processes``: processes of the run that are left after the end, on all hosts but those that are
@@ -79,17 +79,18 @@ class FaultRun:
             if event.event == "progress"
         )
 
-    def read_failure(self) -> dict[str, Any] | None:
-        """Return the first failure that the agents have agreed on.
+    def read_failure(self, *, without_first_host: bool) -> tuple[dict[str, Any] | None, bool]:
+        """Return the first failure as far as it is known, and whether the agents have agreed on it.
 
-        Before that, the failure of a rank that has lost another one may be reported.
+        Without the first host, each of the others records the end.
         """
-        hosts = self.lab.state().hosts
-        job = _read_json(hosts[0].run_dir / LIVENESS_FILE)
-        failures = [row["failure"] for row in job.get("restarts", [])]
-        # Without its first host, each of the others records the end.
-        failures += [_read_json(host.run_dir / EXIT_FILE).get("failure") for host in hosts[1:]]
-        return next(filter(None, failures), None)
+        first, second, *_ = self.lab.state().hosts
+        if without_first_host:
+            failure = _read_json(second.run_dir / EXIT_FILE).get("failure")
+            return failure, failure is not None
+        job = _read_json(first.run_dir / LIVENESS_FILE)
+        restarts = job.get("restarts", [])
+        return (restarts[0]["failure"], True) if restarts else (job.get("failure"), False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -252,9 +253,20 @@ def _start(case: FaultCase, run: FaultRun) -> None:
 def _measure_fault(case: FaultCase, run: FaultRun) -> dict[str, Any]:
     start = time.time()
     case.cause(run)
-    _wait_for(lambda: run.read_failure() is not None, "a name")
-    figures: dict[str, Any] = {"named": round(time.time() - start, 1)}
-    failure = run.read_failure() or {}
+    # A rank that has lost another one may be reported before the cause.
+    times: dict[tuple[str, int | None], float] = {}
+    failure: dict[str, Any] = {}
+
+    def is_agreed() -> bool:
+        reported, agreed = run.read_failure(without_first_host=not case.goes_on)
+        if reported is not None:
+            times.setdefault((reported["host"], reported["rank"]), time.time())
+            failure.update(reported)
+        return agreed
+
+    _wait_for(is_agreed, "a name")
+    named = times[failure["host"], failure["rank"]]
+    figures: dict[str, Any] = {"named": round(named - start, 1)}
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} on "
     figures["sentence"] = f"{rank}{failure['host']}: {failure['reason'].splitlines()[0]}"
     if not case.goes_on:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,8 @@ class Coordinator:
         output: Output file of host 0, for failures that have no log of their own.
         port: Port to which the agents of hosts connect.
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
+        saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
+            restarted for a host that has come back; otherwise the host waits for the next failure.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Coordinator:
         output: Path,
         port: int | None = None,
         mesh_positions: Sequence[str] = (),
+        *,
+        saves_when_stopped: bool = False,
     ) -> None:
         self.policy = policy
         self._output_path = output
@@ -101,6 +105,9 @@ class Coordinator:
         spares = min(policy.spares, len(names) - 1)
         self._places = list(range(len(names) - spares))
         """Number of the host at each node rank."""
+        self._saves_when_stopped = saves_when_stopped
+        self._planned_hosts = len(self._places)
+        self._is_paused = False  # the attempt is being ended for a host that has come back
         self._replacements = 0  # attempts that started because a host has left
         self._successors: dict[int, int] = {}  # hosts whose places spares have taken, with these
         self._hardware_check: HardwareCheck | None = None
@@ -157,11 +164,19 @@ class Coordinator:
         if not 0 <= node_rank < len(self.hosts):
             return
         host = self.hosts[node_rank]
-        if host.has_left:
+        if host.has_left and self._has_new_agent(host, message):
+            # While the attempt ends, its place is still to be filled.
+            if node_rank in self._places:
+                return
+            self._take_back(node_rank, now)
+        elif host.has_left:
             # Too late: the job has been ended without this host, or continues without it.
             self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
+        self._detect_new_agent(node_rank, message, now)
         host.last_message_at = now
+        if host.has_left:
+            return
         clock_offset = now - message.sent
         host.clock_offset = (
             clock_offset if host.clock_offset is None else min(host.clock_offset, clock_offset)
@@ -248,7 +263,10 @@ class Coordinator:
         if self.phase is JobPhase.STOPPING:
             self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
         elif self.phase is JobPhase.ENDING and node_rank in self._active_hosts:
-            self._send_order(messages.EndAttempt(self.attempt, self.failure), node_rank)
+            order: Order = messages.EndAttempt(self.attempt, self.failure)
+            if self._is_paused:
+                order = messages.PauseAttempt(self.attempt)
+            self._send_order(order, node_rank)
         elif self.phase is JobPhase.RUNNING and self.attempt:
             self._send_order(self._start_order(), node_rank)
         elif self.phase is JobPhase.OVER:
@@ -274,6 +292,7 @@ class Coordinator:
                 self._detect_early_exit(now)
                 self._detect_stall(now)
                 self._explain_overdue(now)
+                self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
                 self._start_attempt(now)
@@ -511,9 +530,12 @@ class Coordinator:
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
         failed = any(host.is_lost or host.exit_code for host in self._job_hosts())
+        is_paused, self._is_paused = self._is_paused, False
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
+        elif is_paused and not any(host.is_lost for host in self._job_hosts()):
+            self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
         else:
@@ -535,6 +557,61 @@ class Coordinator:
             self._mismatch = self._complete_host(finding).describe()
             self._first_failure_outdated = True
             self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
+
+    # -- hosts that come back -------------------------------------------------------------
+
+    def _has_new_agent(self, host: JobHost, message: HostMessage) -> bool:
+        """Return True if a lost host has a new agent, which waits for a place."""
+        return (
+            self.policy.on_bad_host == "shrink"
+            and not host.sickness
+            and self.phase not in (JobPhase.STOPPING, JobPhase.OVER)
+            and isinstance(message, (messages.Hello, messages.Heartbeat))
+            and message.progress.status is HostStatus.SPARE
+        )
+
+    def _take_back(self, number: int, now: float) -> None:
+        """Let a host that has come back wait as a spare."""
+        host = self.hosts[number]
+        host.is_lost, host.loss, host.returned_at, host.clock_offset = False, None, now, None
+        host.status, self.summary_changed = HostStatus.SPARE, True
+        self._successors.pop(number, None)
+        when = "saves a checkpoint and starts again" if self._saves_when_stopped else "fails"
+        self._log_health(f"{host.name} is back, and joins the job when it {when}")
+
+    def _detect_new_agent(self, number: int, message: HostMessage, now: float) -> None:
+        """Detect that the agent of a host in the job was started again: its ranks have ended. If
+        none has joined, as in a run whose scripts were all started again, it starts them by order.
+        """
+        is_first_message = isinstance(message, messages.Hello) and number in self._active_hosts
+        if not is_first_message or not self._has_new_agent(self.hosts[number], message):
+            return
+        if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
+            self._mark_lost(number, "was lost: its agent has started again", now)
+        elif not self.attempt:
+            self._send_order(messages.StartAttempt(0, tuple(self._places)), number)
+
+    def _pause_for_returned_host(self, now: float) -> None:
+        """End the attempt in order if a host that has come back can join the job.
+
+        It has to stay for as long as it would take to lose it again.
+        """
+        if (
+            self._saves_when_stopped
+            and len(self._places) < self._planned_hosts
+            and all(0 < self.hosts[n].nproc <= self.hosts[n].joined for n in self._active_hosts)
+            and self._active_hosts == {*self._places}
+            and any(
+                host.returned_at is not None
+                and not host.has_left
+                and now - host.returned_at > self.policy.lost_host_timeout
+                and not self._is_silent(host, now)
+                for host in self.hosts
+            )
+        ):
+            self._is_paused = True
+            self._enter_phase(JobPhase.ENDING)
+            self._send_order(messages.PauseAttempt(self.attempt))
 
     # -- hardware check ---------------------------------------------------------------------
 
@@ -633,6 +710,10 @@ class Coordinator:
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
+        self._restart(now, self.failure)
+
+    def _restart(self, now: float, failure: Failure | None) -> None:
+        """Start the next attempt, after a failure or to let a host join."""
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
         repeated = len(self.restarts) - self._replacements
         remark = self._fill_places(now)
@@ -641,8 +722,8 @@ class Coordinator:
         if remark:
             wait_seconds = FIRST_BACK_OFF_SECONDS
         self._restart_at = now + wait_seconds
-        self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
-        self.notices.append(Notice("restarted", self.attempt + 1, self.failure, remark))
+        self.restarts.append({"attempt": self.attempt, "failure": to_plain(failure)})
+        self.notices.append(Notice("restarted", self.attempt + 1, failure, remark))
 
     @property
     def _max_attempts(self) -> int:
@@ -700,6 +781,10 @@ class Coordinator:
                 sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
         if len(places) < len(self._places):
             sentences[-1] += f": {len(places)} host(s) are left"
+        for number in islice(spares, self._planned_hosts - len(places)):
+            places.append(number)
+            self.hosts[number].returned_at = None
+            sentences.append(f"{self.hosts[number].name} joins the job: {len(places)} host(s)")
         self._places = places
         self._replacements += bool(sentences)
         return "; ".join(sentences)

@@ -40,6 +40,8 @@ class JobHost:
     """Reason for which it has left the job, if a check found its hardware sick."""
     loss: Failure | None = None
     """Reason for which it is lost or sick."""
+    returned_at: float | None = None
+    """Time at which it has come back after it was lost; None once it is in the job."""
     clock_offset: float | None = None
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
     rank_stacks: tuple[RankProgress, ...] | None = None

@@ -153,7 +153,7 @@ class Member:
     def _take_place(self, place: int, host_count: int) -> None:
         """Take a node rank among this number of hosts from the next attempt on."""
         if self.is_spare:
-            log_line(f"this spare host takes the place of node rank {place}")
+            log_line(f"this host joins the job as node rank {place}")
         self.is_spare = False
         ranks = self.host.nproc
         self.host = replace(self.host, first_rank=place * ranks)
@@ -345,6 +345,8 @@ class Member:
             case messages.EndAttempt() if order.attempt == self.attempt_number:
                 self.failure = order.failure or self.failure
                 self._end_after_failure()
+            case messages.PauseAttempt() if order.attempt == self.attempt_number:
+                self.attempt.end(failed=False)
             case messages.DumpStacks() if order.attempt == self.attempt_number:
                 if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
                     self._stack_dump_at = now

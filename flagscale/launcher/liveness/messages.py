@@ -249,6 +249,13 @@ class EndAttempt(Order):
 
 
 @dataclass(frozen=True)
+class PauseAttempt(Order):
+    """End the attempt in order, so that ranks save a checkpoint. Another attempt follows."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class DumpStacks(Order):
     """Reply with the progress and the stack of each rank, in :class:`RankStacks`."""
 
@@ -298,6 +305,7 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",
     EndAttempt: "EndAttempt",
+    PauseAttempt: "PauseAttempt",
     DumpStacks: "DumpStacks",
     MeasureHealth: "MeasureHealth",
     EndHealthCheck: "EndHealthCheck",

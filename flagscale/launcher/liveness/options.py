@@ -118,6 +118,8 @@ class AgentOptions(Policy):
     """
     master_place: str = ""
     """On the other hosts: position of host 0 in the heterogeneous meshes."""
+    saves_when_stopped: bool = False
+    """On host 0: True if ranks save a checkpoint when they are stopped."""
     earlier_starts: int = 0
     """Number of times that a scheduler has started this run before."""
     metrics_port: int | None = None

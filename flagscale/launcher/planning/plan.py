@@ -170,6 +170,14 @@ def program_arguments(
     return (str(program_path(experiment.task, project)), *arguments)
 
 
+def _saves_when_stopped(experiment: Experiment) -> bool:
+    """Return True if ranks save a checkpoint on SIGTERM, as far as it is known."""
+    args = experiment.train
+    saves = "save" not in args.named or args["save"] is not None
+    is_own = not experiment.task.external and not experiment.task.is_command
+    return is_own and saves and bool(args["exit_signal_handler"])
+
+
 def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
     """Return the default directories of an experiment for arguments that the YAML does not set.
 
@@ -243,6 +251,7 @@ class _HostPlanner:
                 self.rendezvous,
                 reports_status=not self.experiment.task.is_command,
                 device=requested_device(self.experiment),
+                saves_when_stopped=_saves_when_stopped(self.experiment),
             ),
             starter=self._starter_arguments(assignment, run_dir),
             program=(

@@ -76,11 +76,12 @@ def agent_options(
     *,
     reports_status: bool = True,
     device: str = AUTO,
+    saves_when_stopped: bool = False,
 ) -> AgentOptions:
     """Return the options of a host's agent.
 
     Without a rendezvous the agent watches its host alone. ``device`` is the kind of device that the
-    YAML requests.
+    YAML requests, and ``saves_when_stopped`` is True if ranks save a checkpoint on SIGTERM.
     """
     options = {name: getattr(runner, name) for name in _RUNNER_OPTIONS}
     options |= {"master_addr": "", "liveness_port": None}
@@ -91,6 +92,7 @@ def agent_options(
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
         if assignment.node_rank == 0:
             options["hosts"] = rendezvous.host_names
+            options["saves_when_stopped"] = saves_when_stopped and runner.on_bad_host == "shrink"
             # The agent's options have the older name for mesh positions, which stored plans
             # contain.
             options["places"] = tuple(compress_positions(rendezvous.mesh_positions))

@@ -28,7 +28,7 @@ from flagscale.launcher.host_record import read_host_record
 from flagscale.launcher.layout import LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.status import read_progress
 
-pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(300)]
 
 REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
 SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
@@ -291,3 +291,52 @@ def test_training_continues_with_the_same_losses(
             assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)
     assert after[7][0] <= len(expected), "eight steps after the fault were compared"
     assert seconds < MAX_SECONDS + 10
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
+    """A host is lost and comes back: its script is started again. The losses of all attempts are
+    those of a run on one machine without a fault.
+    """
+    with ssh_lab(bed, tmp_path / "lab") as lab:
+        checkpoints = str(lab.exp_dir / "checkpoints")
+        logging = {"save": checkpoints, "load": checkpoints, "keep_last": 2}
+        logging["non_persistent_save_interval"] = 1
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(None, logging=logging)},
+            runner=SMALLEST,
+        )
+        result = lab.run_action("run")
+        assert result.returncode == 0, result.stderr
+        wait_for(lambda: len(read_losses(lab)) >= 8, 60)
+        lost = bed["h01"]
+        lost.set_link("down")
+        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
+        lost.set_link("up")
+        wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+        script = lab.state().hosts[1].script
+        lost.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+        wait_for(lambda: len(read_losses(lab, "status.2")) >= 8, 90)
+        assert lab.query()["world_size"] == 2
+        attempts = [read_losses(lab, name) for name in ("status", "status.1", "status.2")]
+        output = lab.state().hosts[0].output.read_text()
+        assert lab.run_action("stop").returncode == 0
+        assert lab.remaining_processes() == {}
+    assert "h01 joins the job: 2 host(s)" in output
+    assert attempts[2][0][0] == attempts[1][-1][0] + 1, "no step was lost for the host's return"
+    last = attempts[2][7][0]
+    with ssh_lab(bed, tmp_path / "one") as lab:
+        local = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(last)},
+            runner=local,
+        )
+        assert lab.run_action("test", timeout=400).returncode == 0
+        expected = read_losses(lab)
+    for row in (row for rows in attempts for row in rows if row[0] <= last):
+        assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)

@@ -30,6 +30,7 @@ from flagscale.launcher.liveness.messages import (
     HostStatus,
     JobPhase,
     LastRecords,
+    PauseAttempt,
     RankExit,
     RankFailed,
     RankProgress,
@@ -443,6 +444,96 @@ def test_job_goes_on_without_a_lost_host() -> None:
         "the job does not start again: 1 host(s) were lost, and 0 spare(s) are there; 1 of at "
         "least 2 host(s) are left (runner.nnodes)"
     ]
+
+
+def job_without_h1(**policy: Any) -> Job:
+    """Return a job that goes on without h1, which has a new agent."""
+    job = Job(3, on_bad_host="shrink", min_nnodes=1, **policy)
+    job.run(5)
+    lose(job, 1, (0, 2))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2)))
+    job.silent.discard(1)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1), attempt=0)
+    job.run(1)
+    assert job.coordinator.summary()["hosts"]["1"] == "spare"
+    return job
+
+
+def test_job_is_restarted_for_a_host_that_has_come_back() -> None:
+    job = job_without_h1(saves_when_stopped=True)
+    job.run(8)
+    assert PauseAttempt(1) not in [order for _, order in job.orders], "it may go again"
+    job.run(4)
+    assert job.orders[-1] == (None, PauseAttempt(1))
+    # A rank that is stopped may report a failure, which is none.
+    job.send_failure(2, 1)
+    for number in (0, 2):
+        job.send_end(number, 143)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2, 1)))
+    assert job.notified_events == ["restarted", "restarted"]
+    assert job.remarks[1:] == [
+        "h1 is back, and joins the job when it saves a checkpoint and starts again",
+        "h1 joins the job: 3 host(s)",
+    ]
+    summary = job.coordinator.summary()
+    assert (summary["attempt"], summary["attempts"], summary["failure"]) == (3, 3, None)
+    job.fields[1] = {}
+    job.run(60)
+    assert isinstance(job.orders[-1][1], StartAttempt), "it is not restarted again"
+
+
+def test_program_that_saves_nothing_is_not_restarted_for_a_host() -> None:
+    job = job_without_h1(max_restarts=1)
+    job.run(40)
+    assert not any(isinstance(order, PauseAttempt) for _, order in job.orders)
+    job.send_failure(0, 0)
+    for number in (0, 2):
+        job.send_end(number)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2, 1)))
+    assert job.remarks[-2:] == [
+        "h1 is back, and joins the job when it fails",
+        "h1 joins the job: 3 host(s)",
+    ]
+
+
+def test_host_lost_while_the_job_is_paused() -> None:
+    job = job_without_h1(saves_when_stopped=True)
+    job.run(12)
+    assert job.orders[-1] == (None, PauseAttempt(1))
+    job.send(Hello, 2, job.progress(2))
+    job.collect()
+    assert job.orders[-1] == (2, PauseAttempt(1)), "it may have missed the order"
+    job.silent.add(2)
+    job.send_end(0, 0)
+    job.run(14)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 1)))
+
+
+def test_host_whose_agent_is_started_again_at_once() -> None:
+    """Before its loss is noticed: its ranks have ended, and the others' with them."""
+    job = Job(3, on_bad_host="shrink", min_nnodes=1)
+    job.run(5)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1))
+    job.run(1)
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.reason == "was lost: its agent has started again"
+    for number in (0, 2):
+        job.send_end(number)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2)))
+    assert job.coordinator.summary()["hosts"]["1"] == "spare"
+
+
+def test_scripts_of_a_whole_run_that_are_started_again() -> None:
+    job = Job(2, on_bad_host="shrink", min_nnodes=1)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1))
+    job.run(1)
+    assert job.orders == [(1, StartAttempt(0, (0, 1)))]
 
 
 def test_spares_come_before_fewer_hosts() -> None:
