@@ -777,7 +777,7 @@ class Coordinator:
                 sentences.append(f"the job goes on without {name}")
             else:
                 places.append(spare)
-                self._successors[number] = spare
+                self._successors[number], self.hosts[spare].returned_at = spare, None
                 sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
         if len(places) < len(self._places):
             sentences[-1] += f": {len(places)} host(s) are left"

@@ -939,12 +939,15 @@ MESSAGES = st.one_of(
     st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
     st.integers(0, 2),
     st.integers(0, 1),
+    st.sampled_from(["stop", "replace", "shrink"]),
 )
 def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
-    messages: list[tuple[int, HostMessage, float]], max_restarts: int, spares: int
+    messages: list[tuple[int, HostMessage, float]],
+    max_restarts: int,
+    spares: int,
+    on_bad_host: str,
 ) -> None:
-    on_bad_host = "replace" if spares else "stop"
-    policy = {"spares": spares, "on_bad_host": on_bad_host, "health": "quick"}
+    policy = {"spares": spares, "on_bad_host": on_bad_host, "health": "quick", "min_nnodes": 1}
     job = Job(2 + spares, max_restarts=max_restarts, **policy)
     previous: dict[str, Any] = {}
     for host, message, seconds in messages:
