@@ -285,6 +285,8 @@ def read_runner(reader: SectionReader, data: Mapping[Any, Any]) -> schema.Runner
                 reader, f"{prefix}{name}", TORCHRUN_OPTIONS[option], value
             )
     _read_health(reader, fields)
+    if fields.get("on_bad_host") == "shrink":
+        _read_smallest_job(reader, data, fields)
     _check_runner(reader, fields, data, is_builtin=is_builtin)
     return schema.Runner(**fields, extra=extra)
 
@@ -295,10 +297,29 @@ def _undo_yaml_types(reader: SectionReader, data: Mapping[Any, Any]) -> dict[Any
     if isinstance(settings.get("nnodes"), (str, int)):
         # YAML reads an unquoted 2:4 as 124 (minutes and seconds).
         text = reader.scalar_text(f"{_RUNNER}nnodes", settings["nnodes"])
-        settings["nnodes"] = text.partition(":")[0]
+        smallest, _, largest = text.partition(":")
+        shrinks = settings.get("on_bad_host") == "shrink"
+        settings["nnodes"] = largest if largest and shrinks else smallest
     if settings.get("health") is False:
         settings["health"] = "off"  # which is a boolean in YAML
     return settings
+
+
+def _read_smallest_job(
+    reader: SectionReader, data: Mapping[Any, Any], fields: dict[str, Any]
+) -> None:
+    """Read the smaller number of ``nnodes: a:b``, with which a job may go on."""
+    key, text = f"{_RUNNER}nnodes", ""
+    if isinstance(data.get("nnodes"), (str, int)):
+        text = reader.scalar_text(key, data["nnodes"])
+    smallest, _, largest = text.partition(":")
+    if not largest:
+        message = "`shrink` needs the smallest and the largest number of hosts: `nnodes: a:b`"
+        reader.add_problem(f"{_RUNNER}on_bad_host", message)
+    elif not smallest.isdecimal() or not 0 < int(smallest) < fields.get("nnodes", 0):
+        reader.add_problem(key, f"expected a:b with a from 1 and below b, found {text}")
+    else:
+        fields["min_nnodes"] = int(smallest)
 
 
 def _read_health(reader: SectionReader, fields: dict[str, Any]) -> None:
@@ -442,23 +463,26 @@ def _check_runner(
 
 
 def _check_spares(fields: Mapping[str, Any], *, names_hosts: bool) -> Iterator[tuple[str, str]]:
-    """Yield the problems of the hosts that replace lost ones: key and message."""
-    spares, replaces = fields.get("spares", 0), fields.get("on_bad_host") == "replace"
-    if replaces and not spares:
+    """Yield the problems of hosts that wait, or of a job that goes on without a host: key and
+    message.
+    """
+    spares, choice = fields.get("spares", 0), fields.get("on_bad_host", "stop")
+    if choice == "replace" and not spares:
         yield "on_bad_host", "`replace` needs hosts that wait: set `spares` to their number"
-    if not spares:
-        return
-    if not replaces:
+    if spares and choice == "stop":
         yield "spares", "they would wait for nothing: set `on_bad_host: replace`"
+    if not spares and choice != "shrink":
+        return
+    key = "spares" if spares else "on_bad_host"
     if fields.get("type", "ssh") != "ssh":
-        yield "spares", f"not supported with `type: {fields['type']}`, only with `type: ssh`"
-    elif not names_hosts:
-        yield "spares", "they are hosts of the `hostfile` or of `hosts`, and neither is set"
+        yield key, f"not supported with `type: {fields['type']}`, only with `type: ssh`"
+    elif not names_hosts and spares:
+        yield key, "they are hosts of the `hostfile` or of `hosts`, and neither is set"
     if fields.get("on_failure") == "leave":
         yield "on_failure", "`leave` lets the other hosts continue, so no host can be replaced"
     if fields.get("no_shared_fs"):
-        message = "not supported with `no_shared_fs: true`: a spare reads the others' checkpoint"
-        yield "spares", message
+        message = "not supported with `no_shared_fs: true`: a host reads the others' checkpoint"
+        yield key, message
 
 
 def _check_cloud(reader: SectionReader, fields: dict[str, Any]) -> None:

@@ -81,8 +81,9 @@ class Runner:
         default=None,
         metadata=doc(
             "Number of hosts. At most as many hosts as the hostfile has take part, with a note if "
-            "it has fewer. `a:b` means `a`. Default with `type: cloud`: `NNODES`, `PET_NNODES` or "
-            "`WORLD_SIZE`.",
+            "it has fewer. `a:b` means `a`, except with `on_bad_host: shrink`: then the job starts "
+            "on `b` hosts, and goes on with no fewer than `a`. Default with `type: cloud`: "
+            "`NNODES`, `PET_NNODES` or `WORLD_SIZE`.",
             minimum=1,
             maximum=1_000_000,
         ),
@@ -201,7 +202,7 @@ class Runner:
         metadata=doc(
             "How often the whole job is restarted after a failure, on all hosts and from its last "
             "checkpoint. A job is not restarted after a stop, if its ranks never joined, or if it "
-            "lost a host, unless `on_bad_host` replaces it. A command, whose ranks do not join, is "
+            "lost a host, unless `on_bad_host` allows it. A command, whose ranks do not join, is "
             "restarted after any failure.",
             minimum=0,
             maximum=1_000_000,
@@ -219,8 +220,8 @@ class Runner:
         default=0,
         metadata=doc(
             "Number of hosts of the hostfile, after the `nnodes` that train, which wait with an "
-            "agent and without ranks until they take the place of a lost host. Needs "
-            "`on_bad_host: replace`.",
+            "agent and without ranks until they take the place of a lost or sick host. Needs "
+            "`on_bad_host: replace` or `shrink`.",
             minimum=0,
             maximum=1_000_000,
         ),
@@ -228,11 +229,15 @@ class Runner:
     on_bad_host: str = field(
         default="stop",
         metadata=doc(
-            "Effect of a lost host: `stop` ends the job, `replace` restarts it from its last "
-            "checkpoint with a host of `spares` in the place of the lost one. This does not count "
-            "as one of `max_restarts`. The first host cannot be replaced. Needs `type: ssh` and a "
-            "shared file system.",
-            choices=("stop", "replace"),
+            "Effect of a lost host, or of one that `health` finds sick. `stop`: the job ends. "
+            "`replace`: it restarts from its last checkpoint with a host of `spares` in the place "
+            "of the lost one. `shrink`: the same, and without a spare it restarts on the hosts "
+            "that are left, with fewer data-parallel replicas and the same global batch, and takes "
+            "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
+            "as one of `max_restarts`. The job cannot go on "
+            "without the first host. `replace` and `shrink` need `type: ssh` and a shared file "
+            "system.",
+            choices=("stop", "replace", "shrink"),
         ),
     )
     lost_host_timeout: float = field(
@@ -341,8 +346,9 @@ class Runner:
             "Check of the hosts' hardware before a run, and by `action=check`: errors that devices "
             "report, and short measurements of devices, of communication within a host and of "
             "pairs of hosts, which are compared with those of equal devices. A sick host keeps the "
-            "run from starting. `quick` takes about ten seconds, `full` about a minute. Needs "
-            "torch on the hosts.",
+            "run from starting. `quick` takes about ten seconds, `full` about a minute. With "
+            "`on_bad_host: replace` or `shrink`, the quick check is repeated after a failure, and "
+            "a host that two measurements find sick leaves the job. Needs torch on the hosts.",
             choices=HEALTH_CHOICES,
         ),
     )
@@ -421,6 +427,8 @@ class Runner:
     """Options of the Slurm job: ``experiment.runner.slurm``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Section named after an installed runner, which that runner reads and checks."""
+    min_nnodes: int | None = None
+    """Smallest number of hosts, of ``nnodes: a:b`` with ``on_bad_host: shrink``."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
     """Additional options of torchrun, ``--key value``; None is a flag without a value."""
 

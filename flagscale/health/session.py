@@ -6,39 +6,28 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from dataclasses import dataclass, field
+from typing import cast
 
 from flagscale.accelerators.registry import AUTO
-from flagscale.health.judgement import Judgement, confirm, judge
-from flagscale.health.measurements import HostMeasurement, Measurements
+from flagscale.health.judgement import Judgement
+from flagscale.health.measurements import Measurements
 from flagscale.health.messages import (
     HealthCommand,
     HealthEvent,
-    PairMeasurement,
-    PairRound,
     VariableParts,
     WorkerSettings,
 )
-from flagscale.health.pairing import pair_hosts
+from flagscale.health.passes import READY_SECONDS, Passes, measure_in_passes
 from flagscale.health.worker import ENTRY_POINT
 from flagscale.hosts.connection import Closeable, HostConnection
 from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.workers.remote import HostPython, RemoteWorker, for_each_worker
 from flagscale.hosts.workers.task import WorkerTask
 
-_READY_SECONDS = 90.0
-"""Longest start of a worker: torch may be on a slow file system."""
-_MEASURE_SECONDS = 240.0
-"""Longest measurement of a host, whose worker gives up hung devices earlier."""
-_PAIR_SECONDS = 60.0
 _NAMES_OF_OTHERS = 4
 _LIFETIME_SECONDS = 900.0
 _END_SECONDS = 5.0
-_QUICK_WINDOW = 0.3
-_FULL_WINDOW = 2.0
-_PAIR_SHARE = 0.5
-"""Window of an exchange between hosts as a fraction of that of a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,6 @@ class HealthSession(Closeable):
         self._workers: list[_Worker] = []
         self._failures: dict[int, str] = {}
         self._name = secrets.token_hex(4)
-        self._passes = 0
 
     def start(self, indices: Sequence[int]) -> None:
         """Start the workers of these hosts, and wait until they are ready."""
@@ -119,73 +107,28 @@ class HealthSession(Closeable):
             self._workers.append(_Worker(index, connection, target, names, self))
         for worker in self._workers:
             worker.start()
-        self._await(self._workers, lambda worker: worker.ready is not None, _READY_SECONDS)
+        self._await(self._workers, lambda worker: worker.ready is not None, READY_SECONDS)
 
-    def measure(self, window: float) -> Measurements:
-        """Measure all hosts, and then their connections in pairs. A further call takes other pairs.
+    def measure(self, *, full: bool) -> Passes:
+        """Measure all hosts, and again if something is suspicious.
 
         A host that fails is reported and takes no further part.
         """
-        measured = self._command(
-            {worker.index: HealthCommand(window) for worker in self._usable()}, _MEASURE_SECONDS
-        )
-        hosts = {index: HostMeasurement(event.devices) for index, event in measured.items()}
-        for index, pairs in self._exchange(window * _PAIR_SHARE).items():
-            if index in hosts:
-                hosts[index] = replace(hosts[index], pairs=tuple(pairs))
-        if len(self._workers) > 1:
-            for worker in self._usable():
-                if worker.index in hosts and worker.ready and not worker.ready.address:
-                    hosts[worker.index] = replace(hosts[worker.index], has_address=False)
-        self._passes += 1
-        failures = {**self._failures, **{w.index: w.failure for w in self._workers if w.failure}}
-        return Measurements(hosts, failures)
-
-    def _exchange(self, window: float) -> dict[int, list[PairMeasurement]]:
-        """Let the hosts exchange data in rounds of pairs, and return each host's measurements."""
-        # Different kinds of devices have no backend in common.
-        by_kind: dict[str, list[_Worker]] = {}
-        for worker in self._usable():
-            if worker.ready is not None and worker.ready.address:
-                by_kind.setdefault(worker.ready.device, []).append(worker)
-        rounds_by_kind = [
-            [[(workers[first], workers[second]) for first, second in pairs] for pairs in rounds]
-            for workers in by_kind.values()
-            for rounds in [pair_hosts(len(workers), self._passes)]
-        ]
-        results: dict[int, list[PairMeasurement]] = {}
-        for number, parts in enumerate(zip_longest(*rounds_by_kind, fillvalue=())):
-            commands: dict[int, HealthCommand] = {}
-            for leader, follower in chain.from_iterable(parts):
-                commands |= self._pair(leader, follower, number, window)
-            for index, event in self._command(commands, _PAIR_SECONDS).items():
-                results.setdefault(index, []).extend(event.pairs)
-        return results
-
-    def _pair(
-        self, leader: _Worker, follower: _Worker, number: int, window: float
-    ) -> dict[int, HealthCommand]:
-        if leader.ready is None or follower.ready is None:
-            return {}
-        if not (leader.is_usable and follower.is_usable):
-            return {}
-        name = f"{self._name}/{self._passes}/{number}/{leader.index}"
-        ranks = min(leader.ready.ranks, follower.ready.ranks)
-        address, port = leader.ready.address, leader.ready.port
-        commands = {}
-        for worker, partner in ((leader, follower), (follower, leader)):
-            pair = PairRound(name, partner.index, address, port, worker is leader, ranks)
-            commands[worker.index] = HealthCommand(window, pair)
-        return commands
-
-    def _usable(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.is_usable]
+        ready = {w.index: w.ready for w in self._workers if w.ready is not None}
+        steps = measure_in_passes(ready, self._failures, self._name, full=full)
+        batch = next(steps)
+        while True:
+            replies = self._command(batch.commands, batch.timeout)
+            try:
+                batch = steps.send(replies)
+            except StopIteration as end:
+                return cast(Passes, end.value)
 
     def _command(
         self, commands: Mapping[int, HealthCommand], timeout: float
     ) -> dict[int, HealthEvent]:
         """Send each host its command, and return the replies of those that reply in time."""
-        workers = [worker for worker in self._usable() if worker.index in commands]
+        workers = [worker for worker in self._workers if worker.index in commands]
         for worker in workers:
             worker.reply = None
         for_each_worker(workers, lambda worker: worker.send(commands[worker.index]))
@@ -206,6 +149,7 @@ class HealthSession(Closeable):
                     worker.failure = (
                         "the check was ended there" if ended else f"no answer within {timeout:g} s"
                     )
+            self._failures |= {w.index: w.failure for w in self._workers if w.failure}
 
     def close(self) -> None:
         """End the workers and wait a moment for their end."""
@@ -253,14 +197,9 @@ def check_health(
         indices: hosts to check; None: all.
     """
     start = time.monotonic()
-    window = _FULL_WINDOW if full else _QUICK_WINDOW
     with HealthSession(hosts, targets) as session:
         session.start(range(len(targets)) if indices is None else indices)
-        passes = [session.measure(window)]
-        judgements = [judge(passes[0])]
-        if full or judgements[0].has_suspects:
-            passes.append(session.measure(window))
-            judgements.append(judge(passes[1]))
+        passes = session.measure(full=full)
     names = tuple(target.name for target in targets)
     seconds = time.monotonic() - start
-    return HealthResult(names, tuple(passes), confirm(judgements), seconds)
+    return HealthResult(names, passes.measurements, passes.judgement, seconds)

@@ -26,9 +26,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from flagscale.files import to_plain
+from flagscale.files import make_private_directory, to_plain
 from flagscale.hosts.kernel import (
     become_subreaper,
     count_oom_kills,
@@ -51,13 +53,22 @@ from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
 from flagscale.launcher.liveness.member import Member
-from flagscale.launcher.liveness.messages import JobPhase
+from flagscale.launcher.liveness.messages import (
+    DumpStacks,
+    JobPhase,
+    KeepAlive,
+    MeasureHealth,
+    Order,
+)
 from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.liveness.output_times import OutputTimes
 from flagscale.launcher.notify import Notifier
 from flagscale.memory_regions import create_regions
 from flagscale.status import RUN_ID_VARIABLE
+
+if TYPE_CHECKING:
+    from flagscale.launcher.health_worker import HealthWorker
 
 SECOND_SIGNAL_SECONDS = 1.0
 TICK_SECONDS = 0.1
@@ -140,13 +151,30 @@ class Agent:
         self.member.hang_detection_timeout = options.hang_detection_timeout
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
+        # After it was started again by hand, the job may go on without this host, or start, too.
+        self._returns = (
+            options.on_bad_host == "shrink"
+            and node_rank > 0
+            and not options.is_spare
+            and (options.run_dir / AGENT_FILE).exists()
+        )
         self._recorder = HostRecorder()
-        self.member.other_children = lambda: {*self._notifier.pids, *self._recorder.pids}
+        self._is_recorded = False
+        self._health_worker: HealthWorker | None = None
+        self.member.other_children = self._list_other_children
         self._coordinator: Coordinator | None = None
         if node_rank == 0:
             names = [options.name] if is_single_host else options.names
             mesh_positions = options.positions_by_host
-            self._coordinator = Coordinator(options, names, now, output, self._port, mesh_positions)
+            self._coordinator = Coordinator(
+                options,
+                names,
+                now,
+                output,
+                self._port,
+                mesh_positions,
+                saves_when_stopped=options.saves_when_stopped,
+            )
         self._server: Server | None = None
         self._client: Client | None = None
         self._start_time = self._last_order_at = self._last_run_at = now
@@ -164,7 +192,9 @@ class Agent:
         self._script = os.getppid()
         signal_on_parent_death(self._script, signal.SIGTERM)()
         started, oom_kills_before = time.time(), count_oom_kills()
-        error = identity.register_agent(self._host.run_dir, self._options.earlier_starts)
+        error = identity.register_agent(
+            self._host.run_dir, self._options.earlier_starts, returns=self._returns
+        )
         error = error or self._open_network()
         if error is not None:
             log_line(error)
@@ -177,6 +207,11 @@ class Agent:
             self.member.attempt.kill()
             raise
         return self._record_end(self.member.exit_code(), started, count_oom_kills(oom_kills_before))
+
+    def _list_other_children(self) -> set[int]:
+        """Return the pids of children of this process that are no part of the run."""
+        worker_pids = () if self._health_worker is None else self._health_worker.pids
+        return {*self._notifier.pids, *self._recorder.pids, *worker_pids}
 
     def _serve_metrics(self) -> None:
         options = self._options
@@ -197,13 +232,14 @@ class Agent:
             # Written before any rank can report a failure, so that readers see whether one is
             # final.
             self._write_summary(self._coordinator, time.monotonic())
-        if self._options.is_spare:
+        if self._returns:
             self.member.wait_as_spare()
-            log_line("this host is a spare: it waits until it takes the place of a lost host")
+            log_line("this host was in the run before: it waits until it joins the job again")
+        elif self._options.is_spare:
+            self.member.wait_as_spare()
+            log_line("this host is a spare: it waits until it takes the place of another host")
         else:
             self.member.start_attempt(0)
-            directory = self._host.run_dir / status_directory(0)
-            self._recorder.start(directory, self._options.node_rank, self._command)
         while not self.member.is_over:
             self._run_once(wakeup)
         self._finish_communication(wakeup)
@@ -246,8 +282,12 @@ class Agent:
 
     def _run_once(self, wakeup: socket.socket) -> None:
         """Wait for events for a moment, and perform all actions that are due."""
+        if not self._is_recorded and not self.member.is_spare:
+            self._record_host()
         is_changing = (
-            self.member.attempt.is_ending or self.member.attempt.stage is not Stage.RUNNING
+            self.member.attempt.is_ending
+            or self.member.attempt.stage is not Stage.RUNNING
+            or self._health_worker is not None
         )
         ready = self._wait_for_events(wakeup, TICK_SECONDS if is_changing else IDLE_SECONDS)
         now = time.monotonic()
@@ -255,11 +295,26 @@ class Agent:
         self._handle_signals(now)
         self._receive_messages(ready, now)
         self.member.tick(now)
+        if self._health_worker is not None:
+            for reply in self._health_worker.poll():
+                self.member.reply_health(*reply)
         self._send_messages(now)
         self._step_coordinator(now)
         self._notifier.kill_overdue(now)
         self._output_times.record(now)
         self._last_run_at = now
+
+    def _record_host(self) -> None:
+        """Start the record of this host, once it has ranks.
+
+        It belongs to the run: that of a spare, which has no ranks in the first attempt, is in the
+        directory of that attempt, too.
+        """
+        self._is_recorded = True
+        directory = self._host.run_dir / status_directory(0)
+        with suppress(OSError):  # which the recorder meets as well
+            make_private_directory(directory)
+        self._recorder.start(directory, self._options.node_rank, self._command)
 
     def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> ReadyEvents:
         """Return the selector's events within this time."""
@@ -280,6 +335,8 @@ class Agent:
             self.member.attempt.on_child_exit(pid, status)
             self._notifier.record_exit(pid, status)
             self._recorder.record_exit(pid, status)
+            if self._health_worker is not None:
+                self._health_worker.record_exit(pid)
 
     def _handle_signals(self, now: float) -> None:
         for number in self._signals.take():
@@ -325,7 +382,7 @@ class Agent:
             self._last_order_at += gap
         for order in self._client.poll(ready, now):
             self._last_order_at, self._coordinator_reached = now, True
-            self.member.follow_order(order, now)
+            self._follow_order(order, now)
         if self._client.is_new_connection:
             # An authenticated host 0 has to respond from now on, even if it has not sent an order
             # yet.
@@ -336,6 +393,32 @@ class Agent:
             )
             self._client.send(self.member.hello())
         self._check_link(now)
+
+    def _follow_order(self, order: Order, now: float) -> None:
+        """Follow an order of the coordinator. All but a few end a hardware check."""
+        if isinstance(order, MeasureHealth):
+            if self._health_worker is None:
+                self._health_worker = self._create_health_worker()
+            self._health_worker.execute(order)
+        elif not isinstance(order, (KeepAlive, DumpStacks)):
+            self._end_health_check()
+        self.member.follow_order(order, now)
+
+    def _create_health_worker(self) -> HealthWorker:
+        # Only these runs pay for the imports.
+        from flagscale.health.messages import WorkerSettings
+        from flagscale.launcher.health_worker import LIFETIME_SECONDS, HealthWorker
+
+        options = self._options
+        # Other hosts reach the first one at this address, and find theirs by the way there.
+        first = options.master_addr
+        address, peers = (first, ()) if options.node_rank == 0 else ("", (first,))
+        return HealthWorker(WorkerSettings(options.device, {}, address, peers, LIFETIME_SECONDS))
+
+    def _end_health_check(self) -> None:
+        if self._health_worker is not None:
+            self._health_worker.end()
+            self._health_worker = None
 
     def _check_link(self, now: float) -> None:
         """End this host's part of the job if the coordinator has been silent for too long."""
@@ -353,6 +436,8 @@ class Agent:
             return
         if response_required:
             reason = f"was lost: no word from its agent for {limit_seconds:g} s"
+            if options.on_bad_host != "stop":
+                reason += "; no host can take the place of the first one, which coordinates the run"
         else:
             reason = f"was not reached within {limit_seconds:g} s of the start"
             reason += explain_missing_agents(self._port)
@@ -391,7 +476,7 @@ class Agent:
         orders, coordinator.orders = coordinator.orders, []
         for host, order in orders:
             if host in (None, self.member.node_rank):
-                self.member.follow_order(order, now)
+                self._follow_order(order, now)
             if self._server is not None and host != self.member.node_rank:
                 self._server.send(host, order)
         notices, coordinator.notices = coordinator.notices, []
@@ -448,6 +533,7 @@ class Agent:
         """Record the end of the job; no peer is connected any more that could change it."""
         self._output_times.record(time.monotonic(), final=True)
         self._recorder.stop()
+        self._end_health_check()
         member = self.member
         failure = member.stop_cause or member.failure
         if self._coordinator is not None and member.stop_signal is None:

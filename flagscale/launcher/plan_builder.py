@@ -141,7 +141,8 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
     ]
     training_hosts = [host for host in launch_plan.hosts if not host.is_spare]
     problems = problems or check_placement(experiment, training_hosts)
-    problems = problems or list(_check_spare_ranks(launch_plan.hosts))
+    problems = problems or list(_check_exchangeable_hosts(experiment, launch_plan.hosts))
+    problems = problems or list(_check_smaller_jobs(experiment, training_hosts))
     if problems:
         raise ConfigError(problems)
     hosts, runner = training_hosts, experiment.runner
@@ -168,13 +169,44 @@ def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: st
     return replace(launch_plan, notes=(*notes, *extra_notes))
 
 
-def _check_spare_ranks(hosts: Sequence[HostPlan]) -> Iterator[Problem]:
-    """Yield a problem if hosts cannot replace each other, because their numbers of ranks differ."""
+def _check_exchangeable_hosts(
+    experiment: Experiment, hosts: Sequence[HostPlan]
+) -> Iterator[Problem]:
+    """Yield a problem if hosts cannot take each other's place: their numbers of ranks differ."""
     counts = {host.agent.nproc for host in hosts}
-    if len(counts) > 1 and any(host.is_spare for host in hosts):
+    key = "experiment.runner." + ("spares" if experiment.runner.spares else "on_bad_host")
+    if len(counts) > 1 and experiment.runner.on_bad_host != "stop":
         numbers = " and ".join(map(str, sorted(counts)))
-        message = f"a spare replaces any host, but hosts have {numbers} ranks; set nproc_per_node"
-        yield Problem("experiment.runner.spares", message)
+        message = f"any host may be replaced, but hosts have {numbers} ranks; set nproc_per_node"
+        yield Problem(key, message, find_location(experiment.sources, key))
+
+
+def _check_smaller_jobs(experiment: Experiment, hosts: Sequence[HostPlan]) -> Iterator[Problem]:
+    """Yield a problem if the job could not go on with each number of hosts that the user allows."""
+    runner, args = experiment.runner, experiment.train
+    if runner.min_nnodes is None:
+        return
+    key = "experiment.runner.on_bad_host"
+    location = find_location(experiment.sources, key)
+    if len(hosts) < runner.min_nnodes:
+        message = f"the job needs {runner.min_nnodes} hosts, and {len(hosts)} take part"
+        nnodes = "experiment.runner.nnodes"
+        yield Problem(nnodes, message, find_location(experiment.sources, nnodes))
+        return
+    trains = not experiment.task.external and not experiment.task.is_command
+    if trains and args["enable_hetero"]:
+        yield Problem(key, "`shrink` is not supported with enable_hetero", location)
+        return
+    if trains and args["global_batch_size"] is None:
+        message = "`shrink` needs global_batch_size: the default would be smaller on fewer hosts"
+        yield Problem(key, message, location)
+        return
+    for count in range(len(hosts) - 1, runner.min_nnodes - 1, -1):
+        problems = check_world(experiment, count * hosts[0].nproc)
+        if problems:
+            message = f"with {count} of {len(hosts)} hosts (`shrink`): {problems[0].message}"
+            yield replace(problems[0], message=message)
+            return
 
 
 def note_loopback_address(master_addr: str, host_count: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flagscale.files import to_plain
 from flagscale.launcher import failures
-from flagscale.launcher.job_hosts import JobHosts, find_job_hosts
+from flagscale.launcher.job_hosts import JobHosts, find_job_hosts, select_job_members
 from flagscale.launcher.layout import latest_status_directory
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
 from flagscale.launcher.state import Exit, HostState, RunState
@@ -204,7 +204,7 @@ def take_snapshot(
         with_lines: Whether to include the last line of each host's output.
     """
     job_hosts = find_job_hosts(state)
-    run, state = state, replace(state, hosts=job_hosts.members)
+    run, state = state, select_job_members(state)
     reader = reader or EventReader(state.hosts)
     reader.follow(state.hosts)
     # Exits are read first: a run that ends in between appears alive once more, never lost.
@@ -281,7 +281,8 @@ def _rows_beside_job(
     for host in state.hosts:
         if host.name in job_hosts.replaced:
             spare = job_hosts.replaced[host.name]
-            trouble = f"lost; {spare} has taken its place" if spare else "lost"
+            trouble = job_hosts.reasons.get(host.name, "lost")
+            trouble += f"; {spare} has taken its place" if spare else ""
             yield HostRow(host.name, Phase.LOST, 0, 0, trouble=trouble)
 
 

@@ -18,7 +18,7 @@ from flagscale.files import read_json
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress_names, list_first
 from flagscale.launcher.failures import find_first_failure, read_job_record
-from flagscale.launcher.job_hosts import find_job_hosts, select_job_members
+from flagscale.launcher.job_hosts import select_job_members
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
@@ -65,6 +65,7 @@ class _StartWait:
 
     def __init__(self, state: RunState, runner: Runner, timeout: float, wait_for: str) -> None:
         self._state = state
+        self._world_size = state.world_size
         self._runner = runner
         self._timeout = timeout
         # Other programs never report ``ready``.
@@ -79,7 +80,9 @@ class _StartWait:
 
     def wait(self) -> str:
         while True:
-            self._reader.follow(find_job_hosts(self._state).members)
+            job_state = select_job_members(self._state)
+            self._world_size = job_state.world_size
+            self._reader.follow(job_state.hosts)
             self._reader.refresh()
             job = read_job_record(self._state.hosts)
             if self._runner.ended(self._state, any_host=True) or self._failed_for_good(job):
@@ -97,7 +100,7 @@ class _StartWait:
 
     def _describe_if_reached(self) -> str:
         """Describe the progress if ``wait_for`` is reached; otherwise return an empty string."""
-        world_size, events = self._state.world_size, self._reader.events
+        world_size, events = self._world_size, self._reader.events
         if self._state.external and not events and self._all_processes_run():
             return f"{world_size} rank process(es) are running"
         if len(self._ranks_at("joined")) < world_size:
@@ -123,7 +126,7 @@ class _StartWait:
         if now - self._last_count_at < _SCAN_SECONDS:
             return False
         self._last_count_at = now
-        all_running = self._runner.rank_count(self._state) >= self._state.world_size
+        all_running = self._runner.rank_count(self._state) >= self._world_size
         self._running_since = min(self._running_since, now) if all_running else math.inf
         return now - self._running_since >= STABLE_PROCESS_SECONDS
 
@@ -136,7 +139,7 @@ class _StartWait:
         if self._wait_for == "step":
             # One rank reports for all, because no rank finishes a step without the others.
             return bool(self._reader.ranks_with("progress") or self._reader.ranks_with("finished"))
-        return len(self._ranks_at(self._wait_for)) >= self._state.world_size
+        return len(self._ranks_at(self._wait_for)) >= self._world_size
 
     def _ranks_at(self, stage: str) -> set[int]:
         return set().union(*(self._reader.ranks_with(event) for event in _EVENTS_BY_STAGE[stage]))
@@ -144,7 +147,7 @@ class _StartWait:
     def _list_missing(self) -> str:
         """Return a shortened list of the ranks that have not reached the stage, for messages."""
         stage = "ready" if self._joined_at is not None and self._wait_for == "ready" else "joined"
-        ranks = sorted(set(range(self._state.world_size)) - self._ranks_at(stage))
+        ranks = sorted(set(range(self._world_size)) - self._ranks_at(stage))
         return f"; missing: {list_first(ranks)}" if ranks else ""
 
     def _print_progress(self) -> None:
@@ -153,7 +156,7 @@ class _StartWait:
             return
         self._last_line_at = now
         if self._joined_at is None:
-            progress = f"{len(self._ranks_at('joined'))} of {self._state.world_size} rank(s) joined"
+            progress = f"{len(self._ranks_at('joined'))} of {self._world_size} rank(s) joined"
         else:
             progress = f"waiting for {_AWAITED_WORK[self._wait_for]}"
         log_line(f"{now - self._start_time:.0f} s: {progress}{self._list_missing()}")
@@ -171,7 +174,7 @@ class _StartWait:
         if self._joined_at is not None:
             work = _AWAITED_WORK[self._wait_for]
             return (
-                f"{self._state.world_size} rank(s) joined, and {self._timeout:g} s later are still "
+                f"{self._world_size} rank(s) joined, and {self._timeout:g} s later are still "
                 f"busy with {work}{self._list_missing()}. The run continues"
             )
         missing = self._list_missing()
@@ -198,10 +201,11 @@ class _StartWait:
         restarts = job.get("restarts", [])
         for number, restart in enumerate(restarts[self._restarts :], self._restarts + 1):
             failure = from_record(Failure, restart.get("failure"))
-            reason = failure.headline() if failure is not None else "for an unknown reason"
-            log_line(
-                f"attempt {number} of {job.get('attempts')} failed: {reason}; the job starts again"
-            )
+            attempt = f"attempt {number} of {job.get('attempts')}"
+            if failure is None:
+                log_line(f"{attempt} was ended, so that a host can join the job")
+            else:
+                log_line(f"{attempt} failed: {failure.headline()}; the job starts again")
         if len(restarts) != self._restarts:
             self._restarts = len(restarts)
             self._joined_at, self._attempt_start_time = None, time.monotonic()

@@ -331,6 +331,30 @@ def _ssh_launch_table() -> str:
     )
 
 
+_FAULT_ANSWERS = {
+    "restart": "restart on the same hosts",
+    "replace": "a spare takes its place",
+    "shrink": "two of three hosts go on",
+    "end": "the run ends",
+}
+
+
+def _faults_table() -> str:
+    table_rows = []
+    for row in _read_results("faults-cpu")["rows"]:
+        goes_on = "next_step" in row
+        table_rows.append(
+            (
+                row["fault"],
+                _FAULT_ANSWERS[row["answer"]],
+                f"{row['named']:.1f} s",
+                f"{row['lost_steps']:g}" if goes_on else "",
+                f"{row['next_step']:.0f} s" if goes_on else "",
+            )
+        )
+    return _format_table(("Fault", "Answer", "named within", "steps lost", "next step"), table_rows)
+
+
 def _checkpoints_table() -> str:
     results = _read_results("checkpoints-cpu")
     headings = ("", "save, s/GiB", "of the rate alone", "load, s/GiB", "of the rate alone", "stall")
@@ -368,6 +392,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "several": _multi_gpu_table,
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,
+    "faults": _faults_table,
 }
 
 

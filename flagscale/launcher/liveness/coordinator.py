@@ -7,7 +7,8 @@ the monotonic clock.
 
 An attempt runs until its first failure. Then every host is ordered to end it (or, with
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
-failure reports, and the job either starts once more on all hosts, or is over.
+failure reports, and the job either starts once more on all hosts, or is over. In between, the
+hardware of the hosts may be measured, if a spare could replace one (``health``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flagscale.files import to_plain
+from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import messages
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
 from flagscale.launcher.liveness.hang import (
@@ -47,6 +49,10 @@ from flagscale.launcher.liveness.messages import (
 )
 from flagscale.launcher.liveness.options import Policy
 
+if TYPE_CHECKING:
+    from flagscale.health.judgement import Judgement
+    from flagscale.launcher.liveness.hardware_check import HardwareCheck
+
 FIRST_BACK_OFF_SECONDS = 1.0
 MAX_BACK_OFF_SECONDS = 60.0
 # Interval at which all hosts are checked.
@@ -69,6 +75,8 @@ class Coordinator:
         output: Output file of host 0, for failures that have no log of their own.
         port: Port to which the agents of hosts connect.
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
+        saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
+            restarted for a host that has come back; otherwise the host waits for the next failure.
     """
 
     def __init__(
@@ -79,6 +87,8 @@ class Coordinator:
         output: Path,
         port: int | None = None,
         mesh_positions: Sequence[str] = (),
+        *,
+        saves_when_stopped: bool = False,
     ) -> None:
         self.policy = policy
         self._output_path = output
@@ -95,7 +105,13 @@ class Coordinator:
         spares = min(policy.spares, len(names) - 1)
         self._places = list(range(len(names) - spares))
         """Number of the host at each node rank."""
-        self._replacements = 0  # attempts that started because a host was replaced
+        self._saves_when_stopped = saves_when_stopped
+        self._planned_hosts = len(self._places)
+        self._is_paused = False  # the attempt is being ended for a host that has come back
+        self._replacements = 0  # attempts that started because a host has left
+        self._successors: dict[int, int] = {}  # hosts whose places spares have taken, with these
+        self._hardware_check: HardwareCheck | None = None
+        self._next_check_step = 1
         self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
@@ -148,17 +164,29 @@ class Coordinator:
         if not 0 <= node_rank < len(self.hosts):
             return
         host = self.hosts[node_rank]
-        if host.is_lost:
+        if host.has_left and self._has_new_agent(host, message):
+            # While the attempt ends, its place is still to be filled.
+            if node_rank in self._places:
+                return
+            self._take_back(node_rank, now)
+        elif host.has_left:
             # Too late: the job has been ended without this host, or continues without it.
             self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
+        self._detect_new_agent(node_rank, message, now)
         host.last_message_at = now
+        if host.has_left:
+            return
         clock_offset = now - message.sent
         host.clock_offset = (
             clock_offset if host.clock_offset is None else min(host.clock_offset, clock_offset)
         )
         if isinstance(message, messages.StopSignalled):
             self._stop_job(message.signal, message.failure)
+        elif isinstance(message, messages.HealthReply):
+            # Its number is that of an order: a spare takes part that is in no attempt yet.
+            if self._hardware_check is not None:
+                self._hardware_check.receive(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
         if isinstance(message, messages.Hello):
@@ -235,7 +263,10 @@ class Coordinator:
         if self.phase is JobPhase.STOPPING:
             self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
         elif self.phase is JobPhase.ENDING and node_rank in self._active_hosts:
-            self._send_order(messages.EndAttempt(self.attempt, self.failure), node_rank)
+            order: Order = messages.EndAttempt(self.attempt, self.failure)
+            if self._is_paused:
+                order = messages.PauseAttempt(self.attempt)
+            self._send_order(order, node_rank)
         elif self.phase is JobPhase.RUNNING and self.attempt:
             self._send_order(self._start_order(), node_rank)
         elif self.phase is JobPhase.OVER:
@@ -261,9 +292,12 @@ class Coordinator:
                 self._detect_early_exit(now)
                 self._detect_stall(now)
                 self._explain_overdue(now)
+                self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at:
                 self._start_attempt(now)
+        elif self.phase is JobPhase.CHECKING:
+            self._continue_hardware_check(now)
         elif not self._active_hosts:
             self._conclude(now)
 
@@ -283,6 +317,8 @@ class Coordinator:
             return min(start + pause_seconds, now)
 
         self._started_at = shift(self._started_at)
+        if self._hardware_check is not None:
+            self._hardware_check.extend(pause_seconds)
         self._last_progress_at = shift(self._last_progress_at)
         if self._agents_required_since is not None:
             self._agents_required_since = shift(self._agents_required_since)
@@ -494,9 +530,12 @@ class Coordinator:
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
         failed = any(host.is_lost or host.exit_code for host in self._job_hosts())
+        is_paused, self._is_paused = self._is_paused, False
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
+        elif is_paused and not any(host.is_lost for host in self._job_hosts()):
+            self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
         else:
@@ -504,7 +543,10 @@ class Coordinator:
             self._failed_starts_in_a_row = (
                 0 if self._start_succeeded else self._failed_starts_in_a_row + 1
             )
-            self._restart_or_fail(now)
+            if self._needs_hardware_check(now):
+                self._start_hardware_check(now)
+            else:
+                self._restart_or_fail(now)
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
@@ -516,25 +558,172 @@ class Coordinator:
             self._first_failure_outdated = True
             self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
+    # -- hosts that come back -------------------------------------------------------------
+
+    def _has_new_agent(self, host: JobHost, message: HostMessage) -> bool:
+        """Return True if a lost host has a new agent, which waits for a place."""
+        return (
+            self.policy.on_bad_host == "shrink"
+            and not host.sickness
+            and self.phase not in (JobPhase.STOPPING, JobPhase.OVER)
+            and isinstance(message, (messages.Hello, messages.Heartbeat))
+            and message.progress.status is HostStatus.SPARE
+        )
+
+    def _take_back(self, number: int, now: float) -> None:
+        """Let a host that has come back wait as a spare."""
+        host = self.hosts[number]
+        host.is_lost, host.loss, host.returned_at, host.clock_offset = False, None, now, None
+        host.status, self.summary_changed = HostStatus.SPARE, True
+        self._successors.pop(number, None)
+        when = "saves a checkpoint and starts again" if self._saves_when_stopped else "fails"
+        self._log_health(f"{host.name} is back, and joins the job when it {when}")
+
+    def _detect_new_agent(self, number: int, message: HostMessage, now: float) -> None:
+        """Detect that the agent of a host in the job was started again: its ranks have ended. If
+        none has joined, as in a run whose scripts were all started again, it starts them by order.
+        """
+        is_first_message = isinstance(message, messages.Hello) and number in self._active_hosts
+        if not is_first_message or not self._has_new_agent(self.hosts[number], message):
+            return
+        if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
+            self._mark_lost(number, "was lost: its agent has started again", now)
+        elif not self.attempt:
+            self._send_order(messages.StartAttempt(0, tuple(self._places)), number)
+
+    def _pause_for_returned_host(self, now: float) -> None:
+        """End the attempt in order if a host that has come back can join the job.
+
+        It has to stay for as long as it would take to lose it again.
+        """
+        if (
+            self._saves_when_stopped
+            and len(self._places) < self._planned_hosts
+            and all(0 < self.hosts[n].nproc <= self.hosts[n].joined for n in self._active_hosts)
+            and self._active_hosts == {*self._places}
+            and any(
+                host.returned_at is not None
+                and not host.has_left
+                and now - host.returned_at > self.policy.lost_host_timeout
+                and not self._is_silent(host, now)
+                for host in self.hosts
+            )
+        ):
+            self._is_paused = True
+            self._enter_phase(JobPhase.ENDING)
+            self._send_order(messages.PauseAttempt(self.attempt))
+
+    # -- hardware check ---------------------------------------------------------------------
+
+    def _needs_hardware_check(self, now: float) -> bool:
+        """Return True if hosts are measured before the next attempt.
+
+        A lost host explains the failure, and its replacement should not wait. If no host can be
+        spared, no finding would have an effect.
+        """
+        return (
+            self.policy.health != "off"
+            and not any(host.is_lost for host in self._job_hosts())
+            and not self._find_start_obstacle()
+            and self._count_dispensable(now) > 0
+        )
+
+    def _start_hardware_check(self, now: float) -> None:
+        """Measure the hosts of the job, and the spares, which one of them may be replaced by."""
+        # Only these jobs pay for the import.
+        from flagscale.launcher.liveness.hardware_check import HardwareCheck
+
+        hosts = sorted((*self._places, *self._list_spares(now)))
+        names = compress_names([self.hosts[number].name for number in hosts])
+        self._enter_phase(JobPhase.CHECKING)
+        self._hardware_check = HardwareCheck(hosts, self._next_check_step, str(self.attempt), now)
+        self._log_health(f"measuring the hardware of {names} before the next attempt")
+
+    def _log_health(self, remark: str) -> None:
+        self.notices.append(Notice("health", self.attempt, remark=remark))
+
+    def _continue_hardware_check(self, now: float) -> None:
+        check = self._hardware_check
+        if check is None:
+            return
+        check.tick(now, [n for n, host in enumerate(self.hosts) if self._is_silent(host, now)])
+        orders, check.orders = check.orders, []
+        for number, order in orders:
+            self._send_order(order, number)
+        if check.judgement is not None:
+            self._hardware_check, self._next_check_step = None, check.step + 1
+            self._send_order(messages.EndHealthCheck())
+            self._give_up_sick_hosts(check.judgement, now)
+            self._restart_or_fail(now)
+
+    def _is_silent(self, host: JobHost, now: float) -> bool:
+        last = host.last_message_at
+        return last is not None and now - last > self.policy.lost_host_timeout
+
+    def _give_up_sick_hosts(self, judgement: Judgement, now: float) -> None:
+        """Remove the hosts that two measurements found sick from the job, as far as it can go on
+        without them.
+        """
+        from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
+
+        sick = describe_sick_hosts(judgement)
+        for number in sorted(sick.keys() - {*self._places}):
+            self._mark_sick(number, sick[number])
+            self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
+        dispensable = self._count_dispensable(now)
+        for number in sorted(sick.keys() & {*self._places}):
+            name, reason = self.hosts[number].name, sick[number]
+            if number == 0:
+                remark = "; it stays in the job: the first host coordinates the run"
+            elif not dispensable:
+                remark = "; it stays in the job: no spare is left"
+            else:
+                dispensable -= 1
+                self._mark_sick(number, reason)
+                remark = ""
+            self._log_health(f"{name} is sick: {reason}{remark}")
+        if not sick:
+            self._log_health("the hardware check found no sick host")
+
+    def _mark_sick(self, number: int, reason: str) -> None:
+        """Remove a host from the job, which ends its agent."""
+        host = self.hosts[number]
+        host.sickness, host.status, self.summary_changed = f"sick: {reason}", HostStatus.SICK, True
+        host.loss = Failure(
+            host.name,
+            rank=None,
+            exit_code=None,
+            reason=f"has left the job, because it is {host.sickness}",
+            traceback="",
+            log=self._output_path,
+        )
+        self._send_order(messages.FinishJob(host.loss), number)
+
+    # -- restart ----------------------------------------------------------------------------
+
     def _restart_or_fail(self, now: float) -> None:
         obstacle = self._find_restart_obstacle(now)
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
-            lost_places = any(host.is_lost for host in self._job_hosts())
-            explained = attempts_left or (lost_places and self.policy.on_bad_host == "replace")
+            lost_places = any(host.has_left for host in self._job_hosts())
+            explained = attempts_left or (lost_places and self.policy.on_bad_host != "stop")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
             return
-        # Waits grow with failures that may repeat. A host that was replaced cannot fail again.
+        self._restart(now, self.failure)
+
+    def _restart(self, now: float, failure: Failure | None) -> None:
+        """Start the next attempt, after a failure or to let a host join."""
+        # Waits grow with failures that may repeat. A host that has left cannot fail again.
         repeated = len(self.restarts) - self._replacements
-        remark = self._replace_lost_hosts(now)
+        remark = self._fill_places(now)
         self._enter_phase(JobPhase.WAITING)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
         if remark:
             wait_seconds = FIRST_BACK_OFF_SECONDS
         self._restart_at = now + wait_seconds
-        self.restarts.append({"attempt": self.attempt, "failure": to_plain(self.failure)})
-        self.notices.append(Notice("restarted", self.attempt + 1, self.failure, remark))
+        self.restarts.append({"attempt": self.attempt, "failure": to_plain(failure)})
+        self.notices.append(Notice("restarted", self.attempt + 1, failure, remark))
 
     @property
     def _max_attempts(self) -> int:
@@ -550,7 +739,7 @@ class Coordinator:
             number
             for number, host in enumerate(self.hosts)
             if number not in self._places
-            and not host.is_lost
+            and not host.has_left
             and host.last_message_at is not None
             and now - host.last_message_at <= self._spare_timeout
         ]
@@ -560,15 +749,43 @@ class Coordinator:
         """Seconds without a message of a spare after which another one is chosen."""
         return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
 
-    def _replace_lost_hosts(self, now: float) -> str:
-        """Let spares take the places of lost hosts, and return a sentence about them."""
+    def _count_dispensable(self, now: float) -> int:
+        """Return how many hosts may leave the job: for each there is a spare, or the job may go on
+        with fewer hosts.
+        """
+        if self.policy.on_bad_host == "stop":
+            return 0
+        smallest = len(self._places)
+        if self.policy.on_bad_host == "shrink" and self.policy.min_nnodes is not None:
+            smallest = min(smallest, self.policy.min_nnodes)
+        return len(self._list_spares(now)) + len(self._places) - smallest
+
+    def _fill_places(self, now: float) -> str:
+        """Let spares take the places of hosts that have left; without one, the place is given up.
+
+        Returns:
+            A sentence about these hosts.
+        """
         spares = iter(self._list_spares(now))
-        sentences = []
-        for place, number in enumerate(self._places):
-            if self.hosts[number].is_lost:
-                spare = self._places[place] = next(spares)
-                names = self.hosts[spare].name, self.hosts[number].name
-                sentences.append(f"{names[0]} takes the place of {names[1]}")
+        places, sentences = [], []
+        for number in self._places:
+            if not self.hosts[number].has_left:
+                places.append(number)
+                continue
+            name, spare = self.hosts[number].name, next(spares, None)
+            if spare is None:
+                sentences.append(f"the job goes on without {name}")
+            else:
+                places.append(spare)
+                self._successors[number], self.hosts[spare].returned_at = spare, None
+                sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
+        if len(places) < len(self._places):
+            sentences[-1] += f": {len(places)} host(s) are left"
+        for number in islice(spares, self._planned_hosts - len(places)):
+            places.append(number)
+            self.hosts[number].returned_at = None
+            sentences.append(f"{self.hosts[number].name} joins the job: {len(places)} host(s)")
+        self._places = places
         self._replacements += bool(sentences)
         return "; ".join(sentences)
 
@@ -579,22 +796,29 @@ class Coordinator:
     def _find_restart_obstacle(self, now: float) -> str:
         """Return the reason why there is no other attempt, or an empty string.
 
-        The job is not restarted if a host is lost that no spare can replace, if the ranks have not
+        The job is not restarted if a host has left that no spare can replace, if the ranks have not
         joined in any attempt, or if they did not join in two attempts in a row.
         """
-        has_never_joined = (
-            self._failed_starts_in_a_row > 0 and self._failed_starts_in_a_row == self.attempt + 1
-        )
-        lost = sum(host.is_lost for host in self._job_hosts())
-        if lost and self.policy.on_bad_host != "replace":
+        lost = sum(host.has_left for host in self._job_hosts())
+        if lost and self.policy.on_bad_host == "stop":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
             return "a host was lost"
-        if lost > (spares := len(self._list_spares(now))):
-            return f"{lost} host(s) were lost, and {spares} spare(s) are there"
+        if lost > self._count_dispensable(now):
+            spares = len(self._list_spares(now))
+            obstacle = f"{lost} host(s) were lost, and {spares} spare(s) are there"
+            if self.policy.on_bad_host == "shrink":
+                left = len(self._places) - lost + spares
+                smallest = self.policy.min_nnodes
+                obstacle += f"; {left} of at least {smallest} host(s) are left (runner.nnodes)"
+            return obstacle
         if not lost and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
-        if has_never_joined:
+        return self._find_start_obstacle()
+
+    def _find_start_obstacle(self) -> str:
+        """Return the reason why another attempt would not start either, or an empty string."""
+        if 0 < self._failed_starts_in_a_row == self.attempt + 1:
             return "its ranks never joined"
         return "its ranks did not join twice in a row" if self._failed_starts_in_a_row > 1 else ""
 
@@ -621,6 +845,8 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
+        replaced = {str(number): spare for number, spare in self._successors.items()}
+        sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
@@ -630,5 +856,7 @@ class Coordinator:
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
-            **({"places": list(self._places)} if self.policy.spares else {}),
+            **({"places": list(self._places)} if self.policy.on_bad_host != "stop" else {}),
+            **({"replaced": replaced} if replaced else {}),
+            **({"sick": sick} if sick else {}),
         }

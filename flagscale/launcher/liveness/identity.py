@@ -24,14 +24,17 @@ from flagscale.launcher.layout import (
 from flagscale.launcher.liveness.agent_log import log_line, write_record
 
 
-def register_agent(run_dir: Path, earlier_starts: int = 0) -> str | None:
+def register_agent(run_dir: Path, earlier_starts: int = 0, *, returns: bool = False) -> str | None:
     """Record in the run's directory that this process is its agent, and remove files of earlier
     starts.
 
     Args:
+        run_dir: Directory of the run on this host.
         earlier_starts: Number of starts of the job by a scheduler before this one. The reports of
             their ranks are kept under another name, because the run continues from their
             checkpoints.
+        returns: True if the job may have gone on while this host had no agent. The reports of its
+            ranks are kept.
 
     Returns:
         An error message; None on success.
@@ -46,7 +49,10 @@ def register_agent(run_dir: Path, earlier_starts: int = 0) -> str | None:
         make_private_directory(run_dir / status_directory(0))
         if earlier_starts:
             _rename_earlier_reports(run_dir, earlier_starts)
-        _remove_stale_files(run_dir, keep_renamed=bool(earlier_starts))
+        if returns:
+            (run_dir / EXIT_FILE).unlink(missing_ok=True)
+        else:
+            _remove_stale_files(run_dir, keep_renamed=bool(earlier_starts))
         write_json(run_dir / AGENT_FILE, record)
     except OSError as error:
         return f"cannot write {error.filename}: {error.strerror}"

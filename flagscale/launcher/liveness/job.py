@@ -36,8 +36,12 @@ class JobHost:
     exit_code: int | None = None
     """Exit code of the host's part of the attempt; None while it runs."""
     is_lost: bool = False
+    sickness: str = ""
+    """Reason for which it has left the job, if a check found its hardware sick."""
     loss: Failure | None = None
-    """Reason for which it counts as lost."""
+    """Reason for which it is lost or sick."""
+    returned_at: float | None = None
+    """Time at which it has come back after it was lost; None once it is in the job."""
     clock_offset: float | None = None
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
     rank_stacks: tuple[RankProgress, ...] | None = None
@@ -48,11 +52,16 @@ class JobHost:
     finished_ranks: tuple[int, ...] = ()
     """Ranks that ended with exit code 0 in an attempt that failed here, as far as it is known."""
 
+    @property
+    def has_left(self) -> bool:
+        """True if the job does not use it any more."""
+        return self.is_lost or bool(self.sickness)
+
 
 @dataclass(frozen=True)
 class Notice:
     """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
-    ``restarted``; or ``early-exit``, which is only logged.
+    ``restarted``; or ``early-exit``, ``hang`` or ``health``, which are only logged.
 
     The first three end the job. ``remark`` is a line for the host's output.
     """

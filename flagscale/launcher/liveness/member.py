@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from flagscale import files
 from flagscale.flight_records import flight_directory
+from flagscale.health.messages import HealthEvent
 from flagscale.hosts.kernel import count_oom_kills
 from flagscale.launcher.layout import HostFiles, status_directory
 from flagscale.launcher.liveness import messages
@@ -101,7 +102,7 @@ class Member:
         self._stack_dump_at = 0.0
         self._end_ordered_at = 0.0
         self.is_spare = False
-        """True while this host waits to take the place of a lost host."""
+        """True while this host waits to take the place of another host."""
 
     # -- attempt ---------------------------------------------------------------------------
 
@@ -133,18 +134,35 @@ class Member:
             self.attempt.end_time = time.time()
 
     def wait_as_spare(self) -> None:
-        """Start nothing until the coordinator orders to take the place of a lost host."""
+        """Start nothing until the coordinator orders to take the place of another host."""
         self.is_spare = True
         self.attempt.stage, self._end_sent = Stage.OVER, True
 
-    def _take_place(self, place: int, attempt: int) -> None:
-        """Start the ranks of a node rank, as a spare."""
+    def _start_ordered(self, order: messages.StartAttempt) -> None:
+        """Start the attempt of an order, at the place that this host has in it."""
+        has_place = self.node_rank in order.places
+        is_next = order.attempt == self.attempt_number + 1 and self.attempt.stage is Stage.OVER
+        can_start = has_place if self.is_spare else is_next and (has_place or not order.places)
+        if not can_start or self.stop_signal is not None:
+            return
+        if has_place:
+            self._take_place(order.places.index(self.node_rank), len(order.places))
+        log_line(f"attempt {order.attempt + 1} starts")
+        self.start_attempt(order.attempt)
+
+    def _take_place(self, place: int, host_count: int) -> None:
+        """Take a node rank among this number of hosts from the next attempt on."""
+        if self.is_spare:
+            log_line(f"this host joins the job as node rank {place}")
         self.is_spare = False
-        self.host = replace(self.host, first_rank=place * self.host.nproc)
-        options = {"--node_rank": str(place), "--first_rank": str(self.host.first_rank)}
-        self._command = _replace_options(self._command, options)
-        log_line(f"this spare host takes the place of node rank {place}; attempt {attempt + 1}")
-        self.start_attempt(attempt)
+        ranks = self.host.nproc
+        self.host = replace(self.host, first_rank=place * ranks)
+        options = {"--node_rank": place, "--nnodes": host_count}
+        if not self._reports_status:
+            # A command, whose ranks are started by a program with two more options.
+            options |= {"--first_rank": place * ranks, "--world_size": host_count * ranks}
+        values = {name: str(value) for name, value in options.items()}
+        self._command = _replace_options(self._command, values)
 
     def _poll_records(self, now: float) -> None:
         was_overdue = self._record_poll.overdue_since is not None
@@ -307,6 +325,10 @@ class Member:
             if event.event == "failed" and event.time > latest_time
         }
 
+    def reply_health(self, step: int, event: HealthEvent | None, problem: str) -> None:
+        """Send the reply to an order of a hardware check."""
+        self.outgoing.append(messages.HealthReply(*self._message_fields(), step, event, problem))
+
     # -- orders ----------------------------------------------------------------------------
 
     def follow_order(self, order: Order, now: float) -> None:
@@ -318,16 +340,13 @@ class Member:
                 self.failure = order.failure or self.failure
                 self.job_finished = True
                 self._end_after_failure()
-            case messages.StartAttempt() if self.is_spare:
-                if self.node_rank in order.places and self.stop_signal is None:
-                    self._take_place(order.places.index(self.node_rank), order.attempt)
-            case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
-                if self.attempt.stage is Stage.OVER and self.stop_signal is None:
-                    log_line(f"attempt {order.attempt + 1} starts")
-                    self.start_attempt(order.attempt)
+            case messages.StartAttempt():
+                self._start_ordered(order)
             case messages.EndAttempt() if order.attempt == self.attempt_number:
                 self.failure = order.failure or self.failure
                 self._end_after_failure()
+            case messages.PauseAttempt() if order.attempt == self.attempt_number:
+                self.attempt.end(failed=False)
             case messages.DumpStacks() if order.attempt == self.attempt_number:
                 if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
                     self._stack_dump_at = now

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from flagscale.files import stored_as, to_plain
 from flagscale.flight_records import FlightRecord
+from flagscale.health.messages import HealthCommand, HealthEvent
 from flagscale.launcher.liveness.diagnosis import Failure, FailureReport
 from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 from flagscale.records import from_record
@@ -36,6 +37,8 @@ class JobPhase(str, Enum):
 
     RUNNING = "running"
     ENDING = "ending"
+    CHECKING = "checking"
+    """The attempt has failed, and the hardware of the hosts is being measured."""
     WAITING = "waiting"
     STOPPING = "stopping"
     OVER = "over"
@@ -52,10 +55,12 @@ class HostStatus(str, Enum):
     FAILED = "failed"
     LOST = "lost"
     SPARE = "spare"
-    """It waits until it takes the place of a lost host."""
+    """It waits until it takes the place of another host."""
+    SICK = "sick"
+    """Its hardware is sick: it has left the job."""
 
 
-FINAL_STATUSES = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
+FINAL_STATUSES = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST, HostStatus.SICK)
 """Statuses of a host whose part of the attempt is over."""
 
 
@@ -189,6 +194,18 @@ class LastRecords(HostMessage):
 
 
 @dataclass(frozen=True)
+class HealthReply(HostMessage):
+    """Reply to the :class:`MeasureHealth` with this ``step``.
+
+    ``event`` is None if the host cannot be measured; ``problem`` is the reason.
+    """
+
+    step: int
+    event: HealthEvent | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class StopSignalled(HostMessage):
     """Notice that a signal stops the job on this host.
 
@@ -215,8 +232,8 @@ class KeepAlive(Order):
 class StartAttempt(Order):
     """Start the attempt with this number, counted from 0.
 
-    ``places`` has the number of the host at each node rank, once a spare has replaced a host;
-    empty before. The number of a host is its node rank in the plan.
+    ``places`` has the number of the host at each node rank, once a host has left the job; empty
+    before. The number of a host is its node rank in the plan.
     """
 
     attempt: int
@@ -232,10 +249,33 @@ class EndAttempt(Order):
 
 
 @dataclass(frozen=True)
+class PauseAttempt(Order):
+    """End the attempt in order, so that ranks save a checkpoint. Another attempt follows."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class DumpStacks(Order):
     """Reply with the progress and the stack of each rank, in :class:`RankStacks`."""
 
     attempt: int
+
+
+@dataclass(frozen=True)
+class MeasureHealth(Order):
+    """Measure the hardware, and reply with :class:`HealthReply`.
+
+    ``command`` is None in the first order of a check, which starts its worker on the host.
+    """
+
+    step: int
+    command: HealthCommand | None
+
+
+@dataclass(frozen=True)
+class EndHealthCheck(Order):
+    """End the worker of the hardware check."""
 
 
 @dataclass(frozen=True)
@@ -260,11 +300,15 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     RankFailed: "Reported",
     RankStacks: "Stacks",
     LastRecords: "LastRecords",
+    HealthReply: "HealthReply",
     StopSignalled: "Stopping",
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",
     EndAttempt: "EndAttempt",
+    PauseAttempt: "PauseAttempt",
     DumpStacks: "DumpStacks",
+    MeasureHealth: "MeasureHealth",
+    EndHealthCheck: "EndHealthCheck",
     StopJob: "StopJob",
     FinishJob: "FinishJob",
 }

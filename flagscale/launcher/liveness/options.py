@@ -24,7 +24,8 @@ from flagscale.status import RUN_ID_VARIABLE
 NotificationEvent = Literal["failed", "stalled", "restarted", "finished"]
 """Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
-OnBadHost = Literal["stop", "replace"]
+OnBadHost = Literal["stop", "replace", "shrink"]
+HealthCheckKind = Literal["off", "quick", "full"]
 # Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
 # and at least half an hour.
 BUSY_STALL_FACTOR = 4.0
@@ -49,7 +50,12 @@ class Policy:
     """0 disables the detection of stalls."""
     on_bad_host: OnBadHost = "stop"
     spares: int = 0
-    """Number of hosts, the last ones, that wait until they take the place of a lost host."""
+    """Number of hosts, the last ones, that wait until they take the place of another host."""
+    min_nnodes: int | None = None
+    """With ``on_bad_host: shrink``: smallest number of hosts that the job goes on with."""
+    health: HealthCheckKind = "off"
+    """With ``on_bad_host`` other than ``stop``: if not ``off``, hosts are measured after a failure.
+    """
 
     @property
     def attempts(self) -> int:
@@ -92,7 +98,9 @@ class AgentOptions(Policy):
     nproc: int
     """Number of ranks on this host; 0 if unknown. Of a spare: of each host."""
     is_spare: bool = False
-    """True if this host waits until it takes the place of a lost host."""
+    """True if this host waits until it takes the place of another host."""
+    device: str = "auto"
+    """Kind of this host's devices, for measuring them."""
     stop_grace: float
     """Seconds between SIGTERM and SIGKILL when the job is stopped."""
     notify_on: tuple[NotificationEvent, ...] = ()
@@ -110,6 +118,8 @@ class AgentOptions(Policy):
     """
     master_place: str = ""
     """On the other hosts: position of host 0 in the heterogeneous meshes."""
+    saves_when_stopped: bool = False
+    """On host 0: True if ranks save a checkpoint when they are stopped."""
     earlier_starts: int = 0
     """Number of times that a scheduler has started this run before."""
     metrics_port: int | None = None

@@ -23,6 +23,7 @@ from flagscale.hosts.hostfile import Host, rendezvous_address
 from flagscale.hosts.names import compress_consecutive
 from flagscale.launcher.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning import supervision
+from flagscale.launcher.planning.assignment import requested_device
 from flagscale.launcher.planning.environment import (
     build_environment,
     configured_variables,
@@ -169,6 +170,14 @@ def program_arguments(
     return (str(program_path(experiment.task, project)), *arguments)
 
 
+def _saves_when_stopped(experiment: Experiment) -> bool:
+    """Return True if ranks save a checkpoint on SIGTERM, as far as it is known."""
+    args = experiment.train
+    saves = "save" not in args.named or args["save"] is not None
+    is_own = not experiment.task.external and not experiment.task.is_command
+    return is_own and saves and bool(args["exit_signal_handler"])
+
+
 def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
     """Return the default directories of an experiment for arguments that the YAML does not set.
 
@@ -241,6 +250,8 @@ class _HostPlanner:
                 run_dir,
                 self.rendezvous,
                 reports_status=not self.experiment.task.is_command,
+                device=requested_device(self.experiment),
+                saves_when_stopped=_saves_when_stopped(self.experiment),
             ),
             starter=self._starter_arguments(assignment, run_dir),
             program=(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from flagscale.accelerators.registry import AUTO
 from flagscale.config.schema import Runner
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.options import (
@@ -74,17 +75,24 @@ def agent_options(
     rendezvous: AgentRendezvous | None,
     *,
     reports_status: bool = True,
+    device: str = AUTO,
+    saves_when_stopped: bool = False,
 ) -> AgentOptions:
     """Return the options of a host's agent.
 
-    Without a rendezvous the agent watches its host alone.
+    Without a rendezvous the agent watches its host alone. ``device`` is the kind of device that the
+    YAML requests, and ``saves_when_stopped`` is True if ranks save a checkpoint on SIGTERM.
     """
     options = {name: getattr(runner, name) for name in _RUNNER_OPTIONS}
     options |= {"master_addr": "", "liveness_port": None}
+    if runner.on_bad_host == "stop":
+        # Hosts are measured before the run only.
+        options["health"], device = "off", AUTO
     if rendezvous is not None:
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
         if assignment.node_rank == 0:
             options["hosts"] = rendezvous.host_names
+            options["saves_when_stopped"] = saves_when_stopped and runner.on_bad_host == "shrink"
             # The agent's options have the older name for mesh positions, which stored plans
             # contain.
             options["places"] = tuple(compress_positions(rendezvous.mesh_positions))
@@ -102,6 +110,7 @@ def agent_options(
         nproc=assignment.nproc,
         reports_status=reports_status,
         is_spare=assignment.is_spare,
+        device=device,
         **options,
     )
 

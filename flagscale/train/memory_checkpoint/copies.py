@@ -26,7 +26,7 @@ from flagscale.memory_regions import find_regions
 from flagscale.train.checkpoint.collective_errors import describe_error, true_on_all_ranks
 from flagscale.train.distributed import RankIdentity, gather_from_ranks
 from flagscale.train.host_memory import explain_lack_of_memory
-from flagscale.train.memory_checkpoint.local_state import LocalState
+from flagscale.train.memory_checkpoint.local_state import LocalState, name_part
 from flagscale.train.memory_checkpoint.region import INCOMPLETE, Region
 from flagscale.train.section_recorder import ignore_this_thread
 from flagscale.train.state import TrainState
@@ -71,6 +71,7 @@ class MemoryCheckpoints:
             warn: called with a message on every rank.
         """
         self._rank, self._warn = rank.rank, warn
+        self._part = name_part(args)
         self._interval: int | None = args.non_persistent_save_interval
         self._own: list[Region] = []
         self._others: list[Region] = []
@@ -120,7 +121,7 @@ class MemoryCheckpoints:
             After the first save, what it took, for the log.
         """
         start_time = time.monotonic()
-        local_state = LocalState(state)
+        local_state = LocalState(state, self._part)
         if reason := self._explain_lack_of_memory(local_state):
             self._give_up(reason if self._rank == 0 else "")
             return None
@@ -197,7 +198,7 @@ class MemoryCheckpoints:
         """
         if self._interval is None:
             return None
-        iterations = self._list_common(LocalState(state).fingerprint())
+        iterations = self._list_common(LocalState(state, self._part).fingerprint())
         return max(iterations, default=None)
 
     def _list_common(self, fingerprint: str) -> set[int]:
@@ -205,6 +206,9 @@ class MemoryCheckpoints:
         own = holdings[self._rank].own
         fits = all(text == fingerprint for text in own.values())
         if not true_on_all_ranks(fits):
+            # Those of a job with more hosts: a later copy must not be completed from them.
+            for region in (*self._own, *self._others):
+                region.invalidate()
             return set()
         available = [
             set(holding.own).union(*(h.others for h in holdings if h.source == rank))
@@ -234,7 +238,7 @@ class MemoryCheckpoints:
         holdings = self._gather_holdings()
         moved = self._send_lost_copies(holdings, iteration)
         region = next(region for region in self._own if region.iteration() == iteration)
-        local_state = LocalState(state)
+        local_state = LocalState(state, self._part)
         region.read(local_state.tensors)
         dist.barrier()
         local_state.restore(region.read_description())

@@ -1,12 +1,13 @@
 """Training state that one rank holds, as tensors in place and an object.
 
 A checkpoint on disk describes tensors by their positions in the whole model, so that any layout can
-load it. Here the tensors are those of this rank as they are, which needs no communication; only the
-same layout can restore them.
+load it. Here the tensors are those of this rank as they are, which needs no communication; only a
+rank with the same part of the state can restore them.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,9 +31,12 @@ class LocalState:
         tensors: weights and states of the optimizer, by name, in place.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        """Collect the tensors. Missing states of the optimizer are allocated."""
-        self._state = state
+    def __init__(self, state: TrainState, part: str) -> None:
+        """Collect the tensors. Missing states of the optimizer are allocated.
+
+        ``part`` names the part of the training state that the rank has (:func:`name_part`).
+        """
+        self._state, self._part = state, part
         self.tensors: dict[str, torch.Tensor] = {}
         storages: set[int] = set()
         for name, tensor in (*_iter_weights(state), *_iter_optimizer_tensors(state)):
@@ -45,12 +49,11 @@ class LocalState:
                 storages.add(identify_storage(tensor))
 
     def fingerprint(self) -> str:
-        """Return a text that is equal for ranks with the same tensors in the same layout."""
+        """Return a text that is equal for ranks with the same part of the state."""
         text = "\n".join(
             f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in self.tensors.items()
         )
-        layout = f"{dist.get_rank()} of {dist.get_world_size()}\n"
-        return hashlib.sha256((layout + text).encode()).hexdigest()
+        return hashlib.sha256(f"{self._part}\n{text}".encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         """Return everything but the tensors: progress, schedule, random numbers, loss scales."""
@@ -84,6 +87,22 @@ class LocalState:
             _iter_loss_scalers(state), description["scalers"], strict=True
         ):
             scaler.load_state_dict(scaler_state)
+
+
+def name_part(args: argparse.Namespace) -> str:
+    """Return a text that is equal for ranks with the same part of the training state.
+
+    Replicas of a model whose ranks have whole tensors, or a tensor-parallel part of them, have the
+    same state, also in a job with fewer replicas. In other layouts, the number of ranks decides
+    which part a rank has.
+    """
+    is_replicated = (
+        not args.use_distributed_optimizer
+        and not args.enable_hetero
+        and args.pipeline_model_parallel_size == args.expert_model_parallel_size == 1
+    )
+    rank, size = dist.get_rank(), args.tensor_model_parallel_size
+    return f"{rank % size} of {size}" if is_replicated else f"{rank} of {dist.get_world_size()}"
 
 
 def _iter_weights(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:

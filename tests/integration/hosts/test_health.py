@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
+from support.health_lab import install_chip
 from support.launch_lab import PROJECT
 from support.ssh_lab import ssh_lab
 
@@ -25,24 +25,10 @@ from flagscale.launcher.layout import Layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-CHIP = PROJECT / "tests" / "outside" / "chip.py"
 CHECK = "demo product"
 HEALTHY: Mapping[str, Mapping[str, Any]] = {
     "h00": {"rate": 100}, "h01": {"rate": 101}, "h02": {"rate": 99.5}, "h03": {"rate": 100.5}
 }  # fmt: skip
-
-
-def install_chip(site: Path, chips: Mapping[str, Mapping[str, Any]]) -> None:
-    """Install the package, with one device per host."""
-    about = site / "chip-1.0.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    shutil.copy(CHIP, site)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: chip\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[flagscale.accelerators]\ndemo = chip:Demo\n")
-    for host, content in chips.items():
-        file = site / "chips" / host / "0"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content))
 
 
 def run_health(bed: Bed, site: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Tests of hosts that take the place of a lost host: the job goes on, and no process is left.
+"""Tests of jobs that lose a host: a spare takes its place, or the job goes on without it.
 
 ``lab`` (support/ssh_lab.py) has an experiment on the hosts of the test bed ``lab.bed`` (tests/bed),
 which are namespaces of this machine, each with a real sshd. h00 and h01 train, h02 is a spare.
@@ -11,36 +11,44 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bed.host import Host
 from bed.lab import Bed
+from support.health_lab import install_chip
 from support.launch_lab import free_port, wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
 from support.training_lab import PROGRAM, read_losses, train_sections
 
-from flagscale.launcher.layout import LIVENESS_FILE
+from flagscale.launcher.host_record import read_host_record
+from flagscale.launcher.layout import LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.status import read_progress
 
-pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(300)]
 
 REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
+SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
+SMALLEST = {**SHRINKING, "nnodes": "1:2"}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
 MAX_SECONDS = 30.0
 
 
-def start(lab: SshLab, *, spares: int = 1, **environment: str) -> None:
+def start(
+    lab: SshLab, *, runner: Mapping[str, Any] = REPLACING, light: bool = True, **environment: str
+) -> None:
     """Start the toy program, whose ranks stay in step over the network."""
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
-        runner={**REPLACING, "spares": spares},
+        light=light,
+        runner=dict(runner),
         envs={**fields, **environment},
     )
     result = lab.run_action("run")
@@ -57,10 +65,16 @@ def signal_all(lab: SshLab, host: Host, number: signal.Signals) -> None:
         os.kill(process.pid, number)
 
 
-def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1) -> None:
-    """Wait until the rank of a spare that has taken a place is past its second step."""
+def kill_rank(lab: SshLab, host: Host) -> None:
+    """Kill the rank on a host that has one."""
+    ranks = [p.pid for p in lab.run_processes(host) if "LOCAL_RANK" in p.environment()]
+    os.kill(min(ranks), signal.SIGKILL)
+
+
+def wait_for_step(lab: SshLab, host: str = "h02", attempt: int = 1, rank: int = 1) -> None:
+    """Wait until the rank of a host is past the second step of a later attempt."""
     status = run_dir(lab, host) / f"status.{attempt}"
-    wait_for(lambda: (p := read_progress(status, 1)) is not None and p.step > 2, MAX_SECONDS)
+    wait_for(lambda: (p := read_progress(status, rank)) is not None and p.step > 2, MAX_SECONDS)
 
 
 FAULTS: dict[str, tuple[Callable[[SshLab, Host], None], Callable[[SshLab, Host], None]]] = {
@@ -99,11 +113,56 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     assert summary["places"] == [0, 2]
     output = lab.state().hosts[0].output.read_text()
     assert "h02 takes the place of h01" in output
+    record = run_dir(lab, "h02") / STATUS_DIRECTORY
+    wait_for(lambda: read_host_record(record)[0] is not None, MAX_SECONDS)
     assert lab.run_processes(spare)
     result = lab.run_action("stop")
     assert result.returncode == 0, result.stderr
     assert lab.remaining_processes() == {}
     assert lab.query()["state"] == "stopped"
+
+
+def test_job_goes_on_with_fewer_hosts(lab: SshLab) -> None:
+    start(lab, runner=SHRINKING)
+    fail, recover = FAULTS["partitioned"]
+    lost = lab.bed["h01"]
+    fail(lab, lost)
+    wait_for_step(lab, "h02", rank=1)
+    recover(lab, lost)
+    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    assert (snapshot["joined"], snapshot["world_size"]) == (2, 2)
+    rows = {row["host"]: row for row in snapshot["hosts"]}
+    assert rows["h01"]["trouble"] == "lost"
+    output = lab.state().hosts[0].output.read_text()
+    assert "the job goes on without h01: 2 host(s) are left" in output
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
+
+
+@pytest.mark.torch
+def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path) -> None:
+    """A device reports a fault once training runs. Then a rank on another host fails."""
+    site = tmp_path / "site"
+    install_chip(site, {name: {"rate": 100} for name in lab.bed.names})
+    path = os.pathsep.join([str(site), str(PROJECT)])
+    start(lab, runner={**REPLACING, "health": "quick"}, light=False, PYTHONPATH=path)
+    install_chip(site, {"h01": {"rate": 100, "fault": "its memory is broken"}})
+    kill_rank(lab, lab.bed["h00"])
+    wait_for_step(lab)
+    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), MAX_SECONDS)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    rows = {row["host"]: row for row in snapshot["hosts"]}
+    reason = "device state: Demo device 0: its memory is broken"
+    assert rows["h01"]["trouble"] == f"sick: {reason}; h02 has taken its place"
+    output = lab.state().hosts[0].output.read_text()
+    assert f"h01 is sick: {reason}" in output
+    assert "h02 takes the place of h01" in output
+    assert lab.run_action("stop").returncode == 0
+    # Neither the run nor the check has left a process.
+    assert [host.find("flagscale") for host in lab.bed.hosts] == [[]] * 3
 
 
 @pytest.mark.slow
@@ -132,11 +191,26 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", [REPLACING, SHRINKING], ids=["replace", "shrink"])
+def test_lost_first_host_ends_the_job(lab: SshLab, runner: dict[str, Any]) -> None:
+    """It coordinates the run, so that no host can take its place."""
+    start(lab, runner=runner)
+    lab.bed["h00"].cut_power()
+    others = [lab.bed["h01"], lab.bed["h02"]]
+    wait_for(lambda: not any(map(lab.run_processes, others)), MAX_SECONDS)
+    snapshot = lab.query()
+    sentence = "no host can take the place of the first one, which coordinates the run"
+    assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h00")
+    assert sentence in snapshot["failure"]["reason"]
+    assert all(sentence in host.output.read_text() for host in lab.state().hosts[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.bed(hosts=2 + FAULTS_IN_A_ROW)
 def test_random_faults_in_a_row(lab: SshLab) -> None:
     """Each fault is of the host that took the place before; some hosts come back, at any time."""
     generator = random.Random(0)
-    start(lab, spares=FAULTS_IN_A_ROW)
+    start(lab, runner={**REPLACING, "spares": FAULTS_IN_A_ROW})
     lost: list[tuple[Host, str]] = []
     for attempt in range(1, FAULTS_IN_A_ROW + 1):
         victim = lab.bed[f"h{attempt:02}"]
@@ -162,9 +236,10 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.parametrize("runner", [REPLACING, SMALLEST], ids=["replace", "shrink"])
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["disk", "memory"])
 def test_training_continues_with_the_same_losses(
-    bed: Bed, tmp_path: Path, is_in_memory: bool
+    bed: Bed, tmp_path: Path, is_in_memory: bool, runner: dict[str, Any]
 ) -> None:
     """The power of a host is cut: from the last checkpoint on, or from the copies in memory, the
     losses are those of a run on one machine without a fault.
@@ -190,7 +265,7 @@ def test_training_continues_with_the_same_losses(
             light=False,
             task={"entrypoint": str(PROGRAM)},
             top={"train": train_sections(None, logging=logging)},
-            runner=REPLACING,
+            runner=runner,
         )
         result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
@@ -206,7 +281,8 @@ def test_training_continues_with_the_same_losses(
     first, last = after[0][0], before[-1][0]
     if is_in_memory:
         assert first >= last - 1, "one step was lost, and another one was not copied yet"
-        assert "from host memory, 1 of 2 ranks' from another host" in output
+        moved = ", 1 of 2 ranks' from another host" if runner is REPLACING else "\n"
+        assert f"from host memory{moved}" in output
     else:
         assert (first - 1) % 5 == 0
     assert 1 < first <= last + 1
@@ -215,3 +291,52 @@ def test_training_continues_with_the_same_losses(
             assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)
     assert after[7][0] <= len(expected), "eight steps after the fault were compared"
     assert seconds < MAX_SECONDS + 10
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
+    """A host is lost and comes back: its script is started again. The losses of all attempts are
+    those of a run on one machine without a fault.
+    """
+    with ssh_lab(bed, tmp_path / "lab") as lab:
+        checkpoints = str(lab.exp_dir / "checkpoints")
+        logging = {"save": checkpoints, "load": checkpoints, "keep_last": 2}
+        logging["non_persistent_save_interval"] = 1
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(None, logging=logging)},
+            runner=SMALLEST,
+        )
+        result = lab.run_action("run")
+        assert result.returncode == 0, result.stderr
+        wait_for(lambda: len(read_losses(lab)) >= 8, 60)
+        lost = bed["h01"]
+        lost.set_link("down")
+        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
+        lost.set_link("up")
+        wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+        script = lab.state().hosts[1].script
+        lost.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+        wait_for(lambda: len(read_losses(lab, "status.2")) >= 8, 90)
+        assert lab.query()["world_size"] == 2
+        attempts = [read_losses(lab, name) for name in ("status", "status.1", "status.2")]
+        output = lab.state().hosts[0].output.read_text()
+        assert lab.run_action("stop").returncode == 0
+        assert lab.remaining_processes() == {}
+    assert "h01 joins the job: 2 host(s)" in output
+    assert attempts[2][0][0] == attempts[1][-1][0] + 1, "no step was lost for the host's return"
+    last = attempts[2][7][0]
+    with ssh_lab(bed, tmp_path / "one") as lab:
+        local = {"type": "local", "hostfile": None, "nproc_per_node": 2}
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(PROGRAM)},
+            top={"train": train_sections(last)},
+            runner=local,
+        )
+        assert lab.run_action("test", timeout=400).returncode == 0
+        expected = read_losses(lab)
+    for row in (row for rows in attempts for row in rows if row[0] <= last):
+        assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)

@@ -172,6 +172,21 @@ EXPERIMENT_PROBLEMS = {
         "hostfile: hostfile\n    no_shared_fs: true\n    spares: 1\n    on_bad_host: replace",
         "spares: not supported with `no_shared_fs: true`",
     ),
+    "shrink-without-numbers": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    nnodes: 2\n    on_bad_host: shrink",
+        "on_bad_host: `shrink` needs the smallest and the largest number of hosts: `nnodes: a:b`",
+    ),
+    "shrink-upwards": (
+        "nnodes: 1",
+        "hostfile: hostfile\n    nnodes: 4:2\n    on_bad_host: shrink",
+        "nnodes: expected a:b with a from 1 and below b, found 4:2",
+    ),
+    "shrink-in-slurm": (
+        "nnodes: 1",
+        "type: slurm\n    nnodes: 2:4\n    on_bad_host: shrink",
+        "on_bad_host: not supported with `type: slurm`, only with `type: ssh`",
+    ),
     "one-port": (
         "nnodes: 1",
         "master_port: 5000\n    liveness_port: 5000",

@@ -49,41 +49,56 @@ def state(tmp_path: Path) -> RunState:
     )
 
 
-def write_job(state: RunState, places: Any, **statuses: str) -> None:
+def write_job(
+    state: RunState, places: Any, replaced: Any = None, sick: Any = None, **statuses: str
+) -> None:
     hosts = {name.removeprefix("h"): status for name, status in statuses.items()}
     record = {"phase": "running", "attempt": 2, "attempts": 2, "hosts": hosts, "places": places}
+    record |= {"sick": sick} if sick is not None else {}
+    record |= {"replaced": replaced} if replaced is not None else {}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize(
-    ("places", "statuses", "members", "replaced", "spares"),
+    ("places", "successors", "statuses", "members", "replaced", "spares"),
     [
-        pytest.param(None, {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="no-record"),
-        pytest.param([0, 1], {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="none-replaced"),
+        pytest.param(None, None, {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="no-record"),
+        pytest.param([0, 1], {}, {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="none-replaced"),
         pytest.param(
-            [0, 2], {"h1": "lost"}, {"h0": 0, "h2": 2}, {"h1": "h2"}, ["h3"], id="replaced"
+            [0, 2],
+            {"1": 2},
+            {"h1": "lost"},
+            {"h0": 0, "h2": 2},
+            {"h1": "h2"},
+            ["h3"],
+            id="replaced",
         ),
         pytest.param(
             [0, 3],
+            {"1": 2, "2": 3},
             {"h1": "lost", "h2": "lost"},
             {"h0": 0, "h3": 2},
-            {"h1": "h3", "h2": ""},
+            {"h1": "h2", "h2": "h3"},
             [],
             id="spare-lost-in-its-turn",
         ),
-        pytest.param([0, 9], {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="damaged-number"),
-        pytest.param("x", {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="damaged"),
+        pytest.param(
+            [0], {}, {"h1": "lost"}, {"h0": 0}, {"h1": ""}, ["h2", "h3"], id="fewer-hosts"
+        ),
+        pytest.param([0, 9], {}, {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="damaged-number"),
+        pytest.param("x", "x", {}, {"h0": 0, "h1": 2}, {}, ["h2", "h3"], id="damaged"),
     ],
 )
 def test_parts_of_hosts(
     state: RunState,
     places: Any,
+    successors: Any,
     statuses: dict[str, str],
     members: dict[str, int],
     replaced: dict[str, str],
     spares: list[str],
 ) -> None:
-    write_job(state, places, **statuses)
+    write_job(state, places, successors, **statuses)
     job_hosts = find_job_hosts(state)
     assert {host.name: host.first_rank for host in job_hosts.members} == members
     assert {host.nproc for host in job_hosts.members} == {2}
@@ -91,12 +106,20 @@ def test_parts_of_hosts(
     assert [host.name for host in job_hosts.spares] == spares
 
 
-def test_run_without_spares_is_not_read(state: RunState) -> None:
+def test_hosts_with_an_unknown_number_of_ranks(state: RunState) -> None:
     plain = replace(state, hosts=state.hosts[:2])
-    write_job(plain, [1, 0])
-    assert find_job_hosts(plain) == (plain.hosts, {}, ())
+    assert find_job_hosts(plain) == (plain.hosts, {}, (), {})
     unknown = replace(plain, hosts=tuple(replace(host, nproc=0) for host in plain.hosts))
     assert find_job_hosts(unknown).members == unknown.hosts
+
+
+def test_snapshot_of_a_job_that_goes_on_without_a_host(state: RunState) -> None:
+    smaller = replace(state, hosts=state.hosts[:2])
+    write_job(smaller, [0], h1="lost")
+    join(smaller, 0, (0, 1), "status.1")
+    snapshot = take_snapshot(smaller, {0: HostObservation(alive="script")})
+    assert (snapshot.phase, snapshot.joined, snapshot.world_size) == (Phase.RUNNING, 2, 2)
+    assert [(row.host, row.trouble) for row in snapshot.hosts] == [("h0", ""), ("h1", "lost")]
 
 
 def join(state: RunState, host: int, ranks: tuple[int, ...], directory: str) -> None:
@@ -118,7 +141,7 @@ def test_snapshot_counts_the_ranks_of_the_hosts_in_the_job(state: RunState) -> N
         ("h2", "waiting as a spare"),
         ("h3", "waiting as a spare"),
     ]
-    write_job(state, [0, 2], h1="lost")
+    write_job(state, [0, 2], {"1": 2}, h1="lost")
     join(state, 0, (0, 1), "status.1")
     observations[1] = lost
     during = take_snapshot(state, observations, reader)
@@ -131,8 +154,17 @@ def test_snapshot_counts_the_ranks_of_the_hosts_in_the_job(state: RunState) -> N
     assert rows["h1"] == (Phase.LOST, 0, "lost; h2 has taken its place")
 
 
+def test_sick_hosts_are_shown_with_the_reason(state: RunState) -> None:
+    reasons = {"1": "sick: GPU 3: slow", "3": "sick: hot"}
+    write_job(state, [0, 2], {"1": 2}, reasons, h1="sick", h3="sick")
+    rows = {row.host: row.trouble for row in take_snapshot(state, {}).hosts}
+    assert rows["h1"] == "sick: GPU 3: slow; h2 has taken its place"
+    assert rows["h3"] == "sick: hot"
+    assert find_job_hosts(state).spares == ()
+
+
 def test_run_completes_without_the_replaced_host(state: RunState) -> None:
-    write_job(state, [0, 2], h1="lost")
+    write_job(state, [0, 2], {"1": 2}, h1="lost")
     for number, code in ((0, 0), (1, 1), (2, 0), (3, 0)):
         record = {"code": code, "phase": "job", "signal": None, "ended": 5.0}
         (state.hosts[number].run_dir / EXIT_FILE).write_text(json.dumps(record))
@@ -141,6 +173,6 @@ def test_run_completes_without_the_replaced_host(state: RunState) -> None:
 
 
 def test_lines_of_a_rank_are_on_both_hosts(state: RunState) -> None:
-    write_job(state, [0, 2], h1="lost")
+    write_job(state, [0, 2], {"1": 2}, h1="lost")
     assert select_hosts(state, None, 3) == (1, 2)
     assert select_hosts(state, None, 1) == (0,)

@@ -94,7 +94,7 @@ def test_hosts_with_other_numbers_of_ranks_cannot_replace_each_other(
     runner = Runner(type="ssh", spares=1, on_bad_host="replace")
     hosts = (Host("h0", 2), Host("h1", 2), Host("h2", 1))
     launch_plan = make_plan(hosts=hosts, runner=runner)
-    with pytest.raises(ConfigError, match="a spare replaces any host, but hosts have 1 and 2 rank"):
+    with pytest.raises(ConfigError, match="any host may be replaced, but hosts have 1 and 2 rank"):
         check_plan(make_experiment(runner=runner), launch_plan)
 
 
@@ -103,3 +103,49 @@ def test_command_of_a_spare_gets_the_place() -> None:
     values = {"--node_rank": "1", "--first_rank": "8"}
     replaced = ["python", "-m", "x", "--nnodes", "2", "--node_rank", "1", "--", "a", "--lr", "1"]
     assert _replace_options(command, values) == replaced
+
+
+@pytest.mark.parametrize(
+    ("smallest", "train", "message"),
+    [
+        pytest.param(1, {"global_batch_size": 12}, "", id="each-number-of-hosts-fits"),
+        pytest.param(3, {"global_batch_size": 12}, "", id="two-are-not-allowed"),
+        pytest.param(
+            2,
+            {"global_batch_size": 8},
+            "global_batch_size: with 3 of 4 hosts (`shrink`): 8 is not divisible by",
+            id="batch",
+        ),
+        pytest.param(
+            1,
+            {"global_batch_size": 12, "tensor_model_parallel_size": 2},
+            "with 3 of 4 hosts (`shrink`): 3 ranks are not divisible by",
+            id="model-parallel-size",
+        ),
+        pytest.param(
+            2, {}, "on_bad_host: `shrink` needs global_batch_size", id="default-batch-size"
+        ),
+        pytest.param(
+            5, {"global_batch_size": 12}, "needs 5 hosts, and 4 take part", id="too-few-hosts"
+        ),
+    ],
+)
+def test_job_that_may_go_on_with_fewer_hosts(
+    make_experiment: MakeExperiment,
+    make_plan: Callable[..., Any],
+    smallest: int,
+    train: dict[str, Any],
+    message: str,
+) -> None:
+    runner = Runner(type="ssh", on_bad_host="shrink", nnodes=4, min_nnodes=smallest)
+    hosts = tuple(Host(f"h{number}", 1) for number in range(4))
+    arguments = train_arguments(micro_batch_size=1, **train)
+    task = Task(entrypoint=Path("/program.py"))
+    experiment = make_experiment(runner=runner, train=arguments, task=task)
+    launch_plan = make_plan(hosts=hosts, runner=runner, train=arguments)
+    if not message:
+        check_plan(experiment, launch_plan)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_plan(experiment, launch_plan)
+    assert message in str(error.value)

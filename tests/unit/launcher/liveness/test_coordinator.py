@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,25 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.liveness_job import PROGRESS, SPARE, Job, lose
 
 from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
-from flagscale.launcher.liveness.coordinator import Coordinator
+from flagscale.health.messages import HealthEvent, PairMeasurement
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
     DumpStacks,
     EndAttempt,
     FinishJob,
+    HealthReply,
     Heartbeat,
     Hello,
     HostMessage,
     HostProgress,
     HostStatus,
     JobPhase,
-    KeepAlive,
     LastRecords,
-    Order,
+    PauseAttempt,
     RankExit,
     RankFailed,
     RankProgress,
@@ -39,94 +39,6 @@ from flagscale.launcher.liveness.messages import (
     StopJob,
     StopSignalled,
 )
-from flagscale.launcher.liveness.options import Policy
-
-PROGRESS = HostProgress(
-    status=HostStatus.RUNNING,
-    joined=1,
-    nproc=1,
-    progress_count=0,
-    in_busy_activity=False,
-    has_run_long=False,
-    exit_code=None,
-    failure_report=None,
-)
-
-
-class Job:
-    """Simulated job: hosts that send heartbeats, and messages of the test."""
-
-    def __init__(
-        self, hosts: int = 2, *, mesh_positions: Sequence[str] = (), **policy: Any
-    ) -> None:
-        defaults: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
-        defaults |= {
-            "lost_host_timeout": 10.0,
-            "start_timeout": 100.0,
-            "hang_detection_timeout": 50.0,
-        }
-        self.names = [f"h{n}" for n in range(hosts)]
-        self.now = 1000.0
-        job_policy = Policy(**{**defaults, **policy})
-        self.coordinator = Coordinator(
-            job_policy, self.names, self.now, Path("out"), mesh_positions=mesh_positions
-        )
-        self.silent: set[int] = set()
-        self.moving = True
-        self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
-        self.progress_count = 0
-        self.orders: list[tuple[int | None, Order]] = []
-        self.notified_events: list[str] = []
-        self.remarks: list[str] = []
-        self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
-
-    def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
-        """Send a message of the current attempt, or of another one."""
-        number = self.coordinator.attempt if attempt < 0 else attempt
-        self.coordinator.receive(
-            host, kind(host, number, self.clock[host] + self.now, *content), self.now
-        )
-
-    def progress(self, host: int, **fields: Any) -> HostProgress:
-        changes = {"progress_count": self.progress_count, **self.fields[host], **fields}
-        return replace(PROGRESS, **changes)
-
-    def run(self, seconds: float) -> None:
-        for _ in range(round(seconds)):
-            self.now += 1
-            self.progress_count += self.moving
-            for host in range(len(self.names)):
-                if host not in self.silent:
-                    self.send(Heartbeat, host, self.progress(host))
-            self.coordinator.tick(self.now)
-            self.collect()
-
-    def collect(self) -> None:
-        self.orders += [o for o in self.coordinator.orders if not isinstance(o[1], KeepAlive)]
-        self.coordinator.orders.clear()
-        notices = self.coordinator.notices
-        self.notified_events += [n.event for n in notices if n.event not in ("early-exit", "hang")]
-        self.remarks += [notice.remark for notice in notices if notice.remark]
-        self.coordinator.notices.clear()
-
-    def send_failure(
-        self, host: int, rank: int, kind: FailureKind = FailureKind.RANK_FAILED, after: float = 0.0
-    ) -> None:
-        failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
-        report = FailureReport(failure, self.clock[host] + self.now + after, kind)
-        self.send(RankFailed, host, report)
-
-    def send_end(self, host: int, code: int = 1, **fields: Any) -> None:
-        progress = self.progress(host, **{"joined": 1, "exit_code": code, **fields})
-        self.send(AttemptEnded, host, progress)
-
-    def order_types(self) -> list[type[Order]]:
-        return [type(order) for _, order in self.orders]
-
-    @property
-    def first_failed_rank(self) -> tuple[str, int | None]:
-        assert self.coordinator.failure is not None
-        return self.coordinator.failure.host, self.coordinator.failure.rank
 
 
 def test_a_job_that_ends_well() -> None:
@@ -411,9 +323,6 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.order_types() == [EndAttempt, FinishJob]
 
 
-SPARE = {"joined": 0, "nproc": 0, "status": HostStatus.SPARE}
-
-
 def job_with_spares(hosts: int, spares: int, **policy: Any) -> Job:
     """Return a running job whose last hosts are spares."""
     job = Job(hosts, spares=spares, on_bad_host="replace", **policy)
@@ -422,16 +331,6 @@ def job_with_spares(hosts: int, spares: int, **policy: Any) -> Job:
     job.run(5)
     assert job.order_types() == []
     return job
-
-
-def lose(job: Job, host: int, survivors: Sequence[int]) -> None:
-    """Lose a host: the ranks of the others fail, and its agent is silent."""
-    job.silent.add(host)
-    job.send_failure(survivors[0], survivors[0])
-    job.run(2)
-    for number in survivors:
-        job.send_end(number)
-    job.run(14)
 
 
 def test_spare_takes_the_place_of_a_lost_host() -> None:
@@ -524,6 +423,132 @@ def test_lost_spare_in_a_place_is_replaced_by_the_next_one() -> None:
     lose(job, 2, (0,))
     assert job.orders[-1] == (None, StartAttempt(2, (0, 3)))
     assert job.remarks == ["h2 takes the place of h1", "h3 takes the place of h2"]
+
+
+def test_job_goes_on_without_a_lost_host() -> None:
+    job = Job(4, on_bad_host="shrink", min_nnodes=2)
+    job.run(5)
+    lose(job, 1, (0, 2, 3))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2, 3)))
+    lose(job, 3, (0, 2))
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2)))
+    assert job.remarks == [
+        "the job goes on without h1: 3 host(s) are left",
+        "the job goes on without h3: 2 host(s) are left",
+    ]
+    summary = job.coordinator.summary()
+    assert (summary["places"], summary["attempts"]) == ([0, 2], 3)
+    lose(job, 2, (0,))
+    assert job.order_types()[-1] is FinishJob
+    assert job.remarks[2:] == [
+        "the job does not start again: 1 host(s) were lost, and 0 spare(s) are there; 1 of at "
+        "least 2 host(s) are left (runner.nnodes)"
+    ]
+
+
+def job_without_h1(**policy: Any) -> Job:
+    """Return a job that goes on without h1, which has a new agent."""
+    job = Job(3, on_bad_host="shrink", min_nnodes=1, **policy)
+    job.run(5)
+    lose(job, 1, (0, 2))
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2)))
+    job.silent.discard(1)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1), attempt=0)
+    job.run(1)
+    assert job.coordinator.summary()["hosts"]["1"] == "spare"
+    return job
+
+
+def test_job_is_restarted_for_a_host_that_has_come_back() -> None:
+    job = job_without_h1(saves_when_stopped=True)
+    job.run(8)
+    assert PauseAttempt(1) not in [order for _, order in job.orders], "it may go again"
+    job.run(4)
+    assert job.orders[-1] == (None, PauseAttempt(1))
+    # A rank that is stopped may report a failure, which is none.
+    job.send_failure(2, 1)
+    for number in (0, 2):
+        job.send_end(number, 143)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2, 1)))
+    assert job.notified_events == ["restarted", "restarted"]
+    assert job.remarks[1:] == [
+        "h1 is back, and joins the job when it saves a checkpoint and starts again",
+        "h1 joins the job: 3 host(s)",
+    ]
+    summary = job.coordinator.summary()
+    assert (summary["attempt"], summary["attempts"], summary["failure"]) == (3, 3, None)
+    job.fields[1] = {}
+    job.run(60)
+    assert isinstance(job.orders[-1][1], StartAttempt), "it is not restarted again"
+
+
+def test_program_that_saves_nothing_is_not_restarted_for_a_host() -> None:
+    job = job_without_h1(max_restarts=1)
+    job.run(40)
+    assert not any(isinstance(order, PauseAttempt) for _, order in job.orders)
+    job.send_failure(0, 0)
+    for number in (0, 2):
+        job.send_end(number)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 2, 1)))
+    assert job.remarks[-2:] == [
+        "h1 is back, and joins the job when it fails",
+        "h1 joins the job: 3 host(s)",
+    ]
+
+
+def test_host_lost_while_the_job_is_paused() -> None:
+    job = job_without_h1(saves_when_stopped=True)
+    job.run(12)
+    assert job.orders[-1] == (None, PauseAttempt(1))
+    job.send(Hello, 2, job.progress(2))
+    job.collect()
+    assert job.orders[-1] == (2, PauseAttempt(1)), "it may have missed the order"
+    job.silent.add(2)
+    job.send_end(0, 0)
+    job.run(14)
+    assert job.orders[-1] == (None, StartAttempt(2, (0, 1)))
+
+
+def test_host_whose_agent_is_started_again_at_once() -> None:
+    """Before its loss is noticed: its ranks have ended, and the others' with them."""
+    job = Job(3, on_bad_host="shrink", min_nnodes=1)
+    job.run(5)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1))
+    job.run(1)
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.reason == "was lost: its agent has started again"
+    for number in (0, 2):
+        job.send_end(number)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 2)))
+    assert job.coordinator.summary()["hosts"]["1"] == "spare"
+
+
+def test_scripts_of_a_whole_run_that_are_started_again() -> None:
+    job = Job(2, on_bad_host="shrink", min_nnodes=1)
+    job.fields[1] = dict(SPARE)
+    job.send(Hello, 1, job.progress(1))
+    job.run(1)
+    assert job.orders == [(1, StartAttempt(0, (0, 1)))]
+
+
+def test_spares_come_before_fewer_hosts() -> None:
+    job = Job(4, on_bad_host="shrink", min_nnodes=1, spares=1)
+    job.fields[3] = dict(SPARE)
+    job.run(5)
+    job.silent.update((1, 2))
+    job.run(12)
+    job.send_end(0)
+    job.run(3)
+    assert job.orders[-1] == (None, StartAttempt(1, (0, 3)))
+    assert job.remarks == [
+        "h3 takes the place of h1; the job goes on without h2: 2 host(s) are left"
+    ]
+    assert job.coordinator.summary()["replaced"] == {"1": 3}
 
 
 def test_stop_without_a_request_is_a_final_failure() -> None:
@@ -892,10 +917,19 @@ HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
 RANKS = st.builds(
     rank_progress, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9)
 )
+HEALTH_EVENTS = st.builds(
+    HealthEvent,
+    st.sampled_from(["ready", "measured", "paired"]),
+    address=st.sampled_from(["", "a"]),
+    ranks=st.integers(-1, 2),
+    devices=st.just(()),
+    pairs=st.just(()) | st.just((PairMeasurement(7, (1.0, -1.0), "x"),)),
+)
 MESSAGES = st.one_of(
     *(st.builds(kind, *HEAD, PROGRESS_VALUES) for kind in (Hello, Heartbeat, AttemptEnded)),
     st.builds(RankFailed, *HEAD, REPORTS),
     st.builds(RankStacks, *HEAD, st.just(()) | RANKS),
+    st.builds(HealthReply, *HEAD, st.integers(0, 4), st.none() | HEALTH_EVENTS),
     st.builds(StopSignalled, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
 )
 
@@ -905,12 +939,16 @@ MESSAGES = st.one_of(
     st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
     st.integers(0, 2),
     st.integers(0, 1),
+    st.sampled_from(["stop", "replace", "shrink"]),
 )
 def test_arbitrary_messages_raise_nothing_and_changes_are_flagged(
-    messages: list[tuple[int, HostMessage, float]], max_restarts: int, spares: int
+    messages: list[tuple[int, HostMessage, float]],
+    max_restarts: int,
+    spares: int,
+    on_bad_host: str,
 ) -> None:
-    on_bad_host = "replace" if spares else "stop"
-    job = Job(2 + spares, max_restarts=max_restarts, spares=spares, on_bad_host=on_bad_host)
+    policy = {"spares": spares, "on_bad_host": on_bad_host, "health": "quick", "min_nnodes": 1}
+    job = Job(2 + spares, max_restarts=max_restarts, **policy)
     previous: dict[str, Any] = {}
     for host, message, seconds in messages:
         job.coordinator.receive(host, message, job.now)

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flagscale.accelerators.health import DeviceReading, Rate
 from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
+from flagscale.health.messages import DeviceMeasurement, HealthCommand, HealthEvent, PairRound
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     MAX_MESSAGE_BYTES,
     AttemptEnded,
     DumpStacks,
     EndAttempt,
+    EndHealthCheck,
     FinishJob,
+    HealthReply,
     Heartbeat,
     Hello,
     HostMessage,
@@ -27,7 +31,9 @@ from flagscale.launcher.liveness.messages import (
     HostStatus,
     KeepAlive,
     LastRecords,
+    MeasureHealth,
     Order,
+    PauseAttempt,
     RankExit,
     RankFailed,
     RankProgress,
@@ -69,6 +75,12 @@ RECORD = FlightRecord(
         RecordedOperation(0, 1, "send", "[] Float", 1, True, False, 1.5, 0.0, peer=3, sends=True),
     ),
 )
+DEVICE = DeviceMeasurement(
+    "GPU 0",
+    "H200",
+    rates=(Rate("matrix product", 672.0, "TFLOP/s"),),
+    reading=DeviceReading(faults={"ecc": "2 errors"}, widths={"links": 18.0}),
+)
 FROM_HOST = (
     Hello(*HEAD, replace(PROGRESS, exit_code=1, failure_report=REPORT)),
     Heartbeat(*HEAD, PROGRESS),
@@ -80,6 +92,8 @@ FROM_HOST = (
     ),
     RankStacks(*HEAD, ()),
     LastRecords(*HEAD, (RankProgress(**RANK_FIELDS, place="`f` at x.py:1", record=RECORD),)),
+    HealthReply(*HEAD, 7, None, "no torch"),
+    HealthReply(*HEAD, 8, HealthEvent("measured", devices=(DEVICE,))),
     StopSignalled(*HEAD, 15, None),
     StopSignalled(*HEAD, 2, FAILURE),
 )
@@ -88,7 +102,12 @@ ORDERS = (
     StartAttempt(2),
     StartAttempt(2, (0, 3, 2)),
     EndAttempt(0, FAILURE),
+    PauseAttempt(1),
     DumpStacks(1),
+    MeasureHealth(1, None),
+    MeasureHealth(2, HealthCommand(0.3)),
+    MeasureHealth(3, HealthCommand(0.15, PairRound("0/0/1", 2, "10.0.0.1", 4711, True, 8))),
+    EndHealthCheck(),
     StopJob(signal.SIGTERM, None),
     FinishJob(FAILURE),
 )
