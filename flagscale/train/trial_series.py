@@ -94,6 +94,7 @@ class TrialSeries:
         parallel_state.get_global_memory_buffer().buffer.clear()
         if not compile_disabled():
             torch.compiler.reset()
+        gc.unfreeze()  # what training has excluded from garbage collection
         gc.collect()
         accelerator = self._device.accelerator
         accelerator.empty_cache()

@@ -98,7 +98,7 @@ class CheckpointWrite:
         self._is_staged = is_staged
         self._errors: list[str] = []
         sharded_state, common_state = save_preprocess(state_dict, validate_sharding)
-        _separate_storages(sharded_state)
+        separate_storages(sharded_state)
         with collect_errors(self._errors):
             _write_common_state(common_state, directory)
         self._writer, self._metadata = _plan_writes(sharded_state, directory, fully_parallel)
@@ -153,7 +153,7 @@ class CheckpointWrite:
         save_config(CheckpointingConfig(_STORAGE_BACKEND, _STORAGE_VERSION), str(self._directory))
 
 
-def _separate_storages(sharded_state: Mapping[str, Any]) -> None:
+def separate_storages(sharded_state: Mapping[str, Any]) -> None:
     """Give each tensor in host memory a storage of its own size in the same memory.
 
     megatron.core would copy those that are a part of a larger storage, because torch writes whole

@@ -25,6 +25,9 @@ One micro-batch, with what the communication streams do below what the compute s
 6. When layer k-2 begins, that reduce-scatter is waited for. Its result has been added to this
    rank's shard of the gradients, and the memory of the unsharded ones is used by layer k-2.
 
+What the next micro-batch reads first is there when it begins: the embedding is gathered during the
+backward pass of the first layer, which then keeps its weights.
+
 With hybrid sharding (``num_distributed_optimizer_instances``) groups of data-parallel ranks, such
 as those of a host, share the weights, and each group has a replica. Collectives of steps 1 to 6 are
 within a group. In the last micro-batch, the all-reduce of a unit's shard of the gradients between
@@ -248,9 +251,13 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         self._embedding_unit.prepare_gradients()
 
     def _prefetch_previous_layer(self, index: int) -> None:
-        """Prefetch the weights of the layer whose backward pass follows that of a layer."""
+        """Prefetch the weights of the layer whose backward pass follows that of a layer, or after
+        the first layer those that the next micro-batch reads first.
+        """
         if index > 0:
             self._layer_units[index - 1].start_all_gather()
+        elif self._forward_passes_left > 0:
+            self._embedding_unit.start_all_gather()
 
     def _accumulate_gradient(self, unit: ShardedUnit, param: Any) -> None:
         """Add a gradient from autograd to ``main_grad`` unless the layer has done so."""
@@ -268,16 +275,20 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         param.grad = None
 
     def _post_backward_chunk(self) -> None:
-        self._reduce_scatter(self._units)
+        # In the last phase of a pipeline, no forward pass follows a backward pass.
+        is_followed = self._forward_passes_left > 0
+        first_units = [self._embedding_unit, *self._layer_units[:1]] if is_followed else []
+        self._reduce_scatter(self._units, kept=first_units)
         self._in_backward_pass = False
         self._backward_passes_left -= 1
-        # In the last phase of a pipeline, no forward pass follows a backward pass.
-        if self._forward_passes_left > 0:
+        if is_followed:
             self._prefetch_first_units()
 
-    def _reduce_scatter(self, units: Sequence[ShardedUnit]) -> None:
+    def _reduce_scatter(
+        self, units: Sequence[ShardedUnit], *, kept: Sequence[ShardedUnit] = ()
+    ) -> None:
         """Reduce-scatter the gradients of units whose backward pass has ended, and release their
-        weights. Those that were started before are waited for.
+        weights, except for units in ``kept``. Collectives that were started before are waited for.
         """
         for unit in units:
             if unit.finish_reduce_scatter() and self._backward_passes_left == 1:
@@ -286,7 +297,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             unit.zero_unwritten_gradients()
             self._check_gradients(unit)
             unit.start_reduce_scatter()
-            unit.release()
+            if unit not in kept:
+                unit.release()
 
     def _check_gradients(self, unit: ShardedUnit) -> None:
         config = self.ddp_config

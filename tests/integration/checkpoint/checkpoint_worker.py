@@ -246,11 +246,15 @@ def count_state_elements(run: Run) -> dict[str, int]:
     """Return the elements of weights and optimizer state that this rank saves, and the model's."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
+    from flagscale.train.checkpoint.writing import separate_storages
     from flagscale.train.step import gathered_parameters
 
     with gathered_parameters(run.args, run.state.chunks):
         state_dict = run.checkpointer._build_state_dict(run.state)
+    state_dict, _ = save_preprocess(state_dict, False)
+    separate_storages(state_dict)
     sizes = {"optimizer": 0, "model": 0}
     for key in sizes:
         for tensor in nested_values(state_dict[key]):

@@ -340,7 +340,7 @@ def test_invalid_arguments_are_rejected(changes: dict[str, Any], expected: str) 
 
 
 def test_all_errors_are_reported_at_once() -> None:
-    text = derive_error(mtp_num_layers=-1, fp8="hybrid", optimizer="lion")
+    text = derive_error(mtp_num_layers=-1, fp8="hybrid", optimizer="adagrad")
     assert len(text.splitlines()) == 3
 
 
