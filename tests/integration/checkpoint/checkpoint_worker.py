@@ -18,6 +18,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -511,7 +512,11 @@ def kill_the_writer(run: Run) -> dict[str, Any]:
 
 
 def lose_the_storage(run: Run) -> dict[str, Any]:
-    """Save in object storage on a disk (file://); replace it by a file during the second save."""
+    """Save in object storage on a disk (file://); replace it by a file during the second save, once
+    the checkpoint is marked as incomplete.
+    """
+    from flagscale.checkpoints import PARTIAL_MARK
+
     root = Path(run.args.save.removeprefix("file://"))
     run.train(1)
     run.save(required=True)
@@ -519,6 +524,8 @@ def lose_the_storage(run: Run) -> dict[str, Any]:
     run.save()
     barrier()
     if run.rank == 0:
+        while not (root / "iter_0000002" / PARTIAL_MARK).exists():
+            time.sleep(0.01)
         root.rename(root.with_name("moved"))
         root.write_text("")
     barrier()

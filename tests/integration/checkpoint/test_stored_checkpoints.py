@@ -109,6 +109,7 @@ def test_a_killed_upload_process_costs_one_checkpoint(
     results: dict[str, Any], lab_root: Path
 ) -> None:
     for rank in results["killed"]["ranks"]:
+        assert "error" not in rank, rank
         [warning] = rank["warnings"]
         assert "rank 1: the process that uploads to file://" in warning
         assert "its files stay in " in warning
