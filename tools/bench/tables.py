@@ -16,7 +16,7 @@ from typing import Any
 import estimates
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-PAGES = (_BENCHMARKS / "training.md", _BENCHMARKS / "launching.md")
+PAGES = tuple(_BENCHMARKS / f"{name}.md" for name in ("training", "launching", "layout-search"))
 _TABLE_MARKERS = re.compile(
     r"(<!-- table: (\S+), written by tools/bench/tables\.py -->\n).*?(<!-- end -->)", re.S
 )
@@ -374,6 +374,31 @@ def _checkpoints_table() -> str:
     return _format_table(headings, rows)
 
 
+def _layout_search_table() -> str:
+    headings = (
+        *("Experiment", "layouts", "trials of the search", "of all", "slower than the best"),
+        *("trials of FlagScale's grid", "its winner, slower", "spread of a layout's trials"),
+    )
+    rows = []
+    for name, row in _read_results("auto-tune-cpu")["experiments"].items():
+        grid, spread = row["grid"], row["spread"]
+        rows.append(
+            (
+                name,
+                f"{row['measured_layouts']} of {row['layouts']} measured",
+                str(row["search_trials"]),
+                f"{100 * row['share_of_layouts']:.0f} %",
+                f"{100 * row['slower']:.1f} %" if "slower" in row else "",
+                str(grid["trials"]),
+                f"{100 * grid['slower']:.1f} %" if "slower" in grid else "",
+                f"{100 * spread['median']:.1f} %, at most {100 * spread['largest']:.0f} %"
+                if spread
+                else "",
+            )
+        )
+    return _format_table(headings, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "llama": _llama_table,
     "traces": _trace_table,
@@ -393,6 +418,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "local": _local_launch_table,
     "ssh": _ssh_launch_table,
     "faults": _faults_table,
+    "layout-search": _layout_search_table,
 }
 
 
