@@ -276,7 +276,7 @@ class Accelerator:
         """Let the device copy asynchronously from and to a tensor in host memory, as long as it
         exists. Return False if that is impossible.
         """
-        return self.is_host
+        return False
 
     def side_stream(self) -> AbstractContextManager[None]:
         """Context manager that runs its block's work on a side stream, always the same one.

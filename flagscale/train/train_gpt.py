@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from flagscale.config.arguments.derive import derive_arguments, rank_arguments
@@ -114,20 +115,22 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     from flagscale.train.trial_series import TrialSeries, require_same_groups
 
     series = TrialSeries.from_environment(rank, device)
-    same_device_kind = default_group.same_device_kind
-    in_series = series is not None
-    end = _train_model(
-        args, rank, device, status, same_device_kind=same_device_kind, in_series=in_series
+    train_model = partial(
+        _train_model,
+        rank=rank,
+        device=device,
+        status=status,
+        same_device_kind=default_group.same_device_kind,
+        in_series=series is not None,
     )
+    end = train_model(args)
     while series is not None and end.reason != "signal":
         if (words := series.await_arguments(status)) is None:
             break
         earlier = args
         args = rank_arguments(derive_arguments(parse_arguments(words), rank.world_size), rank.rank)
         require_same_groups(args, earlier)
-        end = _train_model(
-            args, rank, device, status, same_device_kind=same_device_kind, in_series=True
-        )
+        end = train_model(args)
     status.write_progress(end.step, "ending")
     distributed.destroy_groups()
     if (
@@ -141,10 +144,10 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
 
 def _train_model(
     args: argparse.Namespace,
+    *,
     rank: RankIdentity,
     device: Device,
     status: StatusWriter,
-    *,
     same_device_kind: bool,
     in_series: bool,
 ) -> TrainingEnd:

@@ -162,6 +162,7 @@ class Trainer:
         if self.memory_checkpoints is not None:
             self.memory_checkpoints.close()
         self._report_saved_checkpoints()
+        gc.unfreeze()
         self._reporter.close("finished" if reason == "completed" else "stopped")
         return reason
 

@@ -37,6 +37,7 @@ _GROUP_ARGUMENTS = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "num_distributed_optimizer_instances",
@@ -94,7 +95,6 @@ class TrialSeries:
         parallel_state.get_global_memory_buffer().buffer.clear()
         if not compile_disabled():
             torch.compiler.reset()
-        gc.unfreeze()  # what training has excluded from garbage collection
         gc.collect()
         accelerator = self._device.accelerator
         accelerator.empty_cache()

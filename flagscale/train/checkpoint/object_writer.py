@@ -76,8 +76,7 @@ class StoredCheckpointWriter(StoredCheckpoints):
         self.store.write(self.root / BEST_LINK, f"{self.path(iteration).name}\n".encode())
         self.refresh()
         return find_replaced_best(
-            None if previous is None or previous >= iteration else self.path(previous),
-            lambda path: self.read_manifest(path).entries,
+            previous, iteration, self.path, lambda path: self.read_manifest(path).entries
         )
 
     def remove(self, paths: Iterable[StorageAddress]) -> None:

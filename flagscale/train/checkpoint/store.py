@@ -42,20 +42,27 @@ _Place = TypeVar("_Place")
 
 
 def find_replaced_best(
-    path: _Place | None, read_entries: Callable[[_Place], Mapping[str, Any]]
+    previous: int | None,
+    iteration: int,
+    locate: Callable[[int], _Place],
+    read_entries: Callable[[_Place], Mapping[str, Any]],
 ) -> list[_Place]:
     """Return the checkpoint that was the best before another one, if it was saved for this reason
     only.
 
     Args:
-        path: the checkpoint, or None if there was none.
-        read_entries: returns the entries of its manifest, or raises CheckpointError.
+        previous: iteration of the best checkpoint before, or None if there was none.
+        iteration: iteration of the best one.
+        locate: returns the place of a checkpoint.
+        read_entries: returns the entries of a checkpoint's manifest, or raises CheckpointError.
     """
+    if previous is None or previous >= iteration:
+        return []
+    path = locate(previous)
     try:
-        is_extra = path is not None and read_entries(path).get(EXTRA_BEST_KEY)
+        return [path] if read_entries(path).get(EXTRA_BEST_KEY) else []
     except CheckpointError:
         return []
-    return [path] if path is not None and is_extra else []
 
 
 class CheckpointStore(CheckpointDirectory):
@@ -127,7 +134,9 @@ class CheckpointStore(CheckpointDirectory):
         link.replace(self.root / BEST_LINK)
         fsync_path(self.root)
         return find_replaced_best(
-            None if previous is None or previous >= iteration else self.path(previous),
+            previous,
+            iteration,
+            self.path,
             lambda path: check_complete(path, verify_without_manifest=False),
         )
 

@@ -60,9 +60,10 @@ from flagscale.train.optim.state_formats import (
     as_rows,
     block_parts,
 )
+from flagscale.train.optim.states import FIRST_MOMENT, SECOND_MOMENT
 
-MASTER, FIRST_MOMENT, SECOND_MOMENT = "master_param", "exp_avg", "exp_avg_sq"
-"""Names of the tensors of a parameter's state."""
+MASTER = "master_param"
+"""Name of the weights in a parameter's state, beside the moments."""
 _DEVICE_FRACTION = 0.6
 """Fraction of the offloaded weights that the device updates. On hosts with 16 cores and an H100 the
 cores took as long for the rest. It is a constant, because the results of both differ by rounding
@@ -191,13 +192,15 @@ class MasterWeightAdam(FusedAdam):
         """Return the number of leading weights of an offloaded parameter that the device updates,
         after pinning their states.
         """
+        pieces = round(_DEVICE_FRACTION * parameter.numel() / PIECE_WEIGHTS)
+        device = Device.from_torch(parameter.device)
+        if not pieces or device.is_host:
+            return 0
         if id(parameter) in self._replicated:
             return 0  # shards of copies are cut elsewhere, and rounding errors must be the same
-        pieces = round(_DEVICE_FRACTION * parameter.numel() / PIECE_WEIGHTS)
         weights = min(pieces * PIECE_WEIGHTS, parameter.numel())
         tensors = self._cut_tensors(Piece(parameter, slice(0, weights)))
-        device = Device.from_torch(parameter.device)
-        if weights and not all(map(device.register_host_memory, tensors.in_host_memory())):
+        if not all(map(device.register_host_memory, tensors.in_host_memory())):
             warnings.warn(
                 "the host's memory cannot be pinned: its cores update all states there, which "
                 "takes up to half longer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -77,19 +77,17 @@ def build_optimizer(
     replace_fallbacks()
     config = build_optimizer_config(args)
     with ExitStack() as replacements:
-        if args.optimizer_cpu_offload or args.use_precision_aware_optimizer:
-            replacements.enter_context(_use_master_weight_adam(args, config))
         if shards_gradients(vars(args)):
             replacements.enter_context(_use_sharded_optimizer())
         overrides = None
         if has_muon := uses_muon(vars(args)):
             mark_parameters(chunks)
             overrides = group_overrides(config)
-            replacements.enter_context(_use_muon(args, config))
         if args.optimizer == LION:
             for parameter in (p for chunk in chunks for p in chunk.parameters()):
                 mark_states(parameter, LION_STATES)
-            replacements.enter_context(_use_lion(args, config))
+        if constructor := _select_constructor(args, config):
+            replacements.enter_context(_use_optimizer(constructor))
         optimizer = get_megatron_optimizer(
             config, chunks, config_overrides=overrides, use_gloo_process_groups=False
         )
@@ -106,7 +104,7 @@ def build_optimizer(
     identify_groups(optimizer, has_muon=has_muon)
     connect_members(args, optimizer, chunks)
     for member in list_members(optimizer):
-        if isinstance(member.optimizer, Muon | Lion):
+        if isinstance(member.optimizer, Muon | Lion | MasterWeightAdam):
             _initialize_before_loading(member)
     if args.meshes is not None or args.num_moe_experts:
         use_global_grad_norm(
@@ -155,40 +153,8 @@ def _use_sharded_optimizer() -> Iterator[None]:
 
 
 @contextmanager
-def _use_master_weight_adam(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
-    """Return a context manager in which megatron.core builds :class:`MasterWeightAdam`."""
-    # megatron.core's own options would require Transformer Engine. This attribute, which it derives
-    # from them, makes its distributed optimizer leave master weights to the optimizer.
-    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    fraction = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
-    core_optimizer.Adam = partial(
-        MasterWeightAdam, offload_fraction=fraction, formats=state_formats(vars(args))
-    )
-    try:
-        yield
-    finally:
-        core_optimizer.Adam = FusedAdam
-
-
-@contextmanager
-def _use_muon(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
-    """Return a context manager in which megatron.core builds :class:`Muon` in place of Adam."""
-    config.optimizer = "adam"
-    core_optimizer.Adam = partial(Muon, settings=MuonSettings.from_arguments(vars(args)))
-    try:
-        yield
-    finally:
-        core_optimizer.Adam = FusedAdam
-
-
-@contextmanager
-def _use_lion(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[None]:
-    """Return a context manager in which megatron.core builds :class:`Lion` in place of Adam."""
-    config.optimizer = "adam"
-
-    def create(params: Any, *, lr: float, weight_decay: float, **_of_adam: Any) -> Lion:
-        return Lion(params, lr, (args.lion_beta1, args.lion_beta2), weight_decay)
-
+def _use_optimizer(create: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
+    """Return a context manager in which megatron.core calls ``create`` in place of Adam."""
     core_optimizer.Adam = create
     try:
         yield
@@ -196,11 +162,37 @@ def _use_lion(args: argparse.Namespace, config: OptimizerConfig) -> Iterator[Non
         core_optimizer.Adam = FusedAdam
 
 
-def _initialize_before_loading(member: Any) -> None:
-    """Let a member have its states before a checkpoint is loaded: megatron.core would allocate
-    Adam's.
+def _select_constructor(
+    args: argparse.Namespace, config: OptimizerConfig
+) -> Callable[..., torch.optim.Optimizer] | None:
+    """Return the constructor that replaces Adam's, and adapt ``config`` to it; None for Adam itself
+    and for SGD.
     """
-    inner: Muon | Lion = member.optimizer
+    if args.optimizer_cpu_offload or args.use_precision_aware_optimizer:
+        # megatron.core's own options would require Transformer Engine. This attribute, which it
+        # derives from them, makes its distributed optimizer leave master weights to the optimizer.
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        fraction = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
+        formats = state_formats(vars(args))
+        return partial(MasterWeightAdam, offload_fraction=fraction, formats=formats)
+    if uses_muon(vars(args)):
+        config.optimizer = "adam"
+        return partial(Muon, settings=MuonSettings.from_arguments(vars(args)))
+    if args.optimizer != LION:
+        return None
+    config.optimizer = "adam"
+
+    def create_lion(params: Any, *, lr: float, weight_decay: float, **_of_adam: Any) -> Lion:
+        return Lion(params, lr, (args.lion_beta1, args.lion_beta2), weight_decay)
+
+    return create_lion
+
+
+def _initialize_before_loading(member: Any) -> None:
+    """Let a member have its states before a checkpoint is loaded: megatron.core would allocate fp32
+    states of Adam on the device.
+    """
+    inner: Muon | Lion | MasterWeightAdam = member.optimizer
     load_state_dict = member.load_state_dict
 
     def initialize_states(_optimizer: Any, _config: Any = None) -> None:
@@ -226,19 +218,7 @@ def _keep_master_weights(distributed_optimizer: Any) -> None:
         # megatron.core expects that there are no master weights before the first step.
         adam.reset_master_weights()
 
-    def initialize_states(_optimizer: Any, _config: Any = None) -> None:
-        adam.initialize_states()
-
-    load_state_dict = distributed_optimizer.load_state_dict
-
-    def initialize_and_load(state_dict: Any) -> None:
-        # megatron.core would allocate fp32 states on the device for an optimizer without any.
-        adam.initialize_states()
-        load_state_dict(state_dict)
-
-    distributed_optimizer.load_state_dict = initialize_and_load
     distributed_optimizer._copy_model_params_to_main_params = reset_master_weights
-    distributed_optimizer.init_state_fn = initialize_states
 
 
 def _identify_parameters(distributed_optimizer: Any) -> None:

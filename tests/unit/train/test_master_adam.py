@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.offload import update_as_on_a_device
 
 from flagscale.train.host_memory import read_available_memory
 from flagscale.train.optim import master_adam, offload_staging
@@ -43,6 +44,7 @@ def test_steps_equal_those_of_fp32_weights(
     monkeypatch.setattr(offload_staging, "PIECE_WEIGHTS", 8)
     monkeypatch.setattr(master_adam, "PIECE_WEIGHTS", 8)
     monkeypatch.setattr(master_adam, "_DEVICE_FRACTION", device_fraction)
+    update_as_on_a_device(monkeypatch)
     weights = [weight.to(dtype) for weight in random_tensors(0)]
     expected = [weight.float().clone() for weight in weights]
     adam = MasterWeightAdam(weights, offload_fraction=fraction, **OPTIONS)

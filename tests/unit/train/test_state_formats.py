@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offload import update_as_on_a_device
 
 from flagscale.config.arguments.rules.optimizer_states import BLOCK_WEIGHTS, StateFormats
 from flagscale.train.optim import state_formats
@@ -265,6 +266,7 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
     for module in ("offload_staging", "master_adam"):
         monkeypatch.setattr(f"flagscale.train.optim.{module}.PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
     monkeypatch.setattr("flagscale.train.optim.master_adam._DEVICE_FRACTION", device_fraction)
+    update_as_on_a_device(monkeypatch)
     get_update.cache_clear()
     assert torch.equal(train(fraction), expected)
 
