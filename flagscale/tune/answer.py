@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config.schema import Experiment
+from flagscale.estimate.plan import GIB
 from flagscale.files import write_atomic
 from flagscale.launcher.layout import TUNER_DIRECTORY
 from flagscale.tune.prediction import CAUSES
@@ -99,7 +100,7 @@ def trial_rows(search: Search, problem: SearchProblem) -> Iterator[dict[str, Any
             "memory_gib": result.memory_gib,
             "predicted_seconds": result.layout.prediction.seconds,
             "seconds_by_cause": dict(result.layout.prediction.seconds_by_cause),
-            "predicted_memory_gib": result.layout.prediction.memory.bytes / 2**30,
+            "predicted_memory_gib": result.layout.prediction.memory.bytes / GIB,
             "why": _explain(result, winner),
             "log": trials[setting_key(result.layout.setting)].log,
         }

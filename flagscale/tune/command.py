@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError, JobError
+from flagscale.estimate.plan import GIB
 from flagscale.files import strict_json, write_json
 from flagscale.launcher.actions import run_experiment
 from flagscale.launcher.layout import TUNER_ANSWER_FILE, TUNER_DIRECTORY
@@ -127,7 +128,7 @@ def _require_candidates(problem: SearchProblem, space: Space) -> None:
         smallest = space.too_large[0]
         raise ConfigError(
             f"no layout fits {machine.describe()}: the smallest, {smallest}, takes "
-            f"{smallest.memory_bytes / 2**30:.1f} GiB of a rank",
+            f"{smallest.memory_bytes / GIB:.1f} GiB of a rank",
             hint="use more devices, a smaller model or shorter sequences",
         )
     raise ConfigError(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flagscale.estimate.op_times import DevicePeaks
-from flagscale.estimate.plan import DeviceSpec
-
-GIB = 2**30
+from flagscale.estimate.plan import GIB, DeviceSpec
 
 _NETWORK_BYTES_PER_SECOND = 45e9
 """Bandwidth per rank between hosts: a 400 Gbit/s adapter for each device."""

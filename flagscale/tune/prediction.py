@@ -28,7 +28,8 @@ from flagscale.estimate.forecast import (
 )
 from flagscale.estimate.memory import usable_bytes
 from flagscale.estimate.op_times import PassLoads, Workload, layer_load
-from flagscale.tune.machine import GIB, Machine
+from flagscale.estimate.plan import GIB
+from flagscale.tune.machine import Machine
 
 CAUSES: Mapping[str, str] = {
     "compute": "matrix products and attention",

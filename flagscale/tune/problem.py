@@ -16,10 +16,10 @@ from flagscale.config.runners import DEFAULT_RUNNER
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, Problem
 from flagscale.estimate.arithmetic import get_transformer
-from flagscale.estimate.plan import DeviceSpec, find_padded_vocabulary, get_device_spec
+from flagscale.estimate.plan import GIB, DeviceSpec, find_padded_vocabulary, get_device_spec
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.runners.base import runner_for_experiment
-from flagscale.tune.machine import GIB, Machine, make_cpu_machine, make_gpu_machine
+from flagscale.tune.machine import Machine, make_cpu_machine, make_gpu_machine
 from flagscale.tune.space import SearchProblem
 
 _BATCH = ("global_batch_size", "rampup_batch_size")

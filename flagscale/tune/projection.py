@@ -17,9 +17,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from flagscale.errors import ConfigError, Problem
+from flagscale.estimate.plan import GIB
 from flagscale.tables import FittingTable
 from flagscale.tune.belief import Belief, Expectation
-from flagscale.tune.machine import GIB
 from flagscale.tune.prediction import CAUSES
 from flagscale.tune.search import Result
 from flagscale.tune.show import LISTED_LAYOUTS, layout_record, tokens_per_step

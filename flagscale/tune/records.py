@@ -182,7 +182,7 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
     try:
         if record is None:
             raise ValueError
-        trials = [_read_trial(entry) for entry in record["trials"]]
+        trials = [read_trial(entry) for entry in record["trials"]]
         recorded = str(record["fingerprint"])
     except (KeyError, TypeError, ValueError):
         raise RunStateError(f"{path} is damaged", hint=f"remove {directory}") from None
@@ -206,7 +206,8 @@ def open_records(exp_dir: Path, problem: SearchProblem) -> tuple[TrialRecords, s
     return TrialRecords(directory, own), note
 
 
-def _read_trial(entry: Mapping[str, Any]) -> Trial:
+def read_trial(entry: Mapping[str, Any]) -> Trial:
+    """Return a trial from its entry in the records."""
     setting = {name: hashable(value) for name, value in entry["setting"].items()}
     return Trial(**{**entry, "setting": setting})
 

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from flagscale.config.arguments.layout import tokens_per_sample
+from flagscale.estimate.plan import GIB
 from flagscale.estimate.step_time import format_seconds
 from flagscale.tables import FittingTable
-from flagscale.tune.machine import GIB
 from flagscale.tune.prediction import CAUSES
 from flagscale.tune.records import FAILED
 from flagscale.tune.search import Search

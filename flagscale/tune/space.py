@@ -38,7 +38,8 @@ from flagscale.config.arguments.layout_choices import (
 from flagscale.config.arguments.rules.optimizer import drop_unused_schedule
 from flagscale.config.arguments.spec.argument import Values
 from flagscale.estimate.forecast import hidden_offload_fraction, list_module_levels
-from flagscale.tune.machine import GIB, Machine
+from flagscale.estimate.plan import GIB
+from flagscale.tune.machine import Machine
 from flagscale.tune.prediction import (
     PredictedMemory,
     Prediction,

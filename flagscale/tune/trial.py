@@ -8,6 +8,7 @@ from typing import Any
 
 from flagscale.config.actions import ACTIONS
 from flagscale.config.arguments.layout_choices import hashable
+from flagscale.config.arguments.spec.values import to_word
 from flagscale.config.load import load
 from flagscale.config.overrides import option_override, parse_override
 from flagscale.config.schema import Experiment
@@ -52,7 +53,7 @@ def _word(value: Any) -> str:
         return "null"
     if isinstance(value, tuple):
         return f"[{','.join(value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return to_word(value)
 
 
 def load_with(experiment: Experiment, overrides: Sequence[str], purpose: Any) -> Experiment:

@@ -126,7 +126,9 @@ class _LiveRun:
         self.is_waiting = self.can_go_on = False
 
     def send(self, arguments: Sequence[str] | None) -> None:
-        """Order a trial with these arguments, or the end of the run."""
+        """Order a trial with these arguments, or the end of the run, if it waits for orders."""
+        if not self._accepts_trials:
+            return
         number = self._trials + (arguments is None)
         self._directory.mkdir(exist_ok=True, parents=True, mode=0o700)
         write_json(self._directory / f"{number}.json", {"arguments": arguments}, durable=False)

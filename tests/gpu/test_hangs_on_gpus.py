@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from free_port import free_port
 from support.hang_agent import read_explanation
-from support.launch_lab import free_port
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -63,18 +61,6 @@ def write_light_torchrun(root: Path) -> Path:
         (directory / "__init__.py").touch()
     (package / "run.py").write_text(LIGHT_TORCHRUN, encoding="utf-8")
     return package.parents[1]
-
-
-def free_port() -> int:
-    """Return a free port below the ephemeral range."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(20_000, max(low, 32_000))
-        try:
-            with socket.create_server(("", port), dualstack_ipv6=False):
-                return port
-        except OSError:
-            continue
 
 
 def wait_for(condition: Callable[[], Any], timeout_seconds: float = 60.0) -> Any:

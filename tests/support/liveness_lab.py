@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from free_port import free_port
+
 from flagscale.hosts import processes
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE, read_progress
-from support.launch_lab import PROJECT, free_port, wait_for, write_light_torchrun
+from support.launch_lab import PROJECT, wait_for, write_light_torchrun
 
 TOY_PROGRAM = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback

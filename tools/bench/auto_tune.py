@@ -18,6 +18,7 @@ measured before. Run it on a quiet machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -42,9 +43,10 @@ from flagscale.config.arguments.layout_choices import (  # noqa: E402
     SEQUENCE_PARALLEL,
     TP,
 )
+from flagscale.config.arguments.spec.values import to_word  # noqa: E402
 from flagscale.config.load import load  # noqa: E402
 from flagscale.errors import ConfigError  # noqa: E402
-from flagscale.files import read_json, write_json  # noqa: E402
+from flagscale.files import read_json, write_atomic, write_json  # noqa: E402
 from flagscale.launcher.layout import TUNER_ANSWER_FILE, TUNER_DIRECTORY  # noqa: E402
 from flagscale.tune.problem import make_problem  # noqa: E402
 from flagscale.tune.records import (  # noqa: E402
@@ -53,6 +55,7 @@ from flagscale.tune.records import (  # noqa: E402
     MEASURED,
     TRIALS_FILE,
     Trial,
+    read_trial,
 )
 from flagscale.tune.space import Layout, describe_setting, enumerate_space  # noqa: E402
 from flagscale.tune.trial import WARMUP_STEPS, load_trial  # noqa: E402
@@ -108,7 +111,7 @@ class Case:
 
 
 def _word(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
+    return "null" if value is None else to_word(value)
 
 
 _PLAIN: Mapping[str, Sequence[Any]] = {
@@ -221,7 +224,9 @@ class Comparison:
         if not self.space.candidates:
             raise ConfigError(f"no layout of {case.name} fits {self._problem.machine.describe()}")
         self._measurements = Measurements(directory / "measurements.json")
-        self._number = len(list((directory / "whole" / TUNER_DIRECTORY).glob("trial_*")))
+        # Trials in the processes of another one have no directory.
+        trials = (directory / "whole" / TUNER_DIRECTORY).glob("trial_*")
+        self._number = max((int(path.name.removeprefix("trial_")) for path in trials), default=0)
         self._has_shown_log = False
 
     @property
@@ -323,7 +328,7 @@ class Comparison:
     def _search_trials(self) -> list[Trial]:
         path = self._directory / "search" / TUNER_DIRECTORY / TRIALS_FILE
         record = read_json(path) or {"trials": ()}
-        return [Trial(**entry) for entry in record["trials"]]
+        return [read_trial(entry) for entry in record["trials"]]
 
     @property
     def _searched(self) -> dict[str, list[float]]:
@@ -331,9 +336,7 @@ class Comparison:
         medians: dict[str, list[float]] = {}
         for trial in self._search_trials:
             if trial.state == MEASURED:
-                medians.setdefault(describe_setting(trial.setting), []).append(
-                    statistics.median(trial.step_seconds)
-                )
+                medians.setdefault(trial.key, []).append(statistics.median(trial.step_seconds))
         return medians
 
     @property
@@ -548,12 +551,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         now = time.monotonic()
         share = case.weight / sum(other.weight for other in cases[index:])
-        for _ in comparison.run(now + share * (deadline - now)):
+        for _ in itertools.chain(comparison.run(now + share * (deadline - now)), (None,)):
             records[case.name] = comparison.record()
             if options.output is not None:
                 text = json.dumps({**facts, "experiments": records}, indent=1)
-                options.output.write_text(f"{text}\n", encoding="utf-8")
-        records[case.name] = comparison.record()
+                write_atomic(options.output, f"{text}\n")
         print(describe_result(case.name, records[case.name]), flush=True)
     return 0
 

@@ -26,12 +26,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flagscale.bench import machine
-from flagscale.files import write_json
+from flagscale.files import read_json, write_json
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.status import list_status_files, read_events
 
@@ -86,18 +86,11 @@ class FaultRun:
         """
         first, second, *_ = self.lab.state().hosts
         if without_first_host:
-            failure = _read_json(second.run_dir / EXIT_FILE).get("failure")
+            failure = (read_json(second.run_dir / EXIT_FILE) or {}).get("failure")
             return failure, failure is not None
-        job = _read_json(first.run_dir / LIVENESS_FILE)
+        job = read_json(first.run_dir / LIVENESS_FILE) or {}
         restarts = job.get("restarts", [])
         return (restarts[0]["failure"], True) if restarts else (job.get("failure"), False)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ class FaultCase:
 
     fault: str
     answer: str
-    """What the run does, as its configuration says."""
+    """Reaction of the run that its configuration asks for."""
     cause: Callable[[FaultRun], None]
     runner: Mapping[str, Any]
     in_memory: bool = True
@@ -115,7 +108,6 @@ class FaultCase:
     goes_on: bool = True
     is_measured: bool = False
     """True if the hosts have devices of a kind of the tests, whose faults a file decides."""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _make_h01_sick(run: FaultRun) -> None:
@@ -288,31 +280,31 @@ def _wait_for(condition: Callable[[], bool], event: str) -> None:
 
 
 def main() -> int:
-    """Measure all cases; return 4 if a run has left a process."""
+    """Measure all cases; return 4 if a run has left a process, 1 if one does not go on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--only", default="", help="cases whose fault and answer contain this text")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     sys.path.insert(0, str(PROJECT / "tests"))
-    record = machine.describe_machine("flagscale", "torch")
-    rows = []
+    record = {
+        **machine.describe_machine("flagscale", "torch"),
+        "hosts_are": "namespaces of this machine, which other programs use as well",
+        "lost_host_timeout": _LOST_HOST_TIMEOUT,
+        "rounds": options.rounds,
+    }
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         if options.only not in f"{case.fault}, {case.answer}":
             continue
         rounds = [measure_case(case) for _ in range(options.rounds)]
         row: dict[str, Any] = {"fault": case.fault, "answer": case.answer}
         row |= {key: _summarize([figures[key] for figures in rounds]) for key in rounds[0]}
+        row["processes"] = max(figures["processes"] for figures in rounds)
         rows.append(row)
         print(json.dumps(row), flush=True)
-    record |= {
-        "hosts_are": "namespaces of this machine, which other programs use as well",
-        "lost_host_timeout": _LOST_HOST_TIMEOUT,
-        "rounds": options.rounds,
-        "rows": rows,
-    }
-    if options.output:
-        write_json(options.output, record)
+        if options.output:
+            write_json(options.output, {**record, "rows": rows})
     return 4 if any(row["processes"] for row in rows) else 0
 
 

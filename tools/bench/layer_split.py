@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from free_port import free_port
 
 from flagscale.bench import machine
 from flagscale.cli_errors import run_command
@@ -222,8 +223,7 @@ class TwoStageTraining:
         Raises:
             JobError: A rank failed.
         """
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = free_port()
         run_dir = Path(tempfile.mkdtemp(dir=self._directory))
         program = [
             *self._model_arguments,

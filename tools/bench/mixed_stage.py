@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from free_port import free_port
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "third_party" / "Megatron-LM"))
 
@@ -81,8 +82,7 @@ def measure_first_stage(options: argparse.Namespace, directory: Path) -> dict[st
     Raises:
         JobError: A rank failed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     arguments = [*MODEL.split(), "--train-iters", str(options.steps + WARMUP_STEPS)]
     arguments += options.model.split()
     result_file = directory / "result.json"

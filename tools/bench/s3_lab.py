@@ -22,10 +22,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from free_port import free_port
 
 BUCKET = "checkpoints"
 _FAULTS_PATH = "/__faults__"
@@ -83,7 +85,7 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 @contextmanager
 def run_s3_server() -> Iterator[Server]:
     """Run moto's server with an empty bucket :data:`BUCKET`."""
-    port = _free_port()
+    port = free_port()
     command = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with _run([sys.executable, *command]) as process:
         server = Server(f"http://127.0.0.1:{port}", process)
@@ -105,23 +107,12 @@ def create_bucket(endpoint: str, bucket: str = BUCKET) -> None:
 @contextmanager
 def run_fault_proxy(upstream: str, seed: int = 0) -> Iterator[FaultProxy]:
     """Run a proxy in front of a server, without faults at first."""
-    port = _free_port()
+    port = free_port()
     command = [str(Path(__file__).resolve()), "--upstream", upstream, "--port", str(port)]
     with _run([sys.executable, *command, "--seed", str(seed)]) as process:
         proxy = FaultProxy(f"http://127.0.0.1:{port}", process)
         _wait_until_ready(proxy)
         yield proxy
-
-
-def _free_port() -> int:
-    """Return a free port that no other program gets before the server starts: the system assigns
-    ports from 32768.
-    """
-    while True:
-        port = random.randrange(20000, 32768)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from free_port import free_port
+
 from flagscale.errors import JobError
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
@@ -163,7 +165,7 @@ def run_coordinator(
 
     Yields the agent's process and the port on which it listens. ``changes`` override agent options.
     """
-    port, run_id = _find_free_port(), f"simulated-{secrets.token_hex(4)}"
+    port, run_id = free_port(), f"simulated-{secrets.token_hex(4)}"
     options: dict[str, Any] = {
         "max_restarts": 0,
         "on_failure": "stop",
@@ -261,8 +263,3 @@ def _cpu_seconds(pid: int) -> float:
     """Return the CPU seconds that a process has used."""
     words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _find_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -19,7 +19,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from free_port import free_port
 from s3_lab import BUCKET, FaultProxy, run_fault_proxy, run_s3_server, s3_environment
 
 from flagscale.bench import machine
@@ -76,7 +76,7 @@ def main() -> int:
         os.environ.update(s3_environment(server.endpoint))
         lab = KillLab(proxy, Path(scratch), random.Random(options.seed))
         deadline = time.monotonic() + options.seconds
-        result: dict[str, Any] = {}
+        result = {**conditions, **lab.summarize()}
         while time.monotonic() < deadline and len(lab.rounds) != options.rounds:
             lab.run_round()
             result = {**conditions, **lab.summarize()}
@@ -147,16 +147,13 @@ class KillLab:
         }
 
     def _start_ranks(self, log: Path) -> list[psutil.Process]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         # Half of the rounds find the staged copy of the round before, the others none.
         staging = self._directory / f"staging_{len(self.rounds) // 2}"
         words = [*_MODEL.split(), "--save", ADDRESS, "--load", ADDRESS]
         words += ["--save-staging-dir", str(staging), "--data-cache-path", str(self._directory)]
         environment = {
             **s3_environment(self._proxy.endpoint),
-            **{"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            **{"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
             "WORLD_SIZE": str(_RANKS),
         }
         log.touch()

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from support.fsccl_ranks import ROOT
-from support.launch_lab import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 JOB = Path(__file__).with_name("restarting_job.py")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.launch_lab import PROJECT, free_port, wait_for
+from free_port import free_port
+from support.launch_lab import PROJECT, wait_for
 
 from flagscale.files import read_json
 

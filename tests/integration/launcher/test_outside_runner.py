@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.launch_lab import PROJECT, Lab, free_port, wait_for
+from free_port import free_port
+from support.launch_lab import PROJECT, Lab, wait_for
 
 pytestmark = pytest.mark.integration
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch_lab import free_port
+from free_port import free_port
 from support.needs import skip_or_fail
 
 from flagscale.config.arguments.spec.registry import arguments

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from support.launch_lab import free_port, wait_for
+from free_port import free_port
+from support.launch_lab import wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, find_bystanders, start_bystanders
 

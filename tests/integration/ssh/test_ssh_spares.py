@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from bed.host import Host
 from bed.lab import Bed
+from free_port import free_port
 from support.health_lab import install_chip
-from support.launch_lab import free_port, wait_for
+from support.launch_lab import wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
 from support.training_lab import PROGRAM, read_losses, train_sections

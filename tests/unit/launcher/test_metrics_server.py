@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from support.launch_lab import PROJECT, free_port
+from support.launch_lab import PROJECT
 
 from flagscale.accelerators.base import Accelerator
 from flagscale.accelerators.counters import DeviceCounters

@@ -9,8 +9,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from support.launch_lab import free_port, wait_for
+from support.launch_lab import wait_for
 from support.liveness_lab import agent_hosts
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from support.launch_lab import free_port, wait_for
+from free_port import free_port
+from support.launch_lab import wait_for
 from support.liveness_lab import AgentHosts, agent_hosts
 
 from flagscale.hosts import processes
