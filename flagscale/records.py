@@ -45,6 +45,14 @@ def encode(value: Any) -> str:
     return json.dumps(to_plain(value))
 
 
+def parse(record_type: type[_T], text: str | bytes) -> _T | None:
+    """Convert JSON to a dataclass; None if it is no valid ``record_type``."""
+    try:
+        return from_record(record_type, json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
 def decode(record_type: type[_T], text: str | bytes) -> _T:
     """Convert the result of :func:`encode` back.
 
@@ -52,10 +60,7 @@ def decode(record_type: type[_T], text: str | bytes) -> _T:
         ConfigError: the text is no valid ``record_type``: it comes from another version or was
             truncated.
     """
-    try:
-        value = from_record(record_type, json.loads(text))
-    except (ValueError, RecursionError):
-        value = None
+    value = parse(record_type, text)
     if value is None:
         raise ConfigError(
             f"the data sent to this host is not a valid {record_type.__name__}",

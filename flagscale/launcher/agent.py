@@ -50,7 +50,7 @@ from flagscale.launcher.liveness import identity, secret
 from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
-from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.liveness.diagnosis import Failure, host_failure
 from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import (
@@ -360,14 +360,7 @@ class Agent:
         if os.getppid() == self._script:
             return None
         reason = "lost its script, which was killed; the processes of the script were ended too"
-        return Failure(
-            self._host.name,
-            rank=None,
-            exit_code=None,
-            reason=reason,
-            traceback="",
-            log=self._host.output,
-        )
+        return host_failure(self._host.name, reason, self._host.output)
 
     def _receive_messages(self, ready: ReadyEvents, now: float) -> None:
         """Process the messages that have been received."""
@@ -442,14 +435,7 @@ class Agent:
             reason = f"was not reached within {limit_seconds:g} s of the start"
             reason += explain_missing_agents(self._port)
         reason += describe_mesh_position(options.master_place)
-        failure = Failure(
-            options.master_name,
-            rank=None,
-            exit_code=None,
-            reason=reason,
-            traceback="",
-            log=self._host.output,
-        )
+        failure = host_failure(options.master_name, reason, self._host.output)
         log_line(f"{failure.headline()}; the job of this host ends")
         self.member.lose_coordinator(failure)
         if options.node_rank == 1:

@@ -6,14 +6,13 @@ passes on the coordinator's commands, and sends the worker's events back. Standa
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from flagscale.health.messages import HealthCommand, HealthEvent, WorkerSettings
 from flagscale.health.worker import ENTRY_POINT
@@ -21,13 +20,12 @@ from flagscale.hosts.kernel import signal_on_parent_death
 from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, WorkerLine
 from flagscale.hosts.workers.task import WorkerTask
 from flagscale.launcher.liveness.messages import MeasureHealth
-from flagscale.records import encode, from_record
+from flagscale.records import encode, parse
 from flagscale.status import RUN_ID_VARIABLE
 
 LIFETIME_SECONDS = 900.0
 """Longest life of a worker."""
 _READ_BYTES = 1 << 16
-_T = TypeVar("_T")
 
 
 class WorkerReply(NamedTuple):
@@ -50,23 +48,19 @@ class HealthWorker:
         self._problem = ""
 
     @property
-    def is_running(self) -> bool:
-        """True while there is a worker."""
-        return self._process is not None
-
-    @property
     def pids(self) -> Collection[int]:
         """Pid of the worker while it runs."""
-        return () if self._process is None else (self._process.pid,)
+        process = self._process
+        return () if process is None or process.returncode is not None else (process.pid,)
 
     def execute(self, order: MeasureHealth) -> None:
         """Execute an order; :meth:`poll` returns the reply."""
+        if order.command is None:
+            self.end()
         self._awaited_step, self._problem = order.step, ""
         try:
             if order.command is None:
-                self.end()
                 self._start()
-                self._awaited_step = order.step
             else:
                 self._send(order.command)
         except OSError as error:
@@ -112,7 +106,7 @@ class HealthWorker:
             elif line.failure:
                 self._problem = line.failure
             else:
-                event = _parse(HealthEvent, line.event)
+                event = parse(HealthEvent, line.event)
                 if event is not None and self._awaited_step is not None:
                     step, self._awaited_step = self._awaited_step, None
                     yield WorkerReply(step, event)
@@ -126,20 +120,25 @@ class HealthWorker:
         try:
             data = os.read(self._process.stdout.fileno(), _READ_BYTES)
         except BlockingIOError:
-            return
+            if self._process.returncode is None:
+                return
+            data = b""
         if not data:
             self._problem = self._problem or "the check was ended there"
+            if self._process.returncode is not None:
+                self._forget()
         *lines, self._partial = (self._partial + data).split(b"\n")
         for text in lines:
-            if (line := _parse(WorkerLine, text)) is not None:
+            if (line := parse(WorkerLine, text)) is not None:
                 yield line
 
     def record_exit(self, pid: int) -> None:
-        """Record the exit of a child process, if it is this one."""
+        """Record the exit of a child process, if it is this one. What it has written is read by
+        :meth:`poll`.
+        """
         if self._process is not None and pid == self._process.pid:
             self._process.returncode = 0  # which nobody reads
-            self._problem = self._problem or "the check was ended there"
-            self._forget()
+            self._endpoint = None
 
     def end(self) -> None:
         """Kill the worker, and with it the processes that measure."""
@@ -154,10 +153,3 @@ class HealthWorker:
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
         self._process, self._endpoint, self._partial = None, None, b""
-
-
-def _parse(record_type: type[_T], text: str | bytes) -> _T | None:
-    try:
-        return from_record(record_type, json.loads(text))
-    except (ValueError, RecursionError):
-        return None

@@ -44,6 +44,8 @@ def find_job_hosts(state: RunState) -> JobHosts:
     by_number = {host.node_rank: host for host in state.hosts}
     record = read_job_record(state.hosts)
     places = record.get("places")
+    if places is None and len(planned) == len(state.hosts):  # no host can be replaced
+        return JobHosts(state.hosts, {}, (), {})
     if not isinstance(places, list) or not _are_valid(places, len(planned), by_number):
         places = [host.node_rank for host in planned]
     # A job that goes on without a host has fewer places than planned.
@@ -52,15 +54,15 @@ def find_job_hosts(state: RunState) -> JobHosts:
         for number, host in zip(places, planned, strict=False)
     )
     statuses, successors = _read_section(record, "hosts"), _read_section(record, "replaced")
-    names = {host.node_rank: host.name for host in state.hosts}
+    names, in_job = {host.node_rank: host.name for host in state.hosts}, set(places)
     replaced = {
         host.name: names.get(successors.get(str(host.node_rank), -1), "")
         for host in state.hosts
-        if host.node_rank not in places
+        if host.node_rank not in in_job
         and (str(host.node_rank) in successors or statuses.get(str(host.node_rank)) in _LEFT)
     }
     spares = tuple(
-        host for host in state.hosts if host.node_rank not in places and host.name not in replaced
+        host for host in state.hosts if host.node_rank not in in_job and host.name not in replaced
     )
     sick = _read_section(record, "sick")
     reasons = {
@@ -73,7 +75,12 @@ def find_job_hosts(state: RunState) -> JobHosts:
 
 def select_job_members(state: RunState) -> RunState:
     """Return the state with the hosts that have ranks alone, by node rank, and with their ranks."""
-    members = find_job_hosts(state).members
+    return with_members(state, find_job_hosts(state))
+
+
+def with_members(state: RunState, job_hosts: JobHosts) -> RunState:
+    """Return the state with the hosts of the job that have ranks, and with their ranks."""
+    members = job_hosts.members
     count = sum(host.nproc for host in members)
     return replace(state, hosts=members, world_size=count or state.world_size)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from flagscale.files import to_plain
 from flagscale.launcher import failures
-from flagscale.launcher.job_hosts import JobHosts, find_job_hosts, select_job_members
+from flagscale.launcher.job_hosts import JobHosts, find_job_hosts, with_members
 from flagscale.launcher.layout import latest_status_directory
 from flagscale.launcher.liveness.diagnosis import Failure, last_lines
 from flagscale.launcher.state import Exit, HostState, RunState
@@ -204,7 +204,7 @@ def take_snapshot(
         with_lines: Whether to include the last line of each host's output.
     """
     job_hosts = find_job_hosts(state)
-    run, state = state, select_job_members(state)
+    run, state = state, with_members(state, job_hosts)
     reader = reader or EventReader(state.hosts)
     reader.follow(state.hosts)
     # Exits are read first: a run that ends in between appears alive once more, never lost.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from flagscale.hosts.program import shell_assignment
 from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, WorkerLine
 from flagscale.hosts.workers.task import TASK_MODULE, WorkerTask, python_path
 from flagscale.module_command import python_arguments
-from flagscale.records import decode, encode, from_record
+from flagscale.records import decode, encode, parse
 
 _SEND_TIMEOUT_SECONDS = 20.0
 _MAX_STDERR_CHARACTERS = 2000
@@ -182,7 +181,7 @@ class RemoteWorker(Generic[EventT]):
     def _read(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         for text in lines:
-            line = _parse_line(text)
+            line = parse(WorkerLine, text)
             if line is None:
                 continue  # output of a login shell
             if line.endpoint is not None:
@@ -191,13 +190,6 @@ class RemoteWorker(Generic[EventT]):
                 self.listener.on_failure(self, line.failure)
             else:
                 self.listener.on_event(self, decode(self.event, line.event))
-
-
-def _parse_line(text: bytes) -> WorkerLine | None:
-    try:
-        return from_record(WorkerLine, json.loads(text))
-    except (ValueError, RecursionError):
-        return None
 
 
 def for_each_worker(workers: Sequence[WorkerT], action: Callable[[WorkerT], object]) -> None:

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 from flagscale.files import to_plain
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import messages
-from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, find_cause
+from flagscale.launcher.liveness.diagnosis import (
+    Failure,
+    FailureKind,
+    FailureReport,
+    find_cause,
+    host_failure,
+)
 from flagscale.launcher.liveness.hang import (
     HangFinding,
     explain_failed_collective,
@@ -342,7 +348,7 @@ class Coordinator:
             host = self.hosts[node_rank]
             if host.last_message_at is None:
                 self._detect_absent_host(node_rank, now)
-            elif now - host.last_message_at > self.policy.lost_host_timeout:
+            elif self._is_silent(host, now):
                 seconds = self.policy.lost_host_timeout
                 reason = f"was lost: no word from its agent for {seconds:g} s"
                 self._mark_lost(node_rank, reason, host.last_message_at)
@@ -365,14 +371,7 @@ class Coordinator:
         host.is_lost, host.status, self.summary_changed = True, HostStatus.LOST, True
         self._active_hosts.discard(node_rank)
         reason += describe_mesh_position(host.mesh_position)
-        host.loss = Failure(
-            host.name,
-            rank=None,
-            exit_code=None,
-            reason=reason,
-            traceback="",
-            log=self._output_path,
-        )
+        host.loss = host_failure(host.name, reason, self._output_path)
         if self.phase is not JobPhase.STOPPING:
             self._add_detected_failure(FailureReport(host.loss, last_seen, FailureKind.HOST_LOST))
 
@@ -496,9 +495,7 @@ class Coordinator:
             return
         host = min(active_hosts, key=lambda host: host.joined - host.nproc)
         reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
-        failure = Failure(
-            host.name, rank=None, exit_code=None, reason=reason, traceback="", log=self._output_path
-        )
+        failure = host_failure(host.name, reason, self._output_path)
         self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
 
     # -- decisions --------------------------------------------------------------------------
@@ -535,6 +532,7 @@ class Coordinator:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
         elif is_paused and not any(host.is_lost for host in self._job_hosts()):
+            self._failed_starts_in_a_row = 0
             self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
             self._finish_job(Notice("finished", self.attempt))
@@ -646,7 +644,7 @@ class Coordinator:
         check = self._hardware_check
         if check is None:
             return
-        check.tick(now, [n for n, host in enumerate(self.hosts) if self._is_silent(host, now)])
+        check.tick(now, lambda number: self._is_silent(self.hosts[number], now))
         orders, check.orders = check.orders, []
         for number, order in orders:
             self._send_order(order, number)
@@ -664,6 +662,7 @@ class Coordinator:
         """Remove the hosts that two measurements found sick from the job, as far as it can go on
         without them.
         """
+        from flagscale.health.judgement import Severity
         from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
 
         sick = describe_sick_hosts(judgement)
@@ -684,18 +683,16 @@ class Coordinator:
             self._log_health(f"{name} is sick: {reason}{remark}")
         if not sick:
             self._log_health("the hardware check found no sick host")
+        for finding in judgement.findings:
+            if finding.severity is Severity.UNCLEAR:
+                self._log_health(f"{self.hosts[finding.host].name}: {finding.text}")
 
     def _mark_sick(self, number: int, reason: str) -> None:
         """Remove a host from the job, which ends its agent."""
         host = self.hosts[number]
         host.sickness, host.status, self.summary_changed = f"sick: {reason}", HostStatus.SICK, True
-        host.loss = Failure(
-            host.name,
-            rank=None,
-            exit_code=None,
-            reason=f"has left the job, because it is {host.sickness}",
-            traceback="",
-            log=self._output_path,
+        host.loss = host_failure(
+            host.name, f"has left the job, because it is {host.sickness}", self._output_path
         )
         self._send_order(messages.FinishJob(host.loss), number)
 
@@ -717,10 +714,11 @@ class Coordinator:
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
         repeated = len(self.restarts) - self._replacements
         remark = self._fill_places(now)
-        self._enter_phase(JobPhase.WAITING)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
-        if remark:
+        if remark or failure is None:
+            self._replacements += 1
             wait_seconds = FIRST_BACK_OFF_SECONDS
+        self._enter_phase(JobPhase.WAITING)
         self._restart_at = now + wait_seconds
         self.restarts.append({"attempt": self.attempt, "failure": to_plain(failure)})
         self.notices.append(Notice("restarted", self.attempt + 1, failure, remark))
@@ -735,10 +733,11 @@ class Coordinator:
 
     def _list_spares(self, now: float) -> list[int]:
         """Return the numbers of the spares that are there."""
+        in_job = set(self._places)
         return [
             number
             for number, host in enumerate(self.hosts)
-            if number not in self._places
+            if number not in in_job
             and not host.has_left
             and host.last_message_at is not None
             and now - host.last_message_at <= self._spare_timeout
@@ -786,7 +785,6 @@ class Coordinator:
             self.hosts[number].returned_at = None
             sentences.append(f"{self.hosts[number].name} joins the job: {len(places)} host(s)")
         self._places = places
-        self._replacements += bool(sentences)
         return "; ".join(sentences)
 
     def _start_order(self) -> messages.StartAttempt:

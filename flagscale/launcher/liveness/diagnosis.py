@@ -117,6 +117,11 @@ class Failure:
         return escape_controls(f"{subject} {self.reason}".partition("\n")[0])
 
 
+def host_failure(host: str, reason: str, log: Path) -> Failure:
+    """Return the failure of a host of which no rank is known as the cause."""
+    return Failure(host, rank=None, exit_code=None, reason=reason, traceback="", log=log)
+
+
 @dataclass(frozen=True)
 class FailureReport:
     """A failure as reported by one host.

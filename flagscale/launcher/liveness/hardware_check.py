@@ -5,7 +5,7 @@ Times named ``now`` are seconds of the coordinator's monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flagscale.health.judgement import Judgement, Severity
 from flagscale.health.messages import HealthCommand, HealthEvent
@@ -55,14 +55,15 @@ class HardwareCheck:
         """Give the hosts more time: the coordinator did not run."""
         self._deadline += seconds
 
-    def tick(self, now: float, silent_hosts: Collection[int]) -> None:
+    def tick(self, now: float, is_silent: Callable[[int], bool]) -> None:
         """Send the next orders if all hosts have replied, or will not any more.
 
         Args:
             now: Current time.
-            silent_hosts: Hosts without a sign of life for too long.
+            is_silent: Returns whether a host has given no sign of life for too long.
         """
-        overdue = set(self._awaited) if now >= self._deadline else self._awaited & {*silent_hosts}
+        is_late = now >= self._deadline
+        overdue = {host for host in self._awaited if is_late or is_silent(host)}
         for host in overdue:
             self._failures[host] = "no answer"
         self._awaited -= overdue

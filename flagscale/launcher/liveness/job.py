@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, host_failure
 from flagscale.launcher.liveness.hang import HangFinding, format_clock
 from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
 
@@ -139,7 +139,7 @@ def stalled_report(
     if straggler is None:
         reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
         return FailureReport(
-            Failure(host, rank=None, exit_code=None, reason=reason, traceback="", log=output),
+            host_failure(host, reason, output),
             0.0,
             FailureKind.PROCESS_KILLED,
         )

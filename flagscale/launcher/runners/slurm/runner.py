@@ -318,7 +318,7 @@ class SlurmRunner:
 
 def _mark_lost_nodes(state: RunState, snapshot: Snapshot, status: watch.JobStatus) -> Snapshot:
     """Return the snapshot of a run that has lost nodes, which otherwise looks like a stop."""
-    from flagscale.launcher.liveness.diagnosis import Failure
+    from flagscale.launcher.liveness.diagnosis import host_failure
     from flagscale.launcher.snapshot import Phase
 
     if status.lost:
@@ -329,9 +329,7 @@ def _mark_lost_nodes(state: RunState, snapshot: Snapshot, status: watch.JobStatu
     else:
         reason = "one of these nodes was lost, and Slurm ended the job; which one is not known"
         name, host = status.suspected, state.hosts[0]
-    failure = snapshot.failure or Failure(
-        name, rank=None, exit_code=None, reason=reason, traceback="", log=host.output
-    )
+    failure = snapshot.failure or host_failure(name, reason, host.output)
     return replace(snapshot, phase=Phase.FAILED, failure=failure, exit_code=snapshot.exit_code or 1)
 
 

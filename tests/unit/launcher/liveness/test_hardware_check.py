@@ -148,6 +148,14 @@ def test_host_stays_in_the_job(setting: dict[str, Any], remark: str) -> None:
     assert (job.places, job.coordinator.attempt) == ([0, 1, 2, 3], 1)
 
 
+def test_host_that_is_not_measured_is_named() -> None:
+    job = MeasuredJob(5, 1)
+    job.broken[2] = "no torch"
+    job.fail()
+    job.reply()
+    assert "h2: not measured: no torch" in job.remarks
+
+
 def test_more_sick_hosts_than_spares() -> None:
     job = MeasuredJob(5, 1)
     job.faults |= {2: ["it is hot"], 3: ["it is hot"]}
