@@ -52,10 +52,9 @@ class Policy:
     spares: int = 0
     """Number of hosts, the last ones, that wait until they take the place of another host."""
     min_nnodes: int | None = None
-    """With ``on_bad_host: shrink``: smallest number of hosts that the job goes on with."""
+    """Smallest number of hosts that the job goes on with (``on_bad_host: shrink``)."""
     health: HealthCheckKind = "off"
-    """With ``on_bad_host`` other than ``stop``: if not ``off``, hosts are measured after a failure.
-    """
+    """Whether hosts are measured after a failure, unless ``on_bad_host`` is ``stop``."""
 
     @property
     def attempts(self) -> int:

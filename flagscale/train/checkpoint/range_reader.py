@@ -230,7 +230,7 @@ class _Chunk:
 
     @property
     def is_object(self) -> bool:
-        """Whether it is an object, not a tensor."""
+        """True for an object, False for a tensor."""
         return bool(self.items[0].type == LoadItemType.BYTE_IO)
 
 
