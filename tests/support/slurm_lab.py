@@ -71,7 +71,7 @@ PARTITIONS = (
 )
 SETTINGS = {
     "KillWait": "3",
-    "MessageTimeout": "2",
+    "MessageTimeout": "5",
     "PreemptType": "preempt/partition_prio",
     "PreemptMode": "REQUEUE",
 }

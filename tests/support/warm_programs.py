@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -50,6 +51,8 @@ _LAUNCHER_MODULES = (
 """Modules that actions import, directly or through others."""
 _NAMESPACES = ("mnt", "net")
 _MAX_REQUEST = 1 << 20
+_STACKS_AFTER = 0.95
+"""Part of its timeout after which a program writes the stacks of its threads."""
 
 
 class WarmProgram:
@@ -82,14 +85,26 @@ class WarmProgram:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end and return standard output and standard error."""
-        self.wait(timeout)
+        """Wait for the end and return standard output and standard error.
+
+        If the program does not end in time, what it has written is printed, for pytest's report.
+        """
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(*self._read_outputs(), sep="\n", file=sys.stderr)
+            raise
+        output, errors = self._read_outputs()
+        return output, errors
+
+    def _read_outputs(self) -> list[str]:
+        """Return standard output and standard error, and close them."""
         texts = []
         for output in self._outputs:
             output.seek(0)
             texts.append(output.read().decode())
             output.close()
-        return texts[0], texts[1]
+        return texts
 
 
 def start_warm_program(
@@ -99,10 +114,12 @@ def start_warm_program(
     ranks: int = 1,
     environment: Mapping[str, str],
     cwd: Path,
+    timeout: float | None = None,
 ) -> WarmProgram:
     """Start a Python program that uses torch and megatron.core on a CPU.
 
-    With several ranks, each has the variables that torchrun would set.
+    With several ranks, each has the variables that torchrun would set. If a rank runs for longer
+    than ``timeout`` seconds, it writes the stacks of its threads to standard error.
     """
     outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
     reports = []
@@ -119,7 +136,8 @@ def start_warm_program(
             "MASTER_PORT": str(port),
         }
         variables = {**environment, **(rank_variables if ranks > 1 else {})}
-        reports.append(_fork(TRAINING, [str(program), *arguments], variables, cwd, outputs))
+        argv = [str(program), *arguments]
+        reports.append(_fork(TRAINING, argv, variables, cwd, outputs, timeout=timeout))
     return WarmProgram(reports, outputs)
 
 
@@ -133,7 +151,9 @@ def run_warm_program(
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as :func:`start_warm_program` starts it."""
-    process = start_warm_program(program, arguments, ranks=ranks, environment=environment, cwd=cwd)
+    process = start_warm_program(
+        program, arguments, ranks=ranks, environment=environment, cwd=cwd, timeout=timeout
+    )
     output, errors = process.communicate(timeout)
     return subprocess.CompletedProcess([str(program)], process.wait(), output, errors)
 
@@ -169,7 +189,7 @@ def run_command_line(
             extra_groups=None if owner is None else (),
         )
     outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
-    report = _fork(LAUNCHER, argv, environment, cwd, outputs, owner=owner)
+    report = _fork(LAUNCHER, argv, environment, cwd, outputs, owner=owner, timeout=timeout)
     process = WarmProgram([report], outputs)
     output, errors = process.communicate(timeout)
     return subprocess.CompletedProcess(command, process.wait(), output, errors)
@@ -191,6 +211,7 @@ def _fork(
     outputs: Sequence[IO[bytes]],
     *,
     owner: tuple[int, int] | None = None,
+    timeout: float | None = None,
 ) -> IO[str]:
     """Request a program, and return a stream with its exit code once it has ended.
 
@@ -201,6 +222,7 @@ def _fork(
         "environment": dict(environment),
         "cwd": str(cwd),
         "owner": owner,
+        "timeout": timeout,
     }
     read_end, write_end = os.pipe()
     namespaces = [
@@ -365,6 +387,8 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     time.tzset()
+    if request["timeout"] is not None:
+        faulthandler.dump_traceback_later(request["timeout"] * _STACKS_AFTER)
     _run(request["argv"])
 
 

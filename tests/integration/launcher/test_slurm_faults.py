@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,18 @@ def test_suspended_job_is_reported_and_stopped(lab: SlurmLab) -> None:
     assert stop_result.returncode == 0, stop_result.stderr
     assert lab.find_processes() == []
     assert lab.query()["state"] == "stopped"
+
+
+def test_job_that_starts_after_its_stop_was_requested_starts_no_rank(lab: SlurmLab) -> None:
+    """Slurm drops a signal to a script that it is about to start."""
+    lab.write_config(extra={"hold": True})
+    lab.submit()
+    (lab.layout.logs / "slurm" / lab.state().run_id / "stop").touch()
+    replace(lab.state(), stop_requested=time.time()).save(lab.layout.state)
+    os.chown(lab.layout.state, lab.cluster.user.uid, lab.cluster.user.gid)
+    lab.cluster.slurm.run("scontrol", "release", lab.job_id)
+    lab.wait_for_state("stopped")
+    assert "rank" not in lab.run_action("logs").stdout
 
 
 def test_job_cancelled_while_pending(lab: SlurmLab) -> None:

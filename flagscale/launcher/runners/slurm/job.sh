@@ -143,6 +143,8 @@ node_arguments=(
     "$run_id" "$job_dir" "$scripts" "$outputs" "$earlier_starts" "$nodes" "$first_node"
     "$liveness_port" "$node_count" "$leftovers_dir"
 )
+# A signal of `action=stop` is lost if it comes before Slurm has started this script.
+[[ ! -e $job_dir/stop ]] || finish 143 stop
 srun "${srun_options[@]}" "${container_command[@]}" bash -c "$node_source" node "${node_arguments[@]}" &
 srun_pid=$!
 if [[ -n $lost_node_seconds ]]; then
