@@ -57,6 +57,7 @@ from flagscale.config.schema import Environments, Experiment, Slurm
 from flagscale.config.tokenizer_checks import check_tokenizer_files
 from flagscale.config.yaml_file import short_path
 from flagscale.errors import Problem
+from flagscale.object_storage import is_address
 
 
 def check_experiment(
@@ -134,6 +135,7 @@ def check_arguments(experiment: Experiment) -> list[Problem]:
     violations = [
         *check_values(values),
         *_check_bounded_environment(experiment.envs, values),
+        *_check_reach_of_checkpoints(experiment.runner, values),
     ]
     problems = [args.problem(name, message) for name, message in dict.fromkeys(violations)]
     source_violations = [
@@ -151,6 +153,21 @@ def _check_bounded_environment(
     layers = (envs.common, *envs.by_type.values(), *envs.by_host.values())
     if BOUNDED_VARIABLE in [pair for variables in layers for pair in variables.items()]:
         yield from exact_reductions(values, "FSCCL_TAIL=bounded of experiment.envs")
+
+
+def _check_reach_of_checkpoints(
+    runner: schema.Runner, values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Check that a host which takes the place of another one finds the checkpoints of the run."""
+    save = values.get("save")
+    if runner.on_bad_host == "stop" or not runner.no_shared_fs or not save or is_address(save):
+        return
+    yield (
+        "save",
+        f"with `on_bad_host: {runner.on_bad_host}` and `no_shared_fs: true`, another host could "
+        "not read checkpoints on this host's disk: save to object storage (`s3://…`), or set "
+        "`save: null` and `non_persistent_save_interval`",
+    )
 
 
 def check_directories(experiment: Experiment) -> list[Problem]:

@@ -480,9 +480,6 @@ def _check_spares(fields: Mapping[str, Any], *, names_hosts: bool) -> Iterator[t
         yield key, "they are hosts of the `hostfile` or of `hosts`, and neither is set"
     if fields.get("on_failure") == "leave":
         yield "on_failure", "`leave` lets the other hosts continue, so no host can be replaced"
-    if fields.get("no_shared_fs"):
-        message = "not supported with `no_shared_fs: true`: a host reads the others' checkpoint"
-        yield key, message
 
 
 def _check_cloud(reader: SectionReader, fields: dict[str, Any]) -> None:

@@ -235,8 +235,7 @@ class Runner:
             "that are left, with fewer data-parallel replicas and the same global batch, and takes "
             "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
             "as one of `max_restarts`. The job cannot go on "
-            "without the first host. `replace` and `shrink` need `type: ssh` and a shared file "
-            "system.",
+            "without the first host. `replace` and `shrink` need `type: ssh`.",
             choices=("stop", "replace", "shrink"),
         ),
     )

@@ -296,6 +296,29 @@ def test_training_continues_with_the_same_losses(
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.bed(hosts=3, root="private", shared=[])
+def test_training_continues_without_shared_files(lab: SshLab) -> None:
+    """The spare gets its part of the training state from the memory of another host."""
+    logging = {"save": None, "load": None, "non_persistent_save_interval": 1}
+    lab.configure(
+        light=False,
+        task={"entrypoint": str(PROGRAM)},
+        top={"train": train_sections(None, logging=logging)},
+        runner={**REPLACING, "no_shared_fs": True},
+    )
+    result = lab.run_action("run")
+    assert result.returncode == 0, result.stderr
+    wait_for(lambda: (lab.query()["step"] or 0) >= 8)
+    lab.bed["h01"].cut_power()
+    wait_for(lambda: (row := lab.query())["attempt"] == 2 and (row["step"] or 0) > 16, 90)
+    output = lab.run_action("logs").stdout
+    assert "from host memory, 1 of 2 ranks' from another host" in output
+    assert lab.run_action("stop").returncode == 3  # h01 does not answer
+    assert lab.remaining_processes() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
 def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
     """A host is lost and comes back: its script is started again. The losses of all attempts are
     those of a run on one machine without a fault.

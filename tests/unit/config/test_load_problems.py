@@ -167,11 +167,6 @@ EXPERIMENT_PROBLEMS = {
         "hostfile: hostfile\n    on_failure: leave\n    spares: 1\n    on_bad_host: replace",
         "on_failure: `leave` lets the other hosts continue, so no host can be replaced",
     ),
-    "spares-without-shared-files": (
-        "nnodes: 1",
-        "hostfile: hostfile\n    no_shared_fs: true\n    spares: 1\n    on_bad_host: replace",
-        "spares: not supported with `no_shared_fs: true`",
-    ),
     "shrink-without-numbers": (
         "nnodes: 1",
         "hostfile: hostfile\n    nnodes: 2\n    on_bad_host: shrink",
@@ -307,6 +302,28 @@ def test_invalid_experiment_is_rejected(
     assert error.value.exit_code == 2
     assert len(error.value.problems) == 1
     assert (error.value.problems[0].where or "").startswith("conf/train.yaml")
+
+
+@pytest.mark.parametrize(
+    ("save", "is_in_reach"),
+    [
+        pytest.param((), False, id="default"),
+        pytest.param(("+train.system.checkpoint.save=checkpoints",), False, id="own-disk"),
+        pytest.param(("+train.system.checkpoint.save=s3://bucket/run",), True, id="object-storage"),
+        pytest.param(("+train.system.checkpoint.save=null",), True, id="none"),
+    ],
+)
+def test_spare_without_shared_files_needs_checkpoints_within_reach(
+    workspace: Workspace, save: tuple[str, ...], is_in_reach: bool
+) -> None:
+    runner = "hostfile: hostfile\n    no_shared_fs: true\n    spares: 1\n    on_bad_host: replace"
+    workspace.replace("conf/train.yaml", "nnodes: 1", runner)
+    if is_in_reach:
+        workspace.load(*save)
+        return
+    with pytest.raises(ConfigError, match="another host could not read checkpoints") as error:
+        workspace.load(*save)
+    assert [problem.key.split(".")[-1] for problem in error.value.problems] == ["save"]
 
 
 TRAIN_PROBLEMS = {
