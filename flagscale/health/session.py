@@ -91,7 +91,6 @@ class HealthSession(Closeable):
         self._state = threading.Condition()
         self._workers: list[_Worker] = []
         self._failures: dict[int, str] = {}
-        self._name = secrets.token_hex(4)
 
     def start(self, indices: Sequence[int]) -> None:
         """Start the workers of these hosts, and wait until they are ready."""
@@ -115,7 +114,8 @@ class HealthSession(Closeable):
         A host that fails is reported and takes no further part.
         """
         ready = {w.index: w.ready for w in self._workers if w.ready is not None}
-        steps = measure_in_passes(ready, self._failures, self._name, full=full)
+        name = secrets.token_hex(4)
+        steps = measure_in_passes(ready, self._failures, name, full=full)
         batch = next(steps)
         while True:
             replies = self._command(batch.commands, batch.timeout)

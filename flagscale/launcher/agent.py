@@ -287,7 +287,7 @@ class Agent:
         is_changing = (
             self.member.attempt.is_ending
             or self.member.attempt.stage is not Stage.RUNNING
-            or self._health_worker is not None
+            or (self._health_worker is not None and bool(self._health_worker.pids))
         )
         ready = self._wait_for_events(wakeup, TICK_SECONDS if is_changing else IDLE_SECONDS)
         now = time.monotonic()
@@ -411,7 +411,6 @@ class Agent:
     def _end_health_check(self) -> None:
         if self._health_worker is not None:
             self._health_worker.end()
-            self._health_worker = None
 
     def _check_link(self, now: float) -> None:
         """End this host's part of the job if the coordinator has been silent for too long."""

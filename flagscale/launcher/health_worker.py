@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,11 +36,13 @@ class WorkerReply(NamedTuple):
 
 
 class HealthWorker:
-    """Starts, commands and ends the worker. Nothing here waits, except for a killed worker."""
+    """Starts, commands and ends the worker. Nothing here waits."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        # A killed process that waits for a device in the kernel ends once the device answers.
+        self._killed: list[subprocess.Popen[bytes]] = []
         self._endpoint: ControlEndpoint | None = None
         self._partial = b""
         self._awaited_step: int | None = None
@@ -49,9 +50,9 @@ class HealthWorker:
 
     @property
     def pids(self) -> Collection[int]:
-        """Pid of the worker while it runs."""
-        process = self._process
-        return () if process is None or process.returncode is not None else (process.pid,)
+        """Pid of the worker while it runs, and of killed ones that have not ended yet."""
+        processes = [*self._killed, *([] if self._process is None else [self._process])]
+        return [process.pid for process in processes if process.returncode is None]
 
     def execute(self, order: MeasureHealth) -> None:
         """Execute an order; :meth:`poll` returns the reply."""
@@ -136,6 +137,10 @@ class HealthWorker:
         """Record the exit of a child process, if it is this one. What it has written is read by
         :meth:`poll`.
         """
+        for process in self._killed:
+            if process.pid == pid:
+                process.returncode = 0  # which nobody reads
+        self._killed = [process for process in self._killed if process.returncode is None]
         if self._process is not None and pid == self._process.pid:
             self._process.returncode = 0  # which nobody reads
             self._endpoint = None
@@ -143,9 +148,9 @@ class HealthWorker:
     def end(self) -> None:
         """Kill the worker, and with it the processes that measure."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
+            if self._process.poll() is None:
                 self._process.kill()
-            self._process.wait()
+                self._killed.append(self._process)
             self._forget()
         self._awaited_step, self._problem = None, ""
 
