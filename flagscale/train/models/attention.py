@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
+from flagscale.train.models.context_parallel import select_attention_groups
 from flagscale.train.models.document_mask import attend_masked, attend_within_documents
 from flagscale.train.models.gathered_attention import attend_gathered
 from flagscale.train.models.head_exchange import gather_heads, gather_sequence
@@ -58,7 +59,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self._exchange_group, self._gather_group = _select_groups(config, pg_collection.cp)
+        self._exchange_group, self._gather_group = select_attention_groups(config, pg_collection.cp)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ConfigError(f"attention with a {attn_mask_type.name} mask is not supported")
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -171,20 +172,6 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
             return nullcontext()
         fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
-
-
-def _select_groups(config: Any, group: Any) -> tuple[Any, Any]:
-    """Return the ranks that exchange heads and those that gather keys and values, or None.
-
-    With ``a2a+p2p`` neighboring ranks exchange heads. They hold adjacent chunks of the sequence, so
-    that a group of them then has two chunks, as a rank would if each group were one rank.
-    """
-    if group.size() == 1:
-        return None, None
-    if config.cp_comm_type == "a2a+p2p":
-        neighbors, across = parallel_state.get_hierarchical_context_parallel_groups()
-        return neighbors if neighbors.size() > 1 else None, across if across.size() > 1 else None
-    return (group, None) if config.cp_comm_type == "a2a" else (None, group)
 
 
 def select_sdp_kernels(config: Any, device: Device) -> None:

@@ -9,8 +9,28 @@ a part of the sequence for a part of the heads (:mod:`flagscale.train.models.hea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
+
+
+def select_attention_groups(config: Any, group: Any) -> tuple[Any, Any]:
+    """Return the ranks that exchange heads and those that gather keys and values, or None.
+
+    With ``a2a+p2p`` neighboring ranks exchange heads. They hold adjacent chunks of the sequence, so
+    that a group of them then has two chunks, as a rank would if each group were one rank.
+
+    Args:
+        config: the model's configuration.
+        group: context-parallel group.
+    """
+    if group.size() == 1:
+        return None, None
+    if config.cp_comm_type == "a2a+p2p":
+        neighbors, across = parallel_state.get_hierarchical_context_parallel_groups()
+        return neighbors if neighbors.size() > 1 else None, across if across.size() > 1 else None
+    return (group, None) if config.cp_comm_type == "a2a" else (None, group)
 
 
 def select_chunks(tensor: torch.Tensor, dimension: int, rank: int, cp_size: int) -> torch.Tensor:

@@ -9,8 +9,11 @@ cu_seqlens        [documents + 1]  cumulative sequence lengths, as FlashAttentio
                                    tokens of the micro-batch (on a CPU a loop over documents)
 visible           [b, 1, s, s]     True where a query attends to a key, for kernels with a mask
 hidden            [b, 1, s, s]     the inverse, for megatron.core's own attention
+chunk_cu_seqlens  [2, 2, n]        for the same kernels and context parallelism that gathers keys
+                                   and values: of each chunk of this rank, cumulative sequence
+                                   lengths of queries and keys (:func:`compute_chunk_cu_seqlens`)
 document_numbers  [b, s]           document numbers of the whole sequences, for context parallelism
-                                   that gathers keys and values
+                                   that gathers keys and values, and kernels with a mask
 ================  ===============  =============================================================
 """
 
@@ -20,12 +23,14 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
 from flagscale.train.device import Device
+from flagscale.train.models.context_parallel import select_attention_groups
 
-MaskForm = Literal["cu_seqlens", "visible", "hidden", "document_numbers"]
+MaskForm = Literal["cu_seqlens", "visible", "hidden", "chunk_cu_seqlens", "document_numbers"]
 
 _FLASH_BACKENDS = (AttnBackend.auto, AttnBackend.flash)
 _MAX_FLASH_HEAD_DIM = 256
@@ -44,7 +49,9 @@ class DocumentMaskBuilder:
         self._device = device.torch_device
         # Number of documents to which the mask is padded; 0 for no padding. On a CPU nothing is
         # compiled, so the length may change.
-        self._capacity = 1 if not device.is_host and self.form == "cu_seqlens" else 0
+        has_cu_seqlens = self.form in ("cu_seqlens", "chunk_cu_seqlens")
+        self._capacity = 1 if not device.is_host and has_cu_seqlens else 0
+        self._config = config
 
     def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
         """Build the mask of a micro-batch.
@@ -53,8 +60,8 @@ class DocumentMaskBuilder:
             numbers: document number of each token, [b, s] on the CPU. Tokens of a document are
                 adjacent.
         """
-        if self.form == "cu_seqlens":
-            cu_seqlens = compute_cu_seqlens(numbers)
+        if self.form in ("cu_seqlens", "chunk_cu_seqlens"):
+            cu_seqlens = self._compute_cu_seqlens(numbers)
             if self._capacity:
                 cu_seqlens = self._pad_cu_seqlens(cu_seqlens, numbers)
             return cu_seqlens.to(self._device, non_blocking=True)
@@ -64,26 +71,38 @@ class DocumentMaskBuilder:
         mask = visible_mask(numbers, numbers)
         return mask if self.form == "visible" else ~mask
 
+    def _compute_cu_seqlens(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.form == "cu_seqlens":
+            return compute_cu_seqlens(numbers)
+        cp_group = parallel_state.get_context_parallel_group()
+        _, group = select_attention_groups(self._config, cp_group)
+        if group is None:  # all ranks exchange heads
+            return compute_cu_seqlens(numbers)
+        return compute_chunk_cu_seqlens(numbers, group.rank(), group.size())
+
     def _pad_cu_seqlens(self, cu_seqlens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Pad ``cu_seqlens`` with empty documents, so that the length is constant within a run."""
         min_capacity = max(numbers.numel() // _TOKENS_PER_DOCUMENT, 16)
         self._capacity = max(self._capacity, min_capacity)
-        while len(cu_seqlens) > self._capacity + 1:
+        while cu_seqlens.shape[-1] > self._capacity + 1:
             self._capacity *= 4
-        return functional.pad(
-            cu_seqlens, (0, self._capacity + 1 - len(cu_seqlens)), value=numbers.numel()
-        )
+        return _pad_with_empty_documents(cu_seqlens, self._capacity + 1)
+
+
+def _pad_with_empty_documents(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
+    padding = length - cu_seqlens.shape[-1]
+    return torch.cat((cu_seqlens, *[cu_seqlens[..., -1:]] * padding), -1)
 
 
 def select_mask_form(config: Any, device: Device) -> MaskForm:
     """Return the form of the mask that attention of this configuration requires."""
     if config.attention_backend == AttnBackend.local:
         return "hidden"
-    if config.context_parallel_size > 1 and config.cp_comm_type != "a2a":
-        return "document_numbers"
+    gathers_keys = config.context_parallel_size > 1 and config.cp_comm_type != "a2a"
+    form_of_masks: MaskForm = "document_numbers" if gathers_keys else "visible"
     needs_mask = config.window_size or config.attn_logit_softcapping
     if config.attention_backend not in _FLASH_BACKENDS or needs_mask:
-        return "visible"
+        return form_of_masks
     has_flash_kernel = (
         device.accelerator.fused_attention
         and config.params_dtype != torch.float32
@@ -91,7 +110,9 @@ def select_mask_form(config: Any, device: Device) -> MaskForm:
         and config.kv_channels <= _MAX_FLASH_HEAD_DIM
         and config.kv_channels % 8 == 0
     )
-    return "cu_seqlens" if has_flash_kernel or device.is_host else "visible"
+    if not (has_flash_kernel or device.is_host):
+        return form_of_masks
+    return "chunk_cu_seqlens" if gathers_keys else "cu_seqlens"
 
 
 def compute_cu_seqlens(numbers: torch.Tensor) -> torch.Tensor:
@@ -111,6 +132,41 @@ def compute_cu_seqlens(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat((start_positions, start_positions.new_tensor([numbers.numel()]))).to(
         torch.int32
     )
+
+
+def compute_chunk_cu_seqlens(numbers: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Return cumulative sequence lengths for the queries of a rank's two chunks.
+
+    The keys of a chunk are those from the start of its sequence to the end of the chunk. A document
+    has the queries that are in the chunk, and the keys up to the last of these queries. All keys of
+    earlier documents together are a document without queries.
+
+    Args:
+        numbers: document number of each token of the whole sequences, [b, s].
+        rank: rank among those that share the sequences.
+        ranks: number of these ranks.
+
+    Returns:
+        int32 tensor [chunks, queries and keys, documents + 1]. The tokens of a chunk are in the
+        order of the sequences. Empty documents make both chunks equally long.
+    """
+    length = numbers.shape[1] // (2 * ranks)
+    chunks = []
+    for index in (rank, 2 * ranks - 1 - rank):
+        begin, end = index * length, (index + 1) * length
+        lengths = []
+        for row in numbers[:, :end]:
+            keys = row.unique_consecutive(return_counts=True)[1]
+            queries = (keys.cumsum(0) - begin).clamp(min=0).minimum(keys)
+            first = int((queries == 0).sum())
+            earlier_keys = keys[:first].sum(0, keepdim=True)
+            lengths.append(torch.stack((torch.zeros_like(earlier_keys), earlier_keys)))
+            lengths.append(torch.stack((queries[first:], keys[first:])))
+        cumulative = torch.cat(lengths, 1).cumsum(1)
+        chunks.append(functional.pad(cumulative, (1, 0)))
+    longest = max(chunk.shape[1] for chunk in chunks)
+    padded = [_pad_with_empty_documents(chunk, longest) for chunk in chunks]
+    return torch.stack(padded).to(torch.int32)
 
 
 def visible_mask(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -149,28 +205,136 @@ def attend_within_documents(
     Returns:
         [b, heads, s, head dimension of values].
     """
-    sequence, batch, heads, _ = query.shape
-    q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    return attend_packed(
+        queries, keys, values, cu_seqlens, cu_seqlens, scale=scale, dropout=dropout
+    )
+
+
+def attend_to_earlier_keys(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Compute causal attention within documents of a chunk's queries to its and earlier keys.
+
+    Args:
+        query: [b, heads, queries, d].
+        key: [b, query groups, keys, d].
+        value: as ``key``.
+        cu_seqlens: [queries and keys, documents + 1], see :func:`compute_chunk_cu_seqlens`.
+        scale: factor of the scores; 1/sqrt(d) if None.
+        dropout: dropout probability of the attention weights.
+
+    Returns:
+        [b, heads, queries, d].
+    """
+    cu_queries, cu_keys = cu_seqlens
+    if query.device.type == "cuda":
+        # The gradient of keys without queries is zero, whatever a kernel leaves in its place.
+        positions = torch.arange(key.shape[0] * key.shape[2], device=key.device)
+        documents = torch.searchsorted(cu_keys, positions, right=True, out_int32=True) - 1
+        has_queries = cu_queries.diff() > 0
+        is_visible = has_queries[documents].view(key.shape[0], 1, key.shape[2], 1)
+        key, value = (torch.where(is_visible, x, x.detach()) for x in (key, value))
+    return attend_packed(query, key, value, cu_queries, cu_keys, scale=scale, dropout=dropout)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    *,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Compute causal attention within documents, in each of which the last query aligns with the
+    last key.
+
+    Args:
+        query: [b, heads, queries, d].
+        key: [b, query groups, keys, d].
+        value: as ``key``, with any head dimension on a CPU.
+        cu_queries: 0 and the ends of the documents among the queries of all sequences.
+        cu_keys: the same of the keys.
+        scale: factor of the scores; 1/sqrt(d) if None.
+        dropout: dropout probability of the attention weights.
+
+    Returns:
+        [b, heads, queries, head dimension of values].
+    """
+    batch, _, length, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if query.device.type == "cuda":
         output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, sequence, sequence, dropout, True, False, scale=scale
+            q, k, v, cu_queries, cu_keys, length, key.shape[2], dropout, True, False, scale=scale
         )[0]
     else:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        ranges = zip(pairwise(cu_queries.tolist()), pairwise(cu_keys.tolist()), strict=True)
         outputs = [
-            functional.scaled_dot_product_attention(
-                q[:, begin:end],
-                k[:, begin:end],
-                v[:, begin:end],
-                dropout_p=dropout,
-                is_causal=True,
+            attend_causal_to_end(
+                q[:, first_query:last_query],
+                k[:, first_key:last_key],
+                v[:, first_key:last_key],
                 scale=scale,
-                enable_gqa=True,
+                dropout=dropout,
             )
-            for begin, end in pairwise(cu_seqlens.tolist())
+            for (first_query, last_query), (first_key, last_key) in ranges
+            if last_query > first_query
         ]
         output = torch.cat(outputs, 1).transpose(0, 1)
-    return output.reshape(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
+    return output.reshape(batch, length, *output.shape[1:]).transpose(1, 2)
+
+
+def attend_causal_to_end(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Compute causal attention in which the last query aligns with the last key.
+
+    Args:
+        query: [..., heads, queries, d].
+        key: [..., query groups, keys, d], with at least as many keys as queries.
+        value: as ``key``.
+        scale: factor of the scores; 1/sqrt(d) if None.
+        dropout: dropout probability of the attention weights.
+
+    Returns:
+        [..., heads, queries, head dimension of values].
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    if query.device.type == "cuda" and query.dtype != torch.float32 and queries < keys:
+        # With fewer queries than keys, torch's function aligns the first query with the first key.
+        # The flash kernel, available on CUDA only, aligns the last ones and needs no mask.
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, is_causal=True, scale=scale
+        )
+        output: torch.Tensor = outputs[0]
+        return output
+    mask = None
+    if queries < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
 
 
 def attend_masked(

@@ -22,7 +22,12 @@ from torch.nn import functional
 
 from flagscale.train.layers import collectives
 from flagscale.train.models.context_parallel import restore_sequence_order
-from flagscale.train.models.document_mask import attend_masked, visible_mask
+from flagscale.train.models.document_mask import (
+    attend_causal_to_end,
+    attend_masked,
+    attend_to_earlier_keys,
+    visible_mask,
+)
 from flagscale.train.models.partial_attention import (
     attend_part,
     attend_part_backward,
@@ -51,8 +56,8 @@ def attend_gathered(
         causal: whether a query attends only to keys up to its own position.
         scale: factor of the scores; 1/sqrt(d) if None.
         dropout: dropout probability of the attention weights.
-        documents: document numbers [b, s] of the whole sequences, if a query attends only to its
-            own document.
+        documents: document mask of the form ``document_numbers`` or ``chunk_cu_seqlens``, if a
+            query attends only to its own document.
 
     Returns:
         [b, heads, s/cp, head dimension of values].
@@ -233,39 +238,26 @@ def _attend_to_whole_sequence(
         )
     chunk_length = len(query) // 2
     outputs = []
-    for chunk_queries, chunk_index in zip(
-        queries.chunk(2, 2), (rank, 2 * cp_size - 1 - rank), strict=True
-    ):
-        end = (chunk_index + 1) * chunk_length
-        visible_key_value = keys[:, :, :end], values[:, :, :end]
+    for number, chunk_queries in enumerate(queries.chunk(2, 2)):
+        end = (2 * cp_size - rank if number else rank + 1) * chunk_length
+        visible_keys, visible_values = keys[:, :, :end], values[:, :, :end]
         if documents is None:
-            outputs.append(_attend_causal_to_end(chunk_queries, *visible_key_value, scale, dropout))
-            continue
-        mask = visible_mask(documents[:, end - chunk_length : end], documents[:, :end])
-        outputs.append(
-            attend_masked(chunk_queries, *visible_key_value, mask, scale=scale, dropout=dropout)
-        )
+            output = attend_causal_to_end(
+                chunk_queries, visible_keys, visible_values, scale=scale, dropout=dropout
+            )
+        elif documents.dim() == 3:
+            output = attend_to_earlier_keys(
+                chunk_queries,
+                visible_keys,
+                visible_values,
+                documents[number],
+                scale=scale,
+                dropout=dropout,
+            )
+        else:
+            mask = visible_mask(documents[:, end - chunk_length : end], documents[:, :end])
+            output = attend_masked(
+                chunk_queries, visible_keys, visible_values, mask, scale=scale, dropout=dropout
+            )
+        outputs.append(output)
     return torch.cat(outputs, 2)
-
-
-def _attend_causal_to_end(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    dropout: float,
-) -> torch.Tensor:
-    """Compute causal attention in which the last query aligns with the last key."""
-    if query.device.type == "cuda" and query.dtype != torch.float32:
-        # With fewer queries than keys, torch's function aligns the first query with the first key.
-        # The flash kernel, available on CUDA only, aligns the last ones and needs no mask.
-        outputs = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout, is_causal=True, scale=scale
-        )
-        output: torch.Tensor = outputs[0]
-        return output
-    queries, keys = query.shape[2], key.shape[2]
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=True
-    )

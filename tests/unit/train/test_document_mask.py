@@ -19,6 +19,7 @@ from flagscale.train.models import document_mask
 from flagscale.train.models.document_mask import (
     DocumentMaskBuilder,
     attend_masked,
+    attend_to_earlier_keys,
     attend_within_documents,
     visible_mask,
 )
@@ -81,7 +82,9 @@ def config(**changes: Any) -> Any:
         ("cuda", {"params_dtype": torch.float32}, "visible"),
         ("cuda", {"kv_channels": 288}, "visible"),
         ("cuda", {"kv_channels": 12}, "visible"),
-        ("cuda", {"context_parallel_size": 2}, "document_numbers"),
+        ("cuda", {"context_parallel_size": 2}, "chunk_cu_seqlens"),
+        ("cuda", {"context_parallel_size": 2, "params_dtype": torch.float32}, "document_numbers"),
+        ("cpu", {"context_parallel_size": 2, "window_size": [4, 0]}, "document_numbers"),
         ("cuda", {"context_parallel_size": 2, "cp_comm_type": "a2a"}, "cu_seqlens"),
         ("cuda", {"multi_latent_attention": True}, "visible"),
         ("cpu", {"window_size": [4, 0]}, "visible"),
@@ -132,3 +135,46 @@ def test_all_forms_equal_attention_per_document(first_lengths: Any, second_lengt
         scores = (k[1, head // 2, begin:end] @ q[1, head, end - 1]) * 8**-0.5
         expected = scores.softmax(0) @ v[1, head // 2, begin:end]
         torch.testing.assert_close(unmasked[1, head, end - 1], expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(document_lengths, document_lengths, st.integers(2, 4))
+def test_chunks_of_ranks_equal_the_whole_sequence(
+    first_lengths: Any, second_lengths: Any, ranks: int
+) -> None:
+    """Outputs and gradients of all ranks' chunks are those of whole documents."""
+    chunks = 2 * ranks
+    size = -(-max(sum(first_lengths), sum(second_lengths)) // chunks) * chunks
+    numbers = torch.stack(
+        [
+            torch.arange(len(lengths) + 1).repeat_interleave(
+                torch.tensor([*lengths, size - sum(lengths)])
+            )
+            for lengths in (first_lengths, second_lengths)
+        ]
+    )
+    generator = torch.Generator().manual_seed(size)
+    query = torch.randn(2, 4, size, 8, generator=generator, requires_grad=True)
+    key, value = torch.randn(2, 2, 2, size, 8, generator=generator).unbind()
+    key.requires_grad_()
+    mask = visible_mask(numbers, numbers)
+    expected = attend_masked(query, key, value, mask, scale=None, dropout=0.0)
+    output = torch.empty_like(expected)
+    for rank in range(ranks):
+        cu_seqlens = document_mask.compute_chunk_cu_seqlens(numbers, rank, ranks)
+        for number, index in enumerate((rank, chunks - 1 - rank)):
+            begin, end = index * size // chunks, (index + 1) * size // chunks
+            assert cu_seqlens[number, :, -1].tolist() == [2 * (end - begin), 2 * end]
+            output[:, :, begin:end] = attend_to_earlier_keys(
+                query[:, :, begin:end],
+                key[:, :, :end],
+                value[:, :, :end],
+                cu_seqlens[number],
+                scale=None,
+                dropout=0.0,
+            )
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad(output.square().sum(), (query, key))
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(expected.square().sum(), (query, key)), rtol=1e-4, atol=1e-5
+    )
