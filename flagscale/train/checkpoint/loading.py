@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ _READ_ERRORS = (
     ValueError,
 )
 
-_PART_KEY = "part"
+_TENSORS_KEY = "tensors"
 
 
 @dataclass(frozen=True)
@@ -145,26 +145,37 @@ def _load_from(
     loaded_state, weights, parameter_states = _read_shards(
         args, (checkpoint, directory), state, selected_parts, manifest
     )
-    read_part = partial(_read_part, args, str(directory))
-    error = None
-    try:
-        weights.load(read_part)
-    except _READ_ERRORS as problem:
-        error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
-    raise_on_all_ranks(error)
-    try:
+    read_tensors = partial(_read_tensors, args, str(directory))
+    # Weights come before the optimizer, which copies them.
+    with _errors_on_all_ranks(f"{checkpoint.path} cannot be loaded", _READ_ERRORS):
+        weights.load(read_tensors)
+    with _errors_on_all_ranks(
+        f"{checkpoint.path} does not fit this run", (RuntimeError, KeyError, ValueError)
+    ):
         _apply_state(loaded_state, weights, state, selected_parts)
-    except (RuntimeError, KeyError, ValueError) as problem:
-        error = f"{checkpoint.path} does not fit this run: {describe_error(problem)}"
-    raise_on_all_ranks(error)
-    try:
-        parameter_states.load(read_part)
-    except _READ_ERRORS as problem:
-        error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
-    raise_on_all_ranks(error)
+    if selected_parts.optimizer:
+        _synchronize_optimizer_step(state)
+    with _errors_on_all_ranks(f"{checkpoint.path} cannot be loaded", _READ_ERRORS):
+        parameter_states.load(read_tensors)
     return LoadReport(
         checkpoint.path, checkpoint.iteration, selected_parts.notes, checkpoint.skipped
     )
+
+
+@contextmanager
+def _errors_on_all_ranks(
+    message: str, exceptions: tuple[type[BaseException], ...]
+) -> Iterator[None]:
+    """Return a context manager that raises the exceptions of any rank on all ranks. Collective.
+
+    The block must not communicate after an exception that only some ranks may have.
+    """
+    error = None
+    try:
+        yield
+    except exceptions as problem:
+        error = f"{message}: {describe_error(problem)}"
+    raise_on_all_ranks(error)
 
 
 def _require_safe_metadata(path: Path) -> None:
@@ -223,16 +234,14 @@ def _read_shards(
     """
     checkpoint, directory = source
     path = str(directory)
-    error = None
-    loaded: dict[str, Any] = {}
-    weights, parameter_states = DeferredWeights([], {}), ParameterStates()
-    try:
+    with _errors_on_all_ranks(f"{checkpoint.path} cannot be loaded", _READ_ERRORS):
         metadata = (
             dist_checkpointing.load_content_metadata(path) or sharded_state.sharding_metadata()
         )
         metadata = sharded_state.add_data_parallel_group(metadata)
         model_state_dict = sharded_state.build_model_state_dict(args, state, metadata)
         sharded_state_dict = dict(model_state_dict)
+        parameter_states = ParameterStates()
         if selected_parts.optimizer:
             sharded_state_dict["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model_state_dict, metadata, is_loading=True
@@ -241,18 +250,18 @@ def _read_shards(
             parameter_states = remove_parameter_states(
                 state.optimizer, sharded_state_dict["optimizer"]
             )
+        # Removes the weights in shards from the model's state, which the load below shares.
         weights = DeferredWeights(state.chunks, model_state_dict)
         if selected_parts.rng:
             sharded_state_dict.update(sharded_state.build_rng_state())
         loaded = dist_checkpointing.load(sharded_state_dict, path, _load_strategy(args, path))
-    except _READ_ERRORS as problem:
-        error = f"{checkpoint.path} cannot be loaded: {describe_error(problem)}"
-    raise_on_all_ranks(error)
     return loaded, weights, parameter_states
 
 
 def _load_strategy(args: argparse.Namespace, path: str) -> Any:
-    """Return megatron.core's way to read a checkpoint."""
+    """Return megatron.core's load strategy: if requested, data-parallel ranks read a part each and
+    exchange the parts.
+    """
     strategy = get_default_load_sharded_strategy(path)
     if args.ckpt_fully_parallel_load:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -260,16 +269,17 @@ def _load_strategy(args: argparse.Namespace, path: str) -> Any:
     return strategy
 
 
-def _read_part(args: argparse.Namespace, path: str, sharded_tensors: dict[Any, Any]) -> Any:
+def _read_tensors(args: argparse.Namespace, path: str, sharded_tensors: dict[Any, Any]) -> Any:
     """Read some tensors of a checkpoint; return them by the same keys."""
-    # The ranks together need not read whole tensors, which megatron.core's validation requires.
+    # Without megatron.core's validation, which requires that the ranks together read every tensor
+    # whole: these are only some of them.
     loaded = dist_checkpointing.load(
-        {_PART_KEY: sharded_tensors},
+        {_TENSORS_KEY: sharded_tensors},
         path,
         _load_strategy(args, path),
         validate_access_integrity=False,
     )
-    return loaded.get(_PART_KEY, {})
+    return loaded.get(_TENSORS_KEY, {})
 
 
 def _apply_state(
@@ -284,20 +294,18 @@ def _apply_state(
     modules = state.modules()
     names = ["model"] if len(modules) == 1 else [f"model{i}" for i in range(len(modules))]
     for name, module in zip(names, modules, strict=True):
-        # A model with adapters loads either the adapters alone or everything else.
-        has_adapters = any(
-            lora.is_adapter(parameter_name) for parameter_name, _ in module.named_parameters()
-        )
-        keys = module.load_state_dict(loaded_state.get(name, {}), strict=False)
-        missing_keys = set(keys.missing_keys) - weights.names
-        if not has_adapters and (missing_keys or keys.unexpected_keys):
-            differences = sorted({*missing_keys, *keys.unexpected_keys})
-            raise RuntimeError(f"weights of one of both only: {', '.join(differences)}")
+        module_state = loaded_state.get(name, {})
+        keys = module.load_state_dict(module_state, strict=False)
+        missing = set(keys.missing_keys) - weights.names
+        differences = _find_differences(missing, set(keys.unexpected_keys), set(module_state))
+        if differences:
+            raise RuntimeError(
+                f"only the model or only the checkpoint has weights {', '.join(differences)}"
+            )
     if selected_parts.optimizer:
         insert_groups(loaded_state["optimizer"], state.optimizer)
         with torch.no_grad():
             state.optimizer.load_state_dict(loaded_state["optimizer"])
-        _synchronize_optimizer_step(state.optimizer)
         resume_schedule(state.scheduler, loaded_state["scheduler"])
     else:
         # The optimizer's fp32 copies still hold the initial weights.
@@ -312,17 +320,34 @@ def _apply_state(
         sharded_state.restore_rng(loaded_state)
 
 
-def _synchronize_optimizer_step(optimizer: Any) -> None:
-    """Set the optimizer step of every parameter group to the maximum over all ranks and groups.
+def _find_differences(missing: set[str], unexpected: set[str], loaded: set[str]) -> list[str]:
+    """Return the names of weights that only the model or only the checkpoint has.
 
-    Rank 0 saves the values of all parameter groups. A group without parameters on rank 0, such as
-    experts on another mesh, was saved without a step.
+    For a model with adapters, a checkpoint may have the adapters alone, or everything else.
     """
-    groups = [group for group in optimizer.param_groups if group["params"] or "step" in group]
-    device = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
-    step = torch.tensor([max((int(group.get("step") or 0) for group in groups), default=0)])
-    step = step.to(device)
-    dist.all_reduce(step, op=dist.ReduceOp.MAX)
-    for group in groups:
-        if int(step):
-            group["step"] = int(step)
+    differences = set(unexpected)
+    missing_adapters = {name for name in missing if lora.is_adapter(name)}
+    for missing_of_kind, loads_kind in (
+        (missing_adapters, any(map(lora.is_adapter, loaded))),
+        (missing - missing_adapters, not all(map(lora.is_adapter, loaded))),
+    ):
+        if loads_kind or not loaded:
+            differences |= missing_of_kind
+    return sorted(differences)
+
+
+def _synchronize_optimizer_step(state: TrainState) -> None:
+    """Set the optimizer step of every parameter group to the maximum over all ranks and groups.
+    Collective.
+
+    The checkpoint has rank 0's values of all parameter groups. A group without parameters on rank
+    0, such as experts on another mesh, was saved without a step, and gets that of the others.
+    """
+    groups = [group for group in state.optimizer.param_groups if group["params"] or "step" in group]
+    steps = [int(group.get("step") or 0) for group in groups]
+    device = next(state.modules()[0].parameters()).device
+    highest = torch.tensor([max(steps, default=0)], device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    step = int(highest)
+    for group in groups if step else ():
+        group["step"] = step
