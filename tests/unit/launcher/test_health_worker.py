@@ -34,7 +34,7 @@ def start_worker(monkeypatch: pytest.MonkeyPatch, program: str) -> HealthWorker:
     ("words", "problem"),
     [
         (encode(WorkerLine(failure="there is no torch")), "there is no torch"),
-        ("", "the check was ended there"),
+        ("", "its worker has ended"),
     ],
     ids=["failure", "silent"],
 )
