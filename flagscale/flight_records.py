@@ -54,7 +54,7 @@ class RecordedOperation:
         name: Name without the backend, such as ``all_reduce``.
         inputs: Sizes and types of the input tensors, such as ``[4, 8] Float``.
         elements: Number of elements of the inputs.
-        started: False if the device has not begun it, as far as the backend records that.
+        started: False if the device has not started it, as far as the backend records that.
         ended: True if it is over for this rank.
         time: Unix seconds of the call.
         timeout: Seconds; 0 if unknown.

@@ -14,16 +14,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 DATA_GROUP = "the data-parallel group of ranks 0-1"
 KINDS = {
-    "asleep": r"never entered all_reduce #5 of the default group; rank 0 waits in it since .*; it "
-    r"is in `time\.sleep",
+    "asleep": r"never entered all_reduce #5 of the default group; rank 0 has waited in it since "
+    r".*; it is in `time\.sleep",
     "operation": r"called \w*all_?gather\w* as #4 of the default group, where rank 0 called "
     r"all_?reduce",
     "shape": rf"called all_reduce #4 of {DATA_GROUP} with \[5\] Float, where rank 0 passed \[4\]",
-    "missing": rf"never entered all_reduce #4 of {DATA_GROUP}; rank 0 waits in it since",
+    "missing": rf"never entered all_reduce #4 of {DATA_GROUP}; rank 0 has waited in it since",
     "group": rf"waits in all_reduce #4 of group 'first' of ranks 0-1 for rank 0, which waits in "
     rf"all_reduce #4 of {DATA_GROUP} for it",
-    "kernel": r"called all_reduce #4 of the default group, but its device has not begun it: "
-    r"earlier work still runs; rank 0 has begun it",
+    "kernel": r"called all_reduce #4 of the default group, but its device has not started it: "
+    r"earlier work still runs; rank 0 has started it",
 }
 
 

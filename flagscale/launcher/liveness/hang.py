@@ -1,10 +1,11 @@
-"""Explanation of a hang from the flight records and stacks of all ranks. Pure functions.
+"""Explanation of a hang from the flight records and stacks of all ranks. Nothing is changed; source
+lines of stacks are read from files.
 
 Ranks wait for ranks: a rank that is in a collective waits for every member of the group that has
 not entered it, and a receiver waits for its sender. The rank that others wait for and that waits
-for nobody is the cause. If there is none, ranks wait for each other in a circle: two groups are
-used in different orders, or a rank uses the wrong group. Ranks that have entered the same
-collective with different operations, types or sizes are a mismatch.
+for nobody is the cause. If there is none, ranks wait for each other in a cycle (a deadlock): two
+groups are used in different orders, or a rank uses the wrong group. Ranks that have entered the
+same collective with different operations, types or sizes are a mismatch.
 
 A rank whose record is missing (its process is stopped or has ended, or it does not answer) is
 treated as one that has entered nothing.
@@ -17,7 +18,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.flight_records import (
@@ -31,18 +32,23 @@ from flagscale.launcher.liveness.messages import RankProgress
 from flagscale.status import BUSY_ACTIVITIES
 
 _MAX_LISTED_RANKS = 4
-_MAX_CIRCLE = 3
+_MAX_DESCRIBED_EDGES = 3
 _MAX_SOURCE_CHARACTERS = 60
-# Later than the clock of any host. Python cannot convert every number to a date.
+# Largest time that is converted to a date: for huge numbers, which a damaged record may have,
+# time.localtime fails.
 _MAX_TIME = 2.0**33
 _STACK_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.M)
 _LIBRARY_PATH = re.compile(r"/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/|^<")
 # A statement that waits for an earlier asynchronous operation; the stack has no frame of torch.
-_WAITING_STATEMENT = re.compile(r"wait|synchronize|\.item\(|\.cpu\(|\.tolist\(|barrier")
+_WAITING_STATEMENT = re.compile(
+    r"(?<![a-z])wait(?!ing|er)|synchronize|\.item\(|\.cpu\(|\.tolist\(|barrier"
+)
 # Descriptions of groups: torch's default group, Megatron's, and those of device meshes.
 _DEFAULT_GROUP = "default_pg"
 _MEGATRON_GROUP = re.compile(r"[A-Z][A-Z0-9_]+")
-# Operations in which ranks may pass inputs of different sizes.
+# Operations in which ranks may pass inputs of different sizes: all_to_all, gather, scatter and
+# reduce_scatter with lists of tensors (not their variants with one tensor, such as
+# _reduce_scatter_base), several operations in one, barriers and messages.
 _UNEVEN_OPERATION = re.compile(
     r"all_?to_?all|scatter(?!_)|^gather|coalesced|barrier|send|recv", re.I
 )
@@ -52,7 +58,8 @@ _UNEVEN_OPERATION = re.compile(
 class HangFinding:
     """Cause of a hang: the rank that is to blame, and the explanation without its name.
 
-    ``in_collective`` is True if the rank itself waits in a collective, which may time out there.
+    ``in_collective`` is True if the rank itself waits in a collective, and so may be the one that
+    reports a timeout.
     """
 
     rank: int
@@ -66,11 +73,12 @@ class HangFinding:
 
 
 @dataclass
-class _Call:
-    """An operation number of a group with the ranks that have called it."""
+class _GroupOperation:
+    """One operation of a group: which members have called it, and which have not."""
 
     group: RecordedGroup
     operation: RecordedOperation
+    """The record of one of the ranks, of one that still waits if there is any."""
     members: tuple[int, ...]
     by_rank: dict[int, RecordedOperation] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
@@ -103,7 +111,7 @@ def explain_hang(ranks: Sequence[RankProgress]) -> HangFinding | None:
             return finding
     edges = _build_edges(calls)
     if edges:
-        return _explain_missing(calls, edges, by_rank) or _explain_circle(edges, by_rank)
+        return _explain_missing(calls, edges, by_rank) or _explain_cycle(edges, by_rank)
     return _explain_incomplete(calls[0], by_rank) if calls else None
 
 
@@ -118,7 +126,7 @@ def explain_failed_collective(
         finished_ranks: Ranks that ended with exit code 0.
     """
     by_rank = {progress.rank: progress for progress in ranks}
-    # An operation that has failed is over; it is the last one of its rank.
+    # An operation that has failed is recorded as ended, so that the last one of each rank counts.
     last_operations = {
         rank: progress.record.operations[-1]
         for rank, progress in by_rank.items()
@@ -132,14 +140,17 @@ def explain_failed_collective(
     for call in calls:
         if (finding := _explain_mismatch(call, by_rank)) is not None:
             return finding
-        ended = sorted(call.missing & {*finished_ranks} - by_rank.keys())
+        ended = sorted(call.missing & ({*finished_ranks} - by_rank.keys()))
         if ended:
             failed = describe_ranks(list(call.by_rank))
             verb = "fails" if len(call.by_rank) == 1 else "fail"
-            # It may have taken part in it, and have ended before the others had its data.
-            text = f"ended with exit code 0 before the end of {call.describe()}, in which {failed} "
             others = f"; the same holds for {describe_ranks(ended[1:])}" if ended[1:] else ""
-            return HangFinding(ended[0], "", f"{text}{verb}{others}", in_collective=False)
+            # Not "never entered": it may have ended before the others had its data.
+            text = (
+                f"ended with exit code 0 before the end of {call.describe()}, in which {failed} "
+                f"{verb}{others}"
+            )
+            return HangFinding(ended[0], "", text, in_collective=False)
     return None
 
 
@@ -148,8 +159,12 @@ def explain_failed_collective(
 
 def _collect_collectives(
     by_rank: Mapping[int, RankProgress], *, latest: bool = False
-) -> Iterator[_Call]:
-    """Yield the first pending collective of every rank and group, or the latest."""
+) -> Iterator[_GroupOperation]:
+    """Yield the first pending collective of every rank and group, or the latest.
+
+    A rank has called an operation if it has called a later one of the group. Records keep the last
+    operations only, so a rank may be neither among the callers nor missing.
+    """
     groups: dict[tuple[str, str, str], RecordedGroup] = {}
     operations: dict[tuple[str, str, str], dict[int, dict[int, RecordedOperation]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -168,43 +183,45 @@ def _collect_collectives(
             for calls in by_member.values()
             if not all(operation.ended for operation in calls.values())
         }
-        for sequence in sorted(last_sequences.values() if latest else first_pending):
+        for sequence in sorted({*last_sequences.values()} if latest else first_pending):
             called = {
                 rank: calls[sequence] for rank, calls in by_member.items() if sequence in calls
             }
             operation = min(called.values(), key=lambda operation: operation.ended)
-            call = _Call(groups[key], operation, members, called)
+            call = _GroupOperation(groups[key], operation, members, called)
             call.missing = {rank for rank in members if last_sequences.get(rank, 0) < sequence}
             yield call
 
 
-def _collect_messages(by_rank: Mapping[int, RankProgress]) -> Iterator[_Call]:
-    """Yield the first pending message of every rank and group, with its peer if that is missing."""
-    pending: dict[tuple[int, int, bool], tuple[RecordedGroup, RecordedOperation]] = {}
+def _collect_messages(by_rank: Mapping[int, RankProgress]) -> Iterator[_GroupOperation]:
+    """Yield the first pending message of every rank to or from every peer in a group. The peer is
+    missing if it has no pending message in the other direction.
+    """
+    pending: dict[tuple[str, str, int, int, bool], tuple[RecordedGroup, RecordedOperation]] = {}
     for rank, progress in by_rank.items():
-        seen_groups = set()
         for group, operation in _iter_operations(progress):
-            if operation.peer is None or operation.ended:
-                continue
-            pending.setdefault((rank, operation.peer, operation.sends), (group, operation))
-            seen_groups.add(group.name)
-    for (rank, peer, sends), (group, operation) in pending.items():
-        call = _Call(group, operation, (rank, peer), {rank: operation})
-        if (peer, rank, not sends) not in pending:
+            if operation.peer is not None and not operation.ended:
+                key = group.backend, group.name, rank, operation.peer, operation.sends
+                pending.setdefault(key, (group, operation))
+    for (backend, name, rank, peer, sends), (group, operation) in pending.items():
+        call = _GroupOperation(group, operation, (rank, peer), {rank: operation})
+        if (backend, name, peer, rank, not sends) not in pending:
             call.missing = {peer}
         yield call
 
 
 def _iter_operations(progress: RankProgress) -> Iterator[tuple[RecordedGroup, RecordedOperation]]:
     record = progress.record
-    for operation in record.operations if record is not None else ():
-        if record is not None and 0 <= operation.group < len(record.groups):
+    if record is None:
+        return
+    for operation in record.operations:
+        if 0 <= operation.group < len(record.groups):
             yield record.groups[operation.group], operation
 
 
-def _build_edges(calls: Iterable[_Call]) -> dict[int, dict[int, _Call]]:
+def _build_edges(calls: Iterable[_GroupOperation]) -> dict[int, dict[int, _GroupOperation]]:
     """Return, for every waiting rank, the ranks that it waits for, each with the call."""
-    edges: dict[int, dict[int, _Call]] = defaultdict(dict)
+    edges: dict[int, dict[int, _GroupOperation]] = defaultdict(dict)
     for call in calls:
         for rank in call.waiting if call.missing else ():
             for missing in call.missing - {rank}:
@@ -215,45 +232,49 @@ def _build_edges(calls: Iterable[_Call]) -> dict[int, dict[int, _Call]]:
 # -- explanations --------------------------------------------------------------------------------
 
 
-def _explain_mismatch(call: _Call, by_rank: Mapping[int, RankProgress]) -> HangFinding | None:
+def _explain_mismatch(
+    call: _GroupOperation, by_rank: Mapping[int, RankProgress]
+) -> HangFinding | None:
     """Explain ranks that disagree about a call; None if they agree."""
     ranks_by_signature: dict[object, list[int]] = defaultdict(list)
     for rank, operation in sorted(call.by_rank.items()):
         ranks_by_signature[_signature(operation)].append(rank)
     if len(ranks_by_signature) < 2:
         return None
-    # The minority is to blame; of two parties of one size, the one without the lowest rank.
-    *_, (_, blamed) = sorted(
-        ranks_by_signature.items(), key=lambda item: (-len(item[1]), item[1][0])
-    )
-    majority = max(ranks_by_signature.values(), key=len)
-    first, other = call.by_rank[blamed[0]], call.by_rank[majority[0]]
-    where = f"#{first.sequence} of {describe_group(call.group)}"
+    # The smallest party is to blame; of two of one size, the one without the lowest rank.
+    parties = sorted(ranks_by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    majority, blamed = parties[0], parties[-1]
+    wrong, usual = call.by_rank[blamed[0]], call.by_rank[majority[0]]
+    number = f"#{wrong.sequence} of {describe_group(call.group)}"
     others = describe_ranks(majority)
-    if first.name != other.name:
-        text = f"called {first.name} as {where}, where {others} called {other.name}"
-        if _is_called_next(call, blamed[0], other, by_rank) and _is_called_next(
-            call, majority[0], first, by_rank
+    if wrong.name != usual.name:
+        text = f"called {wrong.name} as {number}, where {others} called {usual.name}"
+        if _is_called_next(call, blamed[0], usual, by_rank) and _is_called_next(
+            call, majority[0], wrong, by_rank
         ):
             text += ": the same operations in another order"
     else:
         text = (
-            f"called {first.name} {where} with {first.inputs or 'no tensor'}, where {others} "
-            f"passed {other.inputs or 'no tensor'}"
+            f"called {wrong.name} {number} with {wrong.inputs or 'no tensor'}, where {others} "
+            f"passed {usual.inputs or 'no tensor'}"
         )
-    return _find(blamed[0], by_rank, text, blamed[1:], since=call.since)
+    return _make_finding(blamed[0], by_rank, text, blamed[1:], since=call.since)
 
 
 def _signature(operation: RecordedOperation) -> tuple[object, ...]:
     """Return what all ranks have to agree on."""
     if _UNEVEN_OPERATION.search(operation.name):
         return (operation.name,)
+    # Inputs are sizes and types: "[4, 8] Float, [2] Long".
     types = tuple(text.rpartition(" ")[2] for text in operation.inputs.split(", ["))
     return operation.name, operation.elements, types
 
 
 def _is_called_next(
-    call: _Call, rank: int, operation: RecordedOperation, by_rank: Mapping[int, RankProgress]
+    call: _GroupOperation,
+    rank: int,
+    operation: RecordedOperation,
+    by_rank: Mapping[int, RankProgress],
 ) -> bool:
     """Return whether a rank has called an operation like this one right after the call."""
     return any(
@@ -265,94 +286,104 @@ def _is_called_next(
 
 
 def _explain_missing(
-    calls: Sequence[_Call],
-    edges: Mapping[int, Mapping[int, _Call]],
+    calls: Sequence[_GroupOperation],
+    edges: Mapping[int, Mapping[int, _GroupOperation]],
     by_rank: Mapping[int, RankProgress],
 ) -> HangFinding | None:
     """Explain a rank that others wait for, and that waits for nobody; None if there is none."""
     awaited = {missing for targets in edges.values() for missing in targets}
     causes = awaited - edges.keys()
-    # A rank may wait for nobody although an operation that it began earlier is pending.
-    causes = causes or {rank for rank in awaited if rank in by_rank and _is_busy(by_rank[rank])}
+    # A rank with a pending asynchronous operation may do something else.
+    causes = causes or {
+        rank for rank in awaited if rank in by_rank and _is_computing(by_rank[rank])
+    }
     if not causes:
         return None
     call = max(
         (call for call in calls if call.missing & causes),
-        key=lambda call: (len(call.missing & causes) > 0, len(call.waiting), -call.since),
+        key=lambda call: (len(call.waiting), -call.since),
     )
-    blamed = _rank_by_guilt(call.missing & causes, by_rank)
+    blamed = _select_most_suspect(call.missing & causes, by_rank)
     waiting = call.waiting
-    verb = "waits" if len(waiting) == 1 else "wait"
-    since = f"{describe_ranks(waiting)} {verb} in it since {format_clock(call.since)}"
+    verb = "has waited" if len(waiting) == 1 else "have waited"
+    waiting_text = f"{describe_ranks(waiting)} {verb} in it since {format_clock(call.since)}"
     if call.operation.peer is None:
-        text = f"never entered {call.describe()}; {since}"
+        text = f"never entered {call.describe()}; {waiting_text}"
     else:
-        own_call = "recv" if call.operation.sends else "send"
-        text = (
-            f"never entered the {own_call} for {call.operation.name} #{call.operation.sequence} of "
-            f"{describe_group(call.group)}; {since}"
-        )
-    finding = _find(blamed[0], by_rank, text, blamed[1:])
-    return replace(finding, in_collective=False)
+        counterpart = "recv" if call.operation.sends else "send"
+        text = f"never entered the {counterpart} for {call.describe()}; {waiting_text}"
+    return _make_finding(blamed[0], by_rank, text, blamed[1:], in_collective=False)
 
 
-def _rank_by_guilt(ranks: Iterable[int], by_rank: Mapping[int, RankProgress]) -> list[int]:
-    """Return the ranks that are to blame, without those that only wait according to their stack:
-    not every backend records messages.
+def _select_most_suspect(ranks: Iterable[int], by_rank: Mapping[int, RankProgress]) -> list[int]:
+    """Return the ranks that are to blame: those that have ended, are stopped or do not answer;
+    without any, those that compute; without any, all. Not every backend records messages, so the
+    stack of a rank may show that it only waits.
     """
 
-    def guilt(rank: int) -> tuple[bool, bool]:
+    def innocence(rank: int) -> tuple[bool, bool]:
         progress = by_rank.get(rank)
-        is_alive = _is_running_well(progress)
-        return is_alive, is_alive and progress is not None and not _is_busy(progress)
+        is_responsive = _is_responsive(progress)
+        is_waiting = progress is not None and not _is_computing(progress)
+        return is_responsive, is_responsive and is_waiting
 
-    ordered = sorted(ranks, key=lambda rank: (*guilt(rank), rank))
-    return [rank for rank in ordered if guilt(rank) == guilt(ordered[0])]
+    innocences = {rank: innocence(rank) for rank in sorted(ranks)}
+    lowest = min(innocences.values())
+    return [rank for rank, value in innocences.items() if value == lowest]
 
 
-def _is_running_well(progress: RankProgress | None) -> bool:
+def _is_responsive(progress: RankProgress | None) -> bool:
     return progress is not None and progress.answered and not progress.stopped
 
 
-def _is_busy(progress: RankProgress) -> bool:
-    """Return whether the stack shows that a rank does not wait for another one."""
-    return bool(progress.stack) and not (
-        progress.waits or _WAITING_STATEMENT.search(progress.place)
-    )
+def _is_computing(progress: RankProgress) -> bool:
+    """Return whether the stack shows that a rank does not wait for another one. False without a
+    stack.
+    """
+    statement = progress.place.rpartition("` at ")[0]
+    return bool(progress.stack) and not (progress.waits or _WAITING_STATEMENT.search(statement))
 
 
-def _explain_circle(
-    edges: Mapping[int, Mapping[int, _Call]], by_rank: Mapping[int, RankProgress]
+def _explain_cycle(
+    edges: Mapping[int, Mapping[int, _GroupOperation]], by_rank: Mapping[int, RankProgress]
 ) -> HangFinding | None:
-    """Explain ranks that wait for each other, in a shortest circle."""
+    """Explain ranks that wait for each other, in a shortest cycle."""
     waiting_by_call: dict[int, int] = defaultdict(int)
     for targets in edges.values():
-        for call in {id(call): call for call in targets.values()}.values():
-            waiting_by_call[id(call)] += 1
+        for call_id in {id(call) for call in targets.values()}:
+            waiting_by_call[call_id] += 1
 
-    def order(circle: list[int]) -> tuple[int, int, int]:
-        return len(circle), waiting_by_call[id(edges[circle[0]][circle[1]])], -circle[0]
+    def preference(cycle: list[int]) -> tuple[int, int, int]:
+        # The shortest one, beginning with the rank in whose operation the fewest others wait.
+        return len(cycle), waiting_by_call[id(edges[cycle[0]][cycle[1]])], -cycle[0]
 
-    circles = [circle for rank in edges if (circle := _find_circle(rank, edges))]
-    if not circles:
+    cycles = [cycle for rank in edges if (cycle := _find_cycle(rank, edges))]
+    if not cycles:
         return None
-    circle = min(circles, key=order)
+    cycle = min(cycles, key=preference)
     parts: list[str] = []
-    name = ""
-    for rank, target in list(itertools.pairwise(circle))[:_MAX_CIRCLE]:
+    are_several = False
+    for rank, target in list(itertools.pairwise(cycle))[:_MAX_DESCRIBED_EDGES]:
         call = edges[rank][target]
+        subject, verb = "", "waits"
+        if len(parts) == 1:
+            subject, verb = "which ", "wait" if are_several else "waits"
+        elif parts:
+            subject = f"rank {rank} "
         awaited = sorted(missing for missing, c in edges[rank].items() if c is call)
-        is_plural = " and " in name or "-" in name
-        name = "it" if target == circle[0] else describe_ranks(awaited, first=target)
-        pronoun = "" if rank == circle[0] else "which " if len(parts) == 1 else f"rank {rank} "
-        verb = "wait" if pronoun == "which " and is_plural else "waits"
-        parts.append(f"{pronoun}{verb} in {call.describe()} for {name}")
-    since = max(edges[rank][target].since for rank, target in itertools.pairwise(circle))
-    return _find(circle[0], by_rank, ", ".join(parts), since=since)
+        are_several = len(awaited) > 1
+        name = "it" if target == cycle[0] else describe_ranks(awaited, example=target)
+        if target == cycle[0] and len(parts) > 1:
+            name = f"rank {target}"
+        parts.append(f"{subject}{verb} in {call.describe()} for {name}")
+    if len(cycle) - 1 > len(parts):
+        parts.append("and so on")
+    since = max(edges[rank][target].since for rank, target in itertools.pairwise(cycle))
+    return _make_finding(cycle[0], by_rank, ", ".join(parts), since=since)
 
 
-def _find_circle(start: int, edges: Mapping[int, Mapping[int, _Call]]) -> list[int]:
-    """Return a shortest circle ``[start, …, start]``; empty if there is none."""
+def _find_cycle(start: int, edges: Mapping[int, Mapping[int, _GroupOperation]]) -> list[int]:
+    """Return a shortest cycle ``[start, …, start]``; empty if there is none."""
     previous: dict[int, int] = {}
     queue = [start]
     for rank in queue:
@@ -368,44 +399,46 @@ def _find_circle(start: int, edges: Mapping[int, Mapping[int, _Call]]) -> list[i
     return []
 
 
-def _explain_incomplete(call: _Call, by_rank: Mapping[int, RankProgress]) -> HangFinding:
+def _explain_incomplete(call: _GroupOperation, by_rank: Mapping[int, RankProgress]) -> HangFinding:
     """Explain an operation that all ranks have called, and that does not end."""
     waiting = call.waiting
-    begun = [rank for rank in waiting if call.by_rank[rank].started]
-    not_begun = [rank for rank in waiting if not call.by_rank[rank].started]
-    if begun and not_begun:
+    started = [rank for rank in waiting if call.by_rank[rank].started]
+    not_started = [rank for rank in waiting if not call.by_rank[rank].started]
+    if started and not_started:
         text = (
-            f"called {call.describe()}, but its device has not begun it: earlier work still runs; "
-            f"{describe_ranks(begun)} {'have' if len(begun) > 1 else 'has'} begun it"
+            f"called {call.describe()}, but its device has not started it: earlier work still "
+            f"runs; {describe_ranks(started)} {'have' if len(started) > 1 else 'has'} started it"
         )
-        return _find(not_begun[0], by_rank, text, not_begun[1:], since=call.since)
-    rank = min(waiting, key=lambda rank: (_is_running_well(by_rank.get(rank)), rank))
-    text = f"is in {call.describe()} since {format_clock(call.since)}"
+        return _make_finding(not_started[0], by_rank, text, not_started[1:], since=call.since)
+    # One that does not respond is the more likely cause.
+    rank = min(waiting, key=lambda rank: (_is_responsive(by_rank.get(rank)), rank))
+    text = f"has been in {call.describe()} since {format_clock(call.since)}"
     finished = len(call.by_rank) - len(waiting)
     if finished:
         text += f", which {finished} of {len(call.by_rank)} ranks have finished"
     elif call.operation.peer is None:
         text += f", which all {len(call.members)} ranks have entered"
-    if call.group.backend == "nccl" and not begun:
+    if call.group.backend == "nccl" and not started:
         text += (
             ": a connection fails, or a kernel before it does not end on one of the devices "
             "(TORCH_NCCL_ENABLE_TIMING=1 in experiment.envs shows which)"
         )
     else:
         text += ": a connection or a device fails"
-    return _find(rank, by_rank, text, [other for other in waiting if other != rank])
+    return _make_finding(rank, by_rank, text, [other for other in waiting if other != rank])
 
 
 # -- words ---------------------------------------------------------------------------------------
 
 
-def _find(
+def _make_finding(
     rank: int,
     by_rank: Mapping[int, RankProgress],
     text: str,
     others: Sequence[int] = (),
     *,
     since: float | None = None,
+    in_collective: bool = True,
 ) -> HangFinding:
     """Return a finding, with the time, the place of the rank, and others with the same cause."""
     progress = by_rank.get(rank)
@@ -413,9 +446,9 @@ def _find(
         text += f", since {format_clock(since)}"
     text += f"; {describe_place(progress)}"
     if others:
-        names = describe_ranks(others)
-        text += f"; the same holds for {names}"
-    return HangFinding(rank, progress.host if progress is not None else "", text)
+        text += f"; the same holds for {describe_ranks(others)}"
+    host = progress.host if progress is not None else ""
+    return HangFinding(rank, host, text, in_collective=in_collective)
 
 
 def describe_place(progress: RankProgress | None) -> str:
@@ -428,27 +461,29 @@ def describe_place(progress: RankProgress | None) -> str:
     if progress.place:
         return f"it is in {progress.place}{activity}"
     if progress.record is not None and progress.record.request == FAILURE_REQUEST:
-        return "it failed there"
+        return "it failed in that operation"
     return f"it did not report its stack{activity}"
 
 
 def describe_group(group: RecordedGroup) -> str:
-    """Return ``the data-parallel group``, ``group 'dp'`` or ``the default group``."""
+    """Return ``the default group``, ``the data-parallel group of ranks 0-3`` or ``group 'dp'``."""
     description = group.description
     if description == _DEFAULT_GROUP or (not description and group.name in ("", "0")):
         return "the default group"
     if _MEGATRON_GROUP.fullmatch(description):
         kind, _, other = description.replace("_GROUP", "").lower().partition("_with_")
-        name = re.sub("(_model)?_parallel", "-parallel", kind).replace("_", " ")
-        return f"the {name} group{f' with {other}' if other else ''} of ranks {group.ranks}"
-    known_name = description if description not in ("", "undefined") else group.name
-    return (
-        f"group {known_name!r} of ranks {group.ranks}" if group.ranks else f"group {known_name!r}"
-    )
+        kind = re.sub("(_model)?_parallel", "-parallel", kind).replace("_", " ")
+        name = f"the {kind} group{f' with {other}' if other else ''}"
+    else:
+        known_name = description if description not in ("", "undefined") else group.name
+        name = f"group {known_name!r}"
+    return f"{name} of ranks {group.ranks}" if group.ranks else name
 
 
-def describe_ranks(ranks: Sequence[int], *, first: int | None = None) -> str:
-    """Return ``rank 3``, ``ranks 0, 1 and 3``, ``ranks 0-6`` or ``12 ranks``."""
+def describe_ranks(ranks: Sequence[int], *, example: int | None = None) -> str:
+    """Return ``rank 3``, ``ranks 0, 1 and 3``, ``ranks 0-6`` or ``12 ranks (rank 3 among them)``,
+    with the ``example``.
+    """
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -457,16 +492,18 @@ def describe_ranks(ranks: Sequence[int], *, first: int | None = None) -> str:
         return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
     if text.count(",") < _MAX_LISTED_RANKS:
         return f"ranks {text}"
-    return f"{len(ordered)} ranks" + (f" (rank {first} among them)" if first is not None else "")
+    return f"{len(ordered)} ranks" + (
+        f" (rank {example} among them)" if example is not None else ""
+    )
 
 
 def format_clock(unix_time: float) -> str:
-    """Return the local time of day."""
+    """Return the time of day in the time zone of this host."""
     return time.strftime("%H:%M:%S", time.localtime(min(max(unix_time, 0.0), _MAX_TIME)))
 
 
-def locate(stack: str) -> str:
-    """Return the place in the user's program from a stack of faulthandler.
+def find_user_frame(stack: str) -> str:
+    """Return the place in the user's program from a thread's stack, as faulthandler writes it.
 
     It is the innermost frame that is not in an installed package, with its line of source if the
     file is on this host: ```next(loader)` at data.py:88``; empty without a stack.

@@ -77,7 +77,7 @@ class RankProgress:
         answered: True if it wrote its stack on request.
         stack: The Python stack that it wrote; empty if it did not.
         log: The rank's log.
-        place: Place of the stack in the user's program (:func:`.hang.locate`).
+        place: Place of the stack in the user's program (:func:`.hang.find_user_frame`).
         record: Digest of its flight recorder; None if it did not answer or records nothing.
     """
 

@@ -24,7 +24,7 @@ from flagscale.hosts import kernel, processes
 from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import HostFiles
 from flagscale.launcher.liveness.diagnosis import rank_log
-from flagscale.launcher.liveness.hang import locate
+from flagscale.launcher.liveness.hang import find_user_frame
 from flagscale.launcher.liveness.messages import RankProgress
 from flagscale.status import (
     BUSY_ACTIVITIES,
@@ -282,7 +282,7 @@ class StackDump:
             answered=bool(text) or (rank not in self._signalled_ranks and not is_stopped),
             stack=text,
             log=self._logs[rank],
-            place=locate(text),
+            place=find_user_frame(text),
             # Its stack is in this message already.
             record=replace(record, stack="") if record is not None else None,
         )

@@ -19,10 +19,11 @@ PROGRAM = PROJECT / "tests" / "support" / "hang_program.py"
 DATA_GROUP = r"the data-parallel group of ranks 0-2"
 OTHERS = "ranks 0 and 1"
 SINCE = r"since \d\d:\d\d:\d\d"
+THEY_WAIT = f"{OTHERS} have waited in it {SINCE}"
 KINDS = {
-    "asleep": rf"never entered all_reduce #5 of the default group; {OTHERS} wait in it {SINCE}; "
+    "asleep": rf"never entered all_reduce #5 of the default group; {THEY_WAIT}; "
     r"it is in `time\.sleep\(FOREVER\)  # the loader` at hang_program\.py:\d+",
-    "storage": rf"never entered all_reduce #4 of {DATA_GROUP}; {OTHERS} wait in it {SINCE}; it is "
+    "storage": rf"never entered all_reduce #4 of {DATA_GROUP}; {THEY_WAIT}; it is "
     r"in `path\.read_bytes\(\)` at hang_program\.py:\d+",
     "operation": rf"called all_gather as #4 of the default group, where {OTHERS} called "
     rf"all_reduce, {SINCE}; it is in `dist\.all_gather",
@@ -30,16 +31,16 @@ KINDS = {
     rf"\[4\] Float, {SINCE}; it is in `dist\.all_reduce",
     "order": rf"called broadcast as #4 of the default group, where {OTHERS} called all_reduce: the "
     rf"same operations in another order, {SINCE}",
-    "missing": rf"never entered all_reduce #4 of {DATA_GROUP}; {OTHERS} wait in it {SINCE}; it is "
+    "missing": rf"never entered all_reduce #4 of {DATA_GROUP}; {THEY_WAIT}; it is "
     r"in `",
     "group": rf"waits in all_reduce #4 of group 'first' of ranks 0-2 for {OTHERS}, which wait in "
     rf"all_reduce #4 of {DATA_GROUP} for it, {SINCE}",
     "deadlock": rf"waits in all_reduce #4 of {DATA_GROUP} for {OTHERS}, which wait in all_reduce "
     rf"#4 of group 'first' of ranks 0-2 for it, {SINCE}",
-    "stopped": rf"never entered all_reduce #4 of the default group; {OTHERS} wait in it {SINCE}; "
+    "stopped": rf"never entered all_reduce #4 of the default group; {THEY_WAIT}; "
     r"its process is stopped \(SIGSTOP\)",
-    "message": rf"never entered barrier #4 of the default group; rank 1 waits in it {SINCE}; it is "
-    r"in `time\.sleep",
+    "message": rf"never entered barrier #4 of the default group; rank 1 has waited in it {SINCE}; "
+    r"it is in `time\.sleep",
     "chain": rf"never entered all_reduce #\d of .*; .* {SINCE}; it is in `time\.sleep",
 }
 # fsccl detects these by itself, and gloo that a peer has ended: the ranks fail at once.

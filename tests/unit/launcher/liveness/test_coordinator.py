@@ -735,7 +735,9 @@ def overdue_job(**policy: Any) -> Job:
     return job
 
 
-OVERDUE = "rank 1 (h1) never entered all_reduce #2 of the default group; rank 0 waits in it since "
+OVERDUE = (
+    "rank 1 (h1) never entered all_reduce #2 of the default group; rank 0 has waited in it since "
+)
 
 
 def test_overdue_collective_is_explained_once_and_the_job_goes_on() -> None:

@@ -19,7 +19,12 @@ from flagscale.flight_records import (
     format_ranks,
     parse_ranks,
 )
-from flagscale.launcher.liveness.hang import describe_group, describe_ranks, explain_hang, locate
+from flagscale.launcher.liveness.hang import (
+    describe_group,
+    describe_ranks,
+    explain_hang,
+    find_user_frame,
+)
 from flagscale.launcher.liveness.messages import RankProgress
 
 CLOCK = 1_800_000_000.0
@@ -93,32 +98,32 @@ GONE = "its process has ended"
         pytest.param(
             {0: WAITING, 1: WAITING, 2: BEHIND, 3: WAITING},
             "rank 2 (h2) never entered all_reduce #2 of the default group; ranks 0, 1 and 3 "
-            f"wait in it since {SINCE}; it is in `next(loader)` at data.py:88",
+            f"have waited in it since {SINCE}; it is in `next(loader)` at data.py:88",
             id="asleep",
         ),
         pytest.param(
             {0: WAITING, 1: WAITING, 2: None, 3: WAITING},
             "rank 2 (h2) never entered all_reduce #2 of the default group; ranks 0, 1 and 3 "
-            f"wait in it since {SINCE}; it is in `next(loader)` at data.py:88",
+            f"have waited in it since {SINCE}; it is in `next(loader)` at data.py:88",
             id="no-record",
         ),
         pytest.param(
             {0: WAITING, 1: WAITING, 3: WAITING},
-            "rank 2 never entered all_reduce #2 of the default group; ranks 0, 1 and 3 wait in "
-            f"it since {SINCE}; its process has ended",
+            "rank 2 never entered all_reduce #2 of the default group; ranks 0, 1 and 3 have "
+            f"waited in it since {SINCE}; its process has ended",
             id="ended",
         ),
         pytest.param(
             {0: WAITING, 1: BEHIND, 2: BEHIND, 3: WAITING},
-            "rank 1 (h1) never entered all_reduce #2 of the default group; ranks 0 and 3 wait "
-            f"in it since {SINCE}; it is in `next(loader)` at data.py:88; the same holds for "
-            "rank 2",
+            "rank 1 (h1) never entered all_reduce #2 of the default group; ranks 0 and 3 have "
+            f"waited in it since {SINCE}; it is in `next(loader)` at data.py:88; the same holds "
+            "for rank 2",
             id="two-asleep",
         ),
         pytest.param(
             {0: WAITING, 1: [done(WORLD, 1), Op(PAIR, 1)], 2: WAITING, 3: BEHIND},
-            "rank 3 (h3) never entered all_reduce #2 of the default group; ranks 0 and 2 wait "
-            f"in it since {SINCE}; it is in `next(loader)` at data.py:88",
+            "rank 3 (h3) never entered all_reduce #2 of the default group; ranks 0 and 2 have "
+            f"waited in it since {SINCE}; it is in `next(loader)` at data.py:88",
             id="chain",
         ),
         pytest.param(
@@ -154,8 +159,8 @@ GONE = "its process has ended"
         ),
         pytest.param(
             {r: [Op(WORLD, 2, "all_to_all", "[4] Float" if r else "[14] Float")] for r in range(4)},
-            f"rank 0 (h0) is in all_to_all #2 of the default group since {SINCE}, which all 4 "
-            "ranks have entered: a connection or a device fails; it is in `step()` at "
+            f"rank 0 (h0) has been in all_to_all #2 of the default group since {SINCE}, which all "
+            "4 ranks have entered: a connection or a device fails; it is in `step()` at "
             "train.py:7; the same holds for ranks 1-3",
             id="sizes-that-may-differ",
         ),
@@ -174,21 +179,21 @@ GONE = "its process has ended"
                 3: [Op(WORLD, 2, started=True)],
             },
             "rank 2 (h2) called all_reduce #2 of the default group, but its device has not "
-            f"begun it: earlier work still runs; ranks 0, 1 and 3 have begun it, since {SINCE}; "
-            "it is in `step()` at train.py:7",
+            f"started it: earlier work still runs; ranks 0, 1 and 3 have started it, since "
+            f"{SINCE}; it is in `step()` at train.py:7",
             id="device",
         ),
         pytest.param(
             {r: [Op(WORLD, 2) if r in (1, 2) else done(WORLD, 2)] for r in range(4)},
-            f"rank 1 (h1) is in all_reduce #2 of the default group since {SINCE}, which 2 of 4 "
-            "ranks have finished: a connection or a device fails; it is in `step()` at "
+            f"rank 1 (h1) has been in all_reduce #2 of the default group since {SINCE}, which 2 of "
+            "4 ranks have finished: a connection or a device fails; it is in `step()` at "
             "train.py:7; the same holds for rank 2",
             id="partly-finished",
         ),
         pytest.param(
             {0: [Op(WORLD, 1, "recv", peer=2)], 1: [], 2: [], 3: []},
-            "rank 2 (h2) never entered the send for recv #1 of the default group; rank 0 waits "
-            f"in it since {SINCE}; it is in `next(loader)` at data.py:88",
+            "rank 2 (h2) never entered the send for recv #1 of the default group; rank 0 has "
+            f"waited in it since {SINCE}; it is in `next(loader)` at data.py:88",
             id="message",
         ),
         pytest.param(
@@ -409,8 +414,11 @@ def test_place_is_the_innermost_frame_of_the_program(tmp_path: Path) -> None:
         f'  File "{program}", line 2 in load\n'
         '  File "/nowhere/train.py", line 9 in main\n'
     )
-    assert locate(stack) == "`batch = next(loader)` at data.py:2"
+    assert find_user_frame(stack) == "`batch = next(loader)` at data.py:2"
     program.unlink()
-    assert locate(stack) == "`load` at data.py:2"
-    assert locate('  File "/v/lib/python3.11/queue.py", line 3 in get') == "`get` at queue.py:3"
-    assert locate("") == ""
+    assert find_user_frame(stack) == "`load` at data.py:2"
+    assert (
+        find_user_frame('  File "/v/lib/python3.11/queue.py", line 3 in get')
+        == "`get` at queue.py:3"
+    )
+    assert find_user_frame("") == ""
