@@ -44,7 +44,9 @@ SAVE_ID_KEY = "save_id"
 
 
 class UploadProcess:
-    """The process that transfers files of this rank. It is started when it is needed first."""
+    """The process that transfers files of this rank. It is started when it is needed first, and
+    again if it was killed.
+    """
 
     def __init__(self, address: StorageAddress) -> None:
         self._address = address
@@ -55,6 +57,8 @@ class UploadProcess:
         """Send a request; :meth:`receive` returns its result."""
         assert not self._is_waiting, "a request is in progress"
         self._is_waiting = True
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # it was killed between two requests
         with suppress(OSError):  # a process that has ended is reported by receive
             if self._process is None:
                 self._process = subprocess.Popen(

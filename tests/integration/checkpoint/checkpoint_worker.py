@@ -608,17 +608,25 @@ def damage_stored_tensors(run: Run) -> dict[str, Any]:
 
 
 def kill_the_uploader(run: Run) -> dict[str, Any]:
-    """Kill the process that uploads, on one rank, during the second save."""
+    """Kill the process that uploads, on one rank: during the second save, and after the third."""
+
+    def signal_uploader(*numbers: signal.Signals) -> None:
+        if run.rank == 1:
+            for number in numbers:
+                os.kill(run.checkpointer._uploads._process._process.pid, number)
+
     run.train(1)
     run.save(required=True)
     run.train(1)
+    signal_uploader(signal.SIGSTOP)  # so that it has not uploaded before it is killed
     run.save()
     run.checkpointer._continue_pending_save(run.checkpointer._pending_save)
-    if run.rank == 1:
-        process = run.checkpointer._uploads._process._process
-        process.kill()
-        process.wait()
+    signal_uploader(signal.SIGKILL)
     run.checkpointer._finish_pending_save()
+    run.train(1)
+    run.save()
+    run.checkpointer._finish_pending_save()
+    signal_uploader(signal.SIGKILL)
     run.train(1)
     run.save()
     run.checkpointer.close()

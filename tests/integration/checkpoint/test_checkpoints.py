@@ -238,9 +238,12 @@ def test_another_layout_goes_on_where_one_stopped(
     uninterrupted = get_result(training_results, f"{target} whole")
     resumed = get_result(training_results, f"{source} > {target}")
     assert resumed["report"].startswith(f"iteration {STEPS} from ")
+    # Layouts round differently, by up to 1e-5 in fp32. A bf16 weight may then get its other
+    # neighbor as its value, depending on the processor, which changes norms by 1e-4 here.
+    tolerance = 5e-4 if "bf16" in target else 1e-5
     for metric in ("loss", "norm"):
         assert resumed[metric] == pytest.approx(
-            uninterrupted[metric][STEPS:], rel=1e-5, abs=1e-5
+            uninterrupted[metric][STEPS:], rel=tolerance, abs=tolerance
         ), metric
 
 
