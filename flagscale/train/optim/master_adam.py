@@ -38,8 +38,8 @@ from flagscale.train.optim.lean_update import (
     rounding_key,
 )
 from flagscale.train.optim.offload_staging import (
-    PIECE_WEIGHTS,
-    STAGED_PIECES,
+    PIECES_IN_FLIGHT,
+    WEIGHTS_PER_PIECE,
     DeviceUpdatePipeline,
     HostUpdateStaging,
     Piece,
@@ -192,13 +192,13 @@ class MasterWeightAdam(FusedAdam):
         """Return the number of leading weights of an offloaded parameter that the device updates,
         after pinning their states.
         """
-        pieces = round(_DEVICE_FRACTION * parameter.numel() / PIECE_WEIGHTS)
+        pieces = round(_DEVICE_FRACTION * parameter.numel() / WEIGHTS_PER_PIECE)
         device = Device.from_torch(parameter.device)
         if not pieces or device.is_host:
             return 0
         if id(parameter) in self._replicated:
             return 0  # shards of copies are cut elsewhere, and rounding errors must be the same
-        weights = min(pieces * PIECE_WEIGHTS, parameter.numel())
+        weights = min(pieces * WEIGHTS_PER_PIECE, parameter.numel())
         tensors = self._cut_tensors(Piece(parameter, slice(0, weights)))
         if not all(map(device.register_host_memory, tensors.in_host_memory())):
             warnings.warn(
@@ -358,12 +358,12 @@ class MasterWeightAdam(FusedAdam):
             for index, _ in enumerate(self._update_on_host(group, host_pieces, self._staging)):
                 # Device pieces are queued in proportion to the host's progress, because a full
                 # queue would block the host.
-                remaining = count - count * (index + STAGED_PIECES) // len(host_pieces)
+                remaining = count - count * (index + PIECES_IN_FLIGHT) // len(host_pieces)
                 while len(device_pieces) > max(remaining, 0):
                     self._update_on_device(group, device_pieces.popleft(), self._pipeline, options)
         for piece in device_pieces:  # if there are no host pieces
             self._update_on_device(group, piece, self._pipeline, options)
-        self._pipeline.finish()
+        self._pipeline.synchronize()
 
     def _update_on_device(
         self,
@@ -374,12 +374,12 @@ class MasterWeightAdam(FusedAdam):
     ) -> None:
         """Queue the update of states in host memory on the device."""
         tensors = self._cut_tensors(piece)
-        gradient = piece.parameter.decoupled_grad[piece.part]
+        gradient = piece.gradient
 
         def update(copies: Sequence[torch.Tensor]) -> None:
             self._update_piece(group, piece, tensors.replace_host(copies), gradient, options)
 
-        pipeline.update(tensors.in_host_memory(), update)
+        pipeline.queue_update(tensors.in_host_memory(), update)
 
     def _update_on_host(
         self, group: dict[str, Any], pieces: Sequence[Piece], staging: HostUpdateStaging
@@ -392,8 +392,8 @@ class MasterWeightAdam(FusedAdam):
         """
         options = self._hyperparameters(group, torch.device("cpu"))
         staging.begin()
-        for index, piece in enumerate(pieces[:STAGED_PIECES]):
-            staging.start_gradient(index, piece)
+        for index, piece in enumerate(pieces[:PIECES_IN_FLIGHT]):
+            staging.start_gradient_copy(index, piece)
         for index, piece in enumerate(pieces):
             yield
             gradient = staging.wait_for_gradient(index, piece)
@@ -401,10 +401,11 @@ class MasterWeightAdam(FusedAdam):
             tensors = self._cut_tensors(piece)
             tensors = tensors._replace(weights=(weights, *tensors.weights[1:]))
             self._update_piece(group, piece, tensors, gradient, options)
-            if index + STAGED_PIECES < len(pieces):
-                staging.start_gradient(index + STAGED_PIECES, pieces[index + STAGED_PIECES])
-            staging.start_weights(index, piece)
-        staging.finish()
+            later = index + PIECES_IN_FLIGHT
+            if later < len(pieces):
+                staging.start_gradient_copy(later, pieces[later])
+            staging.start_weight_copy(index, piece)
+        staging.make_current_stream_wait()
 
     def _cut_tensors(self, piece: Piece) -> AdamTensors:
         formats, tensors = self._adam_tensors(piece.parameter)

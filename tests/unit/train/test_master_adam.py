@@ -41,8 +41,8 @@ def test_steps_equal_those_of_fp32_weights(
     device_fraction: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_staging, "PIECE_WEIGHTS", 8)
-    monkeypatch.setattr(master_adam, "PIECE_WEIGHTS", 8)
+    monkeypatch.setattr(offload_staging, "WEIGHTS_PER_PIECE", 8)
+    monkeypatch.setattr(master_adam, "WEIGHTS_PER_PIECE", 8)
     monkeypatch.setattr(master_adam, "_DEVICE_FRACTION", device_fraction)
     update_as_on_a_device(monkeypatch)
     weights = [weight.to(dtype) for weight in random_tensors(0)]

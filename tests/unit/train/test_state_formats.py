@@ -264,7 +264,7 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
     expected = train(0.0)
     monkeypatch.setattr("flagscale.train.optim.lean_update.HOST_PART", BLOCK_WEIGHTS)
     for module in ("offload_staging", "master_adam"):
-        monkeypatch.setattr(f"flagscale.train.optim.{module}.PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
+        monkeypatch.setattr(f"flagscale.train.optim.{module}.WEIGHTS_PER_PIECE", 2 * BLOCK_WEIGHTS)
     monkeypatch.setattr("flagscale.train.optim.master_adam._DEVICE_FRACTION", device_fraction)
     update_as_on_a_device(monkeypatch)
     get_update.cache_clear()
