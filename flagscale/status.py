@@ -58,18 +58,19 @@ RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
 """Number of earlier starts of the job, from 0: after a failure the whole job is started again."""
 TRIALS_VARIABLE = "FLAGSCALE_TRIALS"
-"""Directory of orders for further trials of ``action=auto_tune`` in the same processes."""
+"""Directory of requests for further trials of ``action=auto_tune`` in the same processes."""
 HOST_VARIABLE = "FLAGSCALE_HOST"
 """Name of the host, as in the hostfile."""
 
 RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, HOST_VARIABLE)
 """Environment variables that identify the processes of a run."""
 
-TRAINING = "in training"
+STARTING, TRAINING = "starting", "in training"
 BETWEEN_TRIALS = "between trials"
-"""Activity of a rank that waits for a further trial. Its step is the number of trials so far."""
+"""Activity of a rank that waits for a further trial. Its step is the number of trials that it has
+finished."""
 BUSY_ACTIVITIES = (
-    "starting",
+    STARTING,
     BETWEEN_TRIALS,
     "scoring the reference",
     "evaluating",

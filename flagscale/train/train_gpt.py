@@ -29,7 +29,7 @@ from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.sinks.delivery import close_running_deliveries
 from flagscale.sinks.registry import create_sinks
-from flagscale.status import StatusWriter
+from flagscale.status import STARTING, StatusWriter
 from flagscale.train import distributed, failures
 from flagscale.train.device import Device, choose_device
 from flagscale.train.distributed import RankIdentity
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
         timeout_minutes=args.distributed_timeout_minutes,
         options=args.comm or (),
     )
-    status.write_progress(0, "starting")
+    status.write_progress(0, STARTING)
     status.write(
         "joined",
         backend=default_group.backend,
@@ -125,11 +125,11 @@ def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) ->
     )
     end = train_model(args)
     while series is not None and end.reason != "signal":
-        if (words := series.await_arguments(status)) is None:
+        if (words := series.prepare_next_trial(status)) is None:
             break
-        earlier = args
+        previous = args
         args = rank_arguments(derive_arguments(parse_arguments(words), rank.world_size), rank.rank)
-        require_same_groups(args, earlier)
+        require_same_groups(args, previous)
         end = train_model(args)
     status.write_progress(end.step, "ending")
     distributed.destroy_groups()

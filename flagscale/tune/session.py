@@ -38,13 +38,14 @@ def run_search(
             search = Search(problem, space, tuner, records.trials)
             decision = search.decide(
                 sum(trial.seconds for trial in records.trials),
-                lambda layout: bool(processes.find(layout.setting)),
+                lambda layout: processes.find_reusable(layout.setting) is not None,
             )
             if decision.layout is None:
                 return search, decision.reason
             # A repeat also measures the difference between processes.
-            run = 0 if decision.is_repeat else processes.find(decision.layout.setting)
-            trial = _run(experiment, problem, records, search, decision, processes, run)
+            setting = decision.layout.setting
+            run = None if decision.is_repeat else processes.find_reusable(setting)
+            trial = _run(experiment, problem, records, search, decision, processes, run or 0)
             if trial.state == FAILED and trial.run:
                 # A failure in processes that ran another layout does not prove anything.
                 records.forget(trial)
@@ -105,7 +106,7 @@ def _measure(
         )
     except ConfigError as error:
         return replace(trial, state=FAILED, failure=str(error).partition("\n")[0])
-    return processes.run(
+    return processes.run_trial(
         run,
         trial,
         seconds_limit=control.max_time_per_task * (2 if is_first else 1),

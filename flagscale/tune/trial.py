@@ -20,8 +20,8 @@ from flagscale.tune.records import Trial
 
 WARMUP_STEPS = 2
 """First steps of a trial that are not counted: they allocate memory and compile."""
-ORDERS_DIRECTORY = "orders"
-"""Directory of orders for further trials, in the directory of a run."""
+REQUESTS_DIRECTORY = "requests"
+"""Directory of requests for further trials, in the directory of a run."""
 QUIET_ARGUMENTS: Mapping[str, Any] = {
     "log_interval": 1,
     "eval_iters": 0,
@@ -79,7 +79,7 @@ def load_trial(
     arguments = {**QUIET_ARGUMENTS, "global_batch_size": batch, "exit_interval": steps}
     given = experiment.train.given
     directory = trial_directory(experiment, trial)
-    orders = directory / ORDERS_DIRECTORY
+    requests = directory / REQUESTS_DIRECTORY
     overrides = [
         *setting_overrides(experiment, trial.setting),
         *(
@@ -89,7 +89,7 @@ def load_trial(
         ),
         option_override("experiment.exp_dir", str(directory)),
         *(
-            [f"++{option_override(f'experiment.envs.{TRIALS_VARIABLE}', str(orders))}"]
+            [f"++{option_override(f'experiment.envs.{TRIALS_VARIABLE}', str(requests))}"]
             if can_share_processes(experiment, trial.setting)
             else ()
         ),
@@ -116,7 +116,7 @@ def end_leftover(experiment: Experiment, trial: Trial) -> bool:
 
 def can_share_processes(experiment: Experiment, setting: Mapping[str, Any]) -> bool:
     """Return whether the processes that run a layout may run others afterwards: their hosts can
-    read orders, and nothing outlives a model in them.
+    read requests, and nothing outlives a model in them.
     """
     values = {**experiment.train.values, **setting}
     return experiment.tuner.control.share_processes and not (

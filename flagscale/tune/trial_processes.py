@@ -12,7 +12,7 @@ from typing import Any
 
 from flagscale.config.arguments.layout_choices import ARGUMENTS_OF_GROUPS
 from flagscale.config.schema import Experiment
-from flagscale.errors import ConfigError, FlagscaleError, JobError
+from flagscale.errors import ConfigError, FlagscaleError
 from flagscale.files import write_json
 from flagscale.launcher import actions
 from flagscale.launcher.runners.base import Runner, runner_for_experiment
@@ -20,22 +20,27 @@ from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState
 from flagscale.status import BETWEEN_TRIALS
 from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, time_steps
-from flagscale.tune.trial import ORDERS_DIRECTORY, WARMUP_STEPS, can_share_processes
+from flagscale.tune.trial import REQUESTS_DIRECTORY, WARMUP_STEPS, can_share_processes
 
-_LEAST_STEPS = 3
-"""Counted steps before a trial may be cut short."""
+_MIN_STEPS_BEFORE_CUT = 3
+"""Steps after the warm-up before a trial may be cut short."""
+_END_SECONDS = 20.0
+"""Seconds in which waiting processes end when no trial follows. Then they are killed."""
+_FAILURE_REPORT_SECONDS = 5.0
+"""Seconds in which the hosts of a failed run agree on its first failure."""
 _MEMORY_WORDS = ("out of memory", "OutOfMemory", "lack of memory", "MemoryError", "oom-kill")
+"""Words of failures whose reason is a lack of memory of a device or a host."""
 
 
 class TrialProcesses:
-    """Processes that run trials. Those of one trial also run the next one if it has the same
-    process groups: their start takes longer than the trial. Closing ends them.
+    """The processes of the last trial. They also run the next one if it has the same process
+    groups and optimizer, because their start takes longer than a trial. Closing ends them.
     """
 
     def __init__(self, poll_seconds: float) -> None:
         self._poll_seconds = poll_seconds
         self._stack = ExitStack()
-        self._live: _LiveRun | None = None
+        self._live: _LiveProcesses | None = None
 
     def __enter__(self) -> TrialProcesses:
         return self
@@ -47,20 +52,21 @@ class TrialProcesses:
         """End the processes of the last trial, if they are alive."""
         live, self._live = self._live, None
         stack, self._stack = self._stack, ExitStack()
-        with stack:
+        with stack:  # its end kills the processes that are alive then
             if live is not None:
-                live.send(None)  # also for ranks that are about to wait
+                # Ranks that are about to wait read the request as well.
+                live.request_end()
                 if live.is_waiting:
                     live.await_end(_END_SECONDS)
 
-    def find(self, setting: Mapping[str, Any]) -> int:
-        """Return the number of the trial whose processes can run a layout; 0 without any."""
+    def find_reusable(self, setting: Mapping[str, Any]) -> int | None:
+        """Return the number of the trial that started the live processes, if they can run a
+        layout; None if new processes are needed.
+        """
         live = self._live
-        if live is None or not live.is_usable_for(setting):
-            return 0
-        return live.number
+        return live.first_number if live is not None and live.can_run(setting) else None
 
-    def run(
+    def run_trial(
         self,
         experiment: Experiment,
         trial: Trial,
@@ -72,71 +78,99 @@ class TrialProcesses:
 
         Args:
             experiment: The experiment of the trial, see :func:`load_trial`.
-            trial: Its record. If ``run`` is set, the processes of :meth:`find` run it.
+            trial: Its record. ``run`` is the result of :meth:`find_reusable`, whose processes run
+                it then, or 0 for new processes.
             seconds_limit: Seconds from its start after which it is ended.
             is_hopeless: Called with the time of the steps so far; True ends the trial.
         """
         log = trial.log
         try:
-            if trial.run and self._live is not None:
-                self._live.start_next(experiment, trial)
+            if trial.run:
+                live = self._live
+                assert live is not None and live.first_number == trial.run
+                live.start_next(experiment, trial)
             else:
-                self.close()
-                # Orders to an earlier run in this directory.
-                shutil.rmtree(experiment.exp_dir / ORDERS_DIRECTORY, ignore_errors=True)
-                launched = actions.launch_attached(experiment, note=lambda _text: None)
-                runner, state = self._stack.enter_context(launched)
-                self._live = _LiveRun(runner, state, experiment, trial)
-            live = self._live
-            log = str(live.state.hosts[0].output)
+                live = self._start(experiment, trial)
+            log = live.log
             result = live.observe(trial, seconds_limit, self._poll_seconds, is_hopeless)
-        except JobError as error:
-            result = _failed(trial, error.message, log)
         except FlagscaleError as error:
-            result = _failed(trial, str(error), log)
-        if result.state == FAILED or self._live is None or not self._live.can_go_on:
+            result = _failed(trial, error.message, log)
+        if result.state == FAILED or self._live is None or not self._live.can_run_next:
             self.close()
         return result
 
+    def _start(self, experiment: Experiment, trial: Trial) -> _LiveProcesses:
+        """Start new processes for a trial, after the end of those of the last one."""
+        self.close()
+        # Requests to an earlier run in this directory must not reach the new ranks.
+        shutil.rmtree(experiment.exp_dir / REQUESTS_DIRECTORY, ignore_errors=True)
+        launched = actions.launch_attached(experiment, note=lambda _text: None)
+        runner, state = self._stack.enter_context(launched)
+        self._live = _LiveProcesses(runner, state, experiment, trial)
+        return self._live
 
-class _LiveRun:
-    """Run of a trial, and of those that follow it in the same processes."""
+
+class _LiveProcesses:
+    """Processes of one launch, which run its trial and those that follow in them.
+
+    Attributes:
+        first_number: Number of the trial that started them. It names their directory, so it stays
+            when other trials follow.
+        is_waiting: True if the ranks have finished the current trial and wait for a request.
+        can_run_next: True if a further trial can be requested: the ranks wait, or will soon.
+        log: Output of the first host.
+    """
 
     def __init__(
         self, runner: Runner, state: RunState, experiment: Experiment, trial: Trial
     ) -> None:
-        self._runner, self.state, self.number = runner, state, trial.number
-        self._directory = experiment.exp_dir / ORDERS_DIRECTORY
-        self._setting = trial.setting
-        self._trials, self._steps = 1, int(experiment.train["exit_interval"])
-        self._start_time = time.monotonic()
-        self._startup_seconds = 0.0
-        self._accepts_trials = can_share_processes(experiment, trial.setting)
-        self.is_waiting = self.can_go_on = False
+        self._runner, self._state = runner, state
+        self.first_number, self.log = trial.number, str(state.hosts[0].output)
+        self._requests = experiment.exp_dir / REQUESTS_DIRECTORY
+        self._accepts_requests = can_share_processes(experiment, trial.setting)
+        self._launch_time = time.monotonic()
+        self._startup_seconds: float | None = None
+        """Seconds from the launch to the first step after the warm-up."""
+        self._ordinal = 0
+        """Number of the current trial among those of these processes, from 1."""
+        self._begin(experiment, trial)
 
-    def is_usable_for(self, setting: Mapping[str, Any]) -> bool:
+    def _begin(self, experiment: Experiment, trial: Trial) -> None:
+        self._ordinal += 1
+        self._setting = trial.setting
+        self._total_steps = int(experiment.train["exit_interval"])
+        self.is_waiting = self.can_run_next = False
+
+    def can_run(self, setting: Mapping[str, Any]) -> bool:
         """Return whether a layout has the same process groups and optimizer."""
         return all(setting[name] == self._setting[name] for name in ARGUMENTS_OF_GROUPS)
 
     def start_next(self, experiment: Experiment, trial: Trial) -> None:
-        """Start a further trial."""
-        self._trials += 1
-        self._setting = trial.setting
-        self.send(list_program_arguments(experiment))
-        self.is_waiting = self.can_go_on = False
+        """Start a further trial.
 
-    def send(self, arguments: Sequence[str] | None) -> None:
-        """Order a trial with these arguments, or the end of the run, if it waits for orders."""
-        if not self._accepts_trials:
-            return
-        number = self._trials + (arguments is None)
-        self._directory.mkdir(exist_ok=True, parents=True, mode=0o700)
-        write_json(self._directory / f"{number}.json", {"arguments": arguments}, durable=False)
+        Raises:
+            ConfigError: Its arguments differ between hosts. The ranks still wait.
+        """
+        self._write_request(list_program_arguments(experiment))
+        self._begin(experiment, trial)
+
+    def request_end(self) -> None:
+        """Let the ranks end after the current trial."""
+        self._write_request(None)
+
+    def _write_request(self, arguments: Sequence[str] | None) -> None:
+        """Write the request that follows the current trial, if the ranks read requests. Ranks of
+        layouts whose models cannot be freed read none, and end after their trial.
+        """
+        if self._accepts_requests:
+            self._requests.mkdir(exist_ok=True, parents=True, mode=0o700)
+            path = self._requests / f"{self._ordinal + 1}.json"
+            write_json(path, {"arguments": arguments}, durable=False)
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the run has ended, for at most some seconds."""
+        """Wait until the processes have ended, for at most some seconds."""
         deadline = time.monotonic() + seconds
-        while not self._runner.ended(self.state) and time.monotonic() < deadline:
+        while not self._runner.ended(self._state) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def observe(
@@ -146,58 +180,93 @@ class _LiveRun:
         poll_seconds: float,
         is_hopeless: Callable[[Timing], bool],
     ) -> Trial:
-        """Wait for the end of a trial, and return it with its result."""
-        state_word, is_overdue = MEASURED, False
+        """Wait for the end of the current trial, and return it with its result."""
+        outcome, is_overdue = MEASURED, False
         start_time = time.monotonic()
-        log = str(self.state.hosts[0].output)
         while True:
-            snapshot = self._runner.query(self.state)
+            snapshot = self._query()
             if snapshot.phase.ended:
-                snapshot = _settle(lambda: self._runner.query(self.state), snapshot)
+                snapshot = self._await_failure_report(snapshot)
                 break
-            steps = step_seconds(snapshot, self._trials)
-            if steps and not self._startup_seconds:
-                self._startup_seconds = time.monotonic() - self._start_time
             if self._is_between_trials(snapshot):
-                # A snapshot reads the events before the activities.
-                snapshot = self._runner.query(self.state)
-                self.is_waiting, self.can_go_on = True, self._accepts_trials
+                # A snapshot reads the steps before the activities, so it may lack the last ones.
+                snapshot = self._query()
+                self.is_waiting, self.can_run_next = True, self._accepts_requests
                 break
-            timing = time_steps(steps)
-            if timing is not None and timing.steps >= _LEAST_STEPS and is_hopeless(timing):
-                state_word = CUT_SHORT
-                self.can_go_on = self._accepts_trials and self._ends_soon(timing)
+            timing = time_steps(self._list_step_seconds(snapshot))
+            if timing is not None and timing.steps >= _MIN_STEPS_BEFORE_CUT and is_hopeless(timing):
+                outcome = CUT_SHORT
+                self.can_run_next = self._accepts_requests and self._ends_soon(timing)
                 break
             if time.monotonic() - start_time > seconds_limit:
                 is_overdue = True
                 break
             time.sleep(poll_seconds)
-        steps = step_seconds(snapshot, self._trials)
-        result = replace(trial, step_seconds=steps, memory_gib=snapshot.memory_gib, log=log)
-        if snapshot.phase in (Phase.FAILED, Phase.LOST):
-            reason = snapshot.phase.value
-            if snapshot.failure is not None:
-                reason = snapshot.failure.headline()
-                return _failed(result, reason, log, detail=snapshot.failure.traceback)
-            return _failed(result, reason, log)
-        if time_steps(steps) is None:
-            reason = f"it reported {len(steps) + WARMUP_STEPS} steps or fewer"
-            if is_overdue:
-                reason += f" in {seconds_limit:g} s (auto_tuner.control.max_time_per_task)"
-            return _failed(result, reason, log)
-        return replace(result, state=state_word)
+        return self._make_result(
+            trial, snapshot, outcome, seconds_limit=seconds_limit if is_overdue else None
+        )
+
+    def _query(self) -> Snapshot:
+        snapshot = self._runner.query(self._state)
+        if self._startup_seconds is None and self._list_step_seconds(snapshot):
+            self._startup_seconds = time.monotonic() - self._launch_time
+        return snapshot
+
+    def _list_step_seconds(self, snapshot: Snapshot) -> tuple[float, ...]:
+        return list_step_seconds(snapshot, self._ordinal)
+
+    def _await_failure_report(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot of a failed run with its first failure, on which its hosts may agree
+        after its end.
+        """
+        deadline = time.monotonic() + _FAILURE_REPORT_SECONDS
+        while snapshot.phase is Phase.FAILED and snapshot.failure is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+            snapshot = self._query()
+        return snapshot
 
     def _is_between_trials(self, snapshot: Snapshot) -> bool:
-        """Return whether any rank of each host waits, which it does when all have finished."""
+        """Return whether all ranks have finished the current trial.
+
+        A rank waits as soon as all have freed their memory, so one waiting rank per host suffices.
+        The step of a waiting rank is the number of trials that it has finished.
+        """
         rows = [row for row in snapshot.hosts if row.ranks]
         return bool(rows) and all(
-            row.doing == BETWEEN_TRIALS and row.step == self._trials for row in rows
+            row.doing == BETWEEN_TRIALS and row.step == self._ordinal for row in rows
         )
 
     def _ends_soon(self, timing: Timing) -> bool:
         """Return whether the rest of a trial takes less time than a start of processes."""
-        rest = self._steps - WARMUP_STEPS - timing.steps
-        return rest * timing.seconds < self._startup_seconds
+        remaining_steps = self._total_steps - WARMUP_STEPS - timing.steps
+        startup_seconds = self._startup_seconds
+        return startup_seconds is not None and remaining_steps * timing.seconds < startup_seconds
+
+    def _make_result(
+        self, trial: Trial, snapshot: Snapshot, outcome: str, *, seconds_limit: float | None
+    ) -> Trial:
+        """Return a trial with its result.
+
+        Enough steps are a measurement, no matter why there are no more: the trial may be over its
+        limit, or a user may have stopped its run. ``seconds_limit`` is None for a trial in time.
+        """
+        steps = self._list_step_seconds(snapshot)
+        result = replace(
+            trial, step_seconds=steps, memory_gib=snapshot.memory_gib, log=self.log, state=outcome
+        )
+        if snapshot.phase in (Phase.FAILED, Phase.LOST):
+            failure = snapshot.failure
+            if failure is None:
+                return _failed(result, snapshot.phase.value, self.log)
+            return _failed(result, failure.headline(), self.log, detail=failure.traceback)
+        if time_steps(steps) is None:
+            reason = f"it reported {len(steps) + WARMUP_STEPS} steps or fewer"
+            if seconds_limit is not None:
+                reason += f" in {seconds_limit:g} s (auto_tuner.control.max_time_per_task)"
+            return _failed(result, reason, self.log)
+        return result
 
 
 def list_program_arguments(experiment: Experiment) -> list[str]:
@@ -206,32 +275,15 @@ def list_program_arguments(experiment: Experiment) -> list[str]:
     Raises:
         ConfigError: They differ between hosts.
     """
-    programs = {
-        host.program[1:] for host in runner_for_experiment(experiment).plan(experiment).hosts
-    }
-    if len(programs) > 1:
+    plan = runner_for_experiment(experiment).plan(experiment)
+    arguments_of_hosts = {host.program[1:] for host in plan.hosts}
+    if len(arguments_of_hosts) > 1:
         raise ConfigError("the hosts have different arguments")
-    return list(next(iter(programs)))
-
-
-_END_SECONDS = 20.0
-"""Seconds in which the processes of a trial end when no other follows."""
-_SETTLE_SECONDS = 5.0
-
-
-def _settle(query: Callable[[], Snapshot], snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot of a failed run with its first failure, which may be reported late."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while snapshot.phase is Phase.FAILED and snapshot.failure is None:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-        snapshot = query()
-    return snapshot
+    return list(next(iter(arguments_of_hosts)))
 
 
 def _failed(trial: Trial, reason: str, log: str, detail: str = "") -> Trial:
-    """Return a failed trial. Its steps do not count, so it is never compared as slow."""
+    """Return a trial as failed, without its steps: a failed layout is not a slow one."""
     text = f"{reason}\n{detail}"
     return replace(
         trial,
@@ -243,16 +295,23 @@ def _failed(trial: Trial, reason: str, log: str, detail: str = "") -> Trial:
     )
 
 
-def step_seconds(snapshot: Snapshot, trial: int = 1) -> tuple[float, ...]:
-    """Return the seconds of the counted steps of a run so far, of its n-th trial."""
+def list_step_seconds(snapshot: Snapshot, ordinal: int) -> tuple[float, ...]:
+    """Return the seconds of the steps after the warm-up that a trial has reported so far.
+
+    Args:
+        snapshot: Snapshot of the processes.
+        ordinal: Number of the trial among those of these processes, from 1.
+    """
     steps = []
     for events in snapshot.events.values():
-        begun = itertools.accumulate(event.event == "ready" for event in events)
+        # A rank reports "ready" once per trial, before its first step.
+        ordinals = itertools.accumulate(event.event == "ready" for event in events)
         steps += [
             (int(event.get("step")), float(seconds))
-            for event, number in zip(events, begun, strict=True)
-            if number == trial
+            for event, event_ordinal in zip(events, ordinals, strict=True)
+            if event_ordinal == ordinal
             and event.event == "progress"
             and (seconds := event.get_number("step_seconds"))
         ]
+    # One rank reports all steps, so the first ones are the warm-up.
     return tuple(seconds for _, seconds in sorted(steps)[WARMUP_STEPS:])

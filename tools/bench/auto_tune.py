@@ -355,7 +355,8 @@ class Comparison:
     ) -> Iterator[None]:
         """Run one trial to its end, in the processes of the last one if they can run it."""
         self._number += 1
-        trial = Trial(self._number, layout.setting, run=processes.find(layout.setting))
+        run = processes.find_reusable(layout.setting) or 0
+        trial = Trial(self._number, layout.setting, run=run)
         start = time.monotonic()
         experiment = load_trial(
             self._experiment,
@@ -365,7 +366,7 @@ class Comparison:
             checking=False,
         )
         limit = min(max(deadline - start, 1.0), _LONGEST_TRIAL)
-        trial = processes.run(experiment, trial, seconds_limit=limit)
+        trial = processes.run_trial(experiment, trial, seconds_limit=limit)
         if trial.state == FAILED and trial.run:
             print(f"  {layout.key} failed: {trial.failure}; again in new processes", flush=True)
             yield from self._measure(layout, deadline, processes)

@@ -14,49 +14,59 @@ from flagscale.launcher.liveness.messages import HealthReply, MeasureHealth
 
 
 class HardwareCheck:
-    """A check of several hosts, which the caller drives by :meth:`receive` and :meth:`tick`.
+    """A check of several hosts.
 
-    The caller sends and removes ``orders`` (pairs of a host's number and the order).
+    All hosts get an order in each step of the check, and the next step begins when all have replied
+    or failed. The caller passes on their replies (:meth:`receive`), calls :meth:`tick` regularly,
+    and sends and removes ``orders``, pairs of a host and its order, until there is a ``judgement``.
     """
 
     def __init__(self, hosts: Collection[int], first_step: int, name: str, now: float) -> None:
-        """Order the hosts to start their workers.
+        """Begin with the first step, in which the hosts start their workers.
 
         Args:
             hosts: Numbers of the hosts.
-            first_step: Number of the first order, above those of earlier checks.
+            first_step: Number of the first step, above those of earlier checks.
             name: Name of this check, different from those of earlier ones.
             now: Current time.
         """
         self.orders: list[tuple[int, MeasureHealth]] = []
         self.step = first_step - 1
-        """Number of the last orders."""
+        """Number of the last step that has begun. Replies have it, too."""
         self.judgement: Judgement | None = None
         """Result, once the check is over."""
         self._name = name
         self._failures: dict[int, str] = {}
+        """Reasons why hosts take no further part. :func:`measure_in_passes` reads it in each step.
+        """
         self._replies: dict[int, HealthEvent] = {}
+        """Replies to the current step."""
         self._awaited: set[int] = set()
-        self._deadline = now
-        self._steps: PassSteps | None = None
-        self._send(dict.fromkeys(hosts), READY_SECONDS, now)
+        """Hosts whose reply to the current step is missing."""
+        self._passes: PassSteps | None = None
+        """The steps after the first one; None before the first one is over."""
+        # An order without a command starts the worker.
+        self._begin_step(dict.fromkeys(hosts), now + READY_SECONDS)
 
     def receive(self, host: int, reply: HealthReply) -> None:
-        """Process a reply of a host."""
+        """Process a reply of a host. Replies to earlier steps came too late and are ignored."""
         if reply.step != self.step or host not in self._awaited:
             return
         self._awaited.discard(host)
         if reply.event is None:
             self._failures[host] = reply.problem or "the check failed there"
+        elif self._passes is None and reply.event.kind != "ready":
+            # Only an agent of another version sends it. No host may vanish from the result.
+            self._failures[host] = f"unexpected reply to the start: {reply.event.kind}"
         else:
             self._replies[host] = reply.event
 
     def extend(self, seconds: float) -> None:
-        """Give the hosts more time: the coordinator did not run."""
+        """Move the deadline by the time in which the coordinator itself did not run."""
         self._deadline += seconds
 
     def tick(self, now: float, is_silent: Callable[[int], bool]) -> None:
-        """Send the next orders if all hosts have replied, or will not any more.
+        """Begin the next step, or end the check, if no reply is awaited any more.
 
         Args:
             now: Current time.
@@ -64,41 +74,41 @@ class HardwareCheck:
         """
         is_late = now >= self._deadline
         overdue = {host for host in self._awaited if is_late or is_silent(host)}
-        for host in overdue:
-            self._failures[host] = "no answer"
+        self._failures |= dict.fromkeys(overdue, "no answer")
         self._awaited -= overdue
         if self._awaited or self.judgement is not None:
             return
         try:
-            if self._steps is None:
-                ready = {h: event for h, event in self._replies.items() if event.kind == "ready"}
-                self._steps = measure_in_passes(ready, self._failures, self._name)
-                batch = next(self._steps)
+            if self._passes is None:
+                self._passes = measure_in_passes(self._replies, self._failures, self._name)
+                batch = next(self._passes)
             else:
-                batch = self._steps.send(self._replies)
+                batch = self._passes.send(self._replies)
         except StopIteration as end:
             self.judgement = end.value.judgement
         else:
-            self._send(batch.commands, batch.timeout, now)
+            self._begin_step(batch.commands, now + batch.timeout)
 
-    def _send(
-        self, commands: Mapping[int, HealthCommand | None], timeout: float, now: float
-    ) -> None:
+    def _begin_step(self, commands: Mapping[int, HealthCommand | None], deadline: float) -> None:
+        """Add an order for each host that has a command, and await the replies."""
         self.step += 1
-        self._replies, self._awaited, self._deadline = {}, set(commands), now + timeout
-        orders = ((host, MeasureHealth(self.step, c)) for host, c in sorted(commands.items()))
-        self.orders.extend(orders)
+        self._deadline = deadline
+        self._replies, self._awaited = {}, set(commands)
+        self.orders += [
+            (host, MeasureHealth(self.step, command)) for host, command in sorted(commands.items())
+        ]
 
 
 def describe_sick_hosts(judgement: Judgement) -> dict[int, str]:
-    """Return what is wrong with each sick host."""
+    """Return the reasons why hosts are sick, by host."""
     texts: dict[int, list[str]] = {}
     for finding in judgement.findings:
         if finding.severity is Severity.SICK:
             texts.setdefault(finding.host, []).append(f"{finding.check}: {finding.text}")
-    return {host: _join_findings(findings) for host, findings in sorted(texts.items())}
+    return {host: _summarize_findings(findings) for host, findings in sorted(texts.items())}
 
 
-def _join_findings(texts: Sequence[str]) -> str:
+def _summarize_findings(texts: Sequence[str]) -> str:
+    """Return the first finding, and the number of the others."""
     more = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
     return f"{texts[0]}{more}"

@@ -1,4 +1,8 @@
-"""Adam with weights of its own, in the device's or in the host's memory, of any number format.
+"""Adam that keeps master weights and moments in a chosen format, on the device or the host.
+
+Master weights are the weights that Adam updates; Megatron-LM calls their format main_params. The
+model's weights are the same values in the model's dtype. If both formats are equal and in the
+same memory, they are the same tensor.
 
 With ``optimizer_cpu_offload`` the fp32 weights and both moments of some weights are in host
 memory, 12 bytes a weight. They are updated piece by piece, in two ways at the same time:
@@ -7,7 +11,8 @@ memory, 12 bytes a weight. They are updated piece by piece, in two ways at the s
   new weights to the device (Ren et al., "ZeRO-Offload", 2021);
 - by the device, bound by the bandwidth of PCIe: states are copied to the device and back.
 
-With ``use_precision_aware_optimizer`` weights and moments take fewer bytes (:mod:`.state_formats`).
+With ``use_precision_aware_optimizer`` master weights and moments take fewer bytes
+(:mod:`.state_formats`). Such states are called lean.
 
 megatron.core's distributed optimizer treats this class as Transformer Engine's ``FusedAdam`` with
 ``use_precision_aware_optimizer``: the parameters are this rank's shards of the model's weights,
@@ -38,8 +43,8 @@ from flagscale.train.optim.lean_update import (
     rounding_key,
 )
 from flagscale.train.optim.offload_staging import (
-    PIECE_WEIGHTS,
-    STAGED_PIECES,
+    PIECES_IN_FLIGHT,
+    WEIGHTS_PER_PIECE,
     DeviceUpdatePipeline,
     HostUpdateStaging,
     Piece,
@@ -63,19 +68,20 @@ from flagscale.train.optim.state_formats import (
 from flagscale.train.optim.states import FIRST_MOMENT, SECOND_MOMENT
 
 MASTER = "master_param"
-"""Name of the weights in a parameter's state, beside the moments."""
+"""Name of the master weights in a parameter's state, next to the moments."""
 _DEVICE_FRACTION = 0.6
-"""Fraction of the offloaded weights that the device updates. On hosts with 16 cores and an H100 the
-cores took as long for the rest. It is a constant, because the results of both differ by rounding
-errors.
+"""Fraction of the offloaded weights that the device updates. Balanced on 16 cores and an H100: the
+cores took as long for the rest. It is not tuned at run time, because a CPU and a GPU round
+differently: another split would change the results.
 """
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StoredState(NamedTuple):
-    """Values of a parameter's weights, or of one of its moments, in their format.
+    """Master weights of a parameter, or one of its moments: a format and its tensors.
 
-    The first tensor of weights is the parameter.
+    The first tensor of master weights is the parameter itself, that is, the model's weights. With
+    :class:`InPlaceWeights` it is the only one.
     """
 
     form: Format
@@ -83,14 +89,18 @@ class StoredState(NamedTuple):
 
     @property
     def is_fp32(self) -> bool:
-        """True if the last tensor has the values as they are."""
+        """True if the last tensor has the values in fp32. Torch's fused kernel can update it.
+
+        That includes an fp32 model's own weights, because ``InPlaceWeights`` is a ``Plain`` format.
+        """
         is_plain = isinstance(self.form, (Plain, SeparateWeights))
         return is_plain and self.tensors[-1].dtype == torch.float32
 
     def to_fp32(self) -> torch.Tensor:
-        """Return the values in fp32: the state's own tensor or, if it has none, one in host memory.
+        """Return the values in fp32, to be read only.
 
-        A checkpoint is written from host memory, and the device may have no space for all states.
+        If the state is in fp32, this is its own tensor. Otherwise it is a copy in host memory: a
+        checkpoint is written from there, and the device may have no space for it.
         """
         if self.is_fp32:
             return self.tensors[-1]
@@ -107,6 +117,7 @@ class StoredState(NamedTuple):
             self.form.write(self._rows(part), piece, NEAREST)
 
     def _parts(self) -> Iterator[slice]:
+        """Yield parts that are converted one after the other, which limits temporary memory."""
         is_on_host = self.tensors[-1].device.type == "cpu"
         return block_parts(self.tensors[0].numel(), HOST_PART if is_on_host else DEVICE_PART)
 
@@ -140,27 +151,35 @@ class MasterWeightAdam(FusedAdam):
         super().__init__(params, **options)
         self._offload_fraction = offload_fraction
         self._formats = formats
-        self._names: dict[int, str] = {}
-        self._replicated: set[int] = set()
+        # By the parameter's id:
+        self._parameter_names: dict[int, str] = {}
+        self._replicated_ids: set[int] = set()
         self._staging: HostUpdateStaging | None = None
         self._pipeline: DeviceUpdatePipeline | None = None
-        self._device_updated: dict[int, int] = {}
+        self._device_weight_counts: dict[int, int] = {}
+        """Number of leading weights of each offloaded parameter that the device updates."""
+        self._pinned_states: dict[int, Tensors] = {}
+        """States of these weights in host memory. Memory is pinned as long as the registered
+        tensors exist, and these are views, which nothing else refers to.
+        """
 
     # -- state -------------------------------------------------------------------------------------
 
-    def identify(self, parameter: torch.Tensor, name: str, *, is_replicated: bool = False) -> None:
-        """Name a parameter before it has a state. Ranks that hold the same weight must round it
-        equally.
+    def name_parameter(
+        self, parameter: torch.Tensor, name: str, *, is_replicated: bool = False
+    ) -> None:
+        """Name a parameter before it has a state. Stochastic rounding depends on the name, so that
+        ranks that hold the same weight round it equally.
 
         Args:
             parameter: one of the parameters.
             name: name of the weights, equal on tensor-parallel ranks that hold copies of them.
-            is_replicated: other ranks, whose shards differ, hold copies of the weights. They get
-                the same results only from fp32 states.
+            is_replicated: other ranks hold copies of the weights, in shards that begin elsewhere.
+                Rounding depends on the position in a shard, so these weights have fp32 states.
         """
-        self._names[id(parameter)] = name
+        self._parameter_names[id(parameter)] = name
         if is_replicated:
-            self._replicated.add(id(parameter))
+            self._replicated_ids.add(id(parameter))
 
     def initialize_states(self) -> None:
         """Allocate the state of each parameter that has none."""
@@ -172,12 +191,12 @@ class MasterWeightAdam(FusedAdam):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _initialize_state(self, parameter: torch.Tensor) -> None:
-        """Allocate the state of a parameter: its weights, and zero moments."""
-        is_on_host = id(parameter) in self._offloaded_parameters
+        """Allocate the state of a parameter: master weights equal to it, and zero moments."""
+        is_on_host = id(parameter) in self._offloaded_ids
         device = torch.device("cpu") if is_on_host else parameter.device
         formats = self._formats_of(parameter)
         size, weights = parameter.numel(), parameter.detach()
-        master = _weights_format(formats, parameter.dtype, is_on_host=is_on_host)
+        master = _choose_master_format(formats, parameter.dtype, is_on_host=is_on_host)
         first, second = FIRST_MOMENTS[formats.first_moment], SECOND_MOMENTS[formats.second_moment]
         self.state[parameter] = {
             MASTER: StoredState(master, (weights, *master.allocate(size, device))),
@@ -186,31 +205,40 @@ class MasterWeightAdam(FusedAdam):
         }
         self.state[parameter][MASTER].overwrite(weights)
         if is_on_host:
-            self._device_updated[id(parameter)] = self._prepare_device_updates(parameter)
+            self._device_weight_counts[id(parameter)] = self._pin_states_for_device(parameter)
 
-    def _prepare_device_updates(self, parameter: torch.Tensor) -> int:
-        """Return the number of leading weights of an offloaded parameter that the device updates,
-        after pinning their states.
+    def _pin_states_for_device(self, parameter: torch.Tensor) -> int:
+        """Pin the states of the leading weights of an offloaded parameter that the device updates.
+        Return the number of these weights.
         """
-        pieces = round(_DEVICE_FRACTION * parameter.numel() / PIECE_WEIGHTS)
+        pieces = round(_DEVICE_FRACTION * parameter.numel() / WEIGHTS_PER_PIECE)
         device = Device.from_torch(parameter.device)
         if not pieces or device.is_host:
             return 0
-        if id(parameter) in self._replicated:
-            return 0  # shards of copies are cut elsewhere, and rounding errors must be the same
-        weights = min(pieces * PIECE_WEIGHTS, parameter.numel())
+        if id(parameter) in self._replicated_ids:
+            # Shards of the copies begin elsewhere. One rank's CPU and another rank's GPU would
+            # update the same weight, with different rounding errors.
+            return 0
+        weights = min(pieces * WEIGHTS_PER_PIECE, parameter.numel())
         tensors = self._cut_tensors(Piece(parameter, slice(0, weights)))
-        if not all(map(device.register_host_memory, tensors.in_host_memory())):
+        states = tensors.in_host_memory()
+        # After a failure the tensors that have been registered are released with this list.
+        if not all(map(device.register_host_memory, states)):
+            # Python prints it once, not for every parameter.
             warnings.warn(
                 "the host's memory cannot be pinned: its cores update all states there, which "
                 "takes up to half longer",
                 stacklevel=2,
             )
             return 0
+        self._pinned_states[id(parameter)] = states
         return weights
 
     def _formats_of(self, parameter: torch.Tensor) -> StateFormats:
-        if id(parameter) in self._replicated:
+        """Return the formats of a parameter's states. Those of replicated parameters have the
+        precision of fp32, which needs no stochastic rounding.
+        """
+        if id(parameter) in self._replicated_ids:
             return StateFormats(remainders=self._formats.remainders)
         return self._formats
 
@@ -220,7 +248,7 @@ class MasterWeightAdam(FusedAdam):
         return sum(
             math.ceil(parameter.numel() * self._formats_of(parameter).host_bytes)
             for parameter in self._parameters()
-            if id(parameter) in self._offloaded_parameters
+            if id(parameter) in self._offloaded_ids
         )
 
     def reset_master_weights(self) -> None:
@@ -248,14 +276,16 @@ class MasterWeightAdam(FusedAdam):
         parameters = self._parameters()
         for index, states in state_dict["state"].items():
             for name, state in states.items():
+                # megatron.core may pass this optimizer's own states, which need no copy.
                 if state is not self.state.get(parameters[index], {}).get(name):
                     self.set_scaled_state(parameters[index], name, state.to_fp32())
 
     @cached_property
-    def _offloaded_parameters(self) -> set[int]:
+    def _offloaded_ids(self) -> set[int]:
         """Return the ids of the parameters whose state is in host memory.
 
-        They are the first ones, until they have ``offload_fraction`` of the weights.
+        They are the first ones, until they have ``offload_fraction`` of the weights. The set stays
+        once it has been read, because states are not moved.
         """
         parameters = self._parameters()
         remaining = self._offload_fraction * sum(parameter.numel() for parameter in parameters)
@@ -270,7 +300,7 @@ class MasterWeightAdam(FusedAdam):
     # -- step --------------------------------------------------------------------------------------
 
     def _update_group(self, group: dict[str, Any]) -> None:
-        host_parameters: list[Any] = []
+        offloaded_parameters: list[Any] = []
         lean_parameters: list[Any] = []
         fp32_parameters: list[Any] = []
         for parameter in group["params"]:
@@ -278,9 +308,9 @@ class MasterWeightAdam(FusedAdam):
                 continue
             if parameter not in self.state:
                 self._initialize_state(parameter)
-            if id(parameter) in self._offloaded_parameters:
-                host_parameters.append(parameter)
-            elif self._is_fp32(parameter):
+            if id(parameter) in self._offloaded_ids:
+                offloaded_parameters.append(parameter)
+            elif self._has_fp32_states(parameter):
                 fp32_parameters.append(parameter)
             else:
                 lean_parameters.append(parameter)
@@ -288,10 +318,10 @@ class MasterWeightAdam(FusedAdam):
             self._update_fp32_states(group, fp32_parameters)
         if lean_parameters:
             self._update_lean_states(group, lean_parameters)
-        if host_parameters:
-            self._update_offloaded(group, host_parameters)
+        if offloaded_parameters:
+            self._update_offloaded(group, offloaded_parameters)
 
-    def _is_fp32(self, parameter: torch.Tensor) -> bool:
+    def _has_fp32_states(self, parameter: torch.Tensor) -> bool:
         """Return True if all states are fp32 tensors, which torch's fused kernel updates."""
         return all(state.is_fp32 for state in self.state[parameter].values())
 
@@ -305,6 +335,7 @@ class MasterWeightAdam(FusedAdam):
             [state[FIRST_MOMENT].tensors[0] for state in states],
             [state[SECOND_MOMENT].tensors[0] for state in states],
         )
+        # Separate master weights are copied to the model's. In-place ones are the model's.
         pairs = [
             (state[MASTER].tensors[0], master)
             for state, master in zip(states, masters, strict=True)
@@ -315,12 +346,12 @@ class MasterWeightAdam(FusedAdam):
             torch._foreach_copy_(list(targets), list(sources))
 
     def _update_lean_states(self, group: dict[str, Any], parameters: list[Any]) -> None:
-        options = self._hyperparameters(group, parameters[0].device)
+        step_options = self._hyperparameters(group, parameters[0].device)
         for parameter in parameters:
             formats, tensors = self._adam_tensors(parameter)
             key = self._rounding_key(group, parameter)
             update = get_update(formats, is_decoupled=self.adam_w_mode)
-            update(tensors, parameter.decoupled_grad, options, key)
+            update(tensors, parameter.decoupled_grad, step_options, key)
 
     def _hyperparameters(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         return hyperparameters(group, is_decoupled=self.adam_w_mode, device=device)
@@ -333,53 +364,63 @@ class MasterWeightAdam(FusedAdam):
         )
 
     def _rounding_key(self, group: dict[str, Any], parameter: torch.Tensor) -> int:
-        if id(parameter) not in self._names:
-            self._names.update(
+        """Return the key from which, with a weight's position, its random thresholds are computed
+        in this step. Parameters without a name are known by their number.
+        """
+        if id(parameter) not in self._parameter_names:
+            self._parameter_names.update(
                 (id(parameter), str(index))
                 for index, parameter in enumerate(self._parameters())
-                if id(parameter) not in self._names
+                if id(parameter) not in self._parameter_names
             )
-        return rounding_key(self._names[id(parameter)], group["step"])
+        return rounding_key(self._parameter_names[id(parameter)], group["step"])
 
     def _update_offloaded(self, group: dict[str, Any], parameters: list[Any]) -> None:
         """Update states in host memory: some on the device, the others on the host."""
         device = parameters[0].device
         if self._staging is None or self._pipeline is None:
             self._staging, self._pipeline = HostUpdateStaging(device), DeviceUpdatePipeline(device)
-        options = self._hyperparameters(group, device)
+        step_options = self._hyperparameters(group, device)
         self._pipeline.begin()
+        # Both kinds of pieces are updated at the same time: the host queues pieces of the device
+        # in between its own.
         device_pieces: deque[Piece] = deque()
         host_pieces: list[Piece] = []
         for piece in cut_in_pieces(parameters):
-            is_on_device = piece.part.start < self._device_updated[id(piece.parameter)]
+            is_on_device = piece.part.start < self._device_weight_counts[id(piece.parameter)]
             (device_pieces if is_on_device else host_pieces).append(piece)
-        count = len(device_pieces)
-        with _all_host_threads():
+        device_count = len(device_pieces)
+        with _use_share_of_cores():
             for index, _ in enumerate(self._update_on_host(group, host_pieces, self._staging)):
-                # Device pieces are queued in proportion to the host's progress, because a full
-                # queue would block the host.
-                remaining = count - count * (index + STAGED_PIECES) // len(host_pieces)
+                # The generator has yielded before piece ``index`` of the host is updated. Device
+                # pieces are queued in proportion to the host's progress, and some ahead of it. A
+                # queue of all of them could be full, which blocks the host.
+                remaining = device_count - device_count * (index + PIECES_IN_FLIGHT) // len(
+                    host_pieces
+                )
                 while len(device_pieces) > max(remaining, 0):
-                    self._update_on_device(group, device_pieces.popleft(), self._pipeline, options)
+                    self._update_on_device(
+                        group, device_pieces.popleft(), self._pipeline, step_options
+                    )
         for piece in device_pieces:  # if there are no host pieces
-            self._update_on_device(group, piece, self._pipeline, options)
-        self._pipeline.finish()
+            self._update_on_device(group, piece, self._pipeline, step_options)
+        self._pipeline.synchronize()
 
     def _update_on_device(
         self,
         group: dict[str, Any],
         piece: Piece,
         pipeline: DeviceUpdatePipeline,
-        options: torch.Tensor,
+        step_options: torch.Tensor,
     ) -> None:
         """Queue the update of states in host memory on the device."""
         tensors = self._cut_tensors(piece)
-        gradient = piece.parameter.decoupled_grad[piece.part]
+        gradient = piece.gradient
 
         def update(copies: Sequence[torch.Tensor]) -> None:
-            self._update_piece(group, piece, tensors.replace_host(copies), gradient, options)
+            self._update_piece(group, piece, tensors.replace_host(copies), gradient, step_options)
 
-        pipeline.update(tensors.in_host_memory(), update)
+        pipeline.queue_update(tensors.in_host_memory(), update)
 
     def _update_on_host(
         self, group: dict[str, Any], pieces: Sequence[Piece], staging: HostUpdateStaging
@@ -390,21 +431,22 @@ class MasterWeightAdam(FusedAdam):
         While a piece is updated, the gradients of the next pieces are copied to the host and the
         weights of the previous ones to the device.
         """
-        options = self._hyperparameters(group, torch.device("cpu"))
+        step_options = self._hyperparameters(group, torch.device("cpu"))
         staging.begin()
-        for index, piece in enumerate(pieces[:STAGED_PIECES]):
-            staging.start_gradient(index, piece)
+        for index, piece in enumerate(pieces[:PIECES_IN_FLIGHT]):
+            staging.start_gradient_copy(index, piece)
         for index, piece in enumerate(pieces):
             yield
             gradient = staging.wait_for_gradient(index, piece)
             weights = staging.acquire_weights(index, piece)
             tensors = self._cut_tensors(piece)
             tensors = tensors._replace(weights=(weights, *tensors.weights[1:]))
-            self._update_piece(group, piece, tensors, gradient, options)
-            if index + STAGED_PIECES < len(pieces):
-                staging.start_gradient(index + STAGED_PIECES, pieces[index + STAGED_PIECES])
-            staging.start_weights(index, piece)
-        staging.finish()
+            self._update_piece(group, piece, tensors, gradient, step_options)
+            later = index + PIECES_IN_FLIGHT
+            if later < len(pieces):
+                staging.start_gradient_copy(later, pieces[later])
+            staging.start_weight_copy(index, piece)
+        staging.make_current_stream_wait()
 
     def _cut_tensors(self, piece: Piece) -> AdamTensors:
         formats, tensors = self._adam_tensors(piece.parameter)
@@ -416,12 +458,12 @@ class MasterWeightAdam(FusedAdam):
         piece: Piece,
         tensors: AdamTensors,
         gradient: torch.Tensor,
-        options: torch.Tensor,
+        step_options: torch.Tensor,
     ) -> None:
         """Update a piece of the weights, all of whose tensors are on one device."""
         parameter, part = piece
-        weights, master = tensors.weights
-        if self._is_fp32(parameter):
+        weights, master = tensors.weights  # offloaded master weights are separate
+        if self._has_fp32_states(parameter):
             self._run_kernel(
                 group, [master], [gradient.float()], [tensors.first_moment[0]],
                 [tensors.second_moment[0]],
@@ -429,6 +471,8 @@ class MasterWeightAdam(FusedAdam):
             weights.copy_(master)
             return
         formats, _ = self._adam_tensors(parameter)
+        # The update combines the key with positions in the piece in the same way. Pieces begin at
+        # multiples of a power of two, so where a parameter is cut does not change a weight's key.
         key = self._rounding_key(group, parameter) ^ part.start
         # Models that are trained on a CPU are too small for compilation to pay.
         has_accelerator = parameter.device.type != "cpu"
@@ -437,13 +481,16 @@ class MasterWeightAdam(FusedAdam):
             is_decoupled=self.adam_w_mode,
             compiles_on_host=weights.device.type == "cpu" and has_accelerator,
         )
-        update(tensors, gradient, options, key)
+        update(tensors, gradient, step_options, key)
 
 
-def _weights_format(
+def _choose_master_format(
     formats: StateFormats, model_dtype: torch.dtype, *, is_on_host: bool
 ) -> InPlaceWeights | SeparateWeights | RemainderWeights:
-    """Return the format of the weights that are updated, for weights of the model of a dtype."""
+    """Return the format of the master weights of a parameter of the model.
+
+    Offloaded master weights are always separate, because the model's weights are on the device.
+    """
     dtype = torch.float32 if model_dtype == torch.float32 else _DTYPES[formats.main_params]
     if is_on_host:
         return SeparateWeights(Plain(dtype))
@@ -455,15 +502,26 @@ def _weights_format(
 
 
 @contextmanager
-def _all_host_threads() -> Iterator[None]:
+def _use_share_of_cores() -> Iterator[None]:
     """Return a context manager in which torch uses this rank's share of the host's cores.
 
     Otherwise it uses ``OMP_NUM_THREADS``, which torchrun sets to 1.
     """
     threads = torch.get_num_threads()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(threads, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(max(threads, _count_cores_per_rank()))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _count_cores_per_rank() -> int:
+    """Return the number of cores of each rank of this host.
+
+    A rank may be bound to some of them (torchrun's ``numa_binding``), alone or together with other
+    ranks. Its parent, torchrun, may use those of all ranks.
+    """
+    own_cores = os.sched_getaffinity(0)
+    cores_of_all_ranks = own_cores | os.sched_getaffinity(os.getppid())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(len(own_cores), len(cores_of_all_ranks) // ranks)

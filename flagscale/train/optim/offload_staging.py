@@ -1,8 +1,11 @@
 """Staging buffers and streams for the update of offloaded optimizer states.
 
-Parameters are cut into pieces. Copies in both directions and updates overlap, and pieces use
-``STAGED_PIECES`` buffers in turn: 192 MiB on the device for fp32 states, and 96 MiB of pinned host
-memory.
+Parameters are cut into pieces. Copies in both directions and updates of different pieces overlap.
+Each of the ``PIECES_IN_FLIGHT`` pieces in flight has its own buffers. With fp32 states and a model
+in bf16 these are
+
+- on the device, three states of 4 bytes per weight: 192 MiB;
+- in pinned host memory, a gradient of 4 bytes and a new weight of 2 bytes per weight: 96 MiB.
 """
 
 from __future__ import annotations
@@ -12,181 +15,212 @@ from typing import Any, NamedTuple
 
 import torch
 
-PIECE_WEIGHTS = 1 << 22
-"""Weights of a piece: 16 MiB of an fp32 tensor, which PCIe copies in less than a millisecond."""
-STAGED_PIECES = 4
-"""Number of buffers, which is that of the pieces being copied or updated at a time."""
+WEIGHTS_PER_PIECE = 1 << 22
+"""Most weights in a piece: 16 MiB of an fp32 tensor, which PCIe copies in less than a millisecond.
+"""
+PIECES_IN_FLIGHT = 4
+"""Number of pieces that are copied or updated at the same time."""
 
 
 class Piece(NamedTuple):
-    """A slice of a flat parameter."""
+    """A slice of a flat parameter, whose gradient is in its attribute ``decoupled_grad``."""
 
     parameter: Any
     part: slice
 
     @property
-    def size(self) -> int:
-        """Number of weights."""
-        return int(self.part.stop - self.part.start)
+    def weights(self) -> torch.Tensor:
+        """The model's weights, which are updated in place."""
+        weights: torch.Tensor = self.parameter.detach()[self.part]
+        return weights
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        gradient: torch.Tensor = self.parameter.decoupled_grad[self.part]
+        return gradient
 
 
 def cut_in_pieces(parameters: Iterable[torch.Tensor]) -> Iterator[Piece]:
     """Yield all pieces of flat parameters."""
     for parameter in parameters:
         size = parameter.numel()
-        for begin in range(0, size, PIECE_WEIGHTS):
-            yield Piece(parameter, slice(begin, min(begin + PIECE_WEIGHTS, size)))
+        for begin in range(0, size, WEIGHTS_PER_PIECE):
+            yield Piece(parameter, slice(begin, min(begin + WEIGHTS_PER_PIECE, size)))
 
 
 class HostUpdateStaging:
-    """Buffers for gradients and weights of states that the host's cores update.
+    """Buffers in host memory for pieces that the host's cores update: one for the gradient, which
+    is copied from the device, and one for the new weights, which are copied to it.
 
-    On a host without a device the copies are plain ones.
+    Pieces are numbered from 0 in each step. Piece ``index`` has the buffers that piece
+    ``index - PIECES_IN_FLIGHT`` had. The weights of a model on the CPU are updated where they are.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_host = device.type == "cpu"
+        self._is_cpu_model = device.type == "cpu"
         self._gradients: dict[torch.dtype, torch.Tensor] = {}
         self._weights: dict[torch.dtype, torch.Tensor] = {}
-        if not self._is_host:
+        if not self._is_cpu_model:
             module: Any = torch.get_device_module(device)
             self._module = module
-            self._to_host, self._to_device = module.Stream(device), module.Stream(device)
-            self._gradient_events = [module.Event() for _ in range(STAGED_PIECES)]
-            self._weight_events = [module.Event() for _ in range(STAGED_PIECES)]
+            self._to_host_stream = module.Stream(device)
+            self._to_device_stream = module.Stream(device)
+            # Waiting for an event that has never been recorded returns at once.
+            self._gradient_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
+            self._weight_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
 
     def begin(self) -> None:
         """Order all copies after the work that is queued on the current stream."""
-        if not self._is_host:
+        if not self._is_cpu_model:
             current = self._module.current_stream()
-            self._to_host.wait_stream(current)
-            self._to_device.wait_stream(current)
+            self._to_host_stream.wait_stream(current)
+            self._to_device_stream.wait_stream(current)
 
-    def finish(self) -> None:
-        """Make the current stream wait for all copies, without waiting on the host."""
-        if not self._is_host:
+    def make_current_stream_wait(self) -> None:
+        """Make the current stream wait for all copies. The host itself does not wait."""
+        if not self._is_cpu_model:
             current = self._module.current_stream()
-            current.wait_stream(self._to_host)
-            current.wait_stream(self._to_device)
+            current.wait_stream(self._to_host_stream)
+            current.wait_stream(self._to_device_stream)
 
-    def start_gradient(self, index: int, piece: Piece) -> None:
-        """Start to copy the gradient of piece ``index`` to the host."""
-        gradient = piece.parameter.decoupled_grad[piece.part]
-        staged = self._buffer(self._gradients, index, gradient)
-        if self._is_host:
-            staged.copy_(gradient)
+    def start_gradient_copy(self, index: int, piece: Piece) -> None:
+        """Start to copy the gradient of piece ``index`` to the host.
+
+        The caller must have updated piece ``index - PIECES_IN_FLIGHT``: the copy overwrites its
+        gradient.
+        """
+        gradient = piece.gradient
+        buffer = self._get_buffer(self._gradients, index, gradient)
+        if self._is_cpu_model:
+            buffer.copy_(gradient)
             return
-        with self._module.stream(self._to_host):
-            staged.copy_(gradient, non_blocking=True)
-            self._gradient_events[index % STAGED_PIECES].record()
+        with self._module.stream(self._to_host_stream):
+            buffer.copy_(gradient, non_blocking=True)
+            self._gradient_events[index % PIECES_IN_FLIGHT].record()
 
     def wait_for_gradient(self, index: int, piece: Piece) -> torch.Tensor:
-        """Return the gradient of piece ``index`` in host memory."""
-        if not self._is_host:
-            self._gradient_events[index % STAGED_PIECES].synchronize()
-        return self._buffer(self._gradients, index, piece.parameter.decoupled_grad[piece.part])
+        """Wait for the copy of the gradient of piece ``index``, and return it."""
+        if not self._is_cpu_model:
+            self._gradient_events[index % PIECES_IN_FLIGHT].synchronize()
+        return self._get_buffer(self._gradients, index, piece.gradient)
 
     def acquire_weights(self, index: int, piece: Piece) -> torch.Tensor:
-        """Return host memory for the new weights of piece ``index``, once the piece before that
-        used it has been copied to the device. On a host without a device these are the weights.
+        """Return the host memory to which the new weights of piece ``index`` must be written.
+
+        It is a buffer with undefined values, once its last piece has been copied to the device. For
+        a model on the CPU it is the model's own memory.
         """
-        weights: torch.Tensor = piece.parameter.detach()[piece.part]
-        if self._is_host:
-            return weights
-        self._weight_events[index % STAGED_PIECES].synchronize()
-        return self._buffer(self._weights, index, weights)
+        if self._is_cpu_model:
+            return piece.weights
+        self._weight_events[index % PIECES_IN_FLIGHT].synchronize()
+        return self._get_buffer(self._weights, index, piece.weights)
 
-    def start_weights(self, index: int, piece: Piece) -> None:
+    def start_weight_copy(self, index: int, piece: Piece) -> None:
         """Start to copy the new weights of piece ``index`` to the device."""
-        if self._is_host:
+        if self._is_cpu_model:
             return
-        weights = piece.parameter.detach()[piece.part]
-        with self._module.stream(self._to_device):
-            weights.copy_(self._buffer(self._weights, index, weights), non_blocking=True)
-            self._weight_events[index % STAGED_PIECES].record()
+        weights = piece.weights
+        with self._module.stream(self._to_device_stream):
+            weights.copy_(self._get_buffer(self._weights, index, weights), non_blocking=True)
+            self._weight_events[index % PIECES_IN_FLIGHT].record()
 
-    def _buffer(
+    def _get_buffer(
         self, buffers: dict[torch.dtype, torch.Tensor], index: int, like: torch.Tensor
     ) -> torch.Tensor:
         """Return the buffer of piece ``index`` with the size and dtype of a tensor."""
         if like.dtype not in buffers:
             buffers[like.dtype] = torch.empty(
-                (STAGED_PIECES, PIECE_WEIGHTS), dtype=like.dtype, pin_memory=not self._is_host
+                (PIECES_IN_FLIGHT, WEIGHTS_PER_PIECE),
+                dtype=like.dtype,
+                pin_memory=not self._is_cpu_model,
             )
-        buffer: torch.Tensor = buffers[like.dtype][index % STAGED_PIECES, : like.numel()]
+        buffer: torch.Tensor = buffers[like.dtype][index % PIECES_IN_FLIGHT, : like.numel()]
         return buffer
 
 
 class DeviceUpdatePipeline:
-    """Updates on the device of states in host memory.
+    """Pipeline in which the device updates states that are in host memory.
 
-    The states of a piece are copied to the device, updated there and copied back, on three streams.
-    The host only queues this, so that its cores can update other states meanwhile.
+    The states of a piece are copied to the device, updated there, and copied back. Each of the
+    three has a stream. The host only queues the work, so that its cores can update other states
+    meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._is_host = device, device.type == "cpu"
+        self._device, self._is_cpu_model = device, device.type == "cpu"
         self._buffers: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._pieces = 0
-        if not self._is_host:
+        self._queued_pieces = 0
+        """Number of pieces since the start of training, by which they take the buffers in turn."""
+        if not self._is_cpu_model:
             module: Any = torch.get_device_module(device)
             self._module = module
-            self._to_device = module.Stream(device)
-            self._updates = module.Stream(device)
-            self._to_host = module.Stream(device)
-            self._copied_events = [module.Event() for _ in range(STAGED_PIECES)]
-            self._updated_events = [module.Event() for _ in range(STAGED_PIECES)]
-            self._returned_events = [module.Event() for _ in range(STAGED_PIECES)]
+            self._to_device_stream = module.Stream(device)
+            self._update_stream = module.Stream(device)
+            self._to_host_stream = module.Stream(device)
+            # Waiting for an event that has never been recorded does nothing.
+            self._on_device_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
+            self._updated_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
+            self._on_host_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
 
     def begin(self) -> None:
-        """Order all updates after the work that is queued on the current stream: gradients."""
-        if not self._is_host:
-            self._updates.wait_stream(self._module.current_stream())
+        """Order all updates after the work that is queued on the current stream, which computes the
+        gradients.
+        """
+        if not self._is_cpu_model:
+            self._update_stream.wait_stream(self._module.current_stream())
 
-    def update(
-        self, states: Sequence[torch.Tensor], update: Callable[[Sequence[torch.Tensor]], None]
+    def queue_update(
+        self,
+        states: Sequence[torch.Tensor],
+        update_in_place: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         """Queue the update of the states of a piece.
 
         Args:
-            states: flat tensors in pinned host memory, of at most ``PIECE_WEIGHTS`` elements.
-            update: called with copies of them on the device, which it updates in place.
+            states: flat tensors in pinned host memory, of at most ``WEIGHTS_PER_PIECE`` elements.
+            update_in_place: called at once with tensors on the device, to queue their update. The
+                values of ``states`` are in them by the time that the update runs.
         """
-        slot = self._pieces % STAGED_PIECES
-        self._pieces += 1
-        copies = [self._buffer(slot, index, state) for index, state in enumerate(states)]
-        if self._is_host:
+        slot = self._queued_pieces % PIECES_IN_FLIGHT
+        self._queued_pieces += 1
+        copies = [self._get_buffer(slot, index, state) for index, state in enumerate(states)]
+        if self._is_cpu_model:  # as tests do; the host's cores update their states in place
             _copy_all(copies, states)
-            update(copies)
+            update_in_place(copies)
             _copy_all(states, copies)
             return
-        with self._module.stream(self._to_device):
-            self._returned_events[slot].wait()
+        with self._module.stream(self._to_device_stream):
+            self._on_host_events[slot].wait()
             _copy_all(copies, states)
-            self._copied_events[slot].record()
-        with self._module.stream(self._updates):
-            self._copied_events[slot].wait()
-            update(copies)
+            self._on_device_events[slot].record()
+        with self._module.stream(self._update_stream):
+            self._on_device_events[slot].wait()
+            update_in_place(copies)
             self._updated_events[slot].record()
-        with self._module.stream(self._to_host):
+        with self._module.stream(self._to_host_stream):
             self._updated_events[slot].wait()
             _copy_all(states, copies)
-            self._returned_events[slot].record()
+            self._on_host_events[slot].record()
 
-    def finish(self) -> None:
-        """Wait on the host until all states are back in its memory."""
-        if not self._is_host:
-            self._to_host.synchronize()
-            self._module.current_stream().wait_stream(self._updates)
+    def synchronize(self) -> None:
+        """Wait on the host until all states are back in its memory, where it may read them. The
+        current stream waits for the updates of the model's weights.
+        """
+        if not self._is_cpu_model:
+            self._to_host_stream.synchronize()
+            self._module.current_stream().wait_stream(self._update_stream)
 
-    def _buffer(self, slot: int, index: int, state: torch.Tensor) -> torch.Tensor:
+    def _get_buffer(self, slot: int, index: int, state: torch.Tensor) -> torch.Tensor:
         """Return memory on the device for tensor ``index`` of the states of a piece."""
         key = (slot, index, state.dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(PIECE_WEIGHTS, dtype=state.dtype, device=self._device)
-            if not self._is_host:
-                # Queued work may still read memory that was freed for this buffer.
-                self._to_device.wait_stream(self._module.current_stream())
+            self._buffers[key] = torch.empty(
+                WEIGHTS_PER_PIECE, dtype=state.dtype, device=self._device
+            )
+            if not self._is_cpu_model:
+                # torch may have freed this memory on the host while work that is queued on the
+                # current stream still reads it. The first copy must wait for that work.
+                self._to_device_stream.wait_stream(self._module.current_stream())
         return self._buffers[key][: state.numel()]
 
 

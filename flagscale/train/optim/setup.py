@@ -233,7 +233,7 @@ def _identify_parameters(distributed_optimizer: Any) -> None:
         start = distributed_optimizer._get_model_param_range_map(parameter)["param"].start
         # The first and the last pipeline stage hold copies of a tied embedding.
         is_replicated = getattr(parameter, "shared_embedding", False)
-        adam.identify(
+        adam.name_parameter(
             adam.param_groups[group]["params"][order],
             f"{names[parameter]}[{start}]",
             is_replicated=is_replicated,

@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 PROGRAM = """\
 import sys
 from flagscale.train import train_gpt, trial_series
-release = trial_series.TrialSeries._release
+free_memory = trial_series.TrialSeries._free_memory
 def count(series):
     before = trial_series.count_tensor_bytes()
-    is_clean = release(series)
-    print("memory", before, trial_series.count_tensor_bytes(), is_clean, flush=True)
-    return is_clean
-trial_series.TrialSeries._release = count
+    is_free = free_memory(series)
+    print("memory", before, trial_series.count_tensor_bytes(), is_free, flush=True)
+    return is_free
+trial_series.TrialSeries._free_memory = count
 sys.exit(train_gpt.main())
 """
 ARGUMENTS = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.offload import update_as_on_a_device
 
+from flagscale.accelerators.device import Device
 from flagscale.train.host_memory import read_available_memory
 from flagscale.train.optim import master_adam, offload_staging
 from flagscale.train.optim.adam import FusedAdam
@@ -41,8 +43,8 @@ def test_steps_equal_those_of_fp32_weights(
     device_fraction: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload_staging, "PIECE_WEIGHTS", 8)
-    monkeypatch.setattr(master_adam, "PIECE_WEIGHTS", 8)
+    monkeypatch.setattr(offload_staging, "WEIGHTS_PER_PIECE", 8)
+    monkeypatch.setattr(master_adam, "WEIGHTS_PER_PIECE", 8)
     monkeypatch.setattr(master_adam, "_DEVICE_FRACTION", device_fraction)
     update_as_on_a_device(monkeypatch)
     weights = [weight.to(dtype) for weight in random_tensors(0)]
@@ -53,6 +55,34 @@ def test_steps_equal_those_of_fp32_weights(
     for weight, reference in zip(weights, expected, strict=True):
         assert torch.equal(adam.get_unscaled_state(weight, "master_param"), reference)
         assert torch.equal(weight, reference.to(dtype))
+
+
+def test_states_that_a_device_updates_stay_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is pinned as long as the registered tensor exists."""
+    monkeypatch.setattr(master_adam, "WEIGHTS_PER_PIECE", 8)
+    update_as_on_a_device(monkeypatch)
+    registered: list[weakref.ref[torch.Tensor]] = []
+
+    def register(_device: Device, tensor: torch.Tensor) -> bool:
+        registered.append(weakref.ref(tensor))
+        return len(registered) != 5  # a state of the second parameter cannot be pinned
+
+    monkeypatch.setattr(Device, "register_host_memory", register)
+    weights = [torch.ones(20).bfloat16() for _ in range(2)]
+    adam = MasterWeightAdam(weights, offload_fraction=1.0, **OPTIONS)
+    with pytest.warns(UserWarning, match="cannot be pinned"):
+        adam.initialize_states()
+    assert [tensor() is not None for tensor in registered] == [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize(("own_cores", "expected"), [(16, 4), (8, 4), (4, 4), (2, 2)], ids=str)
+def test_rank_that_is_bound_to_cores_uses_its_share_of_the_hosts(
+    own_cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of a host with 16 cores, bound by torchrun to all, a half, a quarter or less."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16 if pid else own_cores)))
+    assert master_adam._count_cores_per_rank() == expected
 
 
 def test_loaded_state_continues_as_the_saved_one() -> None:

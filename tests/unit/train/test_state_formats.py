@@ -219,7 +219,7 @@ def test_the_same_weight_is_rounded_equally_everywhere() -> None:
         weights = torch.linspace(1, 2, 300).bfloat16()
         formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
         adam = MasterWeightAdam([weights], formats=formats, lr=1e-4)
-        adam.identify(weights, name)
+        adam.name_parameter(weights, name)
         for _ in range(steps):
             weights.decoupled_grad = torch.ones(300)  # type: ignore[attr-defined]
             adam.step()
@@ -234,7 +234,7 @@ def test_copies_of_other_ranks_get_fp32_states() -> None:
     formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
     adam = MasterWeightAdam([weights], formats=formats, offload_fraction=1.0)
     assert adam.host_bytes == math.ceil(300 * (2 + 2 * (1 + 1 / BLOCK_WEIGHTS)))
-    adam.identify(weights, "embedding", is_replicated=True)
+    adam.name_parameter(weights, "embedding", is_replicated=True)
     assert adam.host_bytes == 300 * 12
     adam.initialize_states()
     assert {state.tensors[-1].dtype for state in adam.state[weights].values()} == {torch.float32}
@@ -264,7 +264,7 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
     expected = train(0.0)
     monkeypatch.setattr("flagscale.train.optim.lean_update.HOST_PART", BLOCK_WEIGHTS)
     for module in ("offload_staging", "master_adam"):
-        monkeypatch.setattr(f"flagscale.train.optim.{module}.PIECE_WEIGHTS", 2 * BLOCK_WEIGHTS)
+        monkeypatch.setattr(f"flagscale.train.optim.{module}.WEIGHTS_PER_PIECE", 2 * BLOCK_WEIGHTS)
     monkeypatch.setattr("flagscale.train.optim.master_adam._DEVICE_FRACTION", device_fraction)
     update_as_on_a_device(monkeypatch)
     get_update.cache_clear()

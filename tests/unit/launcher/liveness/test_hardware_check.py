@@ -35,6 +35,8 @@ class MeasuredJob(Job):
         self.rates: dict[int, list[float]] = {}
         self.faults: dict[int, list[str]] = {}
         self.broken: dict[int, str] = {}
+        self.confused: set[int] = set()
+        """Hosts that report a measurement when they are asked to start."""
         self.passes = dict.fromkeys(range(hosts), 0)
         self.run(5)
 
@@ -59,6 +61,8 @@ class MeasuredJob(Job):
     def answer(self, host: int, order: MeasureHealth) -> tuple[HealthEvent | None, str]:
         if host in self.broken:
             return None, self.broken[host]
+        if order.command is None and host in self.confused:
+            return HealthEvent("measured"), ""
         if order.command is None:
             return HealthEvent("ready", device="demo", address=f"10.0.0.{host}", ranks=1), ""
         if order.command.pair is not None:
@@ -154,6 +158,15 @@ def test_host_that_is_not_measured_is_named() -> None:
     job.fail()
     job.reply()
     assert "h2: not measured: no torch" in job.remarks
+
+
+def test_host_with_an_unexpected_first_reply_is_named() -> None:
+    job = MeasuredJob(5, 1)
+    job.confused.add(2)
+    job.fail()
+    job.reply()
+    assert "h2: not measured: unexpected reply to the start: measured" in job.remarks
+    assert job.coordinator.attempt == 1
 
 
 def test_more_sick_hosts_than_spares() -> None:
