@@ -9,6 +9,9 @@ An attempt runs until its first failure. Then every host is ordered to end it (o
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
 failure reports, and the job either starts once more on all hosts, or is over. In between, the
 hardware of the hosts may be measured, if a spare could replace one (``health``).
+
+If hosts may leave the job (``on_bad_host``), the coordinator shares the state of the job with all
+hosts, so that another one can continue from it (:mod:`.succession`).
 """
 
 from __future__ import annotations
@@ -45,15 +48,19 @@ from flagscale.launcher.liveness.job import (
     stalled_report,
 )
 from flagscale.launcher.liveness.messages import (
+    Departure,
     HostMessage,
     HostProgress,
     HostStatus,
     JobPhase,
+    JobState,
     Order,
     RankExit,
     RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
+from flagscale.launcher.liveness.succession import SharedState
+from flagscale.records import from_record
 
 if TYPE_CHECKING:
     from flagscale.health.judgement import Judgement
@@ -67,6 +74,9 @@ CHECK_SECONDS = 0.25
 STACK_TIMEOUT_SECONDS = 8.0
 # Time that ranks may take to end after the first one has ended with exit code 0.
 EARLY_EXIT_SECONDS = 10.0
+# Limits of the failures of earlier attempts in the state that is shared.
+_MAX_SHARED_RESTARTS = 50
+_MAX_SHARED_REASON_CHARACTERS = 500
 
 
 class Coordinator:
@@ -78,11 +88,13 @@ class Coordinator:
     Args:
         policy: Timeouts and number of restarts.
         names: Names of the hosts by node rank.
-        output: Output file of host 0, for failures that have no log of their own.
+        output: Output file of this host, for failures that have no log of their own.
         port: Port to which the agents of hosts connect.
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
         saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
             restarted for a host that has come back; otherwise the host waits for the next failure.
+        job_state: State from which this host, its ``coordinator``, continues as the successor of
+            another one; None on host 0 at the start of the job.
     """
 
     def __init__(
@@ -95,7 +107,9 @@ class Coordinator:
         mesh_positions: Sequence[str] = (),
         *,
         saves_when_stopped: bool = False,
+        job_state: JobState | None = None,
     ) -> None:
+        self._number = 0 if job_state is None else job_state.coordinator
         self.policy = policy
         self._output_path = output
         self._port = port
@@ -129,10 +143,8 @@ class Coordinator:
         self._started_at = now
         # Time since which the agents of all hosts must be running; None while they may be starting.
         self._agents_required_since: float | None = None
-        self._last_tick_at = now
+        self._last_tick_at = self._last_progress_at = self._last_keepalive_at = now
         self._last_check_at = now - CHECK_SECONDS
-        self._last_progress_at = now
-        self._last_keepalive_at = now
         self._restart_at = 0.0
         self._stacks_requested_at: float | None = None
         self._start_succeeded = False  # of this attempt
@@ -146,6 +158,10 @@ class Coordinator:
         self._blamed_in_collective = False
         self._mismatch = ""  # description of the ranks that disagreed about a collective
         self._hang_remark = ""
+        self._is_taking_over = False  # until the first attempt of this coordinator starts
+        self._shared_state = self._create_shared_state(job_state)
+        if job_state is not None:
+            self._take_over(job_state, now)
 
     @property
     def failure(self) -> Failure | None:
@@ -177,26 +193,37 @@ class Coordinator:
             self._take_back(node_rank, now)
         elif host.has_left:
             # Too late: the job has been ended without this host, or continues without it.
-            self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
+            if isinstance(message, messages.Hello):
+                self._share_state_with(node_rank)
+            if not isinstance(message, messages.JobStateAccepted):
+                self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
         self._detect_new_agent(node_rank, message, now)
-        host.last_message_at = now
+        host.last_message_at = host.last_contact_at = now
         if host.has_left:
             return
         clock_offset = now - message.sent
         host.clock_offset = (
             clock_offset if host.clock_offset is None else min(host.clock_offset, clock_offset)
         )
+        self._process_message(node_rank, message, now)
+        if isinstance(message, messages.Hello):
+            self._catch_up(node_rank)
+
+    def _process_message(self, node_rank: int, message: HostMessage, now: float) -> None:
         if isinstance(message, messages.StopSignalled):
             self._stop_job(message.signal, message.failure)
         elif isinstance(message, messages.HealthReply):
             # Its number is that of an order: a spare takes part that is in no attempt yet.
             if self._hardware_check is not None:
                 self._hardware_check.receive(node_rank, message)
+        elif isinstance(message, messages.JobStateAccepted):
+            if self._shared_state is not None:
+                self._shared_state.accept(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
-        if isinstance(message, messages.Hello):
-            self._catch_up(node_rank)
+        if self._is_taking_over and isinstance(message, (messages.Hello, messages.Heartbeat)):
+            self._record_end_without_coordinator(node_rank, message.progress)
 
     def _process_attempt_message(self, node_rank: int, message: HostMessage, now: float) -> None:
         host = self.hosts[node_rank]
@@ -266,6 +293,7 @@ class Coordinator:
 
     def _catch_up(self, node_rank: int) -> None:
         """Send a host that was disconnected the order that it has missed."""
+        self._share_state_with(node_rank)
         if self.phase is JobPhase.STOPPING:
             self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
         elif self.phase is JobPhase.ENDING and node_rank in self._active_hosts:
@@ -294,13 +322,15 @@ class Coordinator:
         if now - self._last_check_at >= CHECK_SECONDS:
             self._last_check_at = now
             self._detect_lost_hosts(now)
+            self._share_state(now)
+            self._check_quorum(now)
             if self.phase is JobPhase.RUNNING:
                 self._detect_early_exit(now)
                 self._detect_stall(now)
                 self._explain_overdue(now)
                 self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
-            if now >= self._restart_at:
+            if now >= self._restart_at and self._has_recent_quorum(now):
                 self._start_attempt(now)
         elif self.phase is JobPhase.CHECKING:
             self._continue_hardware_check(now)
@@ -343,8 +373,8 @@ class Coordinator:
             self._ranks_have_joined or self.phase is not JobPhase.RUNNING
         ):
             self._agents_required_since = now
-        # The agent of host 0 cannot be lost: it is this process.
-        for node_rank in sorted(self._active_hosts - {0}):
+        # The agent of this host cannot be lost: it is this process.
+        for node_rank in sorted(self._active_hosts - {self._number}):
             host = self.hosts[node_rank]
             if host.last_message_at is None:
                 self._detect_absent_host(node_rank, now)
@@ -498,6 +528,117 @@ class Coordinator:
         failure = host_failure(host.name, reason, self._output_path)
         self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
 
+    # -- succession -------------------------------------------------------------------------
+
+    def _create_shared_state(self, job_state: JobState | None) -> SharedState | None:
+        """Return the state to share; None if no host may leave the job."""
+        if self.policy.on_bad_host == "stop" or len(self.hosts) < 2:
+            return None
+        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places))
+        return SharedState(job_state or first_state)
+
+    def _take_over(self, state: JobState, now: float) -> None:
+        """Continue from the state of a job whose coordinator is lost. Every host ends its part of
+        the attempt by itself.
+        """
+        self.attempt, self._places = state.attempt, list(state.places)
+        self._successors, self._replacements = dict(state.successors), state.replacements
+        self.restarts = [{"attempt": n, "failure": to_plain(f)} for n, f in state.restarts]
+        self._failed_starts_in_a_row = state.failed_starts_in_a_row
+        self._ranks_have_joined = state.ranks_have_joined
+        self._is_taking_over, self._agents_required_since = True, now
+        for host in self.hosts:
+            host.last_message_at = host.last_contact_at = now
+        for departure in state.departures:
+            host = self.hosts[departure.host]
+            host.loss, host.sickness = departure.loss, departure.sickness
+            host.is_lost = not departure.sickness
+            host.status = HostStatus.LOST if host.is_lost else HostStatus.SICK
+        self._active_hosts = {n for n in self._places if not self.hosts[n].has_left}
+        self._enter_phase(JobPhase.ENDING)
+        predecessor = state.departures[-1]
+        seconds = self.policy.lost_host_timeout
+        report = FailureReport(predecessor.loss, now - seconds, FailureKind.HOST_LOST)
+        self._add_detected_failure(report)
+        name, lost_name = self.hosts[self._number].name, self.hosts[predecessor.host].name
+        remark = f"{name} coordinates the run from now on, because {lost_name} was lost"
+        self.notices.append(Notice("succession", self.attempt, remark=remark))
+
+    def _record_end_without_coordinator(self, number: int, progress: HostProgress) -> None:
+        """Record that no rank is left on a host, whichever attempt it has taken part in."""
+        if progress.exit_code is not None or progress.status is HostStatus.SPARE:
+            self._active_hosts.discard(number)
+
+    def _list_contacts(self, now: float) -> set[int]:
+        """Return the numbers of the hosts with an agent that this one has contact to."""
+        return {
+            number
+            for number, host in enumerate(self.hosts)
+            if number == self._number
+            or (
+                host.last_message_at is not None
+                and not host.has_left
+                and not self._is_silent(host, now)
+            )
+        }
+
+    def _share_state_with(self, number: int) -> None:
+        if self._shared_state is not None:
+            self._send_order(messages.ShareJobState(self._shared_state.state), number)
+
+    def _share_state(self, now: float) -> None:
+        """Share the state of the job with all hosts, if it has changed."""
+        shared = self._shared_state
+        if shared is None:
+            return
+        departures = tuple(
+            Departure(number, host.loss, host.sickness)
+            for number, host in enumerate(self.hosts)
+            if host.has_left and host.loss is not None
+        )
+        state = replace(
+            shared.state,
+            attempt=self.attempt,
+            places=tuple(self._places),
+            departures=departures,
+            successors=tuple(self._successors.items()),
+            restarts=tuple(map(_shorten_restart, self.restarts[-_MAX_SHARED_RESTARTS:])),
+            replacements=self._replacements,
+            failed_starts_in_a_row=self._failed_starts_in_a_row,
+            ranks_have_joined=self._ranks_have_joined,
+        )
+        if shared.update(self._list_contacts(now), state):
+            self._send_order(messages.ShareJobState(shared.state))
+
+    def _check_quorum(self, now: float) -> None:
+        """End the job here without the contact to half of the hosts, because the others may go on
+        with another coordinator.
+        """
+        shared = self._shared_state
+        if shared is None or shared.has_quorum(self._list_contacts(now)):
+            return
+        reason = (
+            "has lost the contact to most of the run's hosts: if they are there, they go on "
+            "without it"
+        )
+        self._stop_cause = host_failure(self.hosts[self._number].name, reason, self._output_path)
+        self._finish_job(Notice("failed", self.attempt, self._stop_cause))
+
+    def _has_recent_quorum(self, now: float) -> bool:
+        """Return True if enough hosts have sent a message just now. A coordinator that did not run
+        for some time may have a successor.
+        """
+        recent = {
+            number
+            for number, host in enumerate(self.hosts)
+            if number == self._number
+            or (
+                host.last_contact_at is not None
+                and now - host.last_contact_at <= self._spare_timeout
+            )
+        }
+        return self._shared_state is None or self._shared_state.has_quorum(recent)
+
     # -- decisions --------------------------------------------------------------------------
 
     def _enter_phase(self, phase: JobPhase) -> None:
@@ -582,7 +723,9 @@ class Coordinator:
         none has joined, as in a run whose scripts were all started again, it starts them by order.
         """
         is_first_message = isinstance(message, messages.Hello) and number in self._active_hosts
-        if not is_first_message or not self._has_new_agent(self.hosts[number], message):
+        if self._is_taking_over or not is_first_message:
+            return
+        if not self._has_new_agent(self.hosts[number], message):
             return
         if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
             self._mark_lost(number, "was lost: its agent has started again", now)
@@ -672,7 +815,7 @@ class Coordinator:
         dispensable = self._count_dispensable(now)
         for number in sorted(sick.keys() & {*self._places}):
             name, reason = self.hosts[number].name, sick[number]
-            if number == 0:
+            if number == self._number:
                 remark = "; it stays in the job: the first host coordinates the run"
             elif not dispensable:
                 remark = "; it stays in the job: no spare is left"
@@ -712,10 +855,10 @@ class Coordinator:
     def _restart(self, now: float, failure: Failure | None) -> None:
         """Start the next attempt, after a failure or to let a host join."""
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
-        repeated = len(self.restarts) - self._replacements
+        repeated = self.attempt - self._replacements
         remark = self._fill_places(now)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
-        if remark or failure is None:
+        if remark or failure is None or self._is_taking_over:
             self._replacements += 1
             wait_seconds = FIRST_BACK_OFF_SECONDS
         self._enter_phase(JobPhase.WAITING)
@@ -810,7 +953,7 @@ class Coordinator:
                 smallest = self.policy.min_nnodes
                 obstacle += f"; {left} of at least {smallest} host(s) are left (runner.nnodes)"
             return obstacle
-        if not lost and self.attempt + 1 >= self._max_attempts:
+        if not (lost or self._is_taking_over) and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
         return self._find_start_obstacle()
 
@@ -822,6 +965,8 @@ class Coordinator:
 
     def _start_attempt(self, now: float) -> None:
         self.attempt += 1
+        self._is_taking_over = False
+        self._share_state(now)
         self._enter_phase(JobPhase.RUNNING)
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
@@ -855,6 +1000,16 @@ class Coordinator:
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
             **({"places": list(self._places)} if self.policy.on_bad_host != "stop" else {}),
+            **({} if self._shared_state is None else self._shared_state.summary()),
             **({"replaced": replaced} if replaced else {}),
             **({"sick": sick} if sick else {}),
         }
+
+
+def _shorten_restart(restart: dict[str, Any]) -> tuple[int, Failure | None]:
+    """Return number and failure of an attempt for the shared state."""
+    failure = from_record(Failure, restart["failure"])
+    if failure is not None:
+        reason = failure.reason[:_MAX_SHARED_REASON_CHARACTERS]
+        failure = replace(failure, reason=reason, traceback="")
+    return restart["attempt"], failure

@@ -25,6 +25,9 @@ class JobHost:
     mesh_position: str = ""
     """Position of the host's ranks in the heterogeneous meshes; empty for a homogeneous run."""
     last_message_at: float | None = None
+    """Time of the last message, later by the time in which the coordinator did not run."""
+    last_contact_at: float | None = None
+    """Time of the last message."""
     status: HostStatus = HostStatus.ABSENT
     joined: int = 0
     nproc: int = 0
@@ -61,7 +64,7 @@ class JobHost:
 @dataclass(frozen=True)
 class Notice:
     """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
-    ``restarted``; or ``early-exit``, ``hang`` or ``health``, which are only logged.
+    ``restarted``; or ``early-exit``, ``hang``, ``health`` or ``succession``, which are only logged.
 
     The first three end the job. ``remark`` is a line for the host's output.
     """
