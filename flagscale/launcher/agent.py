@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,8 @@ from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, host_failure
-from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
+from flagscale.launcher.liveness.job import Notice
+from flagscale.launcher.liveness.link import CoordinatorLink, NoConnections
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import (
     DumpStacks,
@@ -63,10 +63,9 @@ from flagscale.launcher.liveness.messages import (
     Order,
     ShareJobState,
 )
-from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
+from flagscale.launcher.liveness.network import AgentConnections, ReadyEvents, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.liveness.output_times import OutputTimes
-from flagscale.launcher.liveness.succession import Candidacy, CoordinatorSearch
 from flagscale.launcher.notify import Notifier
 from flagscale.memory_regions import create_regions
 from flagscale.status import RUN_ID_VARIABLE
@@ -84,10 +83,6 @@ CLOSE_SECONDS = 3.0
 # Maximum time for a host that never reached host 0 to report its end to it.
 _END_REPORT_SECONDS = 6.0
 _BIND_TIMEOUT_SECONDS = 10.0
-_NO_SUCCESSOR = (
-    "; no other host takes over the run, because this one has no contact to more than half of the "
-    "agents"
-)
 _MEMORY_OPTION = "--non-persistent-save-interval"
 """Option of the training program that needs memory which outlives the ranks."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -157,8 +152,6 @@ class Agent:
             reports_status=options.reports_status,
         )
         self.member.hang_detection_timeout = options.hang_detection_timeout
-        self._node_rank = node_rank
-        self._addresses = self.member.addresses = options.addresses_by_host
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
         # After it was started again by hand, the job may go on without this host, or start, too.
@@ -172,28 +165,30 @@ class Agent:
         self._is_recorded = False
         self._health_worker: HealthWorker | None = None
         self.member.other_children = self._list_other_children
-        self._coordinator: Coordinator | None = None
+        self._connections: AgentConnections | None = None
+        if self._port is not None and key is not None:
+            addresses = dict(enumerate(options.addresses_by_host)) or {0: options.master_addr}
+            self._connections = AgentConnections(
+                key, addresses, self._port, self._selector, len(options.names)
+            )
+            self.member.addresses = options.addresses_by_host
+        self._link = CoordinatorLink(
+            node_rank,
+            options,
+            self.member,
+            self._connections or NoConnections(),
+            self._create_coordinator,
+            output,
+            now,
+        )
         if node_rank == 0:
-            self._coordinator = self._create_coordinator(now)
-        # Only if host 0 can be lost:
-        self._search: CoordinatorSearch | None = None
-        self._candidacy: Candidacy | None = None
-        if not is_single_host and self._addresses and options.on_bad_host != "stop":
-            self._search = CoordinatorSearch(node_rank, len(self._addresses))
-        self._server: Server | None = None
-        self._clients: dict[int, Client] = {}
-        """Connections to other hosts, by number: to the coordinator, or while it is lost to it and
-        to the candidate for its succession."""
-        self._leader = 0 if self._search is None else None
-        """Number of the host whose orders are followed."""
-        self._start_time = self._last_order_at = self._last_run_at = now
-        self._coordinator_reached = self._ranks_joined = False
-        self._loss = host_failure(options.master_name, "", output)  # of the coordinator
+            self._link.coordinate(now)
+        self._start_time = self._last_run_at = now
         self._heartbeat_at = 0.0
         self._summary_at = -SUMMARY_SECONDS
         self._script = 0
 
-    def _create_coordinator(self, now: float, job_state: JobState | None = None) -> Coordinator:
+    def _create_coordinator(self, now: float, job_state: JobState | None) -> Coordinator:
         options = self._options
         is_single_host = self._port is None
         return Coordinator(
@@ -206,6 +201,11 @@ class Agent:
             saves_when_stopped=options.saves_when_stopped,
             job_state=job_state,
         )
+
+    @property
+    def _coordinator(self) -> Coordinator | None:
+        """The coordinator, if it is on this host."""
+        return self._link.coordinator
 
     def run(self) -> int:
         """Run the command until the job is over, end its processes, and return the exit code."""
@@ -272,43 +272,34 @@ class Agent:
         """Listen for the other agents, or prepare the connection to host 0; return an error
         message.
         """
-        options = self._options
-        port = self._port
-        if port is None or self._key is None:
-            if options.liveness_port is not None:
+        connections = self._connections
+        if connections is None:
+            if self._options.liveness_port is not None:
                 log_line("this run has no secret: the job of this host is supervised separately")
             return None
-        if options.node_rank:
-            self._clients[0] = Client(self._key, (options.master_addr, port), self._selector)
+        host_count = len(self._options.names)
+        open_file_limit = raise_file_limit(host_count)
+        if self._coordinator is None:
+            connections.connect(0)
             return None
+        if open_file_limit is not None:
+            log_line(
+                f"{open_file_limit} open files (ulimit -Hn) are too few for {host_count} hosts"
+            )
         deadline = time.monotonic() + _BIND_TIMEOUT_SECONDS
-        while self._server is None:
+        while connections.server is None:
             try:
-                self._listen(self._key, port)
+                connections.listen()
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
                     # error.strerror would include the address
                     reason = os.strerror(error.errno or 0)
                     return (
-                        f"the agents cannot connect to port {port} of this host: {reason}; set "
-                        "experiment.runner.liveness_port to another one"
+                        f"the agents cannot connect to port {self._port} of this host: {reason}; "
+                        "set experiment.runner.liveness_port to another one"
                     )
                 time.sleep(TICK_SECONDS)
         return None
-
-    def _listen(self, key: bytes, port: int) -> None:
-        """Listen for the agents of the other hosts.
-
-        Raises:
-            OSError: If the port is in use.
-        """
-        host_count = len(self._options.names)
-        self._server = Server(key, port, self._selector, host_count)
-        open_file_limit = raise_file_limit(host_count)
-        if open_file_limit is not None:
-            log_line(
-                f"{open_file_limit} open files (ulimit -Hn) are too few for {host_count} hosts"
-            )
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -396,56 +387,30 @@ class Agent:
 
     def _receive_messages(self, ready: ReadyEvents, now: float) -> None:
         """Process the messages that have been received."""
-        if self._server is not None:
-            receiver = self._coordinator or self._candidacy
-            for host, message in self._server.poll(ready, now):
-                if receiver is not None:
-                    receiver.receive(host, message, now)
         gap = now - self._last_run_at
         if gap > self._options.beat_seconds * 2:
             # Time in which this process itself did not run does not count as silence.
-            self._last_order_at += gap
-        for number, client in list(self._clients.items()):
+            self._link.extend(gap)
+        connections = self._connections
+        if connections is None:
+            return
+        if connections.server is not None:
+            for host, message in connections.server.poll(ready, now):
+                self._link.receive_message(host, message, now)
+        for number, client in list(connections.clients.items()):
             orders = client.poll(ready, now)
             if client.is_new_connection:
                 client.is_new_connection = False
-                self._greet_coordinator(number, client, now)
-            for order in orders:
-                self._receive_order(number, order, now)
-        self._check_link(now)
-
-    def _greet_coordinator(self, number: int, client: Client, now: float) -> None:
-        """Send the first message on a new connection."""
-        search = self._search
-        if search is None or number == search.target:
-            # An authenticated coordinator has to respond from now on, even if it has not sent an
-            # order yet.
-            self._last_order_at, self._coordinator_reached = now, True
-        client.send(self.member.hello(search.state if search is not None else None))
-
-    def _receive_order(self, number: int, order: Order, now: float) -> None:
-        """Process an order of the coordinator, or of another host that was it, or wants to be."""
-        client = self._clients.get(number)
-        if client is None:  # another one is followed since the last order
-            return
-        if isinstance(order, ShareJobState):
-            if self._search is not None and self._search.accept(order.job_state, number):
-                self._last_order_at, self._coordinator_reached = now, True
-                self._follow_host(number)
-                client.send(self.member.confirm_state(order.job_state))
-        elif number == self._leader:
-            self._last_order_at, self._coordinator_reached = now, True
-            self._follow_order(order, now)
-        elif self._search is not None and number == self._search.target:
-            self._last_order_at = now
-
-    def _follow_host(self, number: int) -> None:
-        """Follow the orders of a host from now on, and of no other one."""
-        if self._candidacy is not None:
-            self._end_candidacy()
-        self._leader = number
-        for other in self._clients.keys() - {number}:
-            self._clients.pop(other).close()
+                self._link.greet(number, now)
+            for received_order in orders:
+                order = self._link.receive_order(number, received_order, now)
+                if order is not None:
+                    self._follow_order(order, now)
+        if self._link.check(now):
+            self._end_health_check()
+        notices, self._link.notices = self._link.notices, []
+        for notice in notices:
+            self._notifier.notify(notice)
 
     def _follow_order(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator. All but a few end a hardware check."""
@@ -464,8 +429,8 @@ class Agent:
 
         options = self._options
         # Other hosts reach the coordinator at this address, and find theirs by the way there.
-        number = 0 if self._search is None or self._leader is None else self._leader
-        first = self._addresses[number] if self._addresses else options.master_addr
+        addresses = self.member.addresses or [options.master_addr]
+        first = addresses[self._link.leader or 0]
         address, peers = (first, ()) if self._coordinator is not None else ("", (first,))
         return HealthWorker(WorkerSettings(options.device, {}, address, peers, LIFETIME_SECONDS))
 
@@ -474,130 +439,13 @@ class Agent:
             self._health_worker.end()
             self._health_worker = None
 
-    def _check_link(self, now: float) -> None:
-        """End this host's part of the job if the coordinator has been silent for too long."""
-        options = self._options
-        if self._coordinator is not None or self._port is None:
-            return
-        if self.member.coordinator_lost or self.member.job_finished:
-            return
-        if self._search is not None and self._search.is_searching:
-            self._continue_search(self._search, now)
-            return
-        if not self._coordinator_reached and not self._ranks_joined and self.member.ranks_joined:
-            # Ranks have joined, so host 0's agent has been running: it has to respond from now on.
-            self._ranks_joined, self._last_order_at = True, now
-        response_required = self._coordinator_reached or self._ranks_joined
-        limit_seconds = options.lost_host_timeout if response_required else options.start_timeout
-        if now - self._last_order_at <= limit_seconds:
-            return
-        number = 0 if self._search is None else self._search.target
-        if response_required:
-            reason = f"was lost: no word from its agent for {limit_seconds:g} s"
-        else:
-            reason = f"was not reached within {limit_seconds:g} s of the start"
-            reason += explain_missing_agents(self._port)
-        if number == 0:
-            reason += describe_mesh_position(options.master_place)
-        name = options.names[number] if number else options.master_name
-        self._loss = host_failure(name, reason, self._host.output)
-        if response_required and self._search is not None and self._search.begin():
-            log_line(f"{self._loss.headline()}; the ranks of this host end")
-            self.member.end_without_coordinator(self._loss)
-            self._end_health_check()
-            self._turn_to_candidate(self._search, now)
-            return
-        self._end_job(_NO_SUCCESSOR if options.on_bad_host != "stop" else "")
-
-    def _end_job(self, remark: str = "") -> None:
-        """End this host's part of the job for good, because there is no coordinator."""
-        failure = replace(self._loss, reason=self._loss.reason + remark)
-        log_line(f"{failure.headline()}; the job of this host ends")
-        self.member.lose_coordinator(failure)
-        if self._options.node_rank == 1:
-            # Host 0, which sends notifications otherwise, cannot.
-            self._notifier.notify(Notice("failed", self.member.attempt_number, failure))
-
-    # -- succession -------------------------------------------------------------------------
-
-    def _turn_to_candidate(self, search: CoordinatorSearch, now: float) -> None:
-        """Connect to the host that may become the coordinator, or stand as it."""
-        state, key, port = search.state, self._key, self._port
-        if state is None or key is None or port is None:
-            return
-        self._last_order_at = now
-        for other in self._clients.keys() - {state.coordinator}:
-            self._clients.pop(other).close()
-        if not search.is_candidate:
-            address = self._addresses[search.target]
-            self._clients[search.target] = Client(key, (address, port), self._selector)
-            return
-        try:
-            self._listen(key, port)
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            log_line(f"this host cannot coordinate the run: port {port}: {reason}")
-            self._last_order_at -= self._options.lost_host_timeout
-            return
-        self._candidacy = Candidacy(
-            self._node_rank,
-            state,
-            self.member.attempt_number,
-            self._loss,
-            now,
-            self._options.lost_host_timeout,
-            self._options.beat_seconds,
-        )
-
-    def _continue_search(self, search: CoordinatorSearch, now: float) -> None:
-        """Perform the actions that are due while there is no coordinator."""
-        candidacy = self._candidacy
-        if candidacy is None:
-            if now - self._last_order_at <= self._options.lost_host_timeout:
-                return
-            if search.turn():
-                self._turn_to_candidate(search, now)
-            else:
-                self._end_job(_NO_SUCCESSOR)
-            return
-        candidacy.tick(now)
-        orders, candidacy.orders = candidacy.orders, []
-        for host, order in orders:
-            if isinstance(order, ShareJobState):
-                # This host has voted: it does not go back to the previous coordinator.
-                search.state = order.job_state
-                for other in list(self._clients):
-                    self._clients.pop(other).close()
-            if self._server is not None:
-                self._server.send(host, order)
-        if candidacy.is_elected and candidacy.proposal is not None:
-            search.accept(candidacy.proposal, self._node_rank)
-            self._candidacy, self._leader = None, self._node_rank
-            self._coordinator = self._create_coordinator(now, candidacy.proposal)
-            for host, message in candidacy.messages:
-                self._coordinator.receive(host, message, now)
-            self.member.outgoing.append(self.member.heartbeat())
-        elif candidacy.has_failed:
-            self._end_candidacy()
-            self._end_job(_NO_SUCCESSOR)
-
-    def _end_candidacy(self) -> None:
-        self._candidacy = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
     def _send_messages(self, now: float) -> None:
         """Send this host's messages, also to a coordinator in this process."""
         if now - self._heartbeat_at >= self._options.beat_seconds:
             self._heartbeat_at = now
             self.member.outgoing.append(self.member.heartbeat())
         messages, self.member.outgoing = self.member.outgoing, []
-        for message in messages:
-            if self._coordinator is not None:
-                self._coordinator.receive(self.member.node_rank, message, now)
-            for client in self._clients.values():
-                client.send(message)
+        self._link.send_messages(messages, now)
 
     def _step_coordinator(self, now: float) -> None:
         coordinator = self._coordinator
@@ -608,8 +456,8 @@ class Agent:
         for host, order in orders:
             if host in (None, self.member.node_rank) and not isinstance(order, ShareJobState):
                 self._follow_order(order, now)
-            if self._server is not None and host != self.member.node_rank:
-                self._server.send(host, order)
+            if self._connections is not None and host != self.member.node_rank:
+                self._connections.send_order(host, order)
         notices, coordinator.notices = coordinator.notices, []
         for notice in notices:
             _log_notice(notice)
@@ -632,19 +480,13 @@ class Agent:
         while self._end_unreported() and time.monotonic() < deadline:
             self._run_once(wakeup)
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self._server is not None and time.monotonic() < deadline:
+        while self._has_connected_hosts() and time.monotonic() < deadline:
             self._run_once(wakeup)
-            job_is_over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
-            if job_is_over and not self._server.has_connections():
-                break
         if self._coordinator is not None:
             self._coordinator.complete_stop(time.monotonic())
             self._step_coordinator(time.monotonic())
-        for client in self._clients.values():
-            client.close()
-        if self._server is not None:
-            self._server.close()
-        self._server, self._clients = None, {}
+        if self._connections is not None:
+            self._connections.close()
         while self._notifier.kill_overdue(time.monotonic()):
             self._wait_for_events(wakeup, TICK_SECONDS)
             self._reap_children()
@@ -655,10 +497,18 @@ class Agent:
         It would wait for a message of this host until it considers it lost.
         """
         return (
-            bool(self._clients)
-            and not self._coordinator_reached
+            self._connections is not None
+            and self._coordinator is None
+            and not self._link.is_reached
             and not self.member.coordinator_lost
         )
+
+    def _has_connected_hosts(self) -> bool:
+        """Return True if other hosts may have to be informed of the end."""
+        if self._connections is None or self._connections.server is None:
+            return False
+        job_is_over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
+        return not job_is_over or self._connections.server.has_connections()
 
     def _record_end(self, code: int, started: float, oom_kills: int | None) -> int:
         """Record the end of the job; no peer is connected any more that could change it."""
