@@ -199,7 +199,7 @@ class Coordinator:
                 self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
         self._detect_new_agent(node_rank, message, now)
-        host.last_message_at = host.last_contact_at = now
+        host.last_message_at = now
         if host.has_left:
             return
         clock_offset = now - message.sent
@@ -330,11 +330,11 @@ class Coordinator:
                 self._explain_overdue(now)
                 self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
-            if now >= self._restart_at and self._has_recent_quorum(now):
+            if now >= self._restart_at and self._is_confirmed():
                 self._start_attempt(now)
         elif self.phase is JobPhase.CHECKING:
             self._continue_hardware_check(now)
-        elif not self._active_hosts:
+        elif not self._active_hosts and (self.phase is JobPhase.STOPPING or self._is_confirmed()):
             self._conclude(now)
 
     def _extend_timeouts(self, now: float) -> None:
@@ -347,6 +347,10 @@ class Coordinator:
         self._last_tick_at = now
         if pause_seconds <= self.policy.beat_seconds * 2:
             return
+        if self._shared_state is not None and pause_seconds > self.policy.lost_host_timeout / 2:
+            # There may be a successor, and received messages may be old.
+            self._shared_state.renew()
+            self._send_order(messages.ShareJobState(self._shared_state.state))
 
         def shift(start: float) -> float:
             # Messages that arrived between the pause and this tick are not from the future.
@@ -548,7 +552,7 @@ class Coordinator:
         self._ranks_have_joined = state.ranks_have_joined
         self._is_taking_over, self._agents_required_since = True, now
         for host in self.hosts:
-            host.last_message_at = host.last_contact_at = now
+            host.last_message_at = now
         for departure in state.departures:
             host = self.hosts[departure.host]
             host.loss, host.sickness = departure.loss, departure.sickness
@@ -624,20 +628,9 @@ class Coordinator:
         self._stop_cause = host_failure(self.hosts[self._number].name, reason, self._output_path)
         self._finish_job(Notice("failed", self.attempt, self._stop_cause))
 
-    def _has_recent_quorum(self, now: float) -> bool:
-        """Return True if enough hosts have sent a message just now. A coordinator that did not run
-        for some time may have a successor.
-        """
-        recent = {
-            number
-            for number, host in enumerate(self.hosts)
-            if number == self._number
-            or (
-                host.last_contact_at is not None
-                and now - host.last_contact_at <= self._spare_timeout
-            )
-        }
-        return self._shared_state is None or self._shared_state.has_quorum(recent)
+    def _is_confirmed(self) -> bool:
+        """Return True if enough hosts have confirmed that this host coordinates the job."""
+        return self._shared_state is None or self._shared_state.is_accepted
 
     # -- decisions --------------------------------------------------------------------------
 

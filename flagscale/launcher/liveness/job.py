@@ -25,9 +25,6 @@ class JobHost:
     mesh_position: str = ""
     """Position of the host's ranks in the heterogeneous meshes; empty for a homogeneous run."""
     last_message_at: float | None = None
-    """Time of the last message, later by the time in which the coordinator did not run."""
-    last_contact_at: float | None = None
-    """Time of the last message."""
     status: HostStatus = HostStatus.ABSENT
     joined: int = 0
     nproc: int = 0

@@ -59,11 +59,16 @@ class SharedState:
         self._accepted = {self._number}
         self._electorate = state.electorates[-1]  # the last one that enough hosts have accepted
 
+    @property
+    def is_accepted(self) -> bool:
+        """True if enough hosts have accepted the state since it has changed."""
+        return has_half(self.state.electorates, self._accepted)
+
     def accept(self, host: int, message: JobStateAccepted) -> None:
         """Record that a host has accepted a state."""
         if (message.term, message.revision) == self.state.version:
             self._accepted.add(host)
-            if has_half(self.state.electorates, self._accepted):
+            if self.is_accepted:
                 self._electorate = self.state.electorates[-1]
 
     def update(self, hosts: Iterable[int], state: JobState) -> bool:
@@ -85,9 +90,14 @@ class SharedState:
         )
         if updated == current:
             return False
-        self.state = replace(updated, revision=current.revision + 1)
-        self._accepted = {self._number}
+        self.state = updated
+        self.renew()
         return True
+
+    def renew(self) -> None:
+        """Require that the hosts accept the state once more."""
+        self.state = replace(self.state, revision=self.state.revision + 1)
+        self._accepted = {self._number}
 
     def has_quorum(self, hosts: Collection[int]) -> bool:
         """Return True if the contact to these hosts suffices to coordinate the job."""

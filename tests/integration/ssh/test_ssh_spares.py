@@ -216,6 +216,48 @@ def test_first_host_without_power_is_replaced(lab: SshLab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", [REPLACING, SHRINKING], ids=["replace", "shrink"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_first_host_that_comes_back_keeps_no_process(
+    lab: SshLab, fault: str, runner: dict[str, Any]
+) -> None:
+    start_training(lab, runner=runner)
+    fail, recover = FAULTS[fault]
+    lost = lab.bed["h00"]
+    fail(lab, lost)
+    is_replaced = runner is REPLACING
+    wait_for_step(lab, "h02" if is_replaced else "h01", rank=0)
+    recover(lab, lost)
+    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    sentence = "has lost the contact to most of the run's hosts: if they are there, they go on"
+    assert f"h00: {sentence}" in lab.state().hosts[0].output.read_text()
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"], snapshot["joined"]) == ("running", 2, 2)
+    rows = {row["host"]: row for row in snapshot["hosts"]}
+    assert rows["h00"]["trouble"] == "lost" + "; h02 has taken its place" * is_replaced
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
+    assert lab.query()["state"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.bed(hosts=5)
+def test_hosts_that_coordinate_are_lost_in_turn(lab: SshLab) -> None:
+    start_training(lab, runner={**REPLACING, "spares": 3})
+    lab.bed["h00"].cut_power()
+    wait_for_step(lab, "h02", 1, rank=0, after=20)
+    lab.bed["h01"].cut_power()
+    wait_for_step(lab, "h02", 2, rank=0)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"], snapshot["joined"]) == ("running", 3, 2)
+    assert [failure["host"] for failure in snapshot["earlier"]] == ["h00", "h01"]
+    output = lab.state().hosts[2].output.read_text()
+    assert "h02 coordinates the run from now on, because h01 was lost" in output
+    assert lab.run_action("stop").returncode == 3
+    assert lab.remaining_processes() == {}
+
+
+@pytest.mark.slow
 @pytest.mark.bed(hosts=2 + FAULTS_IN_A_ROW)
 def test_random_faults_in_a_row(lab: SshLab) -> None:
     """Each fault is of the host that took the place before; some hosts come back, at any time."""
@@ -248,8 +290,9 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("runner", [REPLACING, SMALLEST], ids=["replace", "shrink"])
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["disk", "memory"])
+@pytest.mark.parametrize("lost", ["h01", "h00"])
 def test_training_continues_with_the_same_losses(
-    bed: Bed, tmp_path: Path, is_in_memory: bool, runner: dict[str, Any]
+    bed: Bed, tmp_path: Path, is_in_memory: bool, runner: dict[str, Any], lost: str
 ) -> None:
     """The power of a host is cut: from the last checkpoint on, or from the copies in memory, the
     losses are those of a run on one machine without a fault.
@@ -280,13 +323,13 @@ def test_training_continues_with_the_same_losses(
         result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
         wait_for(lambda: len(read_losses(lab)) >= 8, 60)
-        bed["h01"].cut_power()
+        bed[lost].cut_power()
         fault_time = time.monotonic()
         wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
         seconds = time.monotonic() - fault_time
         before, after = read_losses(lab), read_losses(lab, "status.1")
-        output = lab.state().hosts[0].output.read_text()
-        assert lab.run_action("stop").returncode == 3  # h01 does not answer
+        output = lab.state().hosts[lost == "h00"].output.read_text()
+        assert lab.run_action("stop").returncode == 3  # the lost host does not answer
         assert lab.remaining_processes() == {}
     first, last = after[0][0], before[-1][0]
     if is_in_memory:

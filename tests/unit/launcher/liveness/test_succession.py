@@ -78,6 +78,10 @@ def test_coordinator_that_was_frozen_ends_its_ranks() -> None:
     run.agents[0].is_frozen = False
     run.run(TAKEOVER_SECONDS)
     assert not run.agents[0].is_alive
+    coordinator = run.agents[0].link.coordinator
+    assert coordinator is not None
+    assert coordinator.failure is not None, "messages from before its end do not conclude the job"
+    assert "has lost the contact to most of the run's hosts" in coordinator.failure.reason
     assert (run.coordinators, run.hosts_with_ranks(1)) == ([1], {1, 2, 3})
 
 
