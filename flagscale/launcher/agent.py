@@ -52,6 +52,7 @@ from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, host_failure
 from flagscale.launcher.liveness.job import Notice
+from flagscale.launcher.liveness.job_record import read_newest_job_record
 from flagscale.launcher.liveness.link import CoordinatorLink, NoConnections
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import (
@@ -154,13 +155,6 @@ class Agent:
         self.member.hang_detection_timeout = options.hang_detection_timeout
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
-        # After it was started again by hand, the job may go on without this host, or start, too.
-        self._returns = (
-            options.on_bad_host == "shrink"
-            and node_rank > 0
-            and not options.is_spare
-            and (options.run_dir / AGENT_FILE).exists()
-        )
         self._recorder = HostRecorder()
         self._is_recorded = False
         self._health_worker: HealthWorker | None = None
@@ -172,6 +166,13 @@ class Agent:
                 key, addresses, self._port, self._selector, len(options.names)
             )
             self.member.addresses = options.addresses_by_host
+        # After it was started again by hand, the job may go on without this host, or start, too.
+        self._returns = (
+            options.on_bad_host == "shrink"
+            and not options.is_spare
+            and (options.run_dir / AGENT_FILE).exists()
+            and (node_rank > 0 or self._is_coordinated_elsewhere())
+        )
         self._link = CoordinatorLink(
             node_rank,
             options,
@@ -181,7 +182,7 @@ class Agent:
             output,
             now,
         )
-        if node_rank == 0:
+        if node_rank == 0 and not self._returns:
             self._link.coordinate(now)
         self._start_time = self._last_run_at = now
         self._heartbeat_at = 0.0
@@ -201,6 +202,29 @@ class Agent:
             saves_when_stopped=options.saves_when_stopped,
             job_state=job_state,
         )
+
+    def _is_coordinated_elsewhere(self) -> bool:
+        """Return True if another host coordinates the job, which has lost this one: host 0."""
+        record = read_newest_job_record(self._options.run_dir)
+        number = record.get("coordinator", 0)
+        connections = self._connections
+        if connections is None or not number or record.get("phase") == JobPhase.OVER:
+            return False
+        self._connect_to_all(connections)
+        deadline = time.monotonic() + self._options.lost_host_timeout
+        while time.monotonic() < deadline:
+            ready = self._selector.select(TICK_SECONDS)
+            for client in connections.clients.values():
+                client.poll(ready, time.monotonic())
+                if client.is_connected:
+                    return True
+        connections.close()
+        return False
+
+    def _connect_to_all(self, connections: AgentConnections) -> None:
+        for number in range(len(self._options.names)):
+            if number != self.member.node_rank:
+                connections.connect(number)
 
     @property
     def _coordinator(self) -> Coordinator | None:
@@ -279,6 +303,10 @@ class Agent:
             return None
         host_count = len(self._options.names)
         open_file_limit = raise_file_limit(host_count)
+        if self._returns:
+            # Any of them may coordinate the job by now.
+            self._connect_to_all(connections)
+            return None
         if self._coordinator is None:
             connections.connect(0)
             return None

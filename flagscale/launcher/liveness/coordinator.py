@@ -619,7 +619,9 @@ class Coordinator:
         with another coordinator.
         """
         shared = self._shared_state
-        if shared is None or shared.has_quorum(self._list_contacts(now)):
+        if shared is None or self.phase is JobPhase.STOPPING:
+            return
+        if shared.has_quorum(self._list_contacts(now)):
             return
         reason = (
             "has lost the contact to most of the run's hosts: if they are there, they go on "

@@ -60,6 +60,12 @@ def run_dir(lab: SshLab, host: str) -> Path:
     return next(h.run_dir for h in lab.state().hosts if h.name == host)
 
 
+def start_script(lab: SshLab, host: Host, number: int) -> None:
+    """Start the script of a host again."""
+    script = lab.state().hosts[number].script
+    host.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+
+
 def signal_all(lab: SshLab, host: Host, number: signal.Signals) -> None:
     """Send a signal to all processes of the run on a host."""
     for process in lab.run_processes(host):
@@ -241,6 +247,29 @@ def test_first_host_that_comes_back_keeps_no_process(
 
 
 @pytest.mark.slow
+def test_job_takes_the_first_host_back(lab: SshLab) -> None:
+    """Its script finds the host that coordinates the run now."""
+    start_training(lab, runner={**SHRINKING, "max_restarts": 1})
+    lost = lab.bed["h00"]
+    lost.set_link("down")
+    wait_for_step(lab, "h01", rank=0)
+    lost.set_link("up")
+    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    start_script(lab, lost, 0)
+    output = lab.state().hosts[1].output
+    wait_for(lambda: "h00 is back, and joins the job" in output.read_text(), MAX_SECONDS)
+    kill_rank(lab, lab.bed["h02"])
+    wait_for_step(lab, "h00", attempt=2, rank=2)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"], snapshot["joined"]) == ("running", 3, 3)
+    assert {row["host"]: row["state"] for row in snapshot["hosts"]} == dict.fromkeys(
+        lab.bed.names, "running"
+    )
+    assert lab.run_action("stop").returncode == 0
+    assert lab.remaining_processes() == {}
+
+
+@pytest.mark.slow
 @pytest.mark.bed(hosts=5)
 def test_hosts_that_coordinate_are_lost_in_turn(lab: SshLab) -> None:
     start_training(lab, runner={**REPLACING, "spares": 3})
@@ -288,9 +317,15 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("runner", [REPLACING, SMALLEST], ids=["replace", "shrink"])
+@pytest.mark.parametrize(
+    ("runner", "lost"),
+    [
+        pytest.param(REPLACING, "h01", id="replace"),
+        pytest.param(SMALLEST, "h01", id="shrink"),
+        pytest.param(REPLACING, "h00", id="replace-the-first"),
+    ],
+)
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["disk", "memory"])
-@pytest.mark.parametrize("lost", ["h01", "h00"])
 def test_training_continues_with_the_same_losses(
     bed: Bed, tmp_path: Path, is_in_memory: bool, runner: dict[str, Any], lost: str
 ) -> None:
@@ -328,7 +363,7 @@ def test_training_continues_with_the_same_losses(
         wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
         seconds = time.monotonic() - fault_time
         before, after = read_losses(lab), read_losses(lab, "status.1")
-        output = lab.state().hosts[lost == "h00"].output.read_text()
+        output = "".join(host.output.read_text() for host in lab.state().hosts)
         assert lab.run_action("stop").returncode == 3  # the lost host does not answer
         assert lab.remaining_processes() == {}
     first, last = after[0][0], before[-1][0]
@@ -370,8 +405,7 @@ def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
         wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
         lost.set_link("up")
         wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
-        script = lab.state().hosts[1].script
-        lost.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+        start_script(lab, lost, 1)
         wait_for(lambda: len(read_losses(lab, "status.2")) >= 8, 90)
         assert lab.query()["world_size"] == 2
         attempts = [read_losses(lab, name) for name in ("status", "status.1", "status.2")]
