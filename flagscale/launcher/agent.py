@@ -13,6 +13,7 @@ that no process of the run outlives it:
   and ``--sweep`` (called by the script) ends the remaining processes.
 - The agents of a run act together (``liveness``): a failure on any host ends the job on all hosts,
   or restarts it on all hosts. A host that has lost its connection to the others ends its part.
+  If that of the coordinating host is lost, another one continues (``liveness.link``).
 - The end of the job is recorded in ``exit.json`` in the run's directory before the agent ends with
   the job's exit code.
 """
@@ -81,7 +82,7 @@ IDLE_SECONDS = 0.25
 SUMMARY_SECONDS = 0.2
 # Maximum time at the end of the job until all peers are informed of it.
 CLOSE_SECONDS = 3.0
-# Maximum time for a host that never reached host 0 to report its end to it.
+# Maximum time for a host that never reached the coordinator to report its end to it.
 _END_REPORT_SECONDS = 6.0
 _BIND_TIMEOUT_SECONDS = 10.0
 _MEMORY_OPTION = "--non-persistent-save-interval"
@@ -497,6 +498,8 @@ class Agent:
 
         The rate is limited, because a thousand starting hosts cause many changes.
         """
+        if coordinator.has_handed_over:  # the job goes on: its successor writes the next record
+            return
         is_final = coordinator.phase is JobPhase.OVER
         if coordinator.summary_changed and (is_final or now - self._summary_at >= SUMMARY_SECONDS):
             coordinator.summary_changed, self._summary_at = False, now

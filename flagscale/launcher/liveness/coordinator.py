@@ -119,6 +119,8 @@ class Coordinator:
         self.attempt = 0
         self.orders: list[tuple[int | None, Order]] = []
         self.notices: list[Notice] = []
+        self.has_handed_over = False
+        """True if another host coordinates the job because this one is sick."""
         self.summary_changed = True
         """True if :meth:`summary` has changed since this was last set to False."""
         self.restarts: list[dict[str, Any]] = []
@@ -150,14 +152,14 @@ class Coordinator:
         self._start_succeeded = False  # of this attempt
         self._ranks_have_joined = False  # in any attempt
         self._failed_starts_in_a_row = 0
-        self._early_exit = ""  # description of the ranks that ended early, once it is logged
-        self._early_exit_remark = ""  # the same with the number of running ranks
+        # Description of the ranks that ended early, once it is logged, without and with the number
+        # of running ranks.
+        self._early_exit = self._early_exit_remark = ""
         self._records_requested_at: float | None = None  # because an operation is overdue
         self._hang_explained = False  # what is overdue now, as far as it can be
         self._hang_report: FailureReport | None = None  # its cause, if it is known
         self._blamed_in_collective = False
-        self._mismatch = ""  # description of the ranks that disagreed about a collective
-        self._hang_remark = ""
+        self._hang_remark = self._mismatch = ""  # the second: ranks that disagree on a collective
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         self._shared_state = self._create_shared_state(job_state)
         if job_state is not None:
@@ -183,7 +185,7 @@ class Coordinator:
 
     def receive(self, node_rank: int, message: HostMessage, now: float) -> None:
         """Process a message of a host."""
-        if not 0 <= node_rank < len(self.hosts):
+        if self.has_handed_over or not 0 <= node_rank < len(self.hosts):
             return
         host = self.hosts[node_rank]
         if host.has_left and self._has_new_agent(host, message):
@@ -561,11 +563,11 @@ class Coordinator:
         self._active_hosts = {n for n in self._places if not self.hosts[n].has_left}
         self._enter_phase(JobPhase.ENDING)
         predecessor = state.departures[-1]
-        seconds = self.policy.lost_host_timeout
-        report = FailureReport(predecessor.loss, now - seconds, FailureKind.HOST_LOST)
-        self._add_detected_failure(report)
-        name, lost_name = self.hosts[self._number].name, self.hosts[predecessor.host].name
-        remark = f"{name} coordinates the run from now on, because {lost_name} was lost"
+        failure, seconds = state.failure or predecessor.loss, self.policy.lost_host_timeout
+        self._add_detected_failure(FailureReport(failure, now - seconds, FailureKind.HOST_LOST))
+        name, earlier_name = self.hosts[self._number].name, self.hosts[predecessor.host].name
+        reason = "is sick" if predecessor.sickness else "was lost"
+        remark = f"{name} coordinates the run from now on, because {earlier_name} {reason}"
         self.notices.append(Notice("succession", self.attempt, remark=remark))
 
     def _record_end_without_coordinator(self, number: int, progress: HostProgress) -> None:
@@ -610,9 +612,26 @@ class Coordinator:
             replacements=self._replacements,
             failed_starts_in_a_row=self._failed_starts_in_a_row,
             ranks_have_joined=self._ranks_have_joined,
+            failure=_shorten_failure(self.failure) if self.has_handed_over else None,
         )
         if shared.update(self._list_contacts(now), state):
             self._send_order(messages.ShareJobState(shared.state))
+
+    def _has_possible_successor(self, now: float) -> bool:
+        """Return True if the other hosts could go on with another coordinator."""
+        others = self._list_contacts(now) - {self._number}
+        return self._shared_state is not None and self._shared_state.could_elect(others)
+
+    def _hand_over(self, now: float) -> None:
+        """Let another host coordinate the job, because this one leaves it."""
+        loss = self.hosts[self._number].loss
+        if loss is None:
+            return
+        self.has_handed_over = True
+        self._share_state(now)
+        self._send_order(messages.HandOver(loss))
+        self._send_order(messages.FinishJob(loss), self._number)
+        self._enter_phase(JobPhase.OVER)
 
     def _check_quorum(self, now: float) -> None:
         """End the job here without the contact to half of the hosts, because the others may go on
@@ -759,6 +778,7 @@ class Coordinator:
         """
         return (
             self.policy.health != "off"
+            and not self._is_taking_over
             and not any(host.is_lost for host in self._job_hosts())
             and not self._find_start_obstacle()
             and self._count_dispensable(now) > 0
@@ -790,7 +810,10 @@ class Coordinator:
             self._hardware_check, self._next_check_step = None, check.step + 1
             self._send_order(messages.EndHealthCheck())
             self._give_up_sick_hosts(check.judgement, now)
-            self._restart_or_fail(now)
+            if self.hosts[self._number].has_left:
+                self._hand_over(now)
+            else:
+                self._restart_or_fail(now)
 
     def _is_silent(self, host: JobHost, now: float) -> bool:
         last = host.last_message_at
@@ -810,10 +833,10 @@ class Coordinator:
         dispensable = self._count_dispensable(now)
         for number in sorted(sick.keys() & {*self._places}):
             name, reason = self.hosts[number].name, sick[number]
-            if number == self._number:
-                remark = "; it stays in the job: the first host coordinates the run"
-            elif not dispensable:
+            if not dispensable:
                 remark = "; it stays in the job: no spare is left"
+            elif number == self._number and not self._has_possible_successor(now):
+                remark = "; it stays in the job: no other host can coordinate the run"
             else:
                 dispensable -= 1
                 self._mark_sick(number, reason)
@@ -832,7 +855,8 @@ class Coordinator:
         host.loss = host_failure(
             host.name, f"has left the job, because it is {host.sickness}", self._output_path
         )
-        self._send_order(messages.FinishJob(host.loss), number)
+        if number != self._number:
+            self._send_order(messages.FinishJob(host.loss), number)
 
     # -- restart ----------------------------------------------------------------------------
 
@@ -1003,8 +1027,10 @@ class Coordinator:
 
 def _shorten_restart(restart: dict[str, Any]) -> tuple[int, Failure | None]:
     """Return number and failure of an attempt for the shared state."""
-    failure = from_record(Failure, restart["failure"])
-    if failure is not None:
-        reason = failure.reason[:_MAX_SHARED_REASON_CHARACTERS]
-        failure = replace(failure, reason=reason, traceback="")
-    return restart["attempt"], failure
+    return restart["attempt"], _shorten_failure(from_record(Failure, restart["failure"]))
+
+
+def _shorten_failure(failure: Failure | None) -> Failure | None:
+    if failure is None:
+        return None
+    return replace(failure, reason=failure.reason[:_MAX_SHARED_REASON_CHARACTERS], traceback="")

@@ -19,6 +19,7 @@ from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, host_failure
 from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
 from flagscale.launcher.liveness.messages import (
+    HandOver,
     Hello,
     HostMessage,
     JobState,
@@ -196,6 +197,9 @@ class CoordinatorLink:
                 self._follow(number)
                 message = self._member.confirm_state(order.job_state)
                 self._connections.send_message(number, message)
+        elif number == self.leader and isinstance(order, HandOver):
+            self._loss = order.loss
+            self._begin_search(now)
         elif number == self.leader:
             self._last_order_at, self.is_reached = now, True
             return order
@@ -236,14 +240,25 @@ class CoordinatorLink:
         if now - self._last_order_at <= limit_seconds:
             return False
         self._loss = self._describe_loss(limit_seconds, was_reached=response_required)
-        if response_required and self._search is not None and self._search.begin():
-            log_line(f"{self._loss.headline()}; the ranks of this host end")
-            member.end_without_coordinator(self._loss)
+        if response_required:
+            self._begin_search(now)
+        else:
+            self._end_job()
+        return True
+
+    def _begin_search(self, now: float) -> None:
+        """Look for a successor of the coordinator, and end this host's ranks until there is one."""
+        if self._search is None:
+            self._end_job()
+        elif self._search.begin():
+            log_line(
+                f"{self._loss.headline()}; the ranks of this host end until another one coordinates"
+            )
+            self._member.end_without_coordinator(self._loss)
             self.leader = None
             self._turn_to_candidate(self._search, now)
         else:
-            self._end_job(_NO_SUCCESSOR if self._search is not None else "")
-        return True
+            self._end_job(_NO_SUCCESSOR)
 
     def _describe_loss(self, seconds: float, *, was_reached: bool) -> Failure:
         options = self._options
@@ -274,8 +289,10 @@ class CoordinatorLink:
         if search.state is None:
             return
         self._last_order_at = now
-        # The previous coordinator may be there again.
-        self._disconnect_others(search.state.coordinator)
+        previous = search.state.coordinator
+        has_left = any(departure.host == previous for departure in search.state.departures)
+        # A previous coordinator that was lost may be there again.
+        self._disconnect_others(None if has_left else previous)
         if not search.is_candidate:
             self._connections.connect(search.target)
             return

@@ -166,6 +166,7 @@ class JobState:
         replacements: Attempts that started because a host had left, or had come back.
         failed_starts_in_a_row: Last attempts that ended before their ranks had joined.
         ranks_have_joined: True if the ranks have joined in any attempt.
+        failure: First failure of the attempt that has ended, if its coordinator hands over.
     """
 
     term: int
@@ -180,6 +181,7 @@ class JobState:
     replacements: int = 0
     failed_starts_in_a_row: int = 0
     ranks_have_joined: bool = False
+    failure: Failure | None = None
 
     @property
     def version(self) -> tuple[int, int]:
@@ -297,6 +299,13 @@ class ShareJobState(Order):
 
 
 @dataclass(frozen=True)
+class HandOver(Order):
+    """Turn to the next host, because the coordinator leaves the job for the reason ``loss``."""
+
+    loss: Failure
+
+
+@dataclass(frozen=True)
 class StartAttempt(Order):
     """Start the attempt with this number, counted from 0.
 
@@ -372,6 +381,7 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     StopSignalled: "Stopping",
     JobStateAccepted: "JobStateAccepted",
     ShareJobState: "ShareJobState",
+    HandOver: "HandOver",
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",
     EndAttempt: "EndAttempt",

@@ -103,6 +103,10 @@ class SharedState:
         """Return True if the contact to these hosts suffices to coordinate the job."""
         return has_half(self.state.electorates, hosts)
 
+    def could_elect(self, hosts: Collection[int]) -> bool:
+        """Return True if these hosts could elect a successor."""
+        return has_majority(self.state.electorates, hosts)
+
     def summary(self) -> dict[str, int]:
         """Return the part of the job's summary by which readers find the newest one."""
         return {"term": self.state.term, "coordinator": self._number}
@@ -266,9 +270,11 @@ class Candidacy:
         recent = {h for h, at in self._contacts.items() if now - at <= 3 * self._beat_seconds}
         if self.proposal is None and has_majority(self._state.electorates, {self._number, *recent}):
             state = self._state
-            departures = state.departures
-            if state.coordinator not in {d.host for d in departures} | {self._number}:
-                departures += (Departure(state.coordinator, self._loss),)
+            departures = {departure.host: departure for departure in state.departures}
+            if state.coordinator != self._number:
+                # The predecessor is the last one.
+                loss = Departure(state.coordinator, self._loss)
+                departures[state.coordinator] = departures.pop(state.coordinator, loss)
             electorate = {*state.electorates[-1]} - {state.coordinator} | {self._number}
             self._propose(
                 replace(
@@ -277,7 +283,7 @@ class Candidacy:
                     coordinator=self._number,
                     electorates=(*state.electorates, tuple(sorted(electorate))),
                     attempt=max(state.attempt, self._attempt),
-                    departures=departures,
+                    departures=tuple(departures.values()),
                 )
             )
         self.has_failed |= now > self._deadline and not self.is_elected

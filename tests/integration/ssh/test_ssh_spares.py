@@ -157,24 +157,30 @@ def test_job_goes_on_with_fewer_hosts(lab: SshLab) -> None:
 
 
 @pytest.mark.torch
-def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path) -> None:
-    """A device reports a fault once training runs. Then a rank on another host fails."""
+@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path, number: int) -> None:
+    """A device reports a fault once training runs. Then a rank on another host fails. If the sick
+    host is the first one, another host coordinates the run from then on.
+    """
     site = tmp_path / "site"
     install_chip(site, {name: {"rate": 100} for name in lab.bed.names})
     path = os.pathsep.join([str(site), str(PROJECT)])
-    start(lab, runner={**REPLACING, "health": "quick"}, light=False, PYTHONPATH=path)
-    install_chip(site, {"h01": {"rate": 100, "fault": "its memory is broken"}})
-    kill_rank(lab, lab.bed["h00"])
-    wait_for_step(lab)
-    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), MAX_SECONDS)
+    start_training(lab, runner={**REPLACING, "health": "quick"}, light=False, PYTHONPATH=path)
+    sick = lab.bed.hosts[number]
+    install_chip(site, {sick.name: {"rate": 100, "fault": "its memory is broken"}})
+    kill_rank(lab, lab.bed.hosts[1 - number])
+    wait_for((run_dir(lab, "h02") / status_directory(1)).exists, 60)  # two measurements
+    wait_for_step(lab, rank=number)
+    wait_for(lambda: not lab.run_processes(sick), MAX_SECONDS)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
+    assert snapshot["earlier"][0]["rank"] == 1 - number
     rows = {row["host"]: row for row in snapshot["hosts"]}
     reason = "device state: Demo device 0: its memory is broken"
-    assert rows["h01"]["trouble"] == f"sick: {reason}; h02 has taken its place"
-    output = lab.state().hosts[0].output.read_text()
-    assert f"h01 is sick: {reason}" in output
-    assert "h02 takes the place of h01" in output
+    assert rows[sick.name]["trouble"] == f"sick: {reason}; h02 has taken its place"
+    outputs = [host.output.read_text() for host in lab.state().hosts]
+    assert f"{sick.name} is sick: {reason}" in outputs[0]
+    assert f"h02 takes the place of {sick.name}" in outputs[1 - number]
     assert lab.run_action("stop").returncode == 0
     # Neither the run nor the check has left a process.
     assert [host.find("flagscale") for host in lab.bed.hosts] == [[]] * 3

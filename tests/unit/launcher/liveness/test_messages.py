@@ -24,6 +24,7 @@ from flagscale.launcher.liveness.messages import (
     EndAttempt,
     EndHealthCheck,
     FinishJob,
+    HandOver,
     HealthReply,
     Heartbeat,
     Hello,
@@ -119,6 +120,7 @@ FROM_HOST = (
 ORDERS = (
     KeepAlive(),
     ShareJobState(JOB_STATE),
+    HandOver(FAILURE),
     StartAttempt(2),
     StartAttempt(2, (0, 3, 2)),
     EndAttempt(0, FAILURE),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.succession_lab import TIMEOUT_SECONDS, SimulatedRun
+from support.succession_lab import END_SECONDS, TIMEOUT_SECONDS, SimulatedRun
+
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
+from flagscale.launcher.liveness.messages import JobPhase
 
 # Loss, election, end of the ranks, and the wait before a restart.
 TAKEOVER_SECONDS = TIMEOUT_SECONDS + 12
+FAILURE = Failure("h1", 1, 1, "failed", "trace", Path("log"))
 
 
 def running_job(hosts: int = 4, spares: int = 1, **policy: object) -> SimulatedRun:
@@ -132,6 +138,28 @@ def test_host_without_contact_to_the_coordinator_alone_leaves_the_job() -> None:
     run.run(4 * TAKEOVER_SECONDS)
     assert (run.coordinators, run.hosts_with_ranks(1)) == ([0], {0, 2, 3})
     assert not run.agents[1].is_alive
+
+
+def test_sick_coordinator_hands_over_at_once() -> None:
+    run = running_job(health="quick", max_restarts=1)
+    coordinator = run.agents[0].link.coordinator
+    assert coordinator is not None
+    for agent in run.agents[:3]:
+        agent.member.end_without_coordinator(FAILURE)
+    coordinator._add_detected_failure(FailureReport(FAILURE, run.now, FailureKind.RANK_FAILED))
+    run.run(END_SECONDS + 1)
+    assert coordinator.phase is JobPhase.CHECKING
+    coordinator._hardware_check = None
+    coordinator._mark_sick(0, "its memory is broken")
+    coordinator._hand_over(run.now)
+    run.run(TIMEOUT_SECONDS / 2)
+    assert not run.agents[0].is_alive
+    assert (run.coordinators, run.hosts_with_ranks(1)) == ([1], {1, 2, 3})
+    successor = run.agents[1].link.coordinator
+    assert successor is not None
+    assert successor.restarts[0]["failure"]["rank"] == 1, "the failure of the attempt is kept"
+    assert successor.summary()["sick"] == {"0": "sick: its memory is broken"}
+    assert "h1 coordinates the run from now on, because h0 is sick" in run.remarks
 
 
 EVENTS = st.tuples(
