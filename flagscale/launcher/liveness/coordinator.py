@@ -552,6 +552,7 @@ class Coordinator:
         self.restarts = [{"attempt": n, "failure": to_plain(f)} for n, f in state.restarts]
         self._failed_starts_in_a_row = state.failed_starts_in_a_row
         self._ranks_have_joined = state.ranks_have_joined
+        self._start_succeeded = state.start_succeeded
         self._is_taking_over, self._agents_required_since = True, now
         for host in self.hosts:
             host.last_message_at = now
@@ -612,6 +613,7 @@ class Coordinator:
             replacements=self._replacements,
             failed_starts_in_a_row=self._failed_starts_in_a_row,
             ranks_have_joined=self._ranks_have_joined,
+            start_succeeded=self._start_succeeded,
             failure=_shorten_failure(self.failure) if self.has_handed_over else None,
         )
         if shared.update(self._list_contacts(now), state):

@@ -166,6 +166,7 @@ class JobState:
         replacements: Attempts that started because a host had left, or had come back.
         failed_starts_in_a_row: Last attempts that ended before their ranks had joined.
         ranks_have_joined: True if the ranks have joined in any attempt.
+        start_succeeded: True if they have joined in the last one.
         failure: First failure of the attempt that has ended, if its coordinator hands over.
     """
 
@@ -181,6 +182,7 @@ class JobState:
     replacements: int = 0
     failed_starts_in_a_row: int = 0
     ranks_have_joined: bool = False
+    start_succeeded: bool = False
     failure: Failure | None = None
 
     @property

@@ -32,6 +32,8 @@ from flagscale.launcher.liveness.messages import (
     StopSignalled,
 )
 
+MIN_SUCCESSION_AGENTS = 3
+"""Number of agents below which there is no majority without the coordinator."""
 MAX_CANDIDATES = 3
 """Number of hosts that an agent turns to, one after another."""
 CANDIDACY_TIMEOUTS = 2

@@ -228,6 +228,16 @@ def test_first_host_without_power_is_replaced(lab: SshLab) -> None:
 
 
 @pytest.mark.slow
+def test_only_host_that_trains_is_replaced(lab: SshLab) -> None:
+    start(lab, runner={**REPLACING, "nnodes": 1, "spares": 2})
+    wait_for_step(lab, "h00", 0, rank=0, after=20)
+    lab.bed["h00"].cut_power()
+    wait_for_step(lab, "h01", rank=0)
+    assert lab.run_action("stop").returncode == 3
+    assert lab.remaining_processes() == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", [REPLACING, SHRINKING], ids=["replace", "shrink"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_first_host_that_comes_back_keeps_no_process(

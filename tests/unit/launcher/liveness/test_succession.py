@@ -120,6 +120,13 @@ def test_one_part_of_a_partition_goes_on(
     assert [agent.number for agent in run.agents if agent.is_alive] == [*goes_on]
 
 
+def test_only_host_that_trains_is_replaced() -> None:
+    run = running_job(3, 2)
+    run.agents[0].has_power_cut = True
+    run.run(TAKEOVER_SECONDS)
+    assert (run.coordinators, run.hosts_with_ranks(1)) == ([1], {1})
+
+
 def test_two_agents_have_no_successor() -> None:
     run = running_job(2, 0, on_bad_host="shrink", min_nnodes=1)
     run.agents[0].has_power_cut = True
