@@ -168,12 +168,19 @@ class Agent:
             )
             self.member.addresses = options.addresses_by_host
         # After it was started again by hand, the job may go on without this host, or start, too.
+        self._is_second_start = (
+            options.on_bad_host != "stop"
+            and self._connections is not None
+            and (options.run_dir / AGENT_FILE).exists()
+        )
+        is_elsewhere = self._is_second_start and self._is_coordinated_elsewhere()
         self._returns = (
             options.on_bad_host == "shrink"
             and not options.is_spare
-            and (options.run_dir / AGENT_FILE).exists()
-            and (node_rank > 0 or self._is_coordinated_elsewhere())
+            and self._is_second_start
+            and (node_rank > 0 or is_elsewhere)
         )
+        self._is_too_late = is_elsewhere and node_rank == 0 and not self._returns
         self._link = CoordinatorLink(
             node_rank,
             options,
@@ -205,11 +212,13 @@ class Agent:
         )
 
     def _is_coordinated_elsewhere(self) -> bool:
-        """Return True if another host coordinates the job, which has lost this one: host 0."""
+        """Return True if another host than host 0 coordinates the job, and responds."""
         record = read_newest_job_record(self._options.run_dir)
         number = record.get("coordinator", 0)
         connections = self._connections
-        if connections is None or not number or record.get("phase") == JobPhase.OVER:
+        if connections is None or self.member.node_rank or not number:
+            return False
+        if record.get("phase") == JobPhase.OVER:
             return False
         self._connect_to_all(connections)
         deadline = time.monotonic() + self._options.lost_host_timeout
@@ -241,6 +250,9 @@ class Agent:
         self._script = os.getppid()
         signal_on_parent_death(self._script, signal.SIGTERM)()
         started, oom_kills_before = time.time(), count_oom_kills()
+        if self._is_too_late:
+            log_line("the run goes on without this host, which was lost, and does not take it back")
+            return self._record_end(1, started, None)
         error = identity.register_agent(
             self._host.run_dir, self._options.earlier_starts, returns=self._returns
         )
@@ -304,7 +316,7 @@ class Agent:
             return None
         host_count = len(self._options.names)
         open_file_limit = raise_file_limit(host_count)
-        if self._returns:
+        if self._is_second_start and self._coordinator is None:
             # Any of them may coordinate the job by now.
             self._connect_to_all(connections)
             return None

@@ -137,6 +137,8 @@ class SimulatedAgent:
     def numbers(self) -> AbstractSet[int]:
         return set(self.clients)
 
+    def resolve(self, number: int) -> None: ...
+
     def connect(self, number: int) -> None:
         self.clients.setdefault(number, False)
 

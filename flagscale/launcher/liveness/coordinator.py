@@ -573,6 +573,8 @@ class Coordinator:
 
     def _record_end_without_coordinator(self, number: int, progress: HostProgress) -> None:
         """Record that no rank is left on a host, whichever attempt it has taken part in."""
+        if progress.status is HostStatus.SPARE:
+            self.hosts[number].status = HostStatus.SPARE
         if progress.exit_code is not None or progress.status is HostStatus.SPARE:
             self._active_hosts.discard(number)
 
@@ -830,6 +832,8 @@ class Coordinator:
 
         sick = describe_sick_hosts(judgement)
         for number in sorted(sick.keys() - {*self._places}):
+            if number == self._number and not self._has_possible_successor(now):
+                continue
             self._mark_sick(number, sick[number])
             self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
         dispensable = self._count_dispensable(now)

@@ -43,6 +43,9 @@ class Connections(Protocol):
     def numbers(self) -> AbstractSet[int]:
         """Hosts that this one connects to, or tries to."""
 
+    def resolve(self, number: int) -> None:
+        """Look up the address of a host, which may be impossible when it is needed."""
+
     def connect(self, number: int) -> None:
         """Connect to a host, until :meth:`disconnect` is called."""
 
@@ -70,6 +73,8 @@ class NoConnections:
     """Connections of the only host of a run."""
 
     numbers: frozenset[int] = frozenset()
+
+    def resolve(self, number: int) -> None: ...
 
     def connect(self, number: int) -> None: ...
 
@@ -195,6 +200,8 @@ class CoordinatorLink:
             if self._search is not None and self._search.accept(order.job_state, number):
                 self._last_order_at, self.is_reached = now, True
                 self._follow(number)
+                for candidate in self._search.list_candidates():
+                    self._connections.resolve(candidate)
                 message = self._member.confirm_state(order.job_state)
                 self._connections.send_message(number, message)
         elif number == self.leader and isinstance(order, HandOver):

@@ -12,7 +12,7 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from flagscale.launcher.liveness.messages import HostMessage, Order, decode, encode
@@ -240,7 +240,11 @@ class Client:
     """Agent's end: connects, and reconnects after a loss."""
 
     def __init__(
-        self, secret: bytes, address: tuple[str, int], selector: selectors.BaseSelector
+        self,
+        secret: bytes,
+        address: tuple[str, int],
+        selector: selectors.BaseSelector,
+        resolved_addresses: Sequence[tuple[int, tuple[object, ...]]] = (),
     ) -> None:
         self._secret = secret
         self._address = address
@@ -250,7 +254,7 @@ class Client:
         self._connecting_since = 0.0
         self._next_connect_at = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
-        self._addresses: list[tuple[int, tuple[object, ...]]] = []
+        self._addresses = list(resolved_addresses)
         self._untried_addresses: list[tuple[int, tuple[object, ...]]] = []
         self.is_new_connection = False
         """True if a connection was established since this was last set to False."""
@@ -363,6 +367,7 @@ class AgentConnections:
         self._port = port
         self._selector = selector
         self._host_count = host_count
+        self._resolved: dict[int, list[tuple[int, tuple[object, ...]]]] = {}
         self.clients: dict[int, Client] = {}
         self.server: Server | None = None
 
@@ -371,11 +376,19 @@ class AgentConnections:
         """Hosts that this one connects to, or tries to."""
         return set(self.clients)
 
+    def resolve(self, number: int) -> None:
+        """Look up the address of a host. If the link is cut later, a name server would block the
+        agent.
+        """
+        if not self._resolved.get(number):
+            self._resolved[number] = resolve((self._addresses[number], self._port))
+
     def connect(self, number: int) -> None:
         """Connect to a host, until :meth:`disconnect` is called."""
         if number not in self.clients:
             address = (self._addresses[number], self._port)
-            self.clients[number] = Client(self._secret, address, self._selector)
+            resolved = self._resolved.get(number, ())
+            self.clients[number] = Client(self._secret, address, self._selector, resolved)
 
     def disconnect(self, number: int) -> None:
         """Close the connection to a host."""

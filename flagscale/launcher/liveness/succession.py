@@ -161,16 +161,22 @@ class CoordinatorSearch:
         """Begin the search after the loss of the coordinator; return False if there can be no
         successor that this host could follow.
         """
+        self._candidates = self.list_candidates()
+        self.is_searching = self.turn()
+        return self.is_searching
+
+    def list_candidates(self) -> list[int]:
+        """Return the hosts that this one would turn to without the coordinator, in order; none if
+        they could have no majority.
+        """
         state = self.state
         if state is None or not all(self._number in e for e in state.electorates):
-            return False
+            return []
         others = [{*electorate} - {state.coordinator} for electorate in state.electorates]
         if not all(map(has_majority, ([e] for e in state.electorates), others)):
-            return False
+            return []
         departed = {departure.host for departure in state.departures}
-        candidates = sorted(others[-1] - departed)
-        self._candidates, self.is_searching = candidates[:MAX_CANDIDATES], True
-        return self.turn()
+        return sorted(others[-1] - departed)[:MAX_CANDIDATES]
 
     def turn(self) -> bool:
         """Turn to the next candidate; return False if there is none."""

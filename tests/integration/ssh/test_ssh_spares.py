@@ -257,6 +257,11 @@ def test_first_host_that_comes_back_keeps_no_process(
     assert (snapshot["state"], snapshot["attempt"], snapshot["joined"]) == ("running", 2, 2)
     rows = {row["host"]: row for row in snapshot["hosts"]}
     assert rows["h00"]["trouble"] == "lost" + "; h02 has taken its place" * is_replaced
+    if is_replaced:
+        result = lost.run(["bash", lab.state().hosts[0].script], check=False)
+        sentence = "the run goes on without this host, which was lost, and does not take it back"
+        assert (result.returncode, sentence in result.stderr) == (1, True), result
+        assert lab.query()["joined"] == 2
     assert lab.run_action("stop").returncode == 0
     assert lab.remaining_processes() == {}
     assert lab.query()["state"] == "stopped"
