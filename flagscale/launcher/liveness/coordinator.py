@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ from flagscale.launcher.liveness.messages import (
     RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
+from flagscale.launcher.liveness.places import Places
 from flagscale.launcher.liveness.succession import SharedState
 from flagscale.records import from_record
 
@@ -124,17 +125,15 @@ class Coordinator:
         self.summary_changed = True
         """True if :meth:`summary` has changed since this was last set to False."""
         self.restarts: list[dict[str, Any]] = []
-        spares = min(policy.spares, len(names) - 1)
-        self._places = list(range(len(names) - spares))
-        """Number of the host at each node rank."""
+        self._places = Places(policy, self.hosts)
         self._saves_when_stopped = saves_when_stopped
-        self._planned_hosts = len(self._places)
         self._is_paused = False  # the attempt is being ended for a host that has come back
         self._replacements = 0  # attempts that started because a host has left
-        self._successors: dict[int, int] = {}  # hosts whose places spares have taken, with these
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
-        self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
+        self._active_hosts = set(
+            self._places.numbers
+        )  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
         self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
@@ -161,6 +160,8 @@ class Coordinator:
         self._blamed_in_collective = False
         self._hang_remark = self._mismatch = ""  # the second: ranks that disagree on a collective
         self._is_taking_over = False  # until the first attempt of this coordinator starts
+        # Hosts of which a successor expects a first message, until a time: spares among them.
+        self._expected_hosts, self._expected_until = set[int](), now
         self._shared_state = self._create_shared_state(job_state)
         if job_state is not None:
             self._take_over(job_state, now)
@@ -190,7 +191,7 @@ class Coordinator:
         host = self.hosts[node_rank]
         if host.has_left and self._has_new_agent(host, message):
             # While the attempt ends, its place is still to be filled.
-            if node_rank in self._places:
+            if node_rank in self._places.numbers:
                 return
             self._take_back(node_rank, now)
         elif host.has_left:
@@ -202,6 +203,7 @@ class Coordinator:
             return
         self._detect_new_agent(node_rank, message, now)
         host.last_message_at = now
+        self._expected_hosts.discard(node_rank)
         if host.has_left:
             return
         clock_offset = now - message.sent
@@ -336,7 +338,9 @@ class Coordinator:
                 self._start_attempt(now)
         elif self.phase is JobPhase.CHECKING:
             self._continue_hardware_check(now)
-        elif not self._active_hosts and (self.phase is JobPhase.STOPPING or self._is_confirmed()):
+        elif not self._active_hosts and (
+            self.phase is JobPhase.STOPPING or self._can_conclude(now)
+        ):
             self._conclude(now)
 
     def _extend_timeouts(self, now: float) -> None:
@@ -418,7 +422,7 @@ class Coordinator:
         if self._early_exit or self.failure is not None:
             return
         exits, ages = list[RankExit](), list[float]()
-        for host in self._job_hosts():
+        for host in self._places.hosts:
             exits += host.early_exits
             ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
         active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
@@ -486,7 +490,7 @@ class Coordinator:
         if finding.host:
             return finding
         rank_count, host_name = 0, self.hosts[0].name
-        for host in self._job_hosts():
+        for host in self._places.hosts:
             if rank_count <= finding.rank:
                 host_name = host.name
             rank_count += host.nproc
@@ -540,28 +544,31 @@ class Coordinator:
         """Return the state to share; None if no host may leave the job."""
         if self.policy.on_bad_host == "stop" or len(self.hosts) < 2:
             return None
-        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places))
+        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
         return SharedState(job_state or first_state)
 
     def _take_over(self, state: JobState, now: float) -> None:
         """Continue from the state of a job whose coordinator is lost. Every host ends its part of
         the attempt by itself.
         """
-        self.attempt, self._places = state.attempt, list(state.places)
-        self._successors, self._replacements = dict(state.successors), state.replacements
+        self.attempt, self._places.numbers = state.attempt, list(state.places)
+        self._places.successors, self._replacements = dict(state.successors), state.replacements
         self.restarts = [{"attempt": n, "failure": to_plain(f)} for n, f in state.restarts]
         self._failed_starts_in_a_row = state.failed_starts_in_a_row
         self._ranks_have_joined = state.ranks_have_joined
         self._start_succeeded = state.start_succeeded
         self._is_taking_over, self._agents_required_since = True, now
-        for host in self.hosts:
-            host.last_message_at = now
+        voters = {*state.electorates[-1]}
+        self._expected_hosts = voters - {self._number}
+        self._expected_until = now + self._places.spare_timeout
+        for number in voters.union(state.places):
+            self.hosts[number].last_message_at = now
         for departure in state.departures:
             host = self.hosts[departure.host]
             host.loss, host.sickness = departure.loss, departure.sickness
             host.is_lost = not departure.sickness
             host.status = HostStatus.LOST if host.is_lost else HostStatus.SICK
-        self._active_hosts = {n for n in self._places if not self.hosts[n].has_left}
+        self._active_hosts = {n for n in self._places.numbers if not self.hosts[n].has_left}
         self._enter_phase(JobPhase.ENDING)
         predecessor = state.departures[-1]
         failure, seconds = state.failure or predecessor.loss, self.policy.lost_host_timeout
@@ -608,9 +615,9 @@ class Coordinator:
         state = replace(
             shared.state,
             attempt=self.attempt,
-            places=tuple(self._places),
+            places=tuple(self._places.numbers),
             departures=departures,
-            successors=tuple(self._successors.items()),
+            successors=tuple(self._places.successors.items()),
             restarts=tuple(map(_shorten_restart, self.restarts[-_MAX_SHARED_RESTARTS:])),
             replacements=self._replacements,
             failed_starts_in_a_row=self._failed_starts_in_a_row,
@@ -657,6 +664,10 @@ class Coordinator:
         """Return True if enough hosts have confirmed that this host coordinates the job."""
         return self._shared_state is None or self._shared_state.is_accepted
 
+    def _can_conclude(self, now: float) -> bool:
+        """Return True if this host coordinates the job and knows which hosts are there."""
+        return self._is_confirmed() and (not self._expected_hosts or now > self._expected_until)
+
     # -- decisions --------------------------------------------------------------------------
 
     def _enter_phase(self, phase: JobPhase) -> None:
@@ -685,12 +696,12 @@ class Coordinator:
 
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
-        failed = any(host.is_lost or host.exit_code for host in self._job_hosts())
+        failed = any(host.is_lost or host.exit_code for host in self._places.hosts)
         is_paused, self._is_paused = self._is_paused, False
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
-        elif is_paused and not any(host.is_lost for host in self._job_hosts()):
+        elif is_paused and not any(host.is_lost for host in self._places.hosts):
             self._failed_starts_in_a_row = 0
             self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
@@ -707,8 +718,8 @@ class Coordinator:
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
-        ranks = [rank for host in self._job_hosts() for rank in host.last_records]
-        finished_ranks = [rank for host in self._job_hosts() for rank in host.finished_ranks]
+        ranks = [rank for host in self._places.hosts for rank in host.last_records]
+        finished_ranks = [rank for host in self._places.hosts for rank in host.finished_ranks]
         finding = explain_failed_collective(ranks, finished_ranks)
         if self._hang_report is None and finding is not None:
             self._mismatch = self._complete_host(finding).describe()
@@ -732,7 +743,7 @@ class Coordinator:
         host = self.hosts[number]
         host.is_lost, host.loss, host.returned_at, host.clock_offset = False, None, now, None
         host.status, self.summary_changed = HostStatus.SPARE, True
-        self._successors.pop(number, None)
+        self._places.successors.pop(number, None)
         when = "saves a checkpoint and starts again" if self._saves_when_stopped else "fails"
         self._log_health(f"{host.name} is back, and joins the job when it {when}")
 
@@ -748,7 +759,7 @@ class Coordinator:
         if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
             self._mark_lost(number, "was lost: its agent has started again", now)
         elif not self.attempt:
-            self._send_order(messages.StartAttempt(0, tuple(self._places)), number)
+            self._send_order(messages.StartAttempt(0, tuple(self._places.numbers)), number)
 
     def _pause_for_returned_host(self, now: float) -> None:
         """End the attempt in order if a host that has come back can join the job.
@@ -757,9 +768,9 @@ class Coordinator:
         """
         if (
             self._saves_when_stopped
-            and len(self._places) < self._planned_hosts
+            and self._places.has_free_place
             and all(0 < self.hosts[n].nproc <= self.hosts[n].joined for n in self._active_hosts)
-            and self._active_hosts == {*self._places}
+            and self._active_hosts == {*self._places.numbers}
             and any(
                 host.returned_at is not None
                 and not host.has_left
@@ -783,9 +794,9 @@ class Coordinator:
         return (
             self.policy.health != "off"
             and not self._is_taking_over
-            and not any(host.is_lost for host in self._job_hosts())
+            and not any(host.is_lost for host in self._places.hosts)
             and not self._find_start_obstacle()
-            and self._count_dispensable(now) > 0
+            and self._places.count_dispensable(now) > 0
         )
 
     def _start_hardware_check(self, now: float) -> None:
@@ -793,7 +804,7 @@ class Coordinator:
         # Only these jobs pay for the import.
         from flagscale.launcher.liveness.hardware_check import HardwareCheck
 
-        hosts = sorted((*self._places, *self._list_spares(now)))
+        hosts = sorted((*self._places.numbers, *self._places.list_spares(now)))
         names = compress_names([self.hosts[number].name for number in hosts])
         self._enter_phase(JobPhase.CHECKING)
         self._hardware_check = HardwareCheck(hosts, self._next_check_step, str(self.attempt), now)
@@ -831,13 +842,13 @@ class Coordinator:
         from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
 
         sick = describe_sick_hosts(judgement)
-        for number in sorted(sick.keys() - {*self._places}):
+        for number in sorted(sick.keys() - {*self._places.numbers}):
             if number == self._number and not self._has_possible_successor(now):
                 continue
             self._mark_sick(number, sick[number])
             self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
-        dispensable = self._count_dispensable(now)
-        for number in sorted(sick.keys() & {*self._places}):
+        dispensable = self._places.count_dispensable(now)
+        for number in sorted(sick.keys() & {*self._places.numbers}):
             name, reason = self.hosts[number].name, sick[number]
             if not dispensable:
                 remark = "; it stays in the job: no spare is left"
@@ -870,7 +881,7 @@ class Coordinator:
         obstacle = self._find_restart_obstacle(now)
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
-            lost_places = any(host.has_left for host in self._job_hosts())
+            lost_places = any(host.has_left for host in self._places.hosts)
             explained = attempts_left or (lost_places and self.policy.on_bad_host != "stop")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
@@ -881,7 +892,7 @@ class Coordinator:
         """Start the next attempt, after a failure or to let a host join."""
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
         repeated = self.attempt - self._replacements
-        remark = self._fill_places(now)
+        remark = self._places.fill(now)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
         if remark or failure is None or self._is_taking_over:
             self._replacements += 1
@@ -895,68 +906,8 @@ class Coordinator:
     def _max_attempts(self) -> int:
         return self.policy.attempts + self._replacements
 
-    def _job_hosts(self) -> list[JobHost]:
-        """Return the hosts of the job by node rank, without spares and replaced hosts."""
-        return [self.hosts[number] for number in self._places]
-
-    def _list_spares(self, now: float) -> list[int]:
-        """Return the numbers of the spares that are there."""
-        in_job = set(self._places)
-        return [
-            number
-            for number, host in enumerate(self.hosts)
-            if number not in in_job
-            and not host.has_left
-            and host.last_message_at is not None
-            and now - host.last_message_at <= self._spare_timeout
-        ]
-
-    @property
-    def _spare_timeout(self) -> float:
-        """Seconds without a message of a spare after which another one is chosen."""
-        return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
-
-    def _count_dispensable(self, now: float) -> int:
-        """Return how many hosts may leave the job: for each there is a spare, or the job may go on
-        with fewer hosts.
-        """
-        if self.policy.on_bad_host == "stop":
-            return 0
-        smallest = len(self._places)
-        if self.policy.on_bad_host == "shrink" and self.policy.min_nnodes is not None:
-            smallest = min(smallest, self.policy.min_nnodes)
-        return len(self._list_spares(now)) + len(self._places) - smallest
-
-    def _fill_places(self, now: float) -> str:
-        """Let spares take the places of hosts that have left; without one, the place is given up.
-
-        Returns:
-            A sentence about these hosts.
-        """
-        spares = iter(self._list_spares(now))
-        places, sentences = [], []
-        for number in self._places:
-            if not self.hosts[number].has_left:
-                places.append(number)
-                continue
-            name, spare = self.hosts[number].name, next(spares, None)
-            if spare is None:
-                sentences.append(f"the job goes on without {name}")
-            else:
-                places.append(spare)
-                self._successors[number], self.hosts[spare].returned_at = spare, None
-                sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
-        if len(places) < len(self._places):
-            sentences[-1] += f": {len(places)} host(s) are left"
-        for number in islice(spares, self._planned_hosts - len(places)):
-            places.append(number)
-            self.hosts[number].returned_at = None
-            sentences.append(f"{self.hosts[number].name} joins the job: {len(places)} host(s)")
-        self._places = places
-        return "; ".join(sentences)
-
     def _start_order(self) -> messages.StartAttempt:
-        places = tuple(self._places) if self._replacements else ()
+        places = tuple(self._places.numbers) if self._replacements else ()
         return messages.StartAttempt(self.attempt, places)
 
     def _find_restart_obstacle(self, now: float) -> str:
@@ -965,19 +916,13 @@ class Coordinator:
         The job is not restarted if a host has left that no spare can replace, if the ranks have not
         joined in any attempt, or if they did not join in two attempts in a row.
         """
-        lost = sum(host.has_left for host in self._job_hosts())
+        lost = any(host.has_left for host in self._places.hosts)
         if lost and self.policy.on_bad_host == "stop":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
             return "a host was lost"
-        if lost > self._count_dispensable(now):
-            spares = len(self._list_spares(now))
-            obstacle = f"{lost} host(s) were lost, and {spares} spare(s) are there"
-            if self.policy.on_bad_host == "shrink":
-                left = len(self._places) - lost + spares
-                smallest = self.policy.min_nnodes
-                obstacle += f"; {left} of at least {smallest} host(s) are left (runner.nnodes)"
-            return obstacle
+        if shortage := self._places.describe_shortage(now):
+            return shortage
         if not (lost or self._is_taking_over) and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
         return self._find_start_obstacle()
@@ -998,8 +943,8 @@ class Coordinator:
         self._stacks_requested_at, self._last_progress_at = None, now
         self._early_exit = self._early_exit_remark = self._mismatch = ""
         self._forget_hang()
-        self._active_hosts = set(self._places)
-        for host in self._job_hosts():
+        self._active_hosts = set(self._places.numbers)
+        for host in self._places.hosts:
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
@@ -1013,7 +958,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
-        replaced = {str(number): spare for number, spare in self._successors.items()}
+        replaced = {str(number): spare for number, spare in self._places.successors.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         return {
             "phase": self.phase.value,
@@ -1024,7 +969,7 @@ class Coordinator:
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
-            **({"places": list(self._places)} if self.policy.on_bad_host != "stop" else {}),
+            **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),
             **({} if self._shared_state is None else self._shared_state.summary()),
             **({"replaced": replaced} if replaced else {}),
             **({"sick": sick} if sick else {}),

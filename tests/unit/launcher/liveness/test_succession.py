@@ -127,6 +127,13 @@ def test_only_host_that_trains_is_replaced() -> None:
     assert (run.coordinators, run.hosts_with_ranks(1)) == ([1], {1})
 
 
+def test_spare_that_is_lost_with_the_coordinator_is_not_chosen() -> None:
+    run = running_job(6, 3)
+    run.agents[0].has_power_cut = run.agents[3].has_power_cut = True
+    run.run(TAKEOVER_SECONDS)
+    assert (run.coordinators, run.hosts_with_ranks(1)) == ([1], {1, 2, 4})
+
+
 def test_two_agents_have_no_successor() -> None:
     run = running_job(2, 0, on_bad_host="shrink", min_nnodes=1)
     run.agents[0].has_power_cut = True
