@@ -234,15 +234,16 @@ class Runner:
             "of the lost one. `shrink`: the same, and without a spare it restarts on the hosts "
             "that are left, with fewer data-parallel replicas and the same global batch, and takes "
             "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
-            "as one of `max_restarts`. The job cannot go on "
-            "without the first host. `replace` and `shrink` need `type: ssh`.",
+            "as one of `max_restarts`. If the first host is lost, another one coordinates the run "
+            "and sends notifications. More than half of the agents must have contact for that, so "
+            "it needs three at least. `replace` and `shrink` need `type: ssh`.",
             choices=("stop", "replace", "shrink"),
         ),
     )
     lost_host_timeout: float = field(
         default=60.0,
         metadata=doc(
-            "Seconds without a heartbeat between a host and the first host after which each "
+            "Seconds without a heartbeat between a host and the coordinating host after which each "
             "considers the other lost and ends its part of the job. Shorter interruptions have no "
             "effect.",
             minimum=1,
@@ -252,8 +253,8 @@ class Runner:
     liveness_port: int | None = field(
         default=None,
         metadata=doc(
-            "Port of the first host at which the agents of several hosts connect. Default: "
-            "`master_port` + 1.",
+            "Port of the coordinating host, at first the first one, at which the agents of several "
+            "hosts connect. Default: `master_port` + 1.",
             minimum=1,
             maximum=65535,
         ),

@@ -13,6 +13,7 @@ that no process of the run outlives it:
   and ``--sweep`` (called by the script) ends the remaining processes.
 - The agents of a run act together (``liveness``): a failure on any host ends the job on all hosts,
   or restarts it on all hosts. A host that has lost its connection to the others ends its part.
+  If that of the coordinating host is lost, another one continues (``liveness.link``).
 - The end of the job is recorded in ``exit.json`` in the run's directory before the agent ends with
   the job's exit code.
 """
@@ -51,16 +52,20 @@ from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, host_failure
-from flagscale.launcher.liveness.job import Notice, describe_mesh_position, explain_missing_agents
+from flagscale.launcher.liveness.job import Notice
+from flagscale.launcher.liveness.job_record import read_newest_job_record
+from flagscale.launcher.liveness.link import CoordinatorLink, NoConnections
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import (
     DumpStacks,
     JobPhase,
+    JobState,
     KeepAlive,
     MeasureHealth,
     Order,
+    ShareJobState,
 )
-from flagscale.launcher.liveness.network import Client, ReadyEvents, Server, raise_file_limit
+from flagscale.launcher.liveness.network import AgentConnections, ReadyEvents, raise_file_limit
 from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.liveness.output_times import OutputTimes
 from flagscale.launcher.notify import Notifier
@@ -77,7 +82,7 @@ IDLE_SECONDS = 0.25
 SUMMARY_SECONDS = 0.2
 # Maximum time at the end of the job until all peers are informed of it.
 CLOSE_SECONDS = 3.0
-# Maximum time for a host that never reached host 0 to report its end to it.
+# Maximum time for a host that never reached the coordinator to report its end to it.
 _END_REPORT_SECONDS = 6.0
 _BIND_TIMEOUT_SECONDS = 10.0
 _MEMORY_OPTION = "--non-persistent-save-interval"
@@ -114,7 +119,7 @@ class SignalQueue:
 
 
 class Agent:
-    """Supervisor of one host; on host 0 it contains the job's coordinator."""
+    """Supervisor of one host. That of one host, of host 0 at first, contains the coordinator."""
 
     def __init__(self, command_line: CommandLine, run_id: str, key: bytes | None) -> None:
         options = self._options = command_line.options
@@ -151,37 +156,90 @@ class Agent:
         self.member.hang_detection_timeout = options.hang_detection_timeout
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
         self._command = command_line.command
-        # After it was started again by hand, the job may go on without this host, or start, too.
-        self._returns = (
-            options.on_bad_host == "shrink"
-            and node_rank > 0
-            and not options.is_spare
-            and (options.run_dir / AGENT_FILE).exists()
-        )
         self._recorder = HostRecorder()
         self._is_recorded = False
         self._health_worker: HealthWorker | None = None
         self.member.other_children = self._list_other_children
-        self._coordinator: Coordinator | None = None
-        if node_rank == 0:
-            names = [options.name] if is_single_host else options.names
-            mesh_positions = options.positions_by_host
-            self._coordinator = Coordinator(
-                options,
-                names,
-                now,
-                output,
-                self._port,
-                mesh_positions,
-                saves_when_stopped=options.saves_when_stopped,
+        self._connections: AgentConnections | None = None
+        if self._port is not None and key is not None:
+            addresses = dict(enumerate(options.addresses_by_host)) or {0: options.master_addr}
+            self._connections = AgentConnections(
+                key, addresses, self._port, self._selector, len(options.names)
             )
-        self._server: Server | None = None
-        self._client: Client | None = None
-        self._start_time = self._last_order_at = self._last_run_at = now
-        self._coordinator_reached = self._ranks_joined = False
+            self.member.addresses = options.addresses_by_host
+        # After it was started again by hand, the job may go on without this host, or start, too.
+        self._is_second_start = (
+            options.on_bad_host != "stop"
+            and self._connections is not None
+            and (options.run_dir / AGENT_FILE).exists()
+        )
+        is_elsewhere = self._is_second_start and self._is_coordinated_elsewhere()
+        self._returns = (
+            options.on_bad_host == "shrink"
+            and not options.is_spare
+            and self._is_second_start
+            and (node_rank > 0 or is_elsewhere)
+        )
+        self._is_too_late = is_elsewhere and node_rank == 0 and not self._returns
+        self._link = CoordinatorLink(
+            node_rank,
+            options,
+            self.member,
+            self._connections or NoConnections(),
+            self._create_coordinator,
+            output,
+            now,
+        )
+        if node_rank == 0 and not self._returns:
+            self._link.coordinate(now)
+        self._start_time = self._last_run_at = now
         self._heartbeat_at = 0.0
         self._summary_at = -SUMMARY_SECONDS
         self._script = 0
+
+    def _create_coordinator(self, now: float, job_state: JobState | None) -> Coordinator:
+        options = self._options
+        is_single_host = self._port is None
+        return Coordinator(
+            options,
+            [options.name] if is_single_host else options.names,
+            now,
+            self._host.output,
+            self._port,
+            options.positions_by_host,
+            saves_when_stopped=options.saves_when_stopped,
+            job_state=job_state,
+        )
+
+    def _is_coordinated_elsewhere(self) -> bool:
+        """Return True if another host than host 0 coordinates the job, and responds."""
+        record = read_newest_job_record(self._options.run_dir)
+        number = record.get("coordinator", 0)
+        connections = self._connections
+        if connections is None or self.member.node_rank or not number:
+            return False
+        if record.get("phase") == JobPhase.OVER:
+            return False
+        self._connect_to_all(connections)
+        deadline = time.monotonic() + self._options.lost_host_timeout
+        while time.monotonic() < deadline:
+            ready = self._selector.select(TICK_SECONDS)
+            for client in connections.clients.values():
+                client.poll(ready, time.monotonic())
+                if client.is_connected:
+                    return True
+        connections.close()
+        return False
+
+    def _connect_to_all(self, connections: AgentConnections) -> None:
+        for number in range(len(self._options.names)):
+            if number != self.member.node_rank:
+                connections.connect(number)
+
+    @property
+    def _coordinator(self) -> Coordinator | None:
+        """The coordinator, if it is on this host."""
+        return self._link.coordinator
 
     def run(self) -> int:
         """Run the command until the job is over, end its processes, and return the exit code."""
@@ -192,6 +250,9 @@ class Agent:
         self._script = os.getppid()
         signal_on_parent_death(self._script, signal.SIGTERM)()
         started, oom_kills_before = time.time(), count_oom_kills()
+        if self._is_too_late:
+            log_line("the run goes on without this host, which was lost, and does not take it back")
+            return self._record_end(1, started, None)
         error = identity.register_agent(
             self._host.run_dir, self._options.earlier_starts, returns=self._returns
         )
@@ -248,32 +309,35 @@ class Agent:
         """Listen for the other agents, or prepare the connection to host 0; return an error
         message.
         """
-        options = self._options
-        port = self._port
-        if port is None or self._key is None:
-            if options.liveness_port is not None:
+        connections = self._connections
+        if connections is None:
+            if self._options.liveness_port is not None:
                 log_line("this run has no secret: the job of this host is supervised separately")
             return None
-        if options.node_rank:
-            self._client = Client(self._key, (options.master_addr, port), self._selector)
-            return None
-        host_count = len(options.names)
+        host_count = len(self._options.names)
         open_file_limit = raise_file_limit(host_count)
+        if self._is_second_start and self._coordinator is None:
+            # Any of them may coordinate the job by now.
+            self._connect_to_all(connections)
+            return None
+        if self._coordinator is None:
+            connections.connect(0)
+            return None
         if open_file_limit is not None:
             log_line(
                 f"{open_file_limit} open files (ulimit -Hn) are too few for {host_count} hosts"
             )
         deadline = time.monotonic() + _BIND_TIMEOUT_SECONDS
-        while self._server is None:
+        while connections.server is None:
             try:
-                self._server = Server(self._key, port, self._selector, host_count)
+                connections.listen()
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
                     # error.strerror would include the address
                     reason = os.strerror(error.errno or 0)
                     return (
-                        f"the agents cannot connect to port {port} of this host: {reason}; set "
-                        "experiment.runner.liveness_port to another one"
+                        f"the agents cannot connect to port {self._port} of this host: {reason}; "
+                        "set experiment.runner.liveness_port to another one"
                     )
                 time.sleep(TICK_SECONDS)
         return None
@@ -364,28 +428,30 @@ class Agent:
 
     def _receive_messages(self, ready: ReadyEvents, now: float) -> None:
         """Process the messages that have been received."""
-        if self._server is not None and self._coordinator is not None:
-            for host, message in self._server.poll(ready, now):
-                self._coordinator.receive(host, message, now)
-        if self._client is None:
-            return
         gap = now - self._last_run_at
         if gap > self._options.beat_seconds * 2:
             # Time in which this process itself did not run does not count as silence.
-            self._last_order_at += gap
-        for order in self._client.poll(ready, now):
-            self._last_order_at, self._coordinator_reached = now, True
-            self._follow_order(order, now)
-        if self._client.is_new_connection:
-            # An authenticated host 0 has to respond from now on, even if it has not sent an order
-            # yet.
-            self._client.is_new_connection, self._last_order_at, self._coordinator_reached = (
-                False,
-                now,
-                True,
-            )
-            self._client.send(self.member.hello())
-        self._check_link(now)
+            self._link.extend(gap)
+        connections = self._connections
+        if connections is None:
+            return
+        if connections.server is not None:
+            for host, message in connections.server.poll(ready, now):
+                self._link.receive_message(host, message, now)
+        for number, client in list(connections.clients.items()):
+            orders = client.poll(ready, now)
+            if client.is_new_connection:
+                client.is_new_connection = False
+                self._link.greet(number, now)
+            for received_order in orders:
+                order = self._link.receive_order(number, received_order, now)
+                if order is not None:
+                    self._follow_order(order, now)
+        if self._link.check(now):
+            self._end_health_check()
+        notices, self._link.notices = self._link.notices, []
+        for notice in notices:
+            self._notifier.notify(notice)
 
     def _follow_order(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator. All but a few end a hardware check."""
@@ -393,7 +459,7 @@ class Agent:
             if self._health_worker is None:
                 self._health_worker = self._create_health_worker()
             self._health_worker.execute(order)
-        elif not isinstance(order, (KeepAlive, DumpStacks)):
+        elif not isinstance(order, (KeepAlive, DumpStacks, ShareJobState)):
             self._end_health_check()
         self.member.follow_order(order, now)
 
@@ -403,43 +469,15 @@ class Agent:
         from flagscale.launcher.health_worker import LIFETIME_SECONDS, HealthWorker
 
         options = self._options
-        # Other hosts reach the first one at this address, and find theirs by the way there.
-        first = options.master_addr
-        address, peers = (first, ()) if options.node_rank == 0 else ("", (first,))
+        # Other hosts reach the coordinator at this address, and find theirs by the way there.
+        addresses = self.member.addresses or [options.master_addr]
+        first = addresses[self._link.leader or 0]
+        address, peers = (first, ()) if self._coordinator is not None else ("", (first,))
         return HealthWorker(WorkerSettings(options.device, {}, address, peers, LIFETIME_SECONDS))
 
     def _end_health_check(self) -> None:
         if self._health_worker is not None:
             self._health_worker.end()
-
-    def _check_link(self, now: float) -> None:
-        """End this host's part of the job if the coordinator has been silent for too long."""
-        options = self._options
-        if not self._coordinator_reached and not self._ranks_joined and self.member.ranks_joined:
-            # Ranks have joined, so host 0's agent has been running: it has to respond from now on.
-            self._ranks_joined, self._last_order_at = True, now
-        response_required = self._coordinator_reached or self._ranks_joined
-        limit_seconds = options.lost_host_timeout if response_required else options.start_timeout
-        if (
-            now - self._last_order_at <= limit_seconds
-            or self.member.coordinator_lost
-            or self.member.job_finished
-        ):
-            return
-        if response_required:
-            reason = f"was lost: no word from its agent for {limit_seconds:g} s"
-            if options.on_bad_host != "stop":
-                reason += "; no host can take the place of the first one, which coordinates the run"
-        else:
-            reason = f"was not reached within {limit_seconds:g} s of the start"
-            reason += explain_missing_agents(self._port)
-        reason += describe_mesh_position(options.master_place)
-        failure = host_failure(options.master_name, reason, self._host.output)
-        log_line(f"{failure.headline()}; the job of this host ends")
-        self.member.lose_coordinator(failure)
-        if options.node_rank == 1:
-            # Host 0, which sends notifications otherwise, cannot.
-            self._notifier.notify(Notice("failed", self.member.attempt_number, failure))
 
     def _send_messages(self, now: float) -> None:
         """Send this host's messages, also to a coordinator in this process."""
@@ -447,11 +485,7 @@ class Agent:
             self._heartbeat_at = now
             self.member.outgoing.append(self.member.heartbeat())
         messages, self.member.outgoing = self.member.outgoing, []
-        for message in messages:
-            if self._coordinator is not None:
-                self._coordinator.receive(self.member.node_rank, message, now)
-            elif self._client is not None:
-                self._client.send(message)
+        self._link.send_messages(messages, now)
 
     def _step_coordinator(self, now: float) -> None:
         coordinator = self._coordinator
@@ -460,10 +494,10 @@ class Agent:
         coordinator.tick(now)
         orders, coordinator.orders = coordinator.orders, []
         for host, order in orders:
-            if host in (None, self.member.node_rank):
+            if host in (None, self.member.node_rank) and not isinstance(order, ShareJobState):
                 self._follow_order(order, now)
-            if self._server is not None and host != self.member.node_rank:
-                self._server.send(host, order)
+            if self._connections is not None and host != self.member.node_rank:
+                self._connections.send_order(host, order)
         notices, coordinator.notices = coordinator.notices, []
         for notice in notices:
             _log_notice(notice)
@@ -475,6 +509,8 @@ class Agent:
 
         The rate is limited, because a thousand starting hosts cause many changes.
         """
+        if coordinator.has_handed_over:  # the job goes on: its successor writes the next record
+            return
         is_final = coordinator.phase is JobPhase.OVER
         if coordinator.summary_changed and (is_final or now - self._summary_at >= SUMMARY_SECONDS):
             coordinator.summary_changed, self._summary_at = False, now
@@ -486,33 +522,35 @@ class Agent:
         while self._end_unreported() and time.monotonic() < deadline:
             self._run_once(wakeup)
         deadline = time.monotonic() + CLOSE_SECONDS
-        while self._server is not None and time.monotonic() < deadline:
+        while self._has_connected_hosts() and time.monotonic() < deadline:
             self._run_once(wakeup)
-            job_is_over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
-            if job_is_over and not self._server.has_connections():
-                break
         if self._coordinator is not None:
             self._coordinator.complete_stop(time.monotonic())
             self._step_coordinator(time.monotonic())
-        if self._client is not None:
-            self._client.close()
-        if self._server is not None:
-            self._server.close()
-        self._server = self._client = None
+        if self._connections is not None:
+            self._connections.close()
         while self._notifier.kill_overdue(time.monotonic()):
             self._wait_for_events(wakeup, TICK_SECONDS)
             self._reap_children()
 
     def _end_unreported(self) -> bool:
-        """Return True if this host's part was over before its agent reached host 0.
+        """Return True if this host's part was over before its agent reached the coordinator.
 
-        Host 0 would wait for a message of this host until it considers it lost.
+        It would wait for a message of this host until it considers it lost.
         """
         return (
-            self._client is not None
-            and not self._coordinator_reached
+            self._connections is not None
+            and self._coordinator is None
+            and not self._link.is_reached
             and not self.member.coordinator_lost
         )
+
+    def _has_connected_hosts(self) -> bool:
+        """Return True if other hosts may have to be informed of the end."""
+        if self._connections is None or self._connections.server is None:
+            return False
+        job_is_over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
+        return not job_is_over or self._connections.server.has_connections()
 
     def _record_end(self, code: int, started: float, oom_kills: int | None) -> int:
         """Record the end of the job; no peer is connected any more that could change it."""

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flagscale.files import read_json
-from flagscale.launcher.layout import LIVENESS_FILE
 from flagscale.launcher.liveness import diagnosis
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
+from flagscale.launcher.liveness.job_record import read_newest_job_record
 from flagscale.launcher.liveness.messages import FINAL_STATUSES, JobPhase
 from flagscale.launcher.state import Exit, HostState, RunState
 from flagscale.records import from_record
@@ -30,13 +29,21 @@ def read_job_record(hosts: Sequence[HostState]) -> dict[str, Any]:
     It has ``phase``, ``attempt`` from 1, ``attempts``, ``failure``, ``early_exit``, ``hosts`` and
     ``restarts``.
     """
-    return (hosts and read_json(hosts[0].run_dir / LIVENESS_FILE)) or {}
+    return read_newest_job_record(hosts[0].run_dir) if hosts else {}
+
+
+def find_coordinator(hosts: Sequence[HostState], job_record: Mapping[str, Any]) -> HostState:
+    """Return the host that coordinates the job, or the first of these if it is not among them."""
+    number = job_record.get("coordinator", 0)
+    return next((host for host in hosts if host.node_rank == number), hosts[0])
 
 
 def list_earlier_failures(hosts: Sequence[HostState]) -> tuple[tuple[int, Failure], ...]:
     """Return number (from 1) and failure of each attempt that was followed by another one."""
     restarts = read_job_record(hosts).get("restarts", [])
-    failures = ((n, from_record(Failure, r.get("failure"))) for n, r in enumerate(restarts, 1))
+    numbers = (r.get("attempt", n) + 1 for n, r in enumerate(restarts))
+    records = (from_record(Failure, r.get("failure")) for r in restarts)
+    failures = zip(numbers, records, strict=True)
     return tuple((attempt, failure) for attempt, failure in failures if failure is not None)
 
 
@@ -102,9 +109,11 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
     Until then, another host's report may name a rank that failed earlier: a killed rank reports
     nothing itself, so exceptions of the ranks that lost it arrive first.
     """
-    if not hosts or hosts[0].exit_record():
+    if not hosts:
         return True
     job = read_job_record(hosts)
+    if find_coordinator(hosts, job).exit_record():
+        return True
     phase = job.get("phase", JobPhase.RUNNING)
     if phase != JobPhase.RUNNING:
         return bool(phase != JobPhase.ENDING)
@@ -120,11 +129,15 @@ def is_settled(hosts: Sequence[HostState]) -> bool:
 
 
 def _read_agreed_failure(hosts: Sequence[HostState]) -> Failure | None:
-    """Return the failure that all agents agreed on: from host 0's record, otherwise from another
-    host's.
+    """Return the failure that all agents agreed on: from the coordinator's record, otherwise from
+    another host's.
     """
-    exit_records = [host.exit_record() for host in hosts]
-    live_records = [read_job_record(hosts)] if exit_records and not exit_records[0] else []
+    if not hosts:
+        return None
+    job = read_job_record(hosts)
+    coordinator = find_coordinator(hosts, job)
+    exit_records = [h.exit_record() for h in sorted(hosts, key=lambda h: h is not coordinator)]
+    live_records = [job] if not exit_records[0] else []
     # A killed agent is the cause of the other hosts' observations, and its own file records it.
     if any(record.get("phase") in _WITHOUT_AGENT for record in exit_records):
         live_records, exit_records = [], exit_records[:1]

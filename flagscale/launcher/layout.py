@@ -22,7 +22,7 @@
         details/host_<rank>_<host>/start.lock     held on the host while it starts a script
         details/host_<rank>_<host>/<run id>/      the run's directory on that host:
           script agent.json exit.json             supervising processes, exit of the job
-          liveness.json                           on host 0: attempt, hosts, first failure
+          liveness.json                           on the coordinator: attempt, hosts, first failure
           status/rank_<rank>.{jsonl,place}        events and progress of the ranks
           status/host.jsonl                       software, devices, data of the host
           status.<n>/…                            the same for the n-th restart
@@ -44,6 +44,7 @@ AGENT_FILE = "agent.json"
 EXIT_FILE = "exit.json"
 SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
+HOST_LABEL_PREFIX = "host_"
 STATUS_DIRECTORY = "status"
 HOST_RECORD_FILE = "host.jsonl"
 """File of a status directory with the software, devices and inputs of the host."""
@@ -81,7 +82,7 @@ def latest_status_directory(run_dir: Path) -> Path:
 def host_label(rank: int, host: str) -> str:
     """Return ``host_<rank>_<host>``, made safe as a file name."""
     safe = re.sub(r"[^A-Za-z0-9.\-]", "_", host).encode()[:_MAX_HOST_BYTES].decode()
-    return f"host_{rank}_{safe}"
+    return f"{HOST_LABEL_PREFIX}{rank}_{safe}"
 
 
 class HasRanks:

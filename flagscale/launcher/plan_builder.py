@@ -21,6 +21,7 @@ from flagscale.hosts.hostfile import (
 )
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import secret
+from flagscale.launcher.liveness.succession import MIN_SUCCESSION_AGENTS
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
 from flagscale.launcher.planning.environment import note_unexpanded_variables
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
@@ -70,8 +71,10 @@ def _select_with_spares(experiment: Experiment, listed_hosts: Sequence[Host]) ->
             f"{_name_host_list(experiment)} has {len(listed_hosts)} hosts, and {training} train: "
             f"{max(0, len(listed_hosts) - training)} left to wait, not {runner.spares}"
         )
-    elif training < 2:
-        message = "the first host cannot be replaced: at least two hosts must train"
+    elif training + runner.spares < MIN_SUCCESSION_AGENTS:
+        message = (
+            f"the only host that trains can be replaced if {MIN_SUCCESSION_AGENTS - 1} hosts wait"
+        )
     elif not experiment.task.external and experiment.train["enable_hetero"]:
         message = "not supported with enable_hetero: hosts differ, and none can replace another one"
     if message:

@@ -224,12 +224,12 @@ def take_snapshot(
         rows.append(_host_row(host, phase, observation, joined, with_lines))
     phase = _run_phase([row.phase for row in rows])
     rows += _rows_beside_job(run, job_hosts, observations, phase)
-    # The agents that will agree on the first failure are alive, because the script of the first
-    # host reports the end of its agent. This is checked before the verdict is read, which may
-    # become final in between.
-    agents_can_agree = (
-        phase is Phase.RUNNING and observations.get(0, HostObservation()).alive == "script"
-    )
+    # The agents that will agree on the first failure are alive, because the script of the
+    # coordinating host reports the end of its agent. This is checked before the verdict is read,
+    # which may become final in between.
+    coordinator = failures.find_coordinator(run.hosts, failures.read_job_record(run.hosts))
+    observation = observations.get(coordinator.node_rank, HostObservation())
+    agents_can_agree = phase is Phase.RUNNING and observation.alive == "script"
     is_unsettled = agents_can_agree and not failures.is_settled(state.hosts)
     may_have_failed = phase in (Phase.FAILED, Phase.RUNNING)
     failure = failures.find_first_failure(state, events) if may_have_failed else None

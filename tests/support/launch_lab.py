@@ -42,6 +42,7 @@ ranks = []
 for local in range(count):
     rank = {"RANK": str(node * count + local), "LOCAL_RANK": str(local)}
     world = {"WORLD_SIZE": str(count * int(options["nnodes"]))}
+    world["MASTER_ADDR"] = options["master_addr"]
     streams = {}
     if "tee" not in options:
         (logs / str(local)).mkdir(parents=True)

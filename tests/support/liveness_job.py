@@ -15,9 +15,12 @@ from flagscale.launcher.liveness.messages import (
     HostMessage,
     HostProgress,
     HostStatus,
+    JobState,
+    JobStateAccepted,
     KeepAlive,
     Order,
     RankFailed,
+    ShareJobState,
 )
 from flagscale.launcher.liveness.options import Policy
 
@@ -64,6 +67,7 @@ class Job:
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
         self.progress_count = 0
         self.orders: list[tuple[int | None, Order]] = []
+        self.job_state: JobState | None = None
         self.notified_events: list[str] = []
         self.remarks: list[str] = []
         self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
@@ -90,12 +94,23 @@ class Job:
             self.collect()
 
     def collect(self) -> None:
-        self.orders += [o for o in self.coordinator.orders if not isinstance(o[1], KeepAlive)]
+        orders = list(self.coordinator.orders)
         self.coordinator.orders.clear()
+        for receiver, order in orders:
+            if isinstance(order, ShareJobState):
+                self._accept_state(receiver, order.job_state)
+            elif not isinstance(order, KeepAlive):
+                self.orders.append((receiver, order))
         notices = self.coordinator.notices
         self.notified_events += [n.event for n in notices if n.event in NOTIFIED_EVENTS]
         self.remarks += [notice.remark for notice in notices if notice.remark]
         self.coordinator.notices.clear()
+
+    def _accept_state(self, receiver: int | None, state: JobState) -> None:
+        self.job_state = state
+        for host in range(len(self.names)):
+            if host not in self.silent and receiver in (None, host):
+                self.send(JobStateAccepted, host, *state.version)
 
     def send_failure(
         self, host: int, rank: int, kind: FailureKind = FailureKind.RANK_FAILED, after: float = 0.0

@@ -44,7 +44,7 @@ if "early" in plan:
 
 def connect_peers():
     """Return connections to the peers. Rank 0 listens, the others connect to it."""
-    address = (os.environ.get("TOY_ADDRESS", "127.0.0.1"), int(os.environ["TOY_PORT"]))
+    address = (os.environ["MASTER_ADDR"], int(os.environ["TOY_PORT"]))
     if rank == 0:
         listener = socket.create_server(address, reuse_port=True)
         return [listener.accept()[0] for _ in range(world - 1)]

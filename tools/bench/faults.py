@@ -32,7 +32,8 @@ from typing import Any
 
 from flagscale.bench import machine
 from flagscale.files import read_json, write_json
-from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
+from flagscale.launcher.layout import EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launcher.liveness.job_record import read_newest_job_record
 from flagscale.status import list_status_files, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,7 @@ class FaultRun:
         if without_first_host:
             failure = (read_json(second.run_dir / EXIT_FILE) or {}).get("failure")
             return failure, failure is not None
-        job = read_json(first.run_dir / LIVENESS_FILE) or {}
+        job = read_newest_job_record(first.run_dir)
         restarts = job.get("restarts", [])
         return (restarts[0]["failure"], True) if restarts else (job.get("failure"), False)
 
@@ -119,6 +120,10 @@ def _make_h01_sick(run: FaultRun) -> None:
 
 def _cut_power(run: FaultRun) -> None:
     run.bed["h01"].cut_power()
+
+
+def _cut_first_power(run: FaultRun) -> None:
+    run.bed["h00"].cut_power()
 
 
 CASES = (
@@ -174,11 +179,19 @@ CASES = (
         lambda run: run.bed["h01"].set_link("down"),
         _SHRINK,
     ),
+    FaultCase("first host without power", "replace", _cut_first_power, _REPLACE),
     FaultCase(
-        "first host without power",
-        "end",
-        lambda run: run.bed["h00"].cut_power(),
+        "first host without network",
+        "replace",
+        lambda run: run.bed["h00"].set_link("down"),
         _REPLACE,
+    ),
+    FaultCase("first host without power", "shrink", _cut_first_power, _SHRINK),
+    FaultCase(
+        "first host without power, `on_bad_host: stop`",
+        "end",
+        _cut_first_power,
+        _RESTART,
         goes_on=False,
     ),
 )

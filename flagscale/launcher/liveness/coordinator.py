@@ -9,6 +9,9 @@ An attempt runs until its first failure. Then every host is ordered to end it (o
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
 failure reports, and the job either starts once more on all hosts, or is over. In between, the
 hardware of the hosts may be measured, if a spare could replace one (``health``).
+
+If hosts may leave the job (``on_bad_host``), the coordinator shares the state of the job with all
+hosts, so that another one can continue from it (:mod:`.succession`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +48,20 @@ from flagscale.launcher.liveness.job import (
     stalled_report,
 )
 from flagscale.launcher.liveness.messages import (
+    Departure,
     HostMessage,
     HostProgress,
     HostStatus,
     JobPhase,
+    JobState,
     Order,
     RankExit,
     RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
+from flagscale.launcher.liveness.places import Places
+from flagscale.launcher.liveness.succession import SharedState
+from flagscale.records import from_record
 
 if TYPE_CHECKING:
     from flagscale.health.judgement import Judgement
@@ -67,6 +75,9 @@ CHECK_SECONDS = 0.25
 STACK_TIMEOUT_SECONDS = 8.0
 # Time that ranks may take to end after the first one has ended with exit code 0.
 EARLY_EXIT_SECONDS = 10.0
+# Limits of the failures of earlier attempts in the state that is shared.
+_MAX_SHARED_RESTARTS = 50
+_MAX_SHARED_REASON_CHARACTERS = 500
 
 
 class Coordinator:
@@ -78,11 +89,13 @@ class Coordinator:
     Args:
         policy: Timeouts and number of restarts.
         names: Names of the hosts by node rank.
-        output: Output file of host 0, for failures that have no log of their own.
+        output: Output file of this host, for failures that have no log of their own.
         port: Port to which the agents of hosts connect.
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
         saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
             restarted for a host that has come back; otherwise the host waits for the next failure.
+        job_state: State from which this host, its ``coordinator``, continues as the successor of
+            another one; None on host 0 at the start of the job.
     """
 
     def __init__(
@@ -95,7 +108,9 @@ class Coordinator:
         mesh_positions: Sequence[str] = (),
         *,
         saves_when_stopped: bool = False,
+        job_state: JobState | None = None,
     ) -> None:
+        self._number = 0 if job_state is None else job_state.coordinator
         self.policy = policy
         self._output_path = output
         self._port = port
@@ -105,20 +120,20 @@ class Coordinator:
         self.attempt = 0
         self.orders: list[tuple[int | None, Order]] = []
         self.notices: list[Notice] = []
+        self.has_handed_over = False
+        """True if another host coordinates the job because this one is sick."""
         self.summary_changed = True
         """True if :meth:`summary` has changed since this was last set to False."""
         self.restarts: list[dict[str, Any]] = []
-        spares = min(policy.spares, len(names) - 1)
-        self._places = list(range(len(names) - spares))
-        """Number of the host at each node rank."""
+        self._places = Places(policy, self.hosts)
         self._saves_when_stopped = saves_when_stopped
-        self._planned_hosts = len(self._places)
         self._is_paused = False  # the attempt is being ended for a host that has come back
         self._replacements = 0  # attempts that started because a host has left
-        self._successors: dict[int, int] = {}  # hosts whose places spares have taken, with these
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
-        self._active_hosts = set(self._places)  # hosts whose part of the attempt is not over
+        self._active_hosts = set(
+            self._places.numbers
+        )  # hosts whose part of the attempt is not over
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
         self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
@@ -129,23 +144,27 @@ class Coordinator:
         self._started_at = now
         # Time since which the agents of all hosts must be running; None while they may be starting.
         self._agents_required_since: float | None = None
-        self._last_tick_at = now
+        self._last_tick_at = self._last_progress_at = self._last_keepalive_at = now
         self._last_check_at = now - CHECK_SECONDS
-        self._last_progress_at = now
-        self._last_keepalive_at = now
         self._restart_at = 0.0
         self._stacks_requested_at: float | None = None
         self._start_succeeded = False  # of this attempt
         self._ranks_have_joined = False  # in any attempt
         self._failed_starts_in_a_row = 0
-        self._early_exit = ""  # description of the ranks that ended early, once it is logged
-        self._early_exit_remark = ""  # the same with the number of running ranks
+        # Description of the ranks that ended early, once it is logged, without and with the number
+        # of running ranks.
+        self._early_exit = self._early_exit_remark = ""
         self._records_requested_at: float | None = None  # because an operation is overdue
         self._hang_explained = False  # what is overdue now, as far as it can be
         self._hang_report: FailureReport | None = None  # its cause, if it is known
         self._blamed_in_collective = False
-        self._mismatch = ""  # description of the ranks that disagreed about a collective
-        self._hang_remark = ""
+        self._hang_remark = self._mismatch = ""  # the second: ranks that disagree on a collective
+        self._is_taking_over = False  # until the first attempt of this coordinator starts
+        # Hosts of which a successor expects a first message, until a time: spares among them.
+        self._expected_hosts, self._expected_until = set[int](), now
+        self._shared_state = self._create_shared_state(job_state)
+        if job_state is not None:
+            self._take_over(job_state, now)
 
     @property
     def failure(self) -> Failure | None:
@@ -167,36 +186,48 @@ class Coordinator:
 
     def receive(self, node_rank: int, message: HostMessage, now: float) -> None:
         """Process a message of a host."""
-        if not 0 <= node_rank < len(self.hosts):
+        if self.has_handed_over or not 0 <= node_rank < len(self.hosts):
             return
         host = self.hosts[node_rank]
         if host.has_left and self._has_new_agent(host, message):
             # While the attempt ends, its place is still to be filled.
-            if node_rank in self._places:
+            if node_rank in self._places.numbers:
                 return
             self._take_back(node_rank, now)
         elif host.has_left:
             # Too late: the job has been ended without this host, or continues without it.
-            self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
+            if isinstance(message, messages.Hello):
+                self._share_state_with(node_rank)
+            if not isinstance(message, messages.JobStateAccepted):
+                self._send_order(messages.FinishJob(self.failure or host.loss), node_rank)
             return
         self._detect_new_agent(node_rank, message, now)
         host.last_message_at = now
+        self._expected_hosts.discard(node_rank)
         if host.has_left:
             return
         clock_offset = now - message.sent
         host.clock_offset = (
             clock_offset if host.clock_offset is None else min(host.clock_offset, clock_offset)
         )
+        self._process_message(node_rank, message, now)
+        if isinstance(message, messages.Hello):
+            self._catch_up(node_rank)
+
+    def _process_message(self, node_rank: int, message: HostMessage, now: float) -> None:
         if isinstance(message, messages.StopSignalled):
             self._stop_job(message.signal, message.failure)
         elif isinstance(message, messages.HealthReply):
             # Its number is that of an order: a spare takes part that is in no attempt yet.
             if self._hardware_check is not None:
                 self._hardware_check.receive(node_rank, message)
+        elif isinstance(message, messages.JobStateAccepted):
+            if self._shared_state is not None:
+                self._shared_state.accept(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
-        if isinstance(message, messages.Hello):
-            self._catch_up(node_rank)
+        if self._is_taking_over and isinstance(message, (messages.Hello, messages.Heartbeat)):
+            self._record_end_without_coordinator(node_rank, message.progress)
 
     def _process_attempt_message(self, node_rank: int, message: HostMessage, now: float) -> None:
         host = self.hosts[node_rank]
@@ -266,6 +297,7 @@ class Coordinator:
 
     def _catch_up(self, node_rank: int) -> None:
         """Send a host that was disconnected the order that it has missed."""
+        self._share_state_with(node_rank)
         if self.phase is JobPhase.STOPPING:
             self._send_order(messages.StopJob(signal.SIGTERM, self._stop_cause), node_rank)
         elif self.phase is JobPhase.ENDING and node_rank in self._active_hosts:
@@ -294,17 +326,21 @@ class Coordinator:
         if now - self._last_check_at >= CHECK_SECONDS:
             self._last_check_at = now
             self._detect_lost_hosts(now)
+            self._share_state(now)
+            self._check_quorum(now)
             if self.phase is JobPhase.RUNNING:
                 self._detect_early_exit(now)
                 self._detect_stall(now)
                 self._explain_overdue(now)
                 self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
-            if now >= self._restart_at:
+            if now >= self._restart_at and self._is_confirmed():
                 self._start_attempt(now)
         elif self.phase is JobPhase.CHECKING:
             self._continue_hardware_check(now)
-        elif not self._active_hosts:
+        elif not self._active_hosts and (
+            self.phase is JobPhase.STOPPING or self._can_conclude(now)
+        ):
             self._conclude(now)
 
     def _extend_timeouts(self, now: float) -> None:
@@ -317,6 +353,10 @@ class Coordinator:
         self._last_tick_at = now
         if pause_seconds <= self.policy.beat_seconds * 2:
             return
+        if self._shared_state is not None and pause_seconds > self.policy.lost_host_timeout / 2:
+            # There may be a successor, and received messages may be old.
+            self._shared_state.renew()
+            self._send_order(messages.ShareJobState(self._shared_state.state))
 
         def shift(start: float) -> float:
             # Messages that arrived between the pause and this tick are not from the future.
@@ -343,8 +383,8 @@ class Coordinator:
             self._ranks_have_joined or self.phase is not JobPhase.RUNNING
         ):
             self._agents_required_since = now
-        # The agent of host 0 cannot be lost: it is this process.
-        for node_rank in sorted(self._active_hosts - {0}):
+        # The agent of this host cannot be lost: it is this process.
+        for node_rank in sorted(self._active_hosts - {self._number}):
             host = self.hosts[node_rank]
             if host.last_message_at is None:
                 self._detect_absent_host(node_rank, now)
@@ -382,7 +422,7 @@ class Coordinator:
         if self._early_exit or self.failure is not None:
             return
         exits, ages = list[RankExit](), list[float]()
-        for host in self._job_hosts():
+        for host in self._places.hosts:
             exits += host.early_exits
             ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
         active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
@@ -450,7 +490,7 @@ class Coordinator:
         if finding.host:
             return finding
         rank_count, host_name = 0, self.hosts[0].name
-        for host in self._job_hosts():
+        for host in self._places.hosts:
             if rank_count <= finding.rank:
                 host_name = host.name
             rank_count += host.nproc
@@ -498,6 +538,136 @@ class Coordinator:
         failure = host_failure(host.name, reason, self._output_path)
         self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
 
+    # -- succession -------------------------------------------------------------------------
+
+    def _create_shared_state(self, job_state: JobState | None) -> SharedState | None:
+        """Return the state to share; None if no host may leave the job."""
+        if self.policy.on_bad_host == "stop" or len(self.hosts) < 2:
+            return None
+        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
+        return SharedState(job_state or first_state)
+
+    def _take_over(self, state: JobState, now: float) -> None:
+        """Continue from the state of a job whose coordinator is lost. Every host ends its part of
+        the attempt by itself.
+        """
+        self.attempt, self._places.numbers = state.attempt, list(state.places)
+        self._places.successors, self._replacements = dict(state.successors), state.replacements
+        self.restarts = [{"attempt": n, "failure": to_plain(f)} for n, f in state.restarts]
+        self._failed_starts_in_a_row = state.failed_starts_in_a_row
+        self._ranks_have_joined = state.ranks_have_joined
+        self._start_succeeded = state.start_succeeded
+        self._is_taking_over, self._agents_required_since = True, now
+        voters = {*state.electorates[-1]}
+        self._expected_hosts = voters - {self._number}
+        self._expected_until = now + self._places.spare_timeout
+        for number in voters.union(state.places):
+            self.hosts[number].last_message_at = now
+        for departure in state.departures:
+            host = self.hosts[departure.host]
+            host.loss, host.sickness = departure.loss, departure.sickness
+            host.is_lost = not departure.sickness
+            host.status = HostStatus.LOST if host.is_lost else HostStatus.SICK
+        self._active_hosts = {n for n in self._places.numbers if not self.hosts[n].has_left}
+        self._enter_phase(JobPhase.ENDING)
+        predecessor = state.departures[-1]
+        failure, seconds = state.failure or predecessor.loss, self.policy.lost_host_timeout
+        self._add_detected_failure(FailureReport(failure, now - seconds, FailureKind.HOST_LOST))
+        name, earlier_name = self.hosts[self._number].name, self.hosts[predecessor.host].name
+        reason = "is sick" if predecessor.sickness else "was lost"
+        remark = f"{name} coordinates the run from now on, because {earlier_name} {reason}"
+        self.notices.append(Notice("succession", self.attempt, remark=remark))
+
+    def _record_end_without_coordinator(self, number: int, progress: HostProgress) -> None:
+        """Record that no rank is left on a host, whichever attempt it has taken part in."""
+        if progress.status is HostStatus.SPARE:
+            self.hosts[number].status = HostStatus.SPARE
+        if progress.exit_code is not None or progress.status is HostStatus.SPARE:
+            self._active_hosts.discard(number)
+
+    def _list_contacts(self, now: float) -> set[int]:
+        """Return the numbers of the hosts with an agent that this one has contact to."""
+        return {
+            number
+            for number, host in enumerate(self.hosts)
+            if number == self._number
+            or (
+                host.last_message_at is not None
+                and not host.has_left
+                and not self._is_silent(host, now)
+            )
+        }
+
+    def _share_state_with(self, number: int) -> None:
+        if self._shared_state is not None:
+            self._send_order(messages.ShareJobState(self._shared_state.state), number)
+
+    def _share_state(self, now: float) -> None:
+        """Share the state of the job with all hosts, if it has changed."""
+        shared = self._shared_state
+        if shared is None:
+            return
+        departures = tuple(
+            Departure(number, host.loss, host.sickness)
+            for number, host in enumerate(self.hosts)
+            if host.has_left and host.loss is not None
+        )
+        state = replace(
+            shared.state,
+            attempt=self.attempt,
+            places=tuple(self._places.numbers),
+            departures=departures,
+            successors=tuple(self._places.successors.items()),
+            restarts=tuple(map(_shorten_restart, self.restarts[-_MAX_SHARED_RESTARTS:])),
+            replacements=self._replacements,
+            failed_starts_in_a_row=self._failed_starts_in_a_row,
+            ranks_have_joined=self._ranks_have_joined,
+            start_succeeded=self._start_succeeded,
+            failure=_shorten_failure(self.failure) if self.has_handed_over else None,
+        )
+        if shared.update(self._list_contacts(now), state):
+            self._send_order(messages.ShareJobState(shared.state))
+
+    def _has_possible_successor(self, now: float) -> bool:
+        """Return True if the other hosts could go on with another coordinator."""
+        others = self._list_contacts(now) - {self._number}
+        return self._shared_state is not None and self._shared_state.could_elect(others)
+
+    def _hand_over(self, now: float) -> None:
+        """Let another host coordinate the job, because this one leaves it."""
+        loss = self.hosts[self._number].loss
+        if loss is None:
+            return
+        self.has_handed_over = True
+        self._share_state(now)
+        self._send_order(messages.HandOver(loss))
+        self._send_order(messages.FinishJob(loss), self._number)
+        self._enter_phase(JobPhase.OVER)
+
+    def _check_quorum(self, now: float) -> None:
+        """End the job here without the contact to half of the hosts, because the others may go on
+        with another coordinator.
+        """
+        shared = self._shared_state
+        if shared is None or self.phase is JobPhase.STOPPING:
+            return
+        if shared.has_quorum(self._list_contacts(now)):
+            return
+        reason = (
+            "has lost the contact to most of the run's hosts: if they are there, they go on "
+            "without it"
+        )
+        self._stop_cause = host_failure(self.hosts[self._number].name, reason, self._output_path)
+        self._finish_job(Notice("failed", self.attempt, self._stop_cause))
+
+    def _is_confirmed(self) -> bool:
+        """Return True if enough hosts have confirmed that this host coordinates the job."""
+        return self._shared_state is None or self._shared_state.is_accepted
+
+    def _can_conclude(self, now: float) -> bool:
+        """Return True if this host coordinates the job and knows which hosts are there."""
+        return self._is_confirmed() and (not self._expected_hosts or now > self._expected_until)
+
     # -- decisions --------------------------------------------------------------------------
 
     def _enter_phase(self, phase: JobPhase) -> None:
@@ -526,12 +696,12 @@ class Coordinator:
 
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
-        failed = any(host.is_lost or host.exit_code for host in self._job_hosts())
+        failed = any(host.is_lost or host.exit_code for host in self._places.hosts)
         is_paused, self._is_paused = self._is_paused, False
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
-        elif is_paused and not any(host.is_lost for host in self._job_hosts()):
+        elif is_paused and not any(host.is_lost for host in self._places.hosts):
             self._failed_starts_in_a_row = 0
             self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
@@ -548,8 +718,8 @@ class Coordinator:
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
-        ranks = [rank for host in self._job_hosts() for rank in host.last_records]
-        finished_ranks = [rank for host in self._job_hosts() for rank in host.finished_ranks]
+        ranks = [rank for host in self._places.hosts for rank in host.last_records]
+        finished_ranks = [rank for host in self._places.hosts for rank in host.finished_ranks]
         finding = explain_failed_collective(ranks, finished_ranks)
         if self._hang_report is None and finding is not None:
             self._mismatch = self._complete_host(finding).describe()
@@ -573,7 +743,7 @@ class Coordinator:
         host = self.hosts[number]
         host.is_lost, host.loss, host.returned_at, host.clock_offset = False, None, now, None
         host.status, self.summary_changed = HostStatus.SPARE, True
-        self._successors.pop(number, None)
+        self._places.successors.pop(number, None)
         when = "saves a checkpoint and starts again" if self._saves_when_stopped else "fails"
         self._log_health(f"{host.name} is back, and joins the job when it {when}")
 
@@ -582,12 +752,14 @@ class Coordinator:
         none has joined, as in a run whose scripts were all started again, it starts them by order.
         """
         is_first_message = isinstance(message, messages.Hello) and number in self._active_hosts
-        if not is_first_message or not self._has_new_agent(self.hosts[number], message):
+        if self._is_taking_over or not is_first_message:
+            return
+        if not self._has_new_agent(self.hosts[number], message):
             return
         if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
             self._mark_lost(number, "was lost: its agent has started again", now)
         elif not self.attempt:
-            self._send_order(messages.StartAttempt(0, tuple(self._places)), number)
+            self._send_order(messages.StartAttempt(0, tuple(self._places.numbers)), number)
 
     def _pause_for_returned_host(self, now: float) -> None:
         """End the attempt in order if a host that has come back can join the job.
@@ -596,9 +768,9 @@ class Coordinator:
         """
         if (
             self._saves_when_stopped
-            and len(self._places) < self._planned_hosts
+            and self._places.has_free_place
             and all(0 < self.hosts[n].nproc <= self.hosts[n].joined for n in self._active_hosts)
-            and self._active_hosts == {*self._places}
+            and self._active_hosts == {*self._places.numbers}
             and any(
                 host.returned_at is not None
                 and not host.has_left
@@ -621,9 +793,10 @@ class Coordinator:
         """
         return (
             self.policy.health != "off"
-            and not any(host.is_lost for host in self._job_hosts())
+            and not self._is_taking_over
+            and not any(host.is_lost for host in self._places.hosts)
             and not self._find_start_obstacle()
-            and self._count_dispensable(now) > 0
+            and self._places.count_dispensable(now) > 0
         )
 
     def _start_hardware_check(self, now: float) -> None:
@@ -631,7 +804,7 @@ class Coordinator:
         # Only these jobs pay for the import.
         from flagscale.launcher.liveness.hardware_check import HardwareCheck
 
-        hosts = sorted((*self._places, *self._list_spares(now)))
+        hosts = sorted((*self._places.numbers, *self._places.list_spares(now)))
         names = compress_names([self.hosts[number].name for number in hosts])
         self._enter_phase(JobPhase.CHECKING)
         self._hardware_check = HardwareCheck(hosts, self._next_check_step, str(self.attempt), now)
@@ -652,7 +825,10 @@ class Coordinator:
             self._hardware_check, self._next_check_step = None, check.step + 1
             self._send_order(messages.EndHealthCheck())
             self._give_up_sick_hosts(check.judgement, now)
-            self._restart_or_fail(now)
+            if self.hosts[self._number].has_left:
+                self._hand_over(now)
+            else:
+                self._restart_or_fail(now)
 
     def _is_silent(self, host: JobHost, now: float) -> bool:
         last = host.last_message_at
@@ -666,16 +842,18 @@ class Coordinator:
         from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
 
         sick = describe_sick_hosts(judgement)
-        for number in sorted(sick.keys() - {*self._places}):
+        for number in sorted(sick.keys() - {*self._places.numbers}):
+            if number == self._number and not self._has_possible_successor(now):
+                continue
             self._mark_sick(number, sick[number])
             self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
-        dispensable = self._count_dispensable(now)
-        for number in sorted(sick.keys() & {*self._places}):
+        dispensable = self._places.count_dispensable(now)
+        for number in sorted(sick.keys() & {*self._places.numbers}):
             name, reason = self.hosts[number].name, sick[number]
-            if number == 0:
-                remark = "; it stays in the job: the first host coordinates the run"
-            elif not dispensable:
+            if not dispensable:
                 remark = "; it stays in the job: no spare is left"
+            elif number == self._number and not self._has_possible_successor(now):
+                remark = "; it stays in the job: no other host can coordinate the run"
             else:
                 dispensable -= 1
                 self._mark_sick(number, reason)
@@ -694,7 +872,8 @@ class Coordinator:
         host.loss = host_failure(
             host.name, f"has left the job, because it is {host.sickness}", self._output_path
         )
-        self._send_order(messages.FinishJob(host.loss), number)
+        if number != self._number:
+            self._send_order(messages.FinishJob(host.loss), number)
 
     # -- restart ----------------------------------------------------------------------------
 
@@ -702,7 +881,7 @@ class Coordinator:
         obstacle = self._find_restart_obstacle(now)
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
-            lost_places = any(host.has_left for host in self._job_hosts())
+            lost_places = any(host.has_left for host in self._places.hosts)
             explained = attempts_left or (lost_places and self.policy.on_bad_host != "stop")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
@@ -712,10 +891,10 @@ class Coordinator:
     def _restart(self, now: float, failure: Failure | None) -> None:
         """Start the next attempt, after a failure or to let a host join."""
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
-        repeated = len(self.restarts) - self._replacements
-        remark = self._fill_places(now)
+        repeated = self.attempt - self._replacements
+        remark = self._places.fill(now)
         wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
-        if remark or failure is None:
+        if remark or failure is None or self._is_taking_over:
             self._replacements += 1
             wait_seconds = FIRST_BACK_OFF_SECONDS
         self._enter_phase(JobPhase.WAITING)
@@ -727,68 +906,8 @@ class Coordinator:
     def _max_attempts(self) -> int:
         return self.policy.attempts + self._replacements
 
-    def _job_hosts(self) -> list[JobHost]:
-        """Return the hosts of the job by node rank, without spares and replaced hosts."""
-        return [self.hosts[number] for number in self._places]
-
-    def _list_spares(self, now: float) -> list[int]:
-        """Return the numbers of the spares that are there."""
-        in_job = set(self._places)
-        return [
-            number
-            for number, host in enumerate(self.hosts)
-            if number not in in_job
-            and not host.has_left
-            and host.last_message_at is not None
-            and now - host.last_message_at <= self._spare_timeout
-        ]
-
-    @property
-    def _spare_timeout(self) -> float:
-        """Seconds without a message of a spare after which another one is chosen."""
-        return min(self.policy.lost_host_timeout, 3 * self.policy.beat_seconds)
-
-    def _count_dispensable(self, now: float) -> int:
-        """Return how many hosts may leave the job: for each there is a spare, or the job may go on
-        with fewer hosts.
-        """
-        if self.policy.on_bad_host == "stop":
-            return 0
-        smallest = len(self._places)
-        if self.policy.on_bad_host == "shrink" and self.policy.min_nnodes is not None:
-            smallest = min(smallest, self.policy.min_nnodes)
-        return len(self._list_spares(now)) + len(self._places) - smallest
-
-    def _fill_places(self, now: float) -> str:
-        """Let spares take the places of hosts that have left; without one, the place is given up.
-
-        Returns:
-            A sentence about these hosts.
-        """
-        spares = iter(self._list_spares(now))
-        places, sentences = [], []
-        for number in self._places:
-            if not self.hosts[number].has_left:
-                places.append(number)
-                continue
-            name, spare = self.hosts[number].name, next(spares, None)
-            if spare is None:
-                sentences.append(f"the job goes on without {name}")
-            else:
-                places.append(spare)
-                self._successors[number], self.hosts[spare].returned_at = spare, None
-                sentences.append(f"{self.hosts[spare].name} takes the place of {name}")
-        if len(places) < len(self._places):
-            sentences[-1] += f": {len(places)} host(s) are left"
-        for number in islice(spares, self._planned_hosts - len(places)):
-            places.append(number)
-            self.hosts[number].returned_at = None
-            sentences.append(f"{self.hosts[number].name} joins the job: {len(places)} host(s)")
-        self._places = places
-        return "; ".join(sentences)
-
     def _start_order(self) -> messages.StartAttempt:
-        places = tuple(self._places) if self._replacements else ()
+        places = tuple(self._places.numbers) if self._replacements else ()
         return messages.StartAttempt(self.attempt, places)
 
     def _find_restart_obstacle(self, now: float) -> str:
@@ -797,20 +916,14 @@ class Coordinator:
         The job is not restarted if a host has left that no spare can replace, if the ranks have not
         joined in any attempt, or if they did not join in two attempts in a row.
         """
-        lost = sum(host.has_left for host in self._job_hosts())
+        lost = any(host.has_left for host in self._places.hosts)
         if lost and self.policy.on_bad_host == "stop":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
             return "a host was lost"
-        if lost > self._count_dispensable(now):
-            spares = len(self._list_spares(now))
-            obstacle = f"{lost} host(s) were lost, and {spares} spare(s) are there"
-            if self.policy.on_bad_host == "shrink":
-                left = len(self._places) - lost + spares
-                smallest = self.policy.min_nnodes
-                obstacle += f"; {left} of at least {smallest} host(s) are left (runner.nnodes)"
-            return obstacle
-        if not lost and self.attempt + 1 >= self._max_attempts:
+        if shortage := self._places.describe_shortage(now):
+            return shortage
+        if not (lost or self._is_taking_over) and self.attempt + 1 >= self._max_attempts:
             return "no attempt is left"
         return self._find_start_obstacle()
 
@@ -822,14 +935,16 @@ class Coordinator:
 
     def _start_attempt(self, now: float) -> None:
         self.attempt += 1
+        self._is_taking_over = False
+        self._share_state(now)
         self._enter_phase(JobPhase.RUNNING)
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
         self._stacks_requested_at, self._last_progress_at = None, now
         self._early_exit = self._early_exit_remark = self._mismatch = ""
         self._forget_hang()
-        self._active_hosts = set(self._places)
-        for host in self._job_hosts():
+        self._active_hosts = set(self._places.numbers)
+        for host in self._places.hosts:
             host.exit_code, host.joined = None, 0
             host.in_busy_activity, host.progress_count = False, -1
             host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
@@ -843,7 +958,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
-        replaced = {str(number): spare for number, spare in self._successors.items()}
+        replaced = {str(number): spare for number, spare in self._places.successors.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         return {
             "phase": self.phase.value,
@@ -854,7 +969,19 @@ class Coordinator:
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": list(self.restarts),
-            **({"places": list(self._places)} if self.policy.on_bad_host != "stop" else {}),
+            **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),
+            **({} if self._shared_state is None else self._shared_state.summary()),
             **({"replaced": replaced} if replaced else {}),
             **({"sick": sick} if sick else {}),
         }
+
+
+def _shorten_restart(restart: dict[str, Any]) -> tuple[int, Failure | None]:
+    """Return number and failure of an attempt for the shared state."""
+    return restart["attempt"], _shorten_failure(from_record(Failure, restart["failure"]))
+
+
+def _shorten_failure(failure: Failure | None) -> Failure | None:
+    if failure is None:
+        return None
+    return replace(failure, reason=failure.reason[:_MAX_SHARED_REASON_CHARACTERS], traceback="")

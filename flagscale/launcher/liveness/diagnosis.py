@@ -7,7 +7,7 @@ with errors of their own, such as a reset connection. These may even be written 
 is the cause.
 
 The launcher's agent (:mod:`flagscale.launcher.agent`) starts torchrun on each host and supervises
-it. The agent of host 0 has the coordinator (:mod:`.coordinator`), which collects the reports of all
+it. That of one host has the coordinator (:mod:`.coordinator`), which collects the reports of all
 hosts.
 """
 

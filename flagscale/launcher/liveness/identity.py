@@ -50,7 +50,8 @@ def register_agent(run_dir: Path, earlier_starts: int = 0, *, returns: bool = Fa
         if earlier_starts:
             _rename_earlier_reports(run_dir, earlier_starts)
         if returns:
-            (run_dir / EXIT_FILE).unlink(missing_ok=True)
+            for name in (EXIT_FILE, LIVENESS_FILE):
+                (run_dir / name).unlink(missing_ok=True)
         else:
             _remove_stale_files(run_dir, keep_renamed=bool(earlier_starts))
         write_json(run_dir / AGENT_FILE, record)

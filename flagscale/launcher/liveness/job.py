@@ -61,7 +61,7 @@ class JobHost:
 @dataclass(frozen=True)
 class Notice:
     """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
-    ``restarted``; or ``early-exit``, ``hang`` or ``health``, which are only logged.
+    ``restarted``; or ``early-exit``, ``hang``, ``health`` or ``succession``, which are only logged.
 
     The first three end the job. ``remark`` is a line for the host's output.
     """

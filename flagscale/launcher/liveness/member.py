@@ -101,6 +101,8 @@ class Member:
         self._stack_dump: StackDump | None = None
         self._stack_dump_at = 0.0
         self._end_ordered_at = 0.0
+        self.addresses: Sequence[str] = ()
+        """Addresses of all hosts by number, if the ranks of the first one may move to another."""
         self.is_spare = False
         """True while this host waits to take the place of another host."""
 
@@ -141,23 +143,27 @@ class Member:
     def _start_ordered(self, order: messages.StartAttempt) -> None:
         """Start the attempt of an order, at the place that this host has in it."""
         has_place = self.node_rank in order.places
-        is_next = order.attempt == self.attempt_number + 1 and self.attempt.stage is Stage.OVER
+        # A host may have missed an attempt that a lost coordinator has ordered.
+        is_next = order.attempt > self.attempt_number and self.attempt.stage is Stage.OVER
         can_start = has_place if self.is_spare else is_next and (has_place or not order.places)
         if not can_start or self.stop_signal is not None:
             return
         if has_place:
-            self._take_place(order.places.index(self.node_rank), len(order.places))
+            self._take_place(order.places)
         log_line(f"attempt {order.attempt + 1} starts")
         self.start_attempt(order.attempt)
 
-    def _take_place(self, place: int, host_count: int) -> None:
-        """Take a node rank among this number of hosts from the next attempt on."""
+    def _take_place(self, places: Sequence[int]) -> None:
+        """Take this host's node rank among these hosts from the next attempt on."""
+        place, host_count = places.index(self.node_rank), len(places)
         if self.is_spare:
             log_line(f"this host joins the job as node rank {place}")
         self.is_spare = False
         ranks = self.host.nproc
         self.host = replace(self.host, first_rank=place * ranks)
-        options = {"--node_rank": place, "--nnodes": host_count}
+        options: dict[str, object] = {"--node_rank": place, "--nnodes": host_count}
+        if self.addresses:
+            options["--master_addr"] = self.addresses[places[0]]
         if not self._reports_status:
             # A command, whose ranks are started by a program with two more options.
             options |= {"--first_rank": place * ranks, "--world_size": host_count * ranks}
@@ -231,11 +237,17 @@ class Member:
 
     # -- messages --------------------------------------------------------------------------
 
-    def hello(self) -> messages.Hello:
-        """Return the first message on a connection, with the complete status of this host."""
+    def hello(self, job_state: messages.JobState | None = None) -> messages.Hello:
+        """Return the first message on a connection, with the complete status of this host and the
+        state of the job that it has accepted.
+        """
         if self.stop_signal is not None:
             self._send_stop_signalled(self.stop_signal)
-        return messages.Hello(*self._message_fields(), self._progress())
+        return messages.Hello(*self._message_fields(), self._progress(), job_state)
+
+    def confirm_state(self, state: messages.JobState) -> messages.JobStateAccepted:
+        """Return the reply to a state of the job that this host has accepted."""
+        return messages.JobStateAccepted(*self._message_fields(), *state.version)
 
     def heartbeat(self) -> messages.Heartbeat:
         """Return the periodic message with this host's progress."""
@@ -378,12 +390,16 @@ class Member:
             messages.StopSignalled(*self._message_fields(), signal_number, self.stop_cause)
         )
 
+    def end_without_coordinator(self, failure: Failure) -> None:
+        """End the attempt on this host, because the coordinator or the link to it is lost."""
+        self.failure = failure
+        self._end_after_failure()
+
     def lose_coordinator(self, failure: Failure) -> None:
-        """End everything on this host, because the coordinator or the link to it is lost."""
+        """End everything on this host, because no coordinator can be reached any more."""
         if not self.coordinator_lost:
             self.coordinator_lost = True
-            self.failure = failure
-            self._end_after_failure()
+            self.end_without_coordinator(failure)
 
     def _end_after_failure(self) -> None:
         if self.attempt.stage is Stage.RUNNING and not self.attempt.is_ending:

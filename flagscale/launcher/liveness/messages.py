@@ -139,6 +139,59 @@ class HostProgress:
 
 
 @dataclass(frozen=True)
+class Departure:
+    """Host that the job does not use any more. ``sickness`` is empty if it was lost."""
+
+    host: int
+    loss: Failure
+    sickness: str = ""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of the job that another host needs to continue as the coordinator.
+
+    Attributes:
+        term: Number of coordinators before this one. Of two states, the one with the higher term
+            is newer, and in one term the one with the higher ``revision``.
+        coordinator: Number of the host that coordinates the job.
+        electorates: Sets of hosts, each of which has to agree to a new coordinator by a majority:
+            one, or two while the set changes.
+        attempt: Attempt that was ordered to start last.
+        places: Number of the host at each node rank.
+        departures: Hosts that have left the job.
+        successors: Hosts whose places spares have taken, with these.
+        restarts: Number (from 0) and failure of each attempt that another one followed, without
+            tracebacks.
+        replacements: Attempts that started because a host had left, or had come back.
+        failed_starts_in_a_row: Last attempts that ended before their ranks had joined.
+        ranks_have_joined: True if the ranks have joined in any attempt.
+        start_succeeded: True if they have joined in the last one.
+        failure: First failure of the attempt that has ended, if its coordinator hands over.
+    """
+
+    term: int
+    revision: int
+    coordinator: int
+    electorates: tuple[tuple[int, ...], ...]
+    attempt: int
+    places: tuple[int, ...]
+    departures: tuple[Departure, ...] = ()
+    successors: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[tuple[int, Failure | None], ...] = ()
+    replacements: int = 0
+    failed_starts_in_a_row: int = 0
+    ranks_have_joined: bool = False
+    start_succeeded: bool = False
+    failure: Failure | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Term and revision, by which states are compared."""
+        return self.term, self.revision
+
+
+@dataclass(frozen=True)
 class HostMessage:
     """Message of a host. ``sent`` is in Unix seconds of the host's clock."""
 
@@ -149,9 +202,13 @@ class HostMessage:
 
 @dataclass(frozen=True)
 class Hello(HostMessage):
-    """First message on a connection, with everything that the coordinator may have missed."""
+    """First message on a connection, with everything that the coordinator may have missed.
+
+    ``job_state`` is the newest state of the job that the host has accepted, if it has a vote.
+    """
 
     progress: HostProgress = field(metadata=stored_as("position"))
+    job_state: JobState | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +274,14 @@ class StopSignalled(HostMessage):
 
 
 @dataclass(frozen=True)
+class JobStateAccepted(HostMessage):
+    """Reply to :class:`ShareJobState`: the host follows no coordinator of an earlier term."""
+
+    term: int
+    revision: int
+
+
+@dataclass(frozen=True)
 class Order:
     """Order of the coordinator to one host or to all. ``failure`` is the job's first failure so
     far.
@@ -226,6 +291,20 @@ class Order:
 @dataclass(frozen=True)
 class KeepAlive(Order):
     """Heartbeat of the coordinator."""
+
+
+@dataclass(frozen=True)
+class ShareJobState(Order):
+    """Keep this state of the job, and reply with :class:`JobStateAccepted`."""
+
+    job_state: JobState
+
+
+@dataclass(frozen=True)
+class HandOver(Order):
+    """Turn to the next host, because the coordinator leaves the job for the reason ``loss``."""
+
+    loss: Failure
 
 
 @dataclass(frozen=True)
@@ -302,6 +381,9 @@ _WIRE_NAMES: dict[type[HostMessage | Order], str] = {
     LastRecords: "LastRecords",
     HealthReply: "HealthReply",
     StopSignalled: "Stopping",
+    JobStateAccepted: "JobStateAccepted",
+    ShareJobState: "ShareJobState",
+    HandOver: "HandOver",
     KeepAlive: "KeepAlive",
     StartAttempt: "StartAttempt",
     EndAttempt: "EndAttempt",

@@ -12,7 +12,7 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from flagscale.launcher.liveness.messages import HostMessage, Order, decode, encode
@@ -240,7 +240,11 @@ class Client:
     """Agent's end: connects, and reconnects after a loss."""
 
     def __init__(
-        self, secret: bytes, address: tuple[str, int], selector: selectors.BaseSelector
+        self,
+        secret: bytes,
+        address: tuple[str, int],
+        selector: selectors.BaseSelector,
+        resolved_addresses: Sequence[tuple[int, tuple[object, ...]]] = (),
     ) -> None:
         self._secret = secret
         self._address = address
@@ -250,7 +254,7 @@ class Client:
         self._connecting_since = 0.0
         self._next_connect_at = 0.0
         self._retry_seconds = FIRST_RETRY_SECONDS
-        self._addresses: list[tuple[int, tuple[object, ...]]] = []
+        self._addresses = list(resolved_addresses)
         self._untried_addresses: list[tuple[int, tuple[object, ...]]] = []
         self.is_new_connection = False
         """True if a connection was established since this was last set to False."""
@@ -336,6 +340,88 @@ class Client:
         self._connecting_socket, self._retry_seconds = None, FIRST_RETRY_SECONDS
         self._selector.unregister(sock)
         self._peer = Peer(sock, Channel(self._secret, is_server=False), self._selector, self)
+
+
+class AgentConnections:
+    """Connections of an agent: one to each host that it connects to, and those of the hosts that
+    have connected to it while it listens.
+
+    Args:
+        secret: Secret of the run.
+        addresses: Addresses of the hosts by number.
+        port: Port at which the coordinator listens.
+        selector: Selector that all connections are registered in.
+        host_count: Number of hosts.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        addresses: Mapping[int, str],
+        port: int,
+        selector: selectors.BaseSelector,
+        host_count: int,
+    ) -> None:
+        self._secret = secret
+        self._addresses = addresses
+        self._port = port
+        self._selector = selector
+        self._host_count = host_count
+        self._resolved: dict[int, list[tuple[int, tuple[object, ...]]]] = {}
+        self.clients: dict[int, Client] = {}
+        self.server: Server | None = None
+
+    @property
+    def numbers(self) -> set[int]:
+        """Hosts that this one connects to, or tries to."""
+        return set(self.clients)
+
+    def resolve(self, number: int) -> None:
+        """Look up the address of a host. If the link is cut later, a name server would block the
+        agent.
+        """
+        if not self._resolved.get(number):
+            self._resolved[number] = resolve((self._addresses[number], self._port))
+
+    def connect(self, number: int) -> None:
+        """Connect to a host, until :meth:`disconnect` is called."""
+        if number not in self.clients:
+            address = (self._addresses[number], self._port)
+            resolved = self._resolved.get(number, ())
+            self.clients[number] = Client(self._secret, address, self._selector, resolved)
+
+    def disconnect(self, number: int) -> None:
+        """Close the connection to a host."""
+        self.clients.pop(number).close()
+
+    def send_message(self, number: int, message: HostMessage) -> None:
+        """Send a message to a host, if it is connected."""
+        self.clients[number].send(message)
+
+    def listen(self) -> None:
+        """Accept connections of the other hosts.
+
+        Raises:
+            OSError: If the port is in use.
+        """
+        self.server = Server(self._secret, self._port, self._selector, self._host_count)
+
+    def stop_listening(self) -> None:
+        """Close the connections of the other hosts."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+    def send_order(self, number: int | None, order: Order) -> None:
+        """Send an order to a host that has connected, or to all."""
+        if self.server is not None:
+            self.server.send(number, order)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for number in self.numbers:
+            self.disconnect(number)
+        self.stop_listening()
 
 
 def raise_file_limit(connections: int) -> int | None:

@@ -108,17 +108,22 @@ class AgentOptions(Policy):
     liveness_port: int | None = None
     """Port at which the agents rendezvous; None for a single host."""
     hosts: tuple[str, ...] = ()
-    """On host 0: names of all hosts by number, as ranges: ``node[01-16]``. Spares come last."""
+    """On host 0, and on all if ``on_bad_host`` allows to lose it: names of all hosts by number, as
+    ranges: ``node[01-16]``. Spares come last.
+    """
+    addresses: tuple[str, ...] = ()
+    """Addresses of these hosts after host 0, as ranges, if ``on_bad_host`` allows to lose it."""
     master_name: str = ""
     """On the other hosts: name of host 0."""
     places: tuple[str, ...] = ()
-    """On host 0: positions of the hosts in heterogeneous meshes, as ``NUMBER POSITION``. Each
-    applies to the host of that number and the following ones, up to the next entry.
+    """On hosts that may coordinate: positions of the hosts in heterogeneous meshes, as ``NUMBER
+    POSITION``. Each applies to the host of that number and the following ones, up to the next
+    entry.
     """
     master_place: str = ""
     """On the other hosts: position of host 0 in the heterogeneous meshes."""
     saves_when_stopped: bool = False
-    """On host 0: True if ranks save a checkpoint when they are stopped."""
+    """On hosts that may coordinate: True if ranks save a checkpoint when they are stopped."""
     earlier_starts: int = 0
     """Number of times that a scheduler has started this run before."""
     metrics_port: int | None = None
@@ -131,6 +136,12 @@ class AgentOptions(Policy):
     def names(self) -> list[str]:
         """Names of all hosts, on host 0."""
         return [name for names in self.hosts for name in expand_list(names)] or [self.name]
+
+    @property
+    def addresses_by_host(self) -> list[str]:
+        """Addresses of all hosts; empty if host 0 cannot be lost."""
+        others = [address for addresses in self.addresses for address in expand_list(addresses)]
+        return [self.master_addr, *others] if others else []
 
     @property
     def positions_by_host(self) -> list[str]:
@@ -178,9 +189,15 @@ class AgentOptions(Policy):
             **{name: _convert_option(name, type_by_name[name], record[name]) for name in record}
         )
         try:
-            options.names  # noqa: B018 - detects invalid ranges now, before the job starts
+            count = len(options.names)
         except ValueError as error:
             raise ValueError(f"hosts: {error}") from None
+        try:
+            addresses = options.addresses_by_host
+        except ValueError as error:
+            raise ValueError(f"addresses: {error}") from None
+        if addresses and len(addresses) != count:
+            raise ValueError(f"addresses: expected one for each of {count} hosts")
         if any(not place.partition(" ")[0].isdecimal() for place in options.places):
             raise ValueError("places: each begins with the number of a host")
         return options

@@ -79,8 +79,15 @@ def plan(
         mesh_positions = describe_host_contents(
             experiment, [assignment.ranks for assignment in assignments if not assignment.is_spare]
         )
+        addresses = compress_consecutive(host.addr or host.name for host in hosts[1:])
         rendezvous = AgentRendezvous(
-            address, port, names, hosts[0].name, run_secret, tuple(mesh_positions)
+            address,
+            port,
+            names,
+            hosts[0].name,
+            tuple(addresses),
+            run_secret,
+            tuple(mesh_positions),
         )
     planner = _HostPlanner(
         experiment, run_id, tuple(assignments), (address, master_port), rendezvous

@@ -28,7 +28,9 @@ AGENT_SECRETS = (secret.SECRET_VARIABLE, NOTIFY_WEBHOOK_VARIABLE)
 """Environment variables that the script passes to the agent only."""
 _LAST_PORT = 65535
 _NOTIFYING_HOSTS = 2
-"""Host 0 sends notifications, and host 1 does when host 0 is lost."""
+"""Host 0 sends notifications, and host 1 does when host 0 is lost. With ``on_bad_host``, every host
+may coordinate the run, and sends them then.
+"""
 _RUNNER_OPTIONS = {f.name for f in fields(AgentOptions)} & {f.name for f in fields(Runner)} - {
     "node_rank"
 }
@@ -44,6 +46,7 @@ class AgentRendezvous:
         port: Port of host 0 at which the agents connect.
         host_names: Names of all hosts, as ranges.
         master_name: Name of host 0.
+        addresses: Addresses of the hosts after host 0, as ranges.
         secret: Secret shared by the agents; None if each agent watches its host alone.
         mesh_positions: Positions of each host's ranks in the heterogeneous meshes; empty for a
             homogeneous run.
@@ -53,6 +56,7 @@ class AgentRendezvous:
     port: int
     host_names: tuple[str, ...]
     master_name: str
+    addresses: tuple[str, ...]
     secret: str | None
     mesh_positions: tuple[str, ...] = ()
 
@@ -90,16 +94,18 @@ def agent_options(
         options["health"], device = "off", AUTO
     if rendezvous is not None:
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
-        if assignment.node_rank == 0:
+        if runner.on_bad_host != "stop":
+            options["addresses"] = rendezvous.addresses
+        if assignment.node_rank == 0 or runner.on_bad_host != "stop":
             options["hosts"] = rendezvous.host_names
             options["saves_when_stopped"] = saves_when_stopped and runner.on_bad_host == "shrink"
             # The agent's options have the older name for mesh positions, which stored plans
             # contain.
             options["places"] = tuple(compress_positions(rendezvous.mesh_positions))
-        else:
+        if assignment.node_rank:
             options["master_name"] = rendezvous.master_name
             options["master_place"] = "".join(rendezvous.mesh_positions[:1])
-    if runner.notify is not None and assignment.node_rank < _NOTIFYING_HOSTS:
+    if runner.notify is not None and _may_notify(runner, assignment):
         options["notify_on"] = runner.notify.on
     return AgentOptions(
         run_name=run_name,
@@ -124,7 +130,7 @@ def agent_environment(
             secret.SECRET_VARIABLE, rendezvous.secret, origin="run", secret=True
         )
     notify = runner.notify
-    if notify is None or assignment.node_rank >= _NOTIFYING_HOSTS:
+    if notify is None or not _may_notify(runner, assignment):
         return
     if notify.command:
         yield EnvironmentVariable(NOTIFY_COMMAND_VARIABLE, notify.command, origin=NOTIFY_ORIGIN)
@@ -132,3 +138,7 @@ def agent_environment(
         yield EnvironmentVariable(
             NOTIFY_WEBHOOK_VARIABLE, notify.webhook, origin=NOTIFY_ORIGIN, secret=True
         )
+
+
+def _may_notify(runner: Runner, assignment: HostAssignment) -> bool:
+    return runner.on_bad_host != "stop" or assignment.node_rank < _NOTIFYING_HOSTS

@@ -35,7 +35,7 @@ def start(
     lab: SshLab, *, light: bool = True, runner: Any = None, **environment: str
 ) -> dict[str, list[int]]:
     """Start the toy program, whose ranks stay in step over the network, and bystander processes."""
-    fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
+    fields = {"TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY_PROGRAM}",
         light=light,

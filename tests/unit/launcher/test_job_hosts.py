@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flagscale.launcher.failures import find_coordinator, read_job_record
 from flagscale.launcher.job_hosts import find_job_hosts
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.launcher.log_query import select_hosts
@@ -120,6 +121,24 @@ def test_snapshot_of_a_job_that_goes_on_without_a_host(state: RunState) -> None:
     snapshot = take_snapshot(smaller, {0: HostObservation(alive="script")})
     assert (snapshot.phase, snapshot.joined, snapshot.world_size) == (Phase.RUNNING, 2, 2)
     assert [(row.host, row.trouble) for row in snapshot.hosts] == [("h0", ""), ("h1", "lost")]
+
+
+def test_record_of_the_newest_coordinator_counts(state: RunState) -> None:
+    hosts = tuple(
+        replace(host, run_dir=host.run_dir.parent / f"host_{host.node_rank}_{host.name}" / "r")
+        for host in state.hosts
+    )
+    for host in hosts:
+        (host.run_dir / STATUS_DIRECTORY).mkdir(parents=True)
+    state = replace(state, hosts=hosts)
+    write_job(state, [0, 1])
+    record = {"phase": "running", "term": 1, "coordinator": 1, "places": [2, 1]}
+    record |= {"hosts": {"0": "lost"}, "replaced": {"0": 2}}
+    (hosts[1].run_dir / LIVENESS_FILE).write_text(json.dumps(record))
+    job_hosts = find_job_hosts(state)
+    assert {host.name: host.first_rank for host in job_hosts.members} == {"h2": 0, "h1": 2}
+    assert job_hosts.replaced == {"h0": "h2"}
+    assert find_coordinator(job_hosts.members, read_job_record(job_hosts.members)).name == "h1"
 
 
 def join(state: RunState, host: int, ranks: tuple[int, ...], directory: str) -> None:

@@ -29,6 +29,7 @@ def make_runner(tmp_path: Path, hosts: int, **fields: Any) -> Runner:
     [
         pytest.param(5, 3, 1, 4, id="fewer-than-listed"),
         pytest.param(5, 3, 2, 5, id="all-listed"),
+        pytest.param(3, 1, 2, 3, id="only-one-trains"),
         pytest.param(5, None, 1, 5, id="the-last-ones-of-all"),
     ],
 )
@@ -57,9 +58,9 @@ def test_spares_follow_the_hosts_that_train(
         ),
         pytest.param(
             3,
-            {"nnodes": 1, "spares": 2},
+            {"nnodes": 1, "spares": 1},
             {},
-            "the first host cannot be replaced: at least two hosts must train",
+            "the only host that trains can be replaced if 2 hosts wait",
             id="one-host",
         ),
         pytest.param(

@@ -523,7 +523,7 @@ def test_host_whose_agent_is_started_again_at_once() -> None:
     assert job.coordinator.failure.reason == "was lost: its agent has started again"
     for number in (0, 2):
         job.send_end(number)
-    job.run(3)
+    job.run(5)
     assert job.orders[-1] == (None, StartAttempt(1, (0, 2)))
     assert job.coordinator.summary()["hosts"]["1"] == "spare"
 

@@ -13,6 +13,7 @@ from flagscale.health.messages import DeviceMeasurement, HealthEvent, PairMeasur
 from flagscale.launcher.liveness.messages import (
     EndHealthCheck,
     FinishJob,
+    HandOver,
     HealthReply,
     JobPhase,
     MeasureHealth,
@@ -20,6 +21,8 @@ from flagscale.launcher.liveness.messages import (
     StopJob,
     StopSignalled,
 )
+
+HOT = "device state: Demo 0: it is hot"
 
 
 class MeasuredJob(Job):
@@ -110,6 +113,31 @@ def test_sick_host_is_replaced_by_name_and_reason() -> None:
     assert {type(order) for host, order in job.orders if host == 2} == {FinishJob}
 
 
+def test_sick_host_that_coordinates_hands_over() -> None:
+    job = MeasuredJob(5, 1)
+    job.faults[0] = ["it is hot"]
+    job.fail()
+    job.reply()
+    state = job.job_state
+    assert state is not None
+    assert [(d.host, d.sickness) for d in state.departures] == [(0, "sick: " + HOT)]
+    assert state.failure == job.coordinator.failure
+    assert [type(order) for _, order in job.orders[-2:]] == [HandOver, FinishJob]
+    assert job.orders[-1][0] == 0, "the others go on"
+    assert job.remarks[-1] == f"h0 is sick: {HOT}"
+    assert job.notified_events == []
+
+
+def test_sick_host_without_a_successor_stays() -> None:
+    job = MeasuredJob(2, 0, on_bad_host="shrink", min_nnodes=1)
+    job.faults[0] = ["it is hot"]
+    job.fail()
+    job.reply()
+    remark = f"h0 is sick: {HOT}; it stays in the job: no other host can coordinate the run"
+    assert remark in job.remarks
+    assert (None, StartAttempt(1)) in job.orders
+
+
 @pytest.mark.parametrize(
     ("setting", "remark"),
     [
@@ -128,12 +156,6 @@ def test_sick_host_is_replaced_by_name_and_reason() -> None:
             {"broken": {2: "no torch"}},
             "the hardware check found no sick host",
             id="not-measured",
-        ),
-        pytest.param(
-            {"faults": {0: ["it is hot"]}},
-            "h0 is sick: device state: Demo 0: it is hot; it stays in the job: the first host "
-            "coordinates the run",
-            id="first-host",
         ),
         pytest.param(
             {"faults": {4: ["it is hot"]}},

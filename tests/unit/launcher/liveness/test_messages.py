@@ -19,16 +19,20 @@ from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureR
 from flagscale.launcher.liveness.messages import (
     MAX_MESSAGE_BYTES,
     AttemptEnded,
+    Departure,
     DumpStacks,
     EndAttempt,
     EndHealthCheck,
     FinishJob,
+    HandOver,
     HealthReply,
     Heartbeat,
     Hello,
     HostMessage,
     HostProgress,
     HostStatus,
+    JobState,
+    JobStateAccepted,
     KeepAlive,
     LastRecords,
     MeasureHealth,
@@ -38,6 +42,7 @@ from flagscale.launcher.liveness.messages import (
     RankFailed,
     RankProgress,
     RankStacks,
+    ShareJobState,
     StartAttempt,
     StopJob,
     StopSignalled,
@@ -81,6 +86,19 @@ DEVICE = DeviceMeasurement(
     rates=(Rate("matrix product", 672.0, "TFLOP/s"),),
     reading=DeviceReading(faults={"ecc": "2 errors"}, widths={"links": 18.0}),
 )
+JOB_STATE = JobState(
+    term=1,
+    revision=7,
+    coordinator=2,
+    electorates=((0, 1, 2), (1, 2)),
+    attempt=3,
+    places=(2, 1),
+    departures=(Departure(0, FAILURE), Departure(3, FAILURE, "sick: its memory is broken")),
+    successors=((0, 2),),
+    restarts=((0, FAILURE), (1, None)),
+    replacements=1,
+    ranks_have_joined=True,
+)
 FROM_HOST = (
     Hello(*HEAD, replace(PROGRESS, exit_code=1, failure_report=REPORT)),
     Heartbeat(*HEAD, PROGRESS),
@@ -96,9 +114,13 @@ FROM_HOST = (
     HealthReply(*HEAD, 8, HealthEvent("measured", devices=(DEVICE,))),
     StopSignalled(*HEAD, 15, None),
     StopSignalled(*HEAD, 2, FAILURE),
+    Hello(*HEAD, PROGRESS, JOB_STATE),
+    JobStateAccepted(*HEAD, *JOB_STATE.version),
 )
 ORDERS = (
     KeepAlive(),
+    ShareJobState(JOB_STATE),
+    HandOver(FAILURE),
     StartAttempt(2),
     StartAttempt(2, (0, 3, 2)),
     EndAttempt(0, FAILURE),
@@ -133,7 +155,7 @@ def test_every_kind_is_tried() -> None:
 def test_renamed_fields_keep_their_names_on_the_wire() -> None:
     """Agents of other versions must be able to read the messages."""
     record = json.loads(encode(replace(FROM_HOST[0], progress=replace(PROGRESS, exit_code=1))))
-    assert record.keys() == {"kind", "host", "attempt", "sent", "position"}
+    assert record.keys() == {"kind", "host", "attempt", "sent", "position", "job_state"}
     assert list(record["position"]) == [
         *("status", "joined", "nproc", "moves", "busy", "lived", "ended", "report"),
         *("ended_ranks", "early_exits", "overdue_since"),

@@ -41,6 +41,7 @@ FIRST = replace(
         pytest.param(ALONE, id="alone"),
         pytest.param(FIRST, id="host-0"),
         pytest.param(replace(FIRST, node_rank=1, hosts=(), master_name="h00"), id="host-1"),
+        pytest.param(replace(FIRST, addresses=("10.0.0.[1-3]",)), id="host-0-may-be-lost"),
         pytest.param(replace(FIRST, places=("0 stage 0", "2 stage 1")), id="host-0-of-meshes"),
     ],
 )
