@@ -220,7 +220,8 @@ class Runner:
         default=0,
         metadata=doc(
             "Number of hosts of the hostfile, after the `nnodes` that train, which wait with an "
-            "agent and without ranks until they take the place of a lost or sick host. Needs "
+            "agent and without ranks until they take the place of a lost or sick host. With "
+            "`type: slurm`, the job requests so many nodes in addition to `slurm.nodes`. Needs "
             "`on_bad_host: replace` or `shrink`.",
             minimum=0,
             maximum=1_000_000,
@@ -235,8 +236,8 @@ class Runner:
             "that are left, with fewer data-parallel replicas and the same global batch, and takes "
             "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
             "as one of `max_restarts`. The job cannot go on "
-            "without the first host. `replace` and `shrink` need `type: ssh` and a shared file "
-            "system.",
+            "without the first host. `replace` and `shrink` need `type: ssh` or `slurm` and a "
+            "shared file system. A Slurm job does not take hosts back.",
             choices=("stop", "replace", "shrink"),
         ),
     )

@@ -132,7 +132,7 @@ def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
     lab.write_config(runner={"stop_grace": 0})
     launcher = lab.start("test")
     wait_for(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
-    with lab.cluster.slurm.without_node("h01", str(lab.root)):
+    with lab.cluster.slurm.without_node("h01"):
         query_record = lab.wait_for_state("failed")
         assert query_record["warnings"] == [f"job {lab.job_id} lost a node: h01"]
         assert query_record["failure"]["host"] == "h01"
@@ -166,7 +166,7 @@ def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:
     lab.write_config(requeue=1)
     assert lab.run_action("run").returncode == 0
     run_id = lab.state().run_id
-    with slurm.without_node("h00", str(lab.root)):
+    with slurm.without_node("h00"):
         lab.wait_for_pending_reason("(BeginTime: ")
         wait_for(lambda: lab.find_processes() == [])
     lab.wait_for_state("running", 60)
