@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,7 @@ def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
 def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     lab.write_config(runner={"lost_host_timeout": 1, "stop_grace": 0})
     assert lab.run_action("run").returncode == 0
-    # All processes of Slurm and the run on the node, as in a crash; slurmd restarts at once.
-    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.find_processes("h01"):
-        with suppress(ProcessLookupError):  # It may have ended with another one.
-            os.kill(process.pid, signal.SIGKILL)
+    lab.cluster.slurm.crash_node("h01")
     query_record = lab.wait_for_state("failed", 60)
     assert query_record["failure"]["host"] == "h01"
     # The job does not keep its nodes, although Slurm considers the lost one healthy.
