@@ -235,8 +235,11 @@ def experiment_notes(experiment: Experiment, world_size: int) -> list[str]:
     if runner.type != "slurm" and runner.slurm != Slurm():
         notes.append("experiment.runner.slurm has no effect without type: slurm")
     if runner.health != "off" and runner.type not in (None, *_RUNNERS_WITH_HEALTH):
+        effect = "has no effect"
+        if runner.on_bad_host != "stop":
+            effect = "checks hosts after a failure, and not before the run,"
         notes.append(
-            f"experiment.runner.health: {runner.health} has no effect with type: {runner.type}, "
+            f"experiment.runner.health: {runner.health} {effect} with type: {runner.type}, "
             "whose hosts are not known before the job starts; `flagscale health --hosts` checks "
             "hosts that SSH reaches"
         )

@@ -42,6 +42,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](?:,[0-9]+:[0-3])*")
 _OTHER_SCHEDULERS = ("kubernetes",)
 _RUNNER = "experiment.runner."
+_RUNNERS_WITH_SPARES = ("ssh", "slurm")
 _RUNNER_SECTIONS = ("notify", "slurm")
 _ENVIRONMENT_SCOPES = ("device_type_specific", "node_specific")
 
@@ -474,9 +475,10 @@ def _check_spares(fields: Mapping[str, Any], *, names_hosts: bool) -> Iterator[t
     if not spares and choice != "shrink":
         return
     key = "spares" if spares else "on_bad_host"
-    if fields.get("type", "ssh") != "ssh":
-        yield key, f"not supported with `type: {fields['type']}`, only with `type: ssh`"
-    elif not names_hosts and spares:
+    if fields.get("type", "ssh") not in _RUNNERS_WITH_SPARES:
+        runners = " or ".join(f"`type: {name}`" for name in _RUNNERS_WITH_SPARES)
+        yield key, f"not supported with `type: {fields['type']}`, only with {runners}"
+    elif not names_hosts and spares and fields.get("type") != "slurm":
         yield key, "they are hosts of the `hostfile` or of `hosts`, and neither is set"
     if fields.get("on_failure") == "leave":
         yield "on_failure", "`leave` lets the other hosts continue, so no host can be replaced"

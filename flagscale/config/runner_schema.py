@@ -220,7 +220,8 @@ class Runner:
         default=0,
         metadata=doc(
             "Number of hosts of the hostfile, after the `nnodes` that train, which wait with an "
-            "agent and without ranks until they take the place of a lost or sick host. Needs "
+            "agent and without ranks until they take the place of a lost or sick host. With "
+            "`type: slurm`, the job requests so many nodes in addition to `slurm.nodes`. Needs "
             "`on_bad_host: replace` or `shrink`.",
             minimum=0,
             maximum=1_000_000,
@@ -234,9 +235,10 @@ class Runner:
             "of the lost one. `shrink`: the same, and without a spare it restarts on the hosts "
             "that are left, with fewer data-parallel replicas and the same global batch, and takes "
             "back a host whose script is started again; needs `nnodes: a:b`. This does not count "
-            "as one of `max_restarts`. If the first host is lost, another one coordinates the run "
-            "and sends notifications. More than half of the agents must have contact for that, so "
-            "it needs three at least. `replace` and `shrink` need `type: ssh`.",
+            "as one of `max_restarts`. Needs `type: ssh` or `slurm`. Over SSH, another host "
+            "coordinates the run and sends notifications if the first one is lost: more than half "
+            "of the agents must have contact for that, so it needs three at least. A Slurm job "
+            "cannot go on without its first node, and does not take hosts back.",
             choices=("stop", "replace", "shrink"),
         ),
     )

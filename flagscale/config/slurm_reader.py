@@ -180,7 +180,12 @@ def _read_extra(reader: SectionReader, section: Mapping[Any, Any]) -> dict[str, 
 
 
 def _check_heterogeneous_job(
-    reader: SectionReader, slurm: Slurm, nnodes: int | None, *, has_hostfile: bool
+    reader: SectionReader,
+    slurm: Slurm,
+    nnodes: int | None,
+    on_bad_host: str,
+    *,
+    has_hostfile: bool,
 ) -> None:
     """Check a heterogeneous job: unsupported options, and the source of the number of nodes per
     type."""
@@ -195,6 +200,10 @@ def _check_heterogeneous_job(
     if slurm.by_type and slurm.requeue:
         message = "must be 0: Slurm requeues a heterogeneous job, but does not start it again"
         reader.add_problem(f"{_PREFIX}requeue", message)
+    if slurm.by_type and on_bad_host != "stop":
+        message = f"`{on_bad_host}` is not supported with {_PREFIX}{_TYPES}: nodes of different "
+        message += "types cannot take each other's place"
+        reader.add_problem("experiment.runner.on_bad_host", message)
     if slurm.by_type and not has_hostfile and (slurm.nodes or nnodes):
         key = f"{_PREFIX}nodes" if slurm.nodes else "experiment.runner.nnodes"
         reader.add_problem(key, f"is given by the `nodes` of {_PREFIX}{_TYPES}; remove this one")
@@ -204,9 +213,13 @@ def check_slurm(reader: SectionReader, fields: Mapping[str, Any]) -> None:
     """Check the section against the other keys of the runner."""
     slurm: Slurm = fields.get("slurm") or Slurm()
     nnodes, names_hosts = fields.get("nnodes"), bool(fields.get("hostfile") or fields.get("hosts"))
-    _check_heterogeneous_job(reader, slurm, nnodes, has_hostfile=names_hosts)
+    on_bad_host, spares = fields.get("on_bad_host", "stop"), fields.get("spares", 0)
+    _check_heterogeneous_job(reader, slurm, nnodes, on_bad_host, has_hostfile=names_hosts)
     if nnodes is not None and nnodes > MAX_NODES:
         reader.add_problem("experiment.runner.nnodes", f"Slurm has {MAX_NODES:,} nodes at most")
+    elif (slurm.nodes or nnodes or 1) + spares > MAX_NODES:
+        message = f"Slurm has {MAX_NODES:,} nodes at most, with those that train"
+        reader.add_problem("experiment.runner.spares", message)
     if slurm.nodes is not None and nnodes not in (None, slurm.nodes):
         message = (
             f"is {slurm.nodes}, and experiment.runner.nnodes is {nnodes}; remove one, for example "

@@ -108,7 +108,8 @@ class Slurm:
     nodes: int | None = field(
         default=None,
         metadata=doc(
-            "Number of nodes, equivalent to `runner.nnodes`. With a hostfile, the job is "
+            "Number of nodes that train, equivalent to `runner.nnodes`; the job requests "
+            "`runner.spares` in addition. With a hostfile, the job is "
             "submitted to exactly its hosts, in the order of the hostfile; their names must be "
             "Slurm node names. Otherwise Slurm chooses the nodes and their order.",
             minimum=1,
@@ -155,8 +156,9 @@ class Slurm:
     requeue: int = field(
         default=0,
         metadata=doc(
-            "How often Slurm may restart the job: after a preemption, at its time limit, or when "
-            "it is requeued by hand. The job continues from its last checkpoint, as the same run. "
+            "How often Slurm may restart the job: after a preemption, at its time limit, after the "
+            "loss of a node without which it cannot go on, or when it is requeued by hand. The job "
+            "continues from its last checkpoint, as the same run. "
             "A job that fails by itself is not requeued; use `max_restarts` for that.",
             minimum=0,
         ),
@@ -205,7 +207,7 @@ REFUSED_SBATCH_OPTIONS = {
     "parsable": "the launcher reads the job id from sbatch's output",
     "quiet": "the launcher reads the job id from sbatch's output",
     "kill_on_invalid_dep": "it is always `yes`",
-    "no_kill": "the agents end a job that has lost a node",
+    "no_kill": "`experiment.runner.on_bad_host` decides whether a job goes on without a node",
     "wait_all_nodes": "it is always 1",
     "clusters": "a run is on the cluster of the machine it is started from",
     "help": "`sbatch --help` prints it",

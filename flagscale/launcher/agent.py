@@ -208,6 +208,7 @@ class Agent:
             self._port,
             options.positions_by_host,
             saves_when_stopped=options.saves_when_stopped,
+            has_successors=bool(options.addresses),
             job_state=job_state,
         )
 

@@ -65,21 +65,42 @@ def _select_with_spares(experiment: Experiment, listed_hosts: Sequence[Host]) ->
     runner = experiment.runner
     available = len(listed_hosts) - runner.spares
     training = available if runner.nnodes is None else runner.nnodes
-    key, message = "experiment.runner.spares", ""
     if training > available:
         message = (
             f"{_name_host_list(experiment)} has {len(listed_hosts)} hosts, and {training} train: "
             f"{max(0, len(listed_hosts) - training)} left to wait, not {runner.spares}"
         )
+        raise ConfigError(_spares_problem(experiment, message))
+    check_spares(experiment, training)
+    return choose_hosts(listed_hosts, runner.hostfile, training + runner.spares, runner.type)
+
+
+def check_spares(experiment: Experiment, training: int) -> None:
+    """Check that spares, if there are any, can take the places of hosts.
+
+    Args:
+        experiment: The experiment.
+        training: Number of hosts that train.
+
+    Raises:
+        ConfigError: If no host can be replaced, or the job has heterogeneous devices.
+    """
+    runner, message = experiment.runner, ""
+    if runner.type == "slurm" and training < 2:
+        message = "the first node cannot be replaced: at least two nodes must train"
     elif training + runner.spares < MIN_SUCCESSION_AGENTS:
         message = (
             f"the only host that trains can be replaced if {MIN_SUCCESSION_AGENTS - 1} hosts wait"
         )
     elif not experiment.task.external and experiment.train["enable_hetero"]:
         message = "not supported with enable_hetero: hosts differ, and none can replace another one"
-    if message:
-        raise ConfigError(Problem(key, message, find_location(experiment.sources, key)))
-    return choose_hosts(listed_hosts, runner.hostfile, training + runner.spares, runner.type)
+    if message and runner.spares:
+        raise ConfigError(_spares_problem(experiment, message))
+
+
+def _spares_problem(experiment: Experiment, message: str) -> Problem:
+    key = "experiment.runner.spares"
+    return Problem(key, message, find_location(experiment.sources, key))
 
 
 def build_unprobed_plan(

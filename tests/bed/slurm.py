@@ -124,24 +124,35 @@ class Slurm:
         finally:
             self._start_controller("slurmctld", "-D")
 
-    @contextmanager
-    def without_node(self, name: str, *words: str) -> Iterator[None]:
-        """Remove a node within the block, including its part of Slurm.
+    def restart_controller(self) -> None:
+        """Restart the controller, which then counts the jobs of every node anew."""
+        with self.without_controller():
+            pass
+        self._wait_idle()
 
-        All processes with any of ``words`` in their command line are removed as well. The
-        controller is informed at once, as by a monitor of nodes.
+    @contextmanager
+    def without_node(self, name: str) -> Iterator[None]:
+        """Kill all processes of a node within the block, including its part of Slurm.
+
+        The controller is informed at once, as by a monitor of nodes.
         """
         host = self.bed[name]
-        pids = {p.pid for word in ("slurm", *words) for p in host.find(word)}
         # Stopped first, so that no node detects the end of another one before the controller does.
-        _send_signal(pids, signal.SIGSTOP)
+        _send_signal((process.pid for process in host.processes()), signal.SIGSTOP)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
-        _send_signal(pids, signal.SIGKILL)
+        host.kill_processes()
         try:
             yield
         finally:
             self._start_node(host)
             self.run("scontrol", "update", f"nodename={name}", "state=resume")
+
+    def crash_node(self, name: str) -> None:
+        """Kill all processes of a node. Its slurmd starts again at once, so that the controller
+        does not notice.
+        """
+        self.bed[name].kill_processes()
+        self._start_node(self.bed[name])
 
     @contextmanager
     def without_slurmd(self, name: str) -> Iterator[None]:

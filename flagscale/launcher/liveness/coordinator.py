@@ -94,6 +94,8 @@ class Coordinator:
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
         saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
             restarted for a host that has come back; otherwise the host waits for the next failure.
+        has_successors: True if another host could coordinate the job, which it can if hosts may leave
+            the job and know each other's addresses.
         job_state: State from which this host, its ``coordinator``, continues as the successor of
             another one; None on host 0 at the start of the job.
     """
@@ -108,6 +110,7 @@ class Coordinator:
         mesh_positions: Sequence[str] = (),
         *,
         saves_when_stopped: bool = False,
+        has_successors: bool = True,
         job_state: JobState | None = None,
     ) -> None:
         self._number = 0 if job_state is None else job_state.coordinator
@@ -162,7 +165,8 @@ class Coordinator:
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         # Hosts of which a successor expects a first message, until a time: spares among them.
         self._expected_hosts, self._expected_until = set[int](), now
-        self._shared_state = self._create_shared_state(job_state)
+        has_successors &= policy.on_bad_host != "stop" and len(names) > 1
+        self._shared_state = self._share_state(job_state) if has_successors else None
         if job_state is not None:
             self._take_over(job_state, now)
 
@@ -540,10 +544,8 @@ class Coordinator:
 
     # -- succession -------------------------------------------------------------------------
 
-    def _create_shared_state(self, job_state: JobState | None) -> SharedState | None:
-        """Return the state to share; None if no host may leave the job."""
-        if self.policy.on_bad_host == "stop" or len(self.hosts) < 2:
-            return None
+    def _share_state(self, job_state: JobState | None) -> SharedState:
+        """Return the state to share with the hosts that could continue the job."""
         first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
         return SharedState(job_state or first_state)
 

@@ -94,7 +94,8 @@ def agent_options(
         options["health"], device = "off", AUTO
     if rendezvous is not None:
         options |= {"master_addr": rendezvous.address, "liveness_port": rendezvous.port}
-        if runner.on_bad_host != "stop":
+        if runner.on_bad_host != "stop" and runner.type != "slurm":
+            # Under Slurm, the first node also runs the job's batch script.
             options["addresses"] = rendezvous.addresses
         if assignment.node_rank == 0 or runner.on_bad_host != "stop":
             options["hosts"] = rendezvous.host_names

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,7 @@ def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
 def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     lab.write_config(runner={"lost_host_timeout": 1, "stop_grace": 0})
     assert lab.run_action("run").returncode == 0
-    # All processes of Slurm and the run on the node, as in a crash; slurmd restarts at once.
-    for process in lab.cluster.slurm.bed["h01"].find("slurmstepd") + lab.find_processes("h01"):
-        with suppress(ProcessLookupError):  # It may have ended with another one.
-            os.kill(process.pid, signal.SIGKILL)
+    lab.cluster.slurm.crash_node("h01")
     query_record = lab.wait_for_state("failed", 60)
     assert query_record["failure"]["host"] == "h01"
     # The job does not keep its nodes, although Slurm considers the lost one healthy.
@@ -132,7 +129,7 @@ def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
     lab.write_config(runner={"stop_grace": 0})
     launcher = lab.start("test")
     wait_for(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
-    with lab.cluster.slurm.without_node("h01", str(lab.root)):
+    with lab.cluster.slurm.without_node("h01"):
         query_record = lab.wait_for_state("failed")
         assert query_record["warnings"] == [f"job {lab.job_id} lost a node: h01"]
         assert query_record["failure"]["host"] == "h01"
@@ -166,7 +163,7 @@ def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:
     lab.write_config(requeue=1)
     assert lab.run_action("run").returncode == 0
     run_id = lab.state().run_id
-    with slurm.without_node("h00", str(lab.root)):
+    with slurm.without_node("h00"):
         lab.wait_for_pending_reason("(BeginTime: ")
         wait_for(lambda: lab.find_processes() == [])
     lab.wait_for_state("running", 60)

@@ -99,7 +99,7 @@ def test_forgotten_job_is_found_in_accounting(lab: SlurmLab) -> None:
     lab.envs = {"API_TOKEN": "s3cr3t"}
     lab.write_config()
     assert lab.run_action("run").returncode == 0
-    with slurm.without_node("h00", str(lab.root)):
+    with slurm.without_node("h00"):
         wait_for(lambda: is_forgotten(lab))
         assert lab.wait_for_warning() == f"job {lab.job_id} lost a node: h00"
     query_record = lab.query()

@@ -159,8 +159,8 @@ EXPERIMENT_PROBLEMS = {
     ),
     "spares-of-another-runner": (
         "nnodes: 1",
-        "type: slurm\n    spares: 1\n    on_bad_host: replace",
-        "spares: not supported with `type: slurm`, only with `type: ssh`",
+        "type: cloud\n    spares: 1\n    on_bad_host: replace",
+        "spares: not supported with `type: cloud`, only with `type: ssh` or `type: slurm`",
     ),
     "spares-and-leave": (
         "nnodes: 1",
@@ -177,10 +177,21 @@ EXPERIMENT_PROBLEMS = {
         "hostfile: hostfile\n    nnodes: 4:2\n    on_bad_host: shrink",
         "nnodes: expected a:b with a from 1 and below b, found 4:2",
     ),
-    "shrink-in-slurm": (
+    "shrink-in-a-pod": (
         "nnodes: 1",
-        "type: slurm\n    nnodes: 2:4\n    on_bad_host: shrink",
-        "on_bad_host: not supported with `type: slurm`, only with `type: ssh`",
+        "type: cloud\n    nnodes: 2:4\n    on_bad_host: shrink",
+        "on_bad_host: not supported with `type: cloud`, only with `type: ssh` or `type: slurm`",
+    ),
+    "spares-in-a-heterogeneous-job": (
+        "nnodes: 1",
+        "type: slurm\n    spares: 1\n    on_bad_host: replace\n"
+        "    slurm: {device_type_specific: {A: {nodes: 4}}}",
+        "on_bad_host: `replace` is not supported with experiment.runner.slurm.device_type_specific",
+    ),
+    "more-spares-than-slurm-has-nodes": (
+        "nnodes: 1",
+        "type: slurm\n    nnodes: 65536\n    spares: 1\n    on_bad_host: replace",
+        "spares: Slurm has 65,536 nodes at most, with those that train",
     ),
     "one-port": (
         "nnodes: 1",

@@ -3,7 +3,8 @@
 The launcher writes ``hosts`` (host names in the order of the plan, if a hostfile defines it),
 ``secrets.<node rank>`` and, to end the job, ``stop``. The job's batch script writes ``nodes`` once
 it has been allocated nodes, ``ended`` when it ends, and ``output``. ``nodes`` and ``ended`` consist
-of lines ``name=value``.
+of lines ``name=value``. If the node of that script is lost, guard.sh writes ``ended`` on another
+node, which it reserves for itself with the directory ``guard.<start>``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ NODES = "nodes"
 CANCELLED = "cancelled"  # TERM from Slurm: cancelled, preempted, or at its time limit
 TIME = "time"  # signal before the time limit
 STOP = "stop"  # `action=stop`
-# The second value of a pair is what older batch scripts wrote.
-REQUEUED = ("requeued_at_time_limit", "again")  # has requeued its job
+# The last value of a tuple is what older batch scripts wrote.
+# The script has requeued its job.
+REQUEUED = ("requeued_at_time_limit", "requeued_after_loss", "again")
 TOO_MANY_REQUEUES = ("too_many_requeues", "requeued")  # Slurm restarted it more than slurm.requeue
 PORT = "port"  # no free port on the first node
 DISK = "disk"  # could not write `nodes`
+BATCH_NODE_LOST = "batch_node_lost"  # written by guard.sh on another node
 
 
 def job_directory(exp_dir: Path, run_id: str) -> Path:

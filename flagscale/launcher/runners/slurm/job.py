@@ -23,7 +23,7 @@ from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, smallest_limit
 from flagscale.hosts.names import compress_names
 from flagscale.hosts.program import PROGRAMS, read_source
-from flagscale.launcher.plan_builder import build_unprobed_plan, select_hosts
+from flagscale.launcher.plan_builder import build_unprobed_plan, check_spares, select_hosts
 from flagscale.launcher.planning.deferred_values import defer_to_job
 from flagscale.launcher.planning.model import BatchJob, HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.per_host import read_script_part
@@ -35,6 +35,7 @@ _HERE = Path(__file__).parent
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._\-]+")
 _MAX_NAME_LENGTH = 60
 _ENDING_SECONDS = 5
+_MAX_GUARD_SECONDS = 30.0
 # Options of sbatch that are passed on from experiment.runner.slurm.
 _RESOURCE_OPTIONS = (
     "partition",
@@ -87,7 +88,9 @@ def _select_hosts(experiment: Experiment) -> tuple[Host, ...]:
         counts: dict[str | None, int] = {
             name: slurm_type.nodes or 0 for name, slurm_type in slurm.by_type.items()
         }
-        counts = counts or {None: runner.nnodes or 1}
+        training = runner.nnodes or 1
+        check_spares(experiment, training)
+        counts = counts or {None: training + runner.spares}
         placeholder_hosts = [
             Host("", device_type=kind) for kind, n in counts.items() for _ in range(n)
         ]
@@ -176,6 +179,8 @@ def _sbatch_options(
         yield "nodelist", compress_names(host.name for host in hosts)
     if slurm.exclusive:
         yield "exclusive", None
+    if runner.on_bad_host != "stop":
+        yield "no-kill", None
     for name in _RESOURCE_OPTIONS:
         if (value := _requested_resource(slurm, hosts[0].device_type, name)) is not None:
             yield name.replace("_", "-"), str(value)
@@ -192,12 +197,13 @@ def signal_seconds(runner: Runner) -> int:
 
 
 def _lost_node_seconds(runner: Runner) -> int:
-    """Return the seconds after the end of the first agent, after which a missing agent is lost."""
+    """Return the seconds after the end of the first agent, after which a missing one is lost."""
     return math.ceil(runner.stop_grace + runner.lost_host_timeout) + _ENDING_SECONDS
 
 
-def _srun_options(slurm: Slurm, node_count: int, component_count: int) -> Sequence[str]:
+def _srun_options(runner: Runner, node_count: int, component_count: int) -> Sequence[str]:
     """Return the options of srun: one task per node, independent of the others and not bound."""
+    slurm = runner.slurm
     options = [f"--nodes={node_count}", f"--ntasks={node_count}"]
     if component_count > 1:
         options = [f"--het-group={','.join(map(str, range(component_count)))}"]
@@ -208,6 +214,8 @@ def _srun_options(slurm: Slurm, node_count: int, component_count: int) -> Sequen
         "--export=ALL",
         "--cpu-bind=none",
     ]
+    if runner.on_bad_host != "stop":
+        options.append("--no-kill")
     if slurm.cpus_per_task:
         # Some versions of srun do not inherit this option from sbatch.
         options.append(f"--cpus-per-task={slurm.cpus_per_task}")
@@ -234,6 +242,8 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
             if runner.on_failure == "stop" and node_count > 1
             else ""
         ),
+        "on_bad_host": runner.on_bad_host,
+        "guard_seconds": str(math.ceil(min(runner.lost_host_timeout, _MAX_GUARD_SECONDS))),
         "master_addr": address,
         "master_port": str(requested_port(runner) or ""),
         "liveness_port": str(runner.liveness_port or ""),
@@ -249,13 +259,14 @@ def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
             _bash_array(
                 "srun_options",
                 (
-                    *_srun_options(runner.slurm, node_count, component_count),
+                    *_srun_options(runner, node_count, component_count),
                     *container.srun_options(plan, runner),
                 ),
             ),
             _bash_array("container_command", container.exec_command(plan, runner)),
             *_bash_text("free_port_source", PROGRAMS / "ports.sh"),
             *_bash_text("node_source", _HERE / "node.sh"),
+            *_bash_text("guard_source", _HERE / "guard.sh"),
             "",
             _read_program(_HERE / "job.sh"),
         ]

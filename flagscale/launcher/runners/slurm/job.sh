@@ -9,7 +9,9 @@
 #   details              directory of the agents' records, host_<rank>_<name>/<run id>/
 #   node_count           number of nodes
 #   requeue              slurm.requeue: how often Slurm may start this job again
-#   lost_node_seconds    time after the end of the first agent until srun is ended; empty: never
+#   lost_node_seconds    time after the end of the job's first agent until srun is ended; empty: never
+#   on_bad_host          runner.on_bad_host: if it is not `stop`, the job goes on without lost nodes
+#   guard_seconds        interval at which guard.sh looks for this script's node
 #   master_addr          address of the ranks' rendezvous; empty: this script finds one
 #   master_port          port of the ranks' rendezvous; empty: a free port of the first node
 #   liveness_port        port of the agents; empty: next to master_port
@@ -17,11 +19,12 @@
 #   container_command    array: command that runs each node's program in a container; may be empty
 #   free_port_source     bash source text of ports.sh, for a shell on the first node
 #   node_source          bash source text of node.sh, for a shell on each node
+#   guard_source         bash source text of guard.sh, for a shell on a few other nodes
 
 umask 077
 exec </dev/null >>"$job_dir/output" 2>&1 || exit 1
 job=$SLURM_JOB_ID earlier_starts=${SLURM_RESTART_COUNT:-0} this_node=$SLURMD_NODENAME
-end_reason='' srun_pid='' end_signalled='' interrupted=yes watcher=''
+end_reason='' srun_pid='' end_signalled='' interrupted=yes helpers=()
 
 # Write a file for the launcher atomically.
 write_file() { # $1: name, then lines
@@ -29,14 +32,37 @@ write_file() { # $1: name, then lines
     shift
     printf '%s\n' "$@" >"$job_dir/.$name" && mv -- "$job_dir/.$name" "$job_dir/$name"
 }
+# Set `places` to the numbers of the hosts that the job is on now, if it goes on without lost nodes.
+read_places() {
+    local record
+    [[ $on_bad_host != stop ]] && record=$(<"$coordinator_dir/liveness.json") || return
+    [[ $record =~ \"places\":\ \[([0-9,[:space:]]+)\] ]] || return
+    # shellcheck disable=SC2206 # numbers, which are separated by commas and newlines
+    places=(${BASH_REMATCH[1]//,/ })
+} 2>/dev/null
+# Succeed if the file, which is in the directory of a host, is of a host in `places`.
+is_in_places() { # $1: path
+    local number=${1#"$details"/host_}
+    [[ " ${places[*]} " == *" ${number%%_*} "* ]]
+}
+# Succeed if an agent of the job has recorded its end; sets `ended` to all records.
+is_job_ending() {
+    local path places
+    ended=("$details"/host_*/"$run_id"/exit.json)
+    [[ -e ${ended[0]} ]] || return
+    read_places || return 0
+    for path in "${ended[@]}"; do
+        is_in_places "$path" && return
+    done
+    return 1
+}
 # End srun a fixed time after the first agent has recorded its end. srun does not notice that all
 # processes of a node are gone, or that processes which Slurm no longer tracks have ended, and would
 # keep the other nodes forever. The time suffices for all agents to end: one without a record is lost.
 end_srun_after_first_agent() {
     local ended since=''
     while sleep 2; do
-        ended=("$details"/host_*/"$run_id"/exit.json)
-        if [[ ! -e ${ended[0]} ]]; then
+        if ! is_job_ending; then
             since=
         elif ((SECONDS - ${since:=$SECONDS} >= lost_node_seconds)); then
             ((${#ended[@]} >= node_count)) || echo "flagscale: $((node_count - ${#ended[@]})) node(s) of job $job are lost"
@@ -46,12 +72,34 @@ end_srun_after_first_agent() {
     done
 }
 finish() { # $1: exit code, $2: why the job ended; empty if its ranks ended by themselves
-    [[ -z $watcher ]] || kill "$watcher" 2>/dev/null
+    # An srun that is killed ends its step at once, even if a node of it is lost.
+    ((!${#helpers[@]})) || kill -KILL "${helpers[@]}" 2>/dev/null
     write_file ended "start=$earlier_starts" "code=$1" "why=$2"
     # Slurm may requeue a job after TERM, which then needs its secrets again.
     [[ $2 == cancelled && $earlier_starts -lt $requeue ]] || rm -f -- "$job_dir"/secrets.*
     echo "flagscale: job $job of run $run_id ends with exit code $1${2:+ ($2)}"
     exit "$1"
+}
+# Set `code` to the exit code of a job that may have gone on without nodes: the codes of those, and of
+# srun, which misses some of them, do not count.
+read_job_code() {
+    local path places record records=0 job_code=0
+    read_places || return
+    for path in "$details"/host_*/"$run_id"/exit.json; do
+        is_in_places "$path" && record=$(<"$path") && [[ $record =~ \"code\":\ ([0-9]+) ]] || continue
+        ((++records))
+        ((job_code)) || job_code=${BASH_REMATCH[1]}
+    done
+    ((records < ${#places[@]})) || code=$job_code
+}
+# Succeed if the job has ended because it could not go on without a lost node.
+has_lost_place() {
+    local number places record
+    read_places && record=$(<"$coordinator_dir/liveness.json") || return
+    for number in "${places[@]}"; do
+        [[ $record != *"\"$number\": \"lost\""* ]] || return 0
+    done
+    return 1
 }
 read_start_ticks() { # $1: pid; sets `ticks` to the start time of the process
     local stat fields
@@ -63,10 +111,13 @@ read_start_ticks() { # $1: pid; sets `ticks` to the start time of the process
 # Send TERM to the script of this node: its agent saves and ends the job, on the other nodes too. srun
 # must not get the signal, because it would kill the ranks at once.
 end_ranks() {
-    local pid start_ticks
+    local pid start_ticks may_have_left=''
     [[ -n $srun_pid && -z $end_signalled ]] || return
     end_signalled=yes
+    # The job may go on without this node.
+    [[ $on_bad_host == stop || $first_node == "$this_node" ]] || may_have_left=yes
     for _ in {1..50}; do
+        [[ -z $may_have_left || ! -e $agent_dir/exit.json ]] || break
         if read -r pid start_ticks _ <"$agent_dir/script" && read_start_ticks "$pid" && [[ $ticks == "$start_ticks" ]]; then
             echo "flagscale: job $job is to end; its ranks are signalled to save"
             kill -TERM "$pid" && return
@@ -74,6 +125,9 @@ end_ranks() {
         kill -0 "$srun_pid" 2>/dev/null || return
         sleep 0.1
     done
+    # shellcheck disable=SC2016 # for a shell on the first node
+    [[ -n $may_have_left ]] && "${on_first_node[@]}" bash -c 'read -r pid _ <"$1" && kill -TERM "$pid"' \
+        end_ranks "$coordinator_dir/script" && return
     kill -TERM "$srun_pid"
 }
 # USR1 comes from Slurm before the time limit (--signal of sbatch) or from `action=stop`, which also
@@ -91,6 +145,7 @@ fi
 
 # Node ranks follow Slurm's order, unless a hostfile defines it.
 nodes=$SLURM_JOB_NODELIST first_node=$this_node agent_dir=$details/host_0_node-0/$run_id
+coordinator_dir=$agent_dir
 for ((component = 1; component < ${SLURM_HET_SIZE:-1}; component++)); do
     list=SLURM_JOB_NODELIST_HET_GROUP_$component
     nodes+=,${!list}
@@ -98,10 +153,14 @@ done
 if [[ -e $job_dir/hosts ]]; then
     mapfile -t names <"$job_dir/hosts"
     first_node=${names[0]} nodes=$(IFS=, && echo "${names[*]}")
+    coordinator_dir=$details/host_0_$first_node/$run_id
     for rank in "${!names[@]}"; do
         [[ ${names[rank]} != "$this_node" ]] || agent_dir=$details/host_${rank}_$this_node/$run_id
     done
 fi
+on_first_node=()
+[[ $first_node == "$this_node" ]] ||
+    on_first_node=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" --export=ALL)
 if [[ -z $master_addr ]]; then
     master_addr=$first_node peer=
     while read -r name address; do
@@ -118,9 +177,6 @@ if [[ -z $master_addr ]]; then
 fi
 if [[ -z $master_port ]]; then
     find_port="$free_port_source"$'\nfind_free_port "$1" && echo "$free_port"'
-    on_first_node=()
-    [[ $first_node == "$this_node" ]] ||
-        on_first_node=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" --export=ALL)
     master_port=$("${on_first_node[@]}" bash -c "$find_port" find_port "$liveness_port")
     [[ -n $master_port ]] || finish 1 port
 fi
@@ -149,7 +205,22 @@ srun "${srun_options[@]}" "${container_command[@]}" bash -c "$node_source" node 
 srun_pid=$!
 if [[ -n $lost_node_seconds ]]; then
     end_srun_after_first_agent &
-    watcher=$!
+    helpers+=($!)
+fi
+if [[ $on_bad_host != stop ]] && ((node_count > 1)); then
+    guards=$((node_count > 4 ? 4 : node_count - 1))
+    # The arguments of guard.sh, in its order.
+    guard_arguments=(
+        "$run_id" "$job_dir" "$details" "$job" "$earlier_starts" "$requeue" "$this_node" "$first_node"
+        "$coordinator_dir" "$on_bad_host" "$guard_seconds"
+    )
+    srun --overlap --no-kill --nodes="$guards" --ntasks="$guards" --ntasks-per-node=1 --exclude="$this_node" \
+        --kill-on-bad-exit=0 --wait=0 --export=ALL --cpu-bind=none \
+        bash -c "$(declare -f write_file read_places is_in_places read_job_code)"$'\n'"$guard_source" \
+        guard "${guard_arguments[@]}" \
+        >/dev/null 2>&1 &
+    helpers+=($!)
+    disown "$!" # so that bash does not report its end
 fi
 [[ $end_reason != time ]] || end_ranks
 while [[ -n $interrupted ]]; do
@@ -157,11 +228,18 @@ while [[ -n $interrupted ]]; do
     wait "$srun_pid"
     code=$?
 done
+read_job_code
 [[ ! -e $job_dir/stop ]] || finish "$code" stop
-if [[ $end_reason == time ]] && ((earlier_starts < requeue)); then
+requeue_reason='' event=''
+if [[ $end_reason == time ]]; then
+    requeue_reason=requeued_at_time_limit event='reached its time limit'
+elif [[ -z $end_reason ]] && has_lost_place; then
+    requeue_reason=requeued_after_loss event='lost a node without which it cannot go on'
+fi
+if [[ -n $requeue_reason ]] && ((earlier_starts < requeue)); then
     # Not by `finish`, which would remove the secrets.
-    write_file ended "start=$earlier_starts" "code=$code" "why=requeued_at_time_limit"
-    echo "flagscale: job $job has reached its time limit and is requeued"
+    write_file ended "start=$earlier_starts" "code=$code" "why=$requeue_reason"
+    echo "flagscale: job $job has $event and is requeued"
     scontrol requeue "$job" && exit 0
 fi
 finish "$code" "$end_reason"

@@ -23,6 +23,7 @@ from flagscale.files import write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress_names, expand_list
 from flagscale.hosts.processes import KilledProcesses
+from flagscale.launcher.job_hosts import select_job_members
 from flagscale.launcher.layout import SCRIPT_FILE
 from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
@@ -215,12 +216,14 @@ class SlurmRunner:
         return watch.monitor_of_run(state.run_id).status(state).over
 
     def _any_host_ended(self, state: RunState) -> bool:
-        return any(host.exit() is not None for host in state.hosts)
+        """Return True if a host has ended its part of the job. Hosts that left it do not count."""
+        return any(host.exit() is not None for host in select_job_members(state).hosts)
 
     def rank_count(self, state: RunState) -> int:
         from flagscale.launcher.liveness.diagnosis import rank_logs
 
-        ranks = ((host, rank) for host in state.hosts for rank in host.ranks)
+        members = select_job_members(state).hosts
+        ranks = ((host, rank) for host in members for rank in host.ranks)
         return sum(bool(rank_logs(host, rank, "stdout.log")) for host, rank in ranks)
 
     def wait(self, state: RunState) -> int:
@@ -228,7 +231,7 @@ class SlurmRunner:
 
         while not (status := watch.monitor_of_run(state.run_id).status(state)).over:
             time.sleep(_POLL_SECONDS)
-        state = self._resolve_node_names(state)
+        state = select_job_members(self._resolve_node_names(state))
         exits = [host.exit() for host in state.hosts]
         code = compute_job_code(state, exits, find_first_failure(state, {})) or 0
         if code or None not in exits:
@@ -309,7 +312,7 @@ class SlurmRunner:
     ) -> dict[str, KilledProcesses]:
         """Return the killed processes by node; none if the grace period did not expire."""
         by_host = {}
-        for host in state.hosts:
+        for host in select_job_members(state).hosts:
             with suppress(OSError):
                 pids = tuple(host.exit_record().get("swept", ())) if grace_expired else ()
                 by_host[host.name] = KilledProcesses(killed=pids)

@@ -17,6 +17,7 @@ from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
 from flagscale.hosts.names import compress_names
 from flagscale.launcher.failures import find_first_failure
+from flagscale.launcher.job_hosts import select_job_members
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runners.slurm import files, scheduler
@@ -49,6 +50,7 @@ _RECORDED_END_DESCRIPTIONS = {
     ),
     files.DISK: "could not write to its directory",
     files.PORT: "found no free port on its first node",
+    files.BATCH_NODE_LOST: "lost the node that ran its batch script",
 }
 # A job that has requeued itself is pending: how it ended after that, only Slurm knows.
 _ENDS_EXPLAINED_BY_SLURM = frozenset({files.CANCELLED, *files.REQUEUED})
@@ -254,8 +256,9 @@ def _find_lost_nodes(state: RunState) -> str:
 
     These are the nodes that Slurm reports as down, else those that have booted or did not respond
     since the job started, else the node that the other nodes' agents have lost, else the only node
-    without a record of its end.
+    without a record of its end. Nodes that had left the job before are none of them.
     """
+    state = select_job_members(state)
     names = [host.name for host in state.hosts]
     directory = files.job_directory(state.exp_dir, state.run_id)
     with suppress(UnreachableError):
@@ -272,6 +275,7 @@ def _find_lost_nodes(state: RunState) -> str:
 
 def _find_suspected_nodes(state: RunState) -> str:
     """Return the nodes without a record of their end, or all, as a range expression."""
+    state = select_job_members(state)
     return compress_names(_find_unrecorded_nodes(state) or (host.name for host in state.hosts))
 
 

@@ -269,6 +269,7 @@ def test_query_interval_grows(
     [
         # The job had requeued itself, and was cancelled while it was pending.
         ("requeued_at_time_limit", "CANCELLED", ("job 7 was cancelled", True)),
+        ("requeued_after_loss", "NODE_FAIL", ("job 7 lost a node", False)),
         ("again", "CANCELLED", ("job 7 was cancelled", True)),
         (
             "too_many_requeues",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import train_arguments
 
 from flagscale import __version__
 from flagscale.config.schema import (
@@ -27,19 +28,25 @@ from flagscale.config.schema import (
     Runner,
     Slurm,
     SlurmType,
+    Task,
 )
 from flagscale.errors import ConfigError
+from flagscale.files import write_json
 from flagscale.hosts.hostfile import Host
+from flagscale.hosts.program import read_source
+from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.planning.deferred_values import defer_to_job
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.script import render
 from flagscale.launcher.runners.slurm import files
+from flagscale.launcher.runners.slurm import job as slurm_job
 from flagscale.launcher.runners.slurm.container import use_container_workdir
 from flagscale.launcher.runners.slurm.job import batch_job, job_name, plan_with_job, signal_seconds
 
 MakePlan = Callable[..., LaunchPlan]
 MakeExperiment = Callable[..., Experiment]
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launcher"
+TEXTS = ("node", "guard")
 UNNAMED_HOSTS = (Host("node-0", 2), Host("node-1", 2))
 CASES: dict[str, dict[str, Any]] = {
     "slurm": {
@@ -79,6 +86,17 @@ CASES: dict[str, dict[str, Any]] = {
                     options=("--nv",),
                 )
             ),
+        ),
+    },
+    "slurm_spares": {
+        "hosts": (*UNNAMED_HOSTS, Host("node-2", 2)),
+        "runner": Runner(
+            type="slurm",
+            nnodes=2,
+            nproc_per_node=2,
+            spares=1,
+            on_bad_host="replace",
+            slurm=Slurm(requeue=1),
         ),
     },
     "slurm_hostile": {
@@ -122,6 +140,12 @@ def test_golden(make_plan: MakePlan, name: str) -> None:
     assert "s3cr3t" not in job.script + host + repr(plan) + repr(plan.to_json())
 
 
+def read_text(script: str, name: str) -> str:
+    """Return the program for another shell that a batch script contains."""
+    end = f"END_{name.upper()}_SOURCE"
+    return script.partition(f"<<'{end}'\n")[2].partition(f"\n{end}\n")[0]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path) -> None:
     venv_program = Path(sys.executable).parent / "shellcheck"
@@ -130,17 +154,16 @@ def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path
         pytest.skip("shellcheck is not installed")
     plan, runner = make_job_plan(make_plan, name)
     script = batch_job(plan, runner).script
-    node = script.partition("<<'END_NODE_SOURCE'\n")[2].partition("\nEND_NODE_SOURCE\n")[0]
     texts = {
         "job": script,
-        "node": f"#!/usr/bin/env bash\n{node}\n",
+        **{name: f"#!/usr/bin/env bash\n{read_text(script, name)}\n" for name in TEXTS},
         "host": render(plan, plan.hosts[0]),
     }
     for part, text in texts.items():
         (tmp_path / part).write_text(text, encoding="utf-8")
     argv = [path, *(str(tmp_path / part) for part in texts)]
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (0, "")
+    assert (result.returncode, result.stdout) == (0, ""), result.stdout
 
 
 def test_bash_reads_the_values_back_unchanged(make_plan: MakePlan) -> None:
@@ -216,6 +239,84 @@ def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:
     assert [host.nproc for host in plan.hosts] == [4, 4]
     fewer = Runner(type="slurm", nnodes=2, nproc_per_node=2, slurm=slurm)
     assert plan_with_job(make_experiment(runner=fewer)).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "world_size"),
+    [
+        pytest.param({"nnodes": 2, "spares": 1, "on_bad_host": "replace"}, 3, 4, id="replace"),
+        pytest.param({"nnodes": 3, "min_nnodes": 2, "on_bad_host": "shrink"}, 3, 6, id="shrink"),
+        pytest.param({"nnodes": 2}, 2, 4, id="stop"),
+    ],
+)
+def test_job_that_goes_on_without_lost_nodes(
+    make_experiment: MakeExperiment, fields: dict[str, Any], nodes: int, world_size: int
+) -> None:
+    task = Task(entrypoint=Path("/program.py"))
+    train = train_arguments(global_batch_size=12, micro_batch_size=1)
+    runner = Runner(type="slurm", nproc_per_node=2, **fields)
+    plan = plan_with_job(make_experiment(runner=runner, task=task, train=train))
+    assert plan.job is not None
+    assert f"--nodes={nodes}" in plan.job.command
+    assert plan.world_size == world_size
+    goes_on = "on_bad_host" in fields
+    assert ("--no-kill" in plan.job.command) is goes_on
+    (srun_options,) = re.findall(r"^srun_options=\((.*)\)$", plan.job.script, re.MULTILINE)
+    assert ("--no-kill" in srun_options.split()) is goes_on
+
+
+def test_spare_of_a_single_node_is_refused(make_experiment: MakeExperiment) -> None:
+    runner = Runner(type="slurm", spares=1, on_bad_host="replace")
+    with pytest.raises(ConfigError, match="at least two hosts must train"):
+        plan_with_job(make_experiment(runner=runner))
+
+
+@pytest.mark.parametrize(
+    ("places", "codes", "on_bad_host", "expected"),
+    [
+        pytest.param(None, {}, "stop", "goes on, 9", id="no-agent-has-ended"),
+        pytest.param(None, {1: 7}, "stop", "ends, 9", id="any-agent-has-ended"),
+        pytest.param([0, 1], {1: 7}, "stop", "ends, 9", id="places-do-not-count"),
+        pytest.param([0, 2], {1: 7}, "replace", "goes on, 9", id="replaced-host-has-ended"),
+        pytest.param([0, 2], {1: 7, 2: 0}, "replace", "ends, 9", id="one-of-two-has-ended"),
+        pytest.param([0, 2], {0: 0, 1: 7, 2: 0}, "replace", "ends, 0", id="completed"),
+        pytest.param([0, 2], {0: 1, 1: 7, 2: 3}, "replace", "ends, 1", id="failed"),
+        pytest.param([0, 1], {0: 1}, "replace", "ends, lost, 9", id="no-spare-is-left"),
+        pytest.param([0], {1: 7}, "shrink", "goes on, 9", id="the-first-host-goes-on-alone"),
+        pytest.param([0, 10], {1: 7}, "replace", "goes on, 9", id="number-that-begins-alike"),
+        pytest.param(None, {1: 7}, "replace", "ends, 9", id="no-record-of-the-job"),
+    ],
+)
+def test_end_of_a_job_that_goes_on_without_lost_nodes(
+    tmp_path: Path,
+    places: list[int] | None,
+    codes: dict[int, int],
+    on_bad_host: str,
+    expected: str,
+) -> None:
+    """The batch script decides from the agents' records; srun's exit code is 9."""
+    details = tmp_path / "a 'b' $c"
+    for rank in (0, 1, 2, 10):
+        run_dir = details / f"host_{rank}_node-{rank}" / "run"
+        run_dir.mkdir(parents=True)
+        if rank in codes:
+            write_json(run_dir / EXIT_FILE, {"code": codes[rank], "phase": "job"})
+    if places is not None:
+        record = {"hosts": {"1": "lost"}, "places": places, "replaced": {"1": 2}}
+        write_json(details / "host_0_node-0" / "run" / LIVENESS_FILE, record)
+    program = read_source(Path(slurm_job.__file__).parent / "job.sh")
+    lines = [
+        *re.findall(r"^\w+\(\) \{.*?^\}[^\n]*$", program, re.DOTALL | re.MULTILINE),
+        f"details={shlex.quote(str(details))} run_id=run on_bad_host={on_bad_host} code=9",
+        'coordinator_dir="$details/host_0_node-0/run"',
+        "is_job_ending && state=ends || state='goes on'; read_job_code",
+        "! has_lost_place || state+=', lost'",
+        'echo "$state, $code"',
+    ]
+    result = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert (result.stdout.strip(), result.stderr) == (expected, "")
 
 
 def test_each_device_type_is_a_component_of_a_heterogeneous_job(
