@@ -94,13 +94,13 @@ class Coordinator:
         mesh_positions: Positions of the hosts in heterogeneous meshes, for messages.
         saves_when_stopped: True if ranks save a checkpoint when they are stopped. Then the job is
             restarted for a host that has come back; otherwise the host waits for the next failure.
-        has_successors: True if another host could coordinate the job, which it can if hosts may leave
-            the job and know each other's addresses.
+        has_successors: True if another host could coordinate the job: hosts may leave it, and know
+            each other's addresses.
         job_state: State from which this host, its ``coordinator``, continues as the successor of
             another one; None on host 0 at the start of the job.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts about the job
         self,
         policy: Policy,
         names: Sequence[str],
@@ -165,8 +165,9 @@ class Coordinator:
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         # Hosts of which a successor expects a first message, until a time: spares among them.
         self._expected_hosts, self._expected_until = set[int](), now
+        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
         has_successors &= policy.on_bad_host != "stop" and len(names) > 1
-        self._shared_state = self._share_state(job_state) if has_successors else None
+        self._shared_state = SharedState(job_state or first_state) if has_successors else None
         if job_state is not None:
             self._take_over(job_state, now)
 
@@ -543,11 +544,6 @@ class Coordinator:
         self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
 
     # -- succession -------------------------------------------------------------------------
-
-    def _share_state(self, job_state: JobState | None) -> SharedState:
-        """Return the state to share with the hosts that could continue the job."""
-        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
-        return SharedState(job_state or first_state)
 
     def _take_over(self, state: JobState, now: float) -> None:
         """Continue from the state of a job whose coordinator is lost. Every host ends its part of
