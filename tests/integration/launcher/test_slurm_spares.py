@@ -152,7 +152,7 @@ def test_stop_saves_although_a_node_is_lost(lab: SlurmLab, moment: str) -> None:
     assert lab.query()["state"] == "stopped"
     saved = ["h00: saved 0", "h02: saved 1"] if moment == "after" else ["h00: saved 0"]
     assert set(saved) <= set(lab.run_action("logs").stdout.splitlines())
-    assert lab.cluster.slurm.list_jobs() == []
+    lab.cluster.slurm.wait_until_no_jobs()
 
 
 @pytest.mark.slow
