@@ -267,7 +267,7 @@ def test_job_that_goes_on_without_lost_nodes(
 
 def test_spare_of_a_single_node_is_refused(make_experiment: MakeExperiment) -> None:
     runner = Runner(type="slurm", spares=1, on_bad_host="replace")
-    with pytest.raises(ConfigError, match="at least two hosts must train"):
+    with pytest.raises(ConfigError, match="at least two nodes must train"):
         plan_with_job(make_experiment(runner=runner))
 
 
