@@ -53,7 +53,7 @@ _BY_CAUSE = {
     "cores": 0.3,
 }
 """Errors of predictions for devices whose speed is known."""
-_BY_SIZES = {cause: 0.5 * error for cause, error in _BY_CAUSE.items()}
+_BY_SIZES = {cause: 0.4 * error for cause, error in _BY_CAUSE.items()}
 MEASURED_DEVICES = PriorErrors(0.1, _BY_CAUSE, _BY_SIZES, layout=0.01, trial=0.006)
 """Errors on devices like those of docs/benchmarks/training.md."""
 OTHER_DEVICES = PriorErrors(
@@ -70,7 +70,7 @@ _FITS = 2
 """Number of fits. The shares of one determine the covariance of the next."""
 _MAX_ITERATIONS = 8
 _MAX_STEP = 2.0
-_CONVERGED = 0.02
+_CONVERGED = 0.05
 """Largest change of a parameter in a Gauss-Newton step, and the one that ends the iteration."""
 _LEAST_CHANCE = 1e-4
 """Probability to be faster than the best, from which a layout is compared with it."""

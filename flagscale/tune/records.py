@@ -32,6 +32,7 @@ RUNNING, MEASURED, CUT_SHORT, FAILED = "running", "measured", "cut short", "fail
 _T_QUANTILES = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantiles of Student's distribution for 95 %, by degrees of freedom from 1."""
 _USUAL = 1.25
+"""Times of steps up to this many medians count as they are."""
 _LEAST_ERROR = 0.004
 """Relative standard error that runs of one layout have in any case."""
 

@@ -23,7 +23,7 @@ from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, c
 from flagscale.tune.space import Layout, SearchProblem, Space
 
 _REPEATED_TRIALS = 2
-"""Trials of each layout that may be the best, at the end."""
+"""Most trials of a layout that may be the best."""
 _CHEAP_TRIAL = 0.6
 """Duration of a trial that needs no new processes, compared with one that does."""
 _SAME_FAILURES = 2
@@ -115,10 +115,7 @@ class Search:
     @cached_property
     def belief(self) -> Belief:
         prior = MEASURED_DEVICES if self._problem.machine.is_known else OTHER_DEVICES
-        return Belief(
-            prior,
-            [_observe(r, prior.trial) for r in self.results],
-        )
+        return Belief(prior, [_observe(result, prior.trial) for result in self.results])
 
     @cached_property
     def remaining(self) -> list[Layout]:
@@ -282,9 +279,10 @@ class Search:
         return f"all of the first {len(self.trials)} layouts failed in the same way"
 
 
-def _observe(result: Result, trial: float) -> Observation:
+def _observe(result: Result, trial_error: float) -> Observation:
+    """Return the observation of a layout. Its error is that of its steps and of its trials."""
     timing = result.timing
-    error = math.hypot(timing.error, trial / math.sqrt(timing.trials))
+    error = math.hypot(timing.error, trial_error / math.sqrt(timing.trials))
     return Observation(result.layout, timing.seconds, error)
 
 

@@ -35,6 +35,7 @@ sys.path.insert(0, str(PROJECT))
 
 from auto_tune import CASES, CONFIG, Case  # noqa: E402
 
+from flagscale.bench import machine  # noqa: E402
 from flagscale.cli_errors import run_command  # noqa: E402
 from flagscale.config.arguments.layout_choices import (  # noqa: E402
     ARGUMENTS_OF_GROUPS,
@@ -145,9 +146,8 @@ def list_recorded_grids() -> Iterator[Grid]:
     """Yield the grids of the record."""
     record = read_json(_RECORD)
     assert record is not None
-    cases = {case.name: case for cases in CASES.values() for case in cases}
     for name, experiment in record["experiments"].items():
-        problem, space = _enumerate_case(cases[name])
+        problem, space = _enumerate_case(_find_case(name))
         times = {row["layout"]: _list_times(row) for row in experiment["rows"]}
         measured = [layout for layout in space.candidates if times.get(layout.key)]
         seconds = {layout.key: statistics.fmean(times[layout.key]) for layout in measured}
@@ -208,28 +208,40 @@ class GeneratedProblem(NamedTuple):
     layouts: Sequence[Layout]
 
 
-def list_generated_problems() -> Iterator[GeneratedProblem]:
-    """Yield tiny models on a CPU, and eight layers of a Llama on GPUs."""
-    cases = {case.name: case for cases in CASES.values() for case in cases}
+def _make_machines() -> Mapping[str, tuple[str, Machine | None]]:
+    """Return cases of :mod:`auto_tune` with a machine, None for the case's own, by a name."""
     h100 = get_device_spec("NVIDIA H100 80GB HBM3")
-    machines: Sequence[tuple[str, str, Machine | None]] = (
-        ("CPU, dense, 2 ranks", "dense-2", None),
-        ("CPU, mixture, 2 ranks", "mixture-2", None),
-        ("CPU, dense, 4 ranks", "dense-4", None),
-        ("CPU, wide, 4 ranks", "wide-4", None),
-        ("GPU, 2 ranks", "gpu-4k", make_gpu_machine(2, 2, h100, None)),
-        ("GPU, 8 ranks", "gpu-8k", make_gpu_machine(8, 8, h100, None)),
-        ("unknown device, 8 ranks", "gpu-4k", make_gpu_machine(8, 8, None, None)),
-    )
-    for name, case_name, machine in machines:
-        case = cases[case_name]
-        if machine is not None:
-            case = replace(case, overrides={**case.overrides, "nproc_per_node": machine.ranks})
+    return {
+        "CPU, dense, 2 ranks": ("dense-2", None),
+        "CPU, mixture, 2 ranks": ("mixture-2", None),
+        "CPU, dense, 4 ranks": ("dense-4", None),
+        "CPU, wide, 4 ranks": ("wide-4", None),
+        "GPU, 2 ranks": ("gpu-4k", make_gpu_machine(2, 2, h100, None)),
+        "GPU, 8 ranks": ("gpu-8k", make_gpu_machine(8, 8, h100, None)),
+        "unknown device, 8 ranks": ("gpu-4k", make_gpu_machine(8, 8, None, None)),
+    }
+
+
+GENERATED = tuple(_make_machines())
+"""Names of generated grids: tiny models on a CPU, and eight layers of a Llama on GPUs."""
+
+
+@cache
+def make_generated_problem(name: str) -> GeneratedProblem:
+    """Return the problem of generated grids."""
+    case_name, devices = _make_machines()[name]
+    case = _find_case(case_name)
+    if devices is None:
         problem, space = _enumerate_case(case)
-        if machine is not None:
-            problem = replace(problem, machine=machine)
-            space = enumerate_space(problem)
-        yield GeneratedProblem(name, problem, space.candidates)
+    else:
+        case = replace(case, overrides={**case.overrides, "nproc_per_node": devices.ranks})
+        problem = replace(_enumerate_case(case)[0], machine=devices)
+        space = enumerate_space(problem)
+    return GeneratedProblem(name, problem, space.candidates)
+
+
+def _find_case(name: str) -> Case:
+    return next(case for cases in CASES.values() for case in cases if case.name == name)
 
 
 def generate_grid(generated: GeneratedProblem, seed: int) -> Grid:
@@ -295,21 +307,15 @@ def summarize(replays: Sequence[Replay]) -> dict[str, Any]:
     }
 
 
-def _replay_seed(name: str, is_recorded: bool, tuner: Tuner, seed: int) -> Replay:
+def _replay_seed(name: str, tuner: Tuner, seed: int) -> Replay:
     """Replay one search, in a process of its own."""
-    if is_recorded:
-        return replay_search(_grids()[name], tuner, seed)
-    return replay_search(generate_grid(_problems()[name], seed), tuner, seed)
+    grid = _recorded_grids().get(name)
+    return replay_search(grid or generate_grid(make_generated_problem(name), seed), tuner, seed)
 
 
 @cache
-def _grids() -> Mapping[str, Grid]:
+def _recorded_grids() -> Mapping[str, Grid]:
     return {grid.name: grid for grid in list_recorded_grids()}
-
-
-@cache
-def _problems() -> Mapping[str, GeneratedProblem]:
-    return {generated.name: generated for generated in list_generated_problems()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,22 +324,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=50, help="replays per grid")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", action="append", help="these grids")
+    parser.add_argument("--only", action="append", metavar="GRID", help="these grids")
     parser.add_argument("--tolerance", type=float, default=Tuner().algo.tolerance)
     parser.add_argument("--output", type=Path, help="result file, JSON")
     options = parser.parse_args(argv)
     tuner = Tuner(algo=TunerAlgorithm(tolerance=options.tolerance))
-    names = [(name, True) for name in _grids()] + [(name, False) for name in _problems()]
     results = {}
     with ProcessPoolExecutor(options.jobs) as pool:
-        for name, is_recorded in names:
-            if options.only and name not in options.only:
-                continue
-            replay = partial(_replay_seed, name, is_recorded, tuner)
+        for name in options.only or (*_recorded_grids(), *GENERATED):
+            replay = partial(_replay_seed, name, tuner)
             results[name] = summarize(list(pool.map(replay, range(options.seeds))))
             print(f"{name}: {results[name]}", flush=True)
-    if options.output is not None:
-        write_atomic(options.output, f"{json.dumps(results, indent=1)}\n")
+            if options.output is not None:
+                record = {**machine.describe_machine("flagscale"), "grids": results}
+                write_atomic(options.output, f"{json.dumps(record, indent=1)}\n")
     return 0
 
 
