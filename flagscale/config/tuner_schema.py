@@ -91,7 +91,7 @@ class TunerAlgorithm:
     certainty: float = field(
         default=0.95,
         metadata=doc(
-            "The search ends when, with this probability, no other layout is faster by "
+            "The search ends when, with this probability, no other layout is faster by more than "
             "`tolerance`.",
             minimum=0.5,
             maximum=0.999,
@@ -100,7 +100,8 @@ class TunerAlgorithm:
     tolerance: float = field(
         default=0.02,
         metadata=doc(
-            "Least fraction by which a layout must be faster for the search to go on for it.",
+            "Indifference zone: the search stops when no other layout can win by more than this "
+            "fraction, and does not repeat trials to tell layouts apart that are closer.",
             minimum=0,
             maximum=0.5,
         ),

@@ -13,13 +13,14 @@ _LINK_LATENCY_SECONDS = 12e-6
 _NETWORK_LATENCY_SECONDS = 30e-6
 """Latency of a collective within a host, and between hosts."""
 
-_CORE_FLOPS = 45e9
-"""FLOP per second that a core of a CPU reaches in fp32 GEMMs."""
+_CORE_FLOPS = 100e9
+"""FLOP per second that a core of a CPU with AVX-512 reaches in fp32 GEMMs."""
 _CORE_BYTES_PER_SECOND = 8e9
 _CPU_KERNEL_SECONDS = 40e-6
 """Time of an operation on small tensors, with its share of Python."""
 _CPU_LINK_BYTES_PER_SECOND = 1.5e9
-_CPU_LATENCY_SECONDS = 250e-6
+_CPU_LATENCY_SECONDS = 1e-3
+"""Latency of a collective of gloo: less than docs/results/comm-cpu.json has on a busy machine."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ CAUSES: Mapping[str, str] = {
 }
 """Causes of a step's time, in the order of the table."""
 
+_WAITING = frozenset({"pipeline", "cores"})
+"""Causes of time in which a rank waits for passes of others. It is proportional to these."""
+_ONCE_PER_STEP = frozenset({"data", "optimizer"})
+
 _EXPOSED_WITH_OVERLAP = 0.25
 """Part of the reduction of gradients that overlapped communication leaves exposed."""
 _EXPOSED_CONTEXT = 0.5
@@ -70,6 +74,15 @@ class PredictedMemory(NamedTuple):
     host_bytes: float
 
 
+class Corrected(NamedTuple):
+    """Time of a step with corrected causes. ``shares`` are the relative changes of the time per
+    relative change of each factor.
+    """
+
+    seconds: float
+    shares: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """Predicted memory and time of a step. ``seconds_by_cause`` adds up to ``seconds``."""
@@ -81,16 +94,39 @@ class Prediction:
     def seconds(self) -> float:
         return sum(self.seconds_by_cause.values())
 
-    @cached_property
-    def shares(self) -> Mapping[str, float]:
-        """Fraction of each cause."""
-        return {cause: s / self.seconds for cause, s in self.seconds_by_cause.items()}
-
     @property
     def main_causes(self) -> set[str]:
         """Causes of so much of the time that a measurement of the whole also measures them."""
         least_seconds = _NAMED_SHARE * self.seconds
         return {cause for cause, s in self.seconds_by_cause.items() if s >= least_seconds}
+
+    def correct(self, factors: Mapping[str, float]) -> Corrected:
+        """Return the time if each cause takes a multiple of what is predicted.
+
+        Slower passes also prolong the time in which other ranks wait for them.
+        """
+        predicted, passes, waiting, at_end = 0.0, 0.0, 0.0, 0.0
+        parts = {}
+        for cause, seconds in self.seconds_by_cause.items():
+            parts[cause] = corrected = seconds * factors[cause]
+            if cause in _WAITING:
+                waiting += corrected
+            elif cause in _ONCE_PER_STEP:
+                at_end += corrected
+            else:
+                predicted += seconds
+                passes += corrected
+        per_pass = 1 + waiting / predicted if predicted else 1.0
+        total = at_end + passes * per_pass if predicted else at_end + waiting
+        slower = passes / predicted if predicted else 1.0
+        for cause, seconds in parts.items():
+            if cause in _WAITING:
+                parts[cause] = seconds * slower / total
+            elif cause in _ONCE_PER_STEP:
+                parts[cause] = seconds / total
+            else:
+                parts[cause] = seconds * per_pass / total
+        return Corrected(total, parts)
 
 
 def predict_memory(args: Namespace, vocabulary_size: int, machine: Machine) -> PredictedMemory:

@@ -31,6 +31,8 @@ RUNNING, MEASURED, CUT_SHORT, FAILED = "running", "measured", "cut short", "fail
 
 _T_QUANTILES = (12.7, 4.3, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantiles of Student's distribution for 95 %, by degrees of freedom from 1."""
+_USUAL = 1.25
+"""Times of steps up to this many medians count as they are."""
 _LEAST_ERROR = 0.004
 """Relative standard error that runs of one layout have in any case."""
 
@@ -84,14 +86,14 @@ class Timing:
 
 
 def time_steps(step_seconds: Sequence[float]) -> Timing | None:
-    """Return the time of a step; None without two steps. Times far above the median, as when the
-    machine does something else, count as the largest of the others.
+    """Return the time of a step; None without two steps. Times that exceed the median by a quarter,
+    as when the machine does something else, count as the largest of the others.
     """
     if len(step_seconds) < 2:
         return None
     ordered = sorted(step_seconds)
     median = ordered[len(ordered) // 2]
-    usual = [seconds for seconds in ordered if seconds <= 2 * median]
+    usual = [seconds for seconds in ordered if seconds <= _USUAL * median]
     values = [min(seconds, usual[-1]) for seconds in step_seconds]
     mean = fmean(values)
     error = stdev(values) / mean / math.sqrt(len(values))

@@ -23,8 +23,7 @@ from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, c
 from flagscale.tune.space import Layout, SearchProblem, Space
 
 _REPEATED_TRIALS = 2
-"""Trials of each layout that may be the best, at the end."""
-_MAX_CONTENDERS = 3
+"""Most trials of a layout that may be the best."""
 _CHEAP_TRIAL = 0.6
 """Duration of a trial that needs no new processes, compared with one that does."""
 _SAME_FAILURES = 2
@@ -116,10 +115,7 @@ class Search:
     @cached_property
     def belief(self) -> Belief:
         prior = MEASURED_DEVICES if self._problem.machine.is_known else OTHER_DEVICES
-        return Belief(
-            prior,
-            [Observation(r.layout, r.timing.seconds, r.timing.error) for r in self.results],
-        )
+        return Belief(prior, [_observe(result, prior.trial) for result in self.results])
 
     @cached_property
     def remaining(self) -> list[Layout]:
@@ -194,8 +190,8 @@ class Search:
         layout, reason = self._choose(is_cheap)
         if layout is not None:
             return Decision(layout)
-        for result in self._contenders():
-            return Decision(result.layout, is_repeat=True)
+        if (layout := self._choose_repeat()) is not None:
+            return Decision(layout, is_repeat=True)
         return Decision(None, reason)
 
     def _choose(self, is_cheap: Callable[[Layout], bool]) -> tuple[Layout | None, str]:
@@ -210,16 +206,11 @@ class Search:
                 self.remaining,
                 key=lambda layout: (not is_cheap(layout), self.expect(layout).seconds),
             ), ""
-        goal = (1 - algo.tolerance) * best.timing.seconds
-        probability = self.belief.win_probability(self.remaining, goal)
+        prospects = self.belief.compare(self.remaining, best.layout)
+        probability = prospects.win_probability(algo.tolerance)
         if probability >= 1 - algo.certainty:
-            seconds = best.timing.seconds
-            return max(
-                self.remaining,
-                key=lambda layout: (
-                    self.belief.expected_improvement(layout, seconds)
-                    / (_CHEAP_TRIAL if is_cheap(layout) else 1.0)
-                ),
+            return prospects.most_promising(
+                lambda layout: _CHEAP_TRIAL if is_cheap(layout) else 1.0
             ), ""
         if algo.priority == "memory" and (layout := self._choose_smaller()) is not None:
             return layout, ""
@@ -242,20 +233,28 @@ class Search:
         ]
         return min(smaller, key=lambda layout: layout.prediction.memory.bytes, default=None)
 
-    def _contenders(self) -> list[Result]:
-        """Return the layouts to repeat: those whose interval reaches the fastest one's."""
-        if self.fastest is None:
-            return []
-        limit = self.fastest.timing.interval[1]
-        close = [
-            result
-            for result in self.results
-            if result.state == MEASURED and result.timing.interval[0] <= limit
-        ]
-        repeated = [r for r in close[:_MAX_CONTENDERS] if r.timing.trials < _REPEATED_TRIALS]
+    def _choose_repeat(self) -> Layout | None:
+        """Return the layout to measure again: the fastest one, and those that may be faster than
+        it by the tolerance because of noise.
+        """
         # A repeat that fails is not asked for again.
         failed = {setting_key(trial.setting) for trial in self.failures}
-        return [r for r in repeated if setting_key(r.layout.setting) not in failed]
+        once = [
+            result.layout
+            for result in self.results
+            if result.state == MEASURED
+            and result.timing.trials < _REPEATED_TRIALS
+            and setting_key(result.layout.setting) not in failed
+        ]
+        best = self.fastest
+        if best is None:
+            return None
+        if best.layout in once:
+            return best.layout
+        prospects = self.belief.compare(once, best.layout)
+        if prospects.win_probability(self._tuner.algo.tolerance) < 1 - self._tuner.algo.certainty:
+            return None
+        return prospects.most_promising()
 
     def is_hopeless(self, timing: Timing) -> bool:
         """Return whether a running trial is slower than the best one, even if both intervals err
@@ -278,6 +277,13 @@ class Search:
         if any(trial.ran_out_of_memory for trial in self.trials) or len(texts) > 1:
             return ""
         return f"all of the first {len(self.trials)} layouts failed in the same way"
+
+
+def _observe(result: Result, trial_error: float) -> Observation:
+    """Return the observation of a layout. Its error is that of its steps and of its trials."""
+    timing = result.timing
+    error = math.hypot(timing.error, trial_error / math.sqrt(timing.trials))
+    return Observation(result.layout, timing.seconds, error)
 
 
 def takes_at_least(setting: Any, other: Any) -> bool:

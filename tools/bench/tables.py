@@ -399,6 +399,32 @@ def _layout_search_table() -> str:
     return _format_table(headings, rows)
 
 
+def _layout_replays_table() -> str:
+    headings = (
+        *("Simulated grid", "layouts", "trials, before", "now", "of all", "at most 25 %"),
+        *("within 3 %, before", "now", "loss of 95 %", "largest loss"),
+    )
+    results = _read_results("auto-tune-replays")
+    rows = []
+    for name, row in results["grids"].items():
+        before = results["before"][name]
+        rows.append(
+            (
+                name,
+                str(row["layouts"]),
+                f"{before['trials']:.1f}",
+                f"{row['trials']:.1f}",
+                f"{100 * row['share_of_layouts']:.0f} %",
+                f"{100 * row['within_share']:.0f} %",
+                f"{100 * before['within_3_percent']:.0f} %",
+                f"{100 * row['within_3_percent']:.0f} %",
+                f"{100 * row['loss_of_95_percent']:.1f} %",
+                f"{100 * row['largest_loss']:.1f} %",
+            )
+        )
+    return _format_table(headings, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "llama": _llama_table,
     "traces": _trace_table,
@@ -419,6 +445,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ssh": _ssh_launch_table,
     "faults": _faults_table,
     "layout-search": _layout_search_table,
+    "layout-replays": _layout_replays_table,
 }
 
 

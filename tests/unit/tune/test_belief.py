@@ -49,21 +49,48 @@ def test_a_cause_that_is_slower_is_slower_in_other_layouts() -> None:
     assert belief.correction("tensor") > 1.2 > belief.correction("compute")
 
 
+def test_the_speed_of_cores_says_nothing_about_links() -> None:
+    computing = layout_of({"compute": 1.0})
+    split = layout_of({"compute": 0.9, "tensor": 0.1}, tensor_model_parallel_size=2)
+    expectation = Belief(OTHER_DEVICES, [Observation(computing, 0.2, 0.01)]).expect(split)
+    assert 0.23 < expectation.seconds < 0.29  # in proportion: 0.2
+
+
+def test_communication_that_is_added_cannot_save_time() -> None:
+    computing = layout_of({"compute": 1.0})
+    split = layout_of({"compute": 1.0, "tensor": 0.1}, tensor_model_parallel_size=2)
+    belief = Belief(OTHER_DEVICES, [Observation(computing, 1.0, 0.01)])
+    linear_deviation = belief.expect(split).deviation
+    assert linear_deviation > 0.1
+    assert belief.compare([split], computing).win_probability(0.1) < 0.05
+
+
 def test_nothing_wins_against_a_time_that_is_out_of_reach() -> None:
     fast, slow = fake_layout(1.0), fake_layout(3.0, micro_batch_size=4)
     belief = Belief(MEASURED_DEVICES, [Observation(fast, 1.0, 0.01)])
-    assert belief.win_probability([slow], 1.0) == 0.0
+    assert belief.compare([slow], fast).win_probability(0.0) == 0.0
     equal = fake_layout(1.0, micro_batch_size=2)
-    assert 0.2 < belief.win_probability([equal, slow], 1.0) < 0.8
-    assert belief.expected_improvement(equal, 1.0) > belief.expected_improvement(slow, 1.0)
+    prospects = belief.compare([slow, equal], fast)
+    assert 0.2 < prospects.win_probability(0.0) < 0.8
+    assert prospects.most_promising() is equal
+
+
+def test_cost_decides_between_equal_layouts() -> None:
+    measured = fake_layout(1.0)
+    others = [fake_layout(1.0, micro_batch_size=2**n) for n in range(1, 4)]
+    prospects = Belief(MEASURED_DEVICES, [Observation(measured, 1.0, 0.01)]).compare(
+        others, measured
+    )
+    for cheap in others:
+        assert prospects.most_promising(lambda o, cheap=cheap: 0.1 if o is cheap else 1.0) is cheap
 
 
 def test_probability_of_any_is_at_least_that_of_each() -> None:
     measured = fake_layout(1.0)
     others = [fake_layout(1.02, micro_batch_size=2**n) for n in range(1, 5)]
     belief = Belief(OTHER_DEVICES, [Observation(measured, 5.0, 0.01)])
-    single = max(belief.win_probability([layout], 4.9) for layout in others)
-    assert belief.win_probability(others, 4.9) >= single
+    single = max(belief.compare([o], measured).win_probability(0.02) for o in others)
+    assert belief.compare(others, measured).win_probability(0.02) >= single
 
 
 def test_many_equal_measurements_do_not_break_the_algebra() -> None:
