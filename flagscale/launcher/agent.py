@@ -170,6 +170,7 @@ class Agent:
         # After it was started again by hand, the job may go on without this host, or start, too.
         self._is_second_start = (
             options.on_bad_host != "stop"
+            and bool(options.addresses)
             and self._connections is not None
             and (options.run_dir / AGENT_FILE).exists()
         )
@@ -315,8 +316,9 @@ class Agent:
             if self._options.liveness_port is not None:
                 log_line("this run has no secret: the job of this host is supervised separately")
             return None
-        host_count = len(self._options.names)
-        open_file_limit = raise_file_limit(host_count)
+        host_count, open_file_limit = len(self._options.names), None
+        if self._coordinator is not None or self._options.addresses:
+            open_file_limit = raise_file_limit(host_count)
         if self._is_second_start and self._coordinator is None:
             # Any of them may coordinate the job by now.
             self._connect_to_all(connections)

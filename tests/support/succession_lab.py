@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,7 +114,7 @@ class SimulatedAgent:
         self.run, self.number, self.options = run, number, options
         self.member = SimulatedMember(number, options.is_spare, is_running=not options.is_spare)
         self.is_listening = False
-        self.is_frozen = self.has_power_cut = False
+        self.is_frozen = self.has_power_cut = self.has_used_port = False
         self.clients: dict[int, bool] = {}
         """Hosts that this one connects to; True once it is connected."""
         self.inbox: list[tuple[str, int, Any]] = []
@@ -150,6 +151,8 @@ class SimulatedAgent:
             self.run.agents[number].inbox.append(("message", self.number, message))
 
     def listen(self) -> None:
+        if self.has_used_port:
+            raise OSError(errno.EADDRINUSE, "in use")
         self.is_listening = True
 
     def stop_listening(self) -> None:

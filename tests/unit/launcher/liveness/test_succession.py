@@ -64,6 +64,14 @@ def test_candidate_that_is_lost_too_is_skipped() -> None:
     assert run.hosts_with_ranks(1) == {2, 3, 4, 5}
 
 
+def test_candidate_whose_port_is_in_use_is_skipped() -> None:
+    run = running_job(6, 2)
+    run.agents[0].has_power_cut = run.agents[1].has_used_port = True
+    run.run(2 * TAKEOVER_SECONDS)
+    assert run.coordinators == [2]
+    assert run.hosts_with_ranks(1) == {1, 2, 3, 4}
+
+
 def test_coordinator_that_is_cut_off_ends_its_ranks() -> None:
     run = running_job()
     run.isolate(0)
