@@ -1,0 +1,235 @@
+"""Train through many random faults in a row, and compare all losses with an undisturbed run.
+
+    python tools/bench/fault_series.py --faults 50 --output docs/results/fault-series-cpu.json
+
+Three hosts, namespaces of this machine with a real sshd each (tests/bed), train a tiny Llama-3 with
+``nnodes: 2:3`` and ``on_bad_host: shrink``. A random fault of a random host, the first one
+included, follows another as soon as all hosts train again. A host that the job has lost comes back,
+and its script is started again.
+
+The global batch does not depend on the number of hosts, so each loss that any attempt reports must
+equal that of the same step on one host. The exit code is 4 if one does not, or a process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from faults import FaultRun
+
+from flagscale.bench import machine
+from flagscale.files import write_json
+from flagscale.launcher.layout import STATUS_DIRECTORY
+
+PROJECT = Path(__file__).resolve().parents[2]
+_HOSTS = 3
+_LOST_HOST_TIMEOUT = 4
+_HANG_TIMEOUT = 5
+_STEPS_BETWEEN = 5
+_MAX_SECONDS = 180.0
+_TOLERANCE = 1e-5
+_POLL_SECONDS = 0.2
+_AGENT = "flagscale.launcher.agent"
+_LOST_HOST = ("host without network", "host frozen", "agent killed")
+_FAILED_RANK = ("rank killed", "rank stopped")
+
+
+class FaultSeries:
+    """A run, its faults so far, and the times until all hosts trained again."""
+
+    def __init__(self, run: FaultRun, rng: random.Random) -> None:
+        self._run, self._rng = run, rng
+        self.rows: list[dict[str, Any]] = []
+
+    def add_fault(self) -> None:
+        """Cause a fault, and wait until all hosts train again."""
+        fault = self._rng.choice((*_LOST_HOST, *_FAILED_RANK))
+        name = self._rng.choice(self._run.bed.names)
+        attempt = self._find_attempt()
+        start = time.monotonic()
+        self._cause(fault, name)
+        self._await_steps(after=attempt)
+        seconds = time.monotonic() - start
+        if fault in _LOST_HOST:
+            self._bring_back(fault, name)
+            self._await_steps(after=attempt, hosts=_HOSTS)
+        row = {"fault": fault, "host": name, "next_step": round(seconds, 1)}
+        self.rows.append({**row, "whole_again": round(time.monotonic() - start, 1)})
+        print(json.dumps(self.rows[-1]), flush=True)
+
+    def _cause(self, fault: str, name: str) -> None:
+        if fault == "host without network":
+            self._run.bed[name].set_link("down")
+        elif fault == "host frozen":
+            self._run.signal_processes(name, signal.SIGSTOP)
+        elif fault == "agent killed":
+            self._run.signal_processes(name, signal.SIGKILL, _AGENT)
+        elif fault == "rank stopped":
+            self._run.signal_rank(name, signal.SIGSTOP)
+        else:
+            self._run.signal_rank(name, signal.SIGKILL)
+
+    def _bring_back(self, fault: str, name: str) -> None:
+        """End a fault, and start the script of the host once it has no process of the run."""
+        host = self._run.bed[name]
+        if fault == "host without network":
+            host.set_link("up")
+        elif fault == "host frozen":
+            self._run.signal_processes(name, signal.SIGCONT)
+        _wait_for(lambda: not self._run.lab.run_processes(host), f"end of the processes on {name}")
+        script = next(h.script for h in self._run.lab.state().hosts if h.name == name)
+        host.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+
+    def _find_attempt(self) -> int:
+        """Return the number of the newest attempt."""
+        numbers = [
+            int(path.name.partition(".")[2] or 0)
+            for host in self._run.lab.state().hosts
+            for path in host.run_dir.glob(f"{STATUS_DIRECTORY}*")
+            if path.is_dir()
+        ]
+        return max(numbers)
+
+    def _await_steps(self, *, after: int, hosts: int = 0) -> None:
+        """Wait for some steps of an attempt after this one, on so many hosts."""
+
+        def has_steps() -> bool:
+            attempt = self._find_attempt()
+            if attempt <= after or len(self._run.read_steps(attempt)) < _STEPS_BETWEEN:
+                return False
+            return not hosts or self._run.lab.query()["world_size"] == hosts
+
+        _wait_for(has_steps, f"steps after attempt {after}, fault {len(self.rows) + 1}")
+
+    def read_losses(self) -> list[tuple[int, int, float]]:
+        """Return attempt, step and loss of all reports."""
+        from support.training_lab import read_losses  # type: ignore[import-not-found]
+
+        losses = []
+        for attempt in range(self._find_attempt() + 1):
+            name = f"{STATUS_DIRECTORY}.{attempt}" if attempt else STATUS_DIRECTORY
+            losses += [(attempt, row[0], row[1]) for row in read_losses(self._run.lab, name)]
+        return losses
+
+
+def _wait_for(condition: Callable[[], bool], event: str) -> None:
+    deadline = time.monotonic() + _MAX_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {event} within {_MAX_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _configure(lab: Any, runner: dict[str, Any], steps: int | None, **logging: Any) -> None:
+    from support.training_lab import LLAMA, PROGRAM, train_sections
+
+    train = train_sections(steps, logging=logging)
+    # Divides by the replicas of two and of three hosts.
+    model = {**LLAMA["model"], "global_batch_size": 6, "train_iters": 1_000_000}
+    lab.configure(
+        light=False,
+        task={"entrypoint": str(PROGRAM)},
+        top={"train": {**train, "model": model}},
+        runner=runner,
+    )
+
+
+def train_through_faults(faults: int, seed: int) -> dict[str, Any]:
+    """Train through so many faults, and return their times and the largest difference of a loss."""
+    from bed.lab import Bed  # type: ignore[import-not-found]
+    from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
+
+    with tempfile.TemporaryDirectory() as directory:
+        bed_directory, shared = Path(directory) / "bed", Path(directory) / "shared"
+        bed_directory.mkdir()
+        shared.mkdir()
+        with Bed.open(bed_directory, _HOSTS, shared=[shared]) as bed:
+            with bed.ssh_config.open("a") as config:
+                config.write("  ConnectTimeout 3\n")
+            with ssh_lab(bed, shared / "series") as lab:
+                checkpoints = str(lab.exp_dir / "checkpoints")
+                runner = {
+                    "nnodes": f"{_HOSTS - 1}:{_HOSTS}",
+                    "on_bad_host": "shrink",
+                    "max_restarts": 10 * faults,
+                    "lost_host_timeout": _LOST_HOST_TIMEOUT,
+                    "hang_detection_timeout": _HANG_TIMEOUT,
+                }
+                _configure(
+                    lab,
+                    runner,
+                    None,
+                    save=checkpoints,
+                    load=checkpoints,
+                    keep_last=2,
+                    non_persistent_save_interval=1,
+                )
+                result = lab.run_action("run", timeout=240)
+                if result.returncode:
+                    raise SystemExit(f"the run did not start\n{result.stderr}")
+                series = FaultSeries(FaultRun(bed, lab), random.Random(seed))
+                _wait_for(lambda: len(FaultRun(bed, lab).read_steps(0)) >= _STEPS_BETWEEN, "steps")
+                for _ in range(faults):
+                    series.add_fault()
+                lab.run_action("stop", timeout=180)
+                processes = sum(map(len, lab.remaining_processes().values()))
+                losses = series.read_losses()
+            last_step = max(step for _, step, _ in losses)
+            with ssh_lab(bed, shared / "undisturbed") as lab:
+                local = {"type": "local", "hostfile": None, "nproc_per_node": 1}
+                _configure(lab, local, last_step)
+                result = lab.run_action("test", timeout=900)
+                if result.returncode:
+                    raise SystemExit(f"the undisturbed run failed\n{result.stderr}")
+                from support.training_lab import read_losses
+
+                expected = {row[0]: row[1] for row in read_losses(lab)}
+    differences = [abs(loss / expected[step] - 1) for _, step, loss in losses]
+    return {
+        "faults": len(series.rows),
+        "by_kind": dict(Counter(row["fault"] for row in series.rows)),
+        "of_the_first_host": sum(row["host"] == "h00" for row in series.rows),
+        "attempts": 1 + max(attempt for attempt, _, _ in losses),
+        "steps": last_step,
+        "repeated_steps": len(losses) - len({step for _, step, _ in losses}),
+        "largest_difference": max(differences),
+        "processes": processes,
+        "rows": series.rows,
+    }
+
+
+def main() -> int:
+    """Train, and return 4 if a loss differs or a process is left."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--faults", type=int, default=50, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    sys.path.insert(0, str(PROJECT / "tests"))
+    figures = train_through_faults(options.faults, options.seed)
+    record = {
+        **machine.describe_machine("flagscale", "torch"),
+        "hosts_are": "namespaces of this machine",
+        "seed": options.seed,
+        "lost_host_timeout": _LOST_HOST_TIMEOUT,
+        "hang_detection_timeout": _HANG_TIMEOUT,
+        **figures,
+    }
+    print(json.dumps({key: value for key, value in record.items() if key != "rows"}, indent=1))
+    if options.output:
+        write_json(options.output, record)
+    return 4 if figures["processes"] or figures["largest_difference"] > _TOLERANCE else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
