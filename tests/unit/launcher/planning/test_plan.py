@@ -21,7 +21,7 @@ from flagscale.config.schema import (
 from flagscale.errors import ConfigError
 from flagscale.files import format_json
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.liveness.options import Policy
+from flagscale.launcher.liveness.options import NOTIFY_COMMAND_VARIABLE, Policy
 from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.per_host import resolve_all_settings
@@ -400,6 +400,15 @@ def test_device_type_is_used_on_this_machine_too(make_plan: MakePlan) -> None:
     envs = Environments(by_type={"CPU": {"KIND": "cpu"}})
     host = make_plan(hosts=(Host("localhost", 1, "CPU"),), envs=envs).hosts[0]
     assert values(host)["KIND"] == "cpu"
+
+
+def test_every_host_that_may_coordinate_sends_notifications(make_plan: MakePlan) -> None:
+    notify = Notify("mail", "https://chat/s3cr3t", on=("failed",))
+    runner = Runner(nproc_per_node=1, spares=1, on_bad_host="replace", notify=notify)
+    launch_plan = make_plan(hosts=tuple(Host(f"h{n}", 1) for n in range(4)), runner=runner)
+    for host in launch_plan.hosts:
+        assert host.agent.notify_on == ("failed",)
+        assert values(host)[NOTIFY_COMMAND_VARIABLE] == "mail"
 
 
 def test_spare_has_an_agent_without_ranks(make_plan: MakePlan) -> None:
