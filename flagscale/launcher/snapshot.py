@@ -227,8 +227,8 @@ def take_snapshot(
     # The agents that will agree on the first failure are alive, because the script of the
     # coordinating host reports the end of its agent. This is checked before the verdict is read,
     # which may become final in between.
-    coordinator = failures.find_coordinator(run.hosts, failures.read_job_record(run.hosts))
-    observation = observations.get(coordinator.node_rank, HostObservation())
+    coordinator = failures.read_job_record(run.hosts).get("coordinator", 0)
+    observation = observations.get(coordinator, HostObservation())
     agents_can_agree = phase is Phase.RUNNING and observation.alive == "script"
     is_unsettled = agents_can_agree and not failures.is_settled(state.hosts)
     may_have_failed = phase in (Phase.FAILED, Phase.RUNNING)
