@@ -53,7 +53,9 @@ class FaultSeries:
 
     def add_fault(self) -> None:
         """Cause a fault, and wait until all hosts train again."""
-        fault = self._rng.choice((*_LOST_HOST, *_FAILED_RANK))
+        # Few ranks fail, because the wait before a restart doubles with each failure.
+        kinds = _FAILED_RANK if self._rng.random() < 0.2 else _LOST_HOST
+        fault = self._rng.choice(kinds)
         name = self._rng.choice(self._run.bed.names)
         attempt = self._find_attempt()
         start = time.monotonic()
@@ -61,7 +63,7 @@ class FaultSeries:
         self._await_steps(after=attempt)
         seconds = time.monotonic() - start
         if fault in _LOST_HOST:
-            self._bring_back(fault, name)
+            self._bring_back(fault, name, attempt)
             self._await_steps(after=attempt, hosts=_HOSTS)
         row = {"fault": fault, "host": name, "next_step": round(seconds, 1)}
         self.rows.append({**row, "whole_again": round(time.monotonic() - start, 1)})
@@ -79,16 +81,27 @@ class FaultSeries:
         else:
             self._run.signal_rank(name, signal.SIGKILL)
 
-    def _bring_back(self, fault: str, name: str) -> None:
-        """End a fault, and start the script of the host once it has no process of the run."""
+    def _bring_back(self, fault: str, name: str, attempt: int) -> None:
+        """End a fault, and start the script of the host once it has no process of the run.
+
+        The agent of a host that has come back before stays, and joins the job by itself.
+        """
         host = self._run.bed[name]
         if fault == "host without network":
             host.set_link("up")
         elif fault == "host frozen":
             self._run.signal_processes(name, signal.SIGCONT)
-        _wait_for(lambda: not self._run.lab.run_processes(host), f"end of the processes on {name}")
-        script = next(h.script for h in self._run.lab.state().hosts if h.name == name)
-        host.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
+
+        def has_ended() -> bool:
+            return not self._run.lab.run_processes(host)
+
+        _wait_for(
+            lambda: has_ended() or self._has_steps(after=attempt, hosts=_HOSTS),
+            f"end of the processes on {name}",
+        )
+        if has_ended():
+            script = next(h.script for h in self._run.lab.state().hosts if h.name == name)
+            host.run(["bash", "-c", f"nohup bash {script} </dev/null >/dev/null 2>&1 &"])
 
     def _find_attempt(self) -> int:
         """Return the number of the newest attempt."""
@@ -100,16 +113,18 @@ class FaultSeries:
         ]
         return max(numbers)
 
+    def _has_steps(self, *, after: int, hosts: int = 0) -> bool:
+        """Return whether an attempt after this one has some steps, on so many hosts."""
+        attempt = self._find_attempt()
+        if attempt <= after or len(self._run.read_steps(attempt)) < _STEPS_BETWEEN:
+            return False
+        return not hosts or self._run.lab.query()["world_size"] == hosts
+
     def _await_steps(self, *, after: int, hosts: int = 0) -> None:
-        """Wait for some steps of an attempt after this one, on so many hosts."""
-
-        def has_steps() -> bool:
-            attempt = self._find_attempt()
-            if attempt <= after or len(self._run.read_steps(attempt)) < _STEPS_BETWEEN:
-                return False
-            return not hosts or self._run.lab.query()["world_size"] == hosts
-
-        _wait_for(has_steps, f"steps after attempt {after}, fault {len(self.rows) + 1}")
+        _wait_for(
+            lambda: self._has_steps(after=after, hosts=hosts),
+            f"steps after attempt {after}, fault {len(self.rows) + 1}",
+        )
 
     def read_losses(self) -> list[tuple[int, int, float]]:
         """Return attempt, step and loss of all reports."""

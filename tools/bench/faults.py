@@ -302,7 +302,7 @@ def main() -> int:
     sys.path.insert(0, str(PROJECT / "tests"))
     record = {
         **machine.describe_machine("flagscale", "torch"),
-        "hosts_are": "namespaces of this machine, which other programs use as well",
+        "hosts_are": "namespaces of this machine",
         "lost_host_timeout": _LOST_HOST_TIMEOUT,
         "rounds": options.rounds,
     }
