@@ -38,6 +38,7 @@ _HANG_TIMEOUT = 5
 _STEPS_BETWEEN = 5
 _MAX_SECONDS = 180.0
 _TOLERANCE = 1e-5
+"""Relative and absolute difference of losses, which different numbers of hosts may cause."""
 _POLL_SECONDS = 0.2
 _AGENT = "flagscale.launcher.agent"
 _LOST_HOST = ("host without network", "host frozen", "agent killed")
@@ -118,7 +119,11 @@ class FaultSeries:
         attempt = self._find_attempt()
         if attempt <= after or len(self._run.read_steps(attempt)) < _STEPS_BETWEEN:
             return False
-        return not hosts or self._run.lab.query()["world_size"] == hosts
+        if not hosts:
+            return True
+        job = self._run.lab.query()
+        # The next attempt is counted before its status directory exists.
+        return (job["attempt"], job["joined"], job["world_size"]) == (attempt + 1, hosts, hosts)
 
     def _await_steps(self, *, after: int, hosts: int = 0) -> None:
         _wait_for(
@@ -209,7 +214,12 @@ def train_through_faults(faults: int, seed: int) -> dict[str, Any]:
                 from support.training_lab import read_losses
 
                 expected = {row[0]: row[1] for row in read_losses(lab)}
-    differences = [abs(loss / expected[step] - 1) for _, step, loss in losses]
+    # With an absolute tolerance as well: the model learns the mock data by heart, and its loss
+    # becomes small.
+    excess = [
+        abs(loss - expected[step]) / (_TOLERANCE * (1 + abs(expected[step])))
+        for _, step, loss in losses
+    ]
     return {
         "faults": len(series.rows),
         "by_kind": dict(Counter(row["fault"] for row in series.rows)),
@@ -217,7 +227,7 @@ def train_through_faults(faults: int, seed: int) -> dict[str, Any]:
         "attempts": 1 + max(attempt for attempt, _, _ in losses),
         "steps": last_step,
         "repeated_steps": len(losses) - len({step for _, step, _ in losses}),
-        "largest_difference": max(differences),
+        "largest_difference_in_tolerances": round(max(excess), 3),
         "processes": processes,
         "rows": series.rows,
     }
@@ -243,7 +253,7 @@ def main() -> int:
     print(json.dumps({key: value for key, value in record.items() if key != "rows"}, indent=1))
     if options.output:
         write_json(options.output, record)
-    return 4 if figures["processes"] or figures["largest_difference"] > _TOLERANCE else 0
+    return 4 if figures["processes"] or figures["largest_difference_in_tolerances"] > 1 else 0
 
 
 if __name__ == "__main__":
