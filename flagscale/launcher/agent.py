@@ -169,8 +169,7 @@ class Agent:
             self.member.addresses = options.addresses_by_host
         # After it was started again by hand, the job may go on without this host, or start, too.
         self._is_second_start = (
-            options.on_bad_host != "stop"
-            and bool(options.addresses)
+            bool(options.addresses)
             and self._connections is not None
             and (options.run_dir / AGENT_FILE).exists()
         )

@@ -21,15 +21,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults import FaultRun
+from faults import FaultRun, wait_for
 
 from flagscale.bench import machine
 from flagscale.files import write_json
-from flagscale.launcher.layout import STATUS_DIRECTORY
+from flagscale.launcher.layout import latest_status_directory, status_directory
 
 PROJECT = Path(__file__).resolve().parents[2]
 _HOSTS = 3
@@ -39,7 +38,6 @@ _STEPS_BETWEEN = 5
 _MAX_SECONDS = 180.0
 _TOLERANCE = 1e-5
 """Relative and absolute difference of losses, which different numbers of hosts may cause."""
-_POLL_SECONDS = 0.2
 _AGENT = "flagscale.launcher.agent"
 _LOST_HOST = ("host without network", "host frozen", "agent killed")
 _FAILED_RANK = ("rank killed", "rank stopped")
@@ -96,9 +94,10 @@ class FaultSeries:
         def has_ended() -> bool:
             return not self._run.lab.run_processes(host)
 
-        _wait_for(
+        wait_for(
             lambda: has_ended() or self._has_steps(after=attempt, hosts=_HOSTS),
             f"end of the processes on {name}",
+            _MAX_SECONDS,
         )
         if has_ended():
             script = next(h.script for h in self._run.lab.state().hosts if h.name == name)
@@ -106,13 +105,10 @@ class FaultSeries:
 
     def _find_attempt(self) -> int:
         """Return the number of the newest attempt."""
-        numbers = [
-            int(path.name.partition(".")[2] or 0)
+        return max(
+            int(latest_status_directory(host.run_dir).suffix[1:] or 0)
             for host in self._run.lab.state().hosts
-            for path in host.run_dir.glob(f"{STATUS_DIRECTORY}*")
-            if path.is_dir()
-        ]
-        return max(numbers)
+        )
 
     def _has_steps(self, *, after: int, hosts: int = 0) -> bool:
         """Return whether an attempt after this one has some steps, on so many hosts."""
@@ -126,9 +122,10 @@ class FaultSeries:
         return (job["attempt"], job["joined"], job["world_size"]) == (attempt + 1, hosts, hosts)
 
     def _await_steps(self, *, after: int, hosts: int = 0) -> None:
-        _wait_for(
+        wait_for(
             lambda: self._has_steps(after=after, hosts=hosts),
             f"steps after attempt {after}, fault {len(self.rows) + 1}",
+            _MAX_SECONDS,
         )
 
     def read_losses(self) -> list[tuple[int, int, float]]:
@@ -137,17 +134,9 @@ class FaultSeries:
 
         losses = []
         for attempt in range(self._find_attempt() + 1):
-            name = f"{STATUS_DIRECTORY}.{attempt}" if attempt else STATUS_DIRECTORY
-            losses += [(attempt, row[0], row[1]) for row in read_losses(self._run.lab, name)]
+            rows = read_losses(self._run.lab, status_directory(attempt))
+            losses += [(attempt, row[0], row[1]) for row in rows]
         return losses
-
-
-def _wait_for(condition: Callable[[], bool], event: str) -> None:
-    deadline = time.monotonic() + _MAX_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no {event} within {_MAX_SECONDS:g} s")
-        time.sleep(_POLL_SECONDS)
 
 
 def _configure(lab: Any, runner: dict[str, Any], steps: int | None, **logging: Any) -> None:
@@ -198,7 +187,7 @@ def train_through_faults(faults: int, seed: int) -> dict[str, Any]:
                 if result.returncode:
                     raise SystemExit(f"the run did not start\n{result.stderr}")
                 series = FaultSeries(FaultRun(bed, lab), random.Random(seed))
-                _wait_for(lambda: len(FaultRun(bed, lab).read_steps(0)) >= _STEPS_BETWEEN, "steps")
+                wait_for(lambda: len(FaultRun(bed, lab).read_steps(0)) >= _STEPS_BETWEEN, "steps")
                 for _ in range(faults):
                     series.add_fault()
                 lab.run_action("stop", timeout=180)

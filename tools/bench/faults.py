@@ -32,7 +32,7 @@ from typing import Any
 
 from flagscale.bench import machine
 from flagscale.files import read_json, write_json
-from flagscale.launcher.layout import EXIT_FILE, STATUS_DIRECTORY
+from flagscale.launcher.layout import EXIT_FILE, status_directory
 from flagscale.launcher.liveness.job_record import read_newest_job_record
 from flagscale.status import list_status_files, read_events
 
@@ -71,11 +71,10 @@ class FaultRun:
 
     def read_steps(self, attempt: int) -> list[tuple[float, int]]:
         """Return time and number of the steps that ranks of an attempt have reported."""
-        name = f"{STATUS_DIRECTORY}.{attempt}" if attempt else STATUS_DIRECTORY
         return sorted(
             (event.time, int(event.get("step")))
             for host in self.lab.state().hosts
-            for path in list_status_files(host.run_dir / name)
+            for path in list_status_files(host.run_dir / status_directory(attempt))
             for event in read_events(path)[0]
             if event.event == "progress"
         )
@@ -252,7 +251,7 @@ def _start(case: FaultCase, run: FaultRun) -> None:
     result = lab.run_action("run", timeout=240)
     if result.returncode:
         raise SystemExit(f"{case.fault}: the run did not start\n{result.stderr}")
-    _wait_for(lambda: len(run.read_steps(0)) >= _STEPS_BEFORE, "steps before the fault")
+    wait_for(lambda: len(run.read_steps(0)) >= _STEPS_BEFORE, "steps before the fault")
 
 
 def _measure_fault(case: FaultCase, run: FaultRun) -> dict[str, Any]:
@@ -269,14 +268,14 @@ def _measure_fault(case: FaultCase, run: FaultRun) -> dict[str, Any]:
             failure.update(reported)
         return agreed
 
-    _wait_for(is_agreed, "a name")
+    wait_for(is_agreed, "a name")
     named = times[failure["host"], failure["rank"]]
     figures: dict[str, Any] = {"named": round(named - start, 1)}
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} on "
     figures["sentence"] = f"{rank}{failure['host']}: {failure['reason'].splitlines()[0]}"
     if not case.goes_on:
         return figures
-    _wait_for(lambda: bool(run.read_steps(1)), "the next step")
+    wait_for(lambda: bool(run.read_steps(1)), "the next step")
     first_time, first_step = run.read_steps(1)[0]
     last_step = max(step for _, step in run.read_steps(0))
     figures["next_step"] = round(first_time - start, 1)
@@ -284,11 +283,12 @@ def _measure_fault(case: FaultCase, run: FaultRun) -> dict[str, Any]:
     return figures
 
 
-def _wait_for(condition: Callable[[], bool], event: str) -> None:
-    deadline = time.monotonic() + _MAX_SECONDS
+def wait_for(condition: Callable[[], bool], event: str, seconds: float = _MAX_SECONDS) -> None:
+    """Wait until the condition is true; end the program if an event does not come in time."""
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"no {event} within {_MAX_SECONDS:g} s")
+            raise SystemExit(f"no {event} within {seconds:g} s")
         time.sleep(_POLL_SECONDS)
 
 

@@ -45,6 +45,8 @@ _CPU_WEIGHT = 20_000
 _CGROUPS = Path("/sys/fs/cgroup/cpu")
 _NAMED_SECONDS = 120.0
 _POLL_SECONDS = 0.5
+_SETTLE_SECONDS = 20.0
+"""Time of the first reports, which contain warm-up and in which no straggler is looked for."""
 
 
 class CpuShares:
@@ -154,7 +156,7 @@ def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -
             raise SystemExit(f"the run did not start\n{result.stderr}")
         for name in bed.names:
             shares.limit(name)
-        time.sleep(20)
+        time.sleep(_SETTLE_SECONDS)
         for _ in range(rounds):
             victim = rng.choice(bed.names)
             start = time.time()

@@ -61,7 +61,6 @@ from flagscale.launcher.liveness.messages import (
 from flagscale.launcher.liveness.options import Policy
 from flagscale.launcher.liveness.places import Places
 from flagscale.launcher.liveness.succession import SharedState
-from flagscale.records import from_record
 
 if TYPE_CHECKING:
     from flagscale.health.judgement import Judgement
@@ -127,16 +126,16 @@ class Coordinator:
         """True if another host coordinates the job because this one is sick."""
         self.summary_changed = True
         """True if :meth:`summary` has changed since this was last set to False."""
-        self.restarts: list[dict[str, Any]] = []
+        # Number and failure of each attempt that another one followed.
+        self._restarts: list[tuple[int, Failure | None]] = []
         self._places = Places(policy, self.hosts)
         self._saves_when_stopped = saves_when_stopped
         self._is_paused = False  # the attempt is being ended for a host that has come back
         self._replacements = 0  # attempts that started because a host has left
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
-        self._active_hosts = set(
-            self._places.numbers
-        )  # hosts whose part of the attempt is not over
+        # Hosts whose part of the attempt is not over.
+        self._active_hosts = set(self._places.numbers)
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
         self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
@@ -186,6 +185,11 @@ class Coordinator:
                 reason = f"{self._first_failure.reason}\n{self._mismatch}"
                 self._first_failure = replace(self._first_failure, reason=reason)
         return self._stop_cause or self._first_failure
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """Number and failure of each attempt that another one followed, as in :meth:`summary`."""
+        return [{"attempt": n, "failure": to_plain(failure)} for n, failure in self._restarts]
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -551,7 +555,7 @@ class Coordinator:
         """
         self.attempt, self._places.numbers = state.attempt, list(state.places)
         self._places.successors, self._replacements = dict(state.successors), state.replacements
-        self.restarts = [{"attempt": n, "failure": to_plain(f)} for n, f in state.restarts]
+        self._restarts = list(state.restarts)
         self._failed_starts_in_a_row = state.failed_starts_in_a_row
         self._ranks_have_joined = state.ranks_have_joined
         self._start_succeeded = state.start_succeeded
@@ -616,7 +620,10 @@ class Coordinator:
             places=tuple(self._places.numbers),
             departures=departures,
             successors=tuple(self._places.successors.items()),
-            restarts=tuple(map(_shorten_restart, self.restarts[-_MAX_SHARED_RESTARTS:])),
+            restarts=tuple(
+                (attempt, _shorten_failure(failure))
+                for attempt, failure in self._restarts[-_MAX_SHARED_RESTARTS:]
+            ),
             replacements=self._replacements,
             failed_starts_in_a_row=self._failed_starts_in_a_row,
             ranks_have_joined=self._ranks_have_joined,
@@ -897,7 +904,7 @@ class Coordinator:
             wait_seconds = FIRST_BACK_OFF_SECONDS
         self._enter_phase(JobPhase.WAITING)
         self._restart_at = now + wait_seconds
-        self.restarts.append({"attempt": self.attempt, "failure": to_plain(failure)})
+        self._restarts.append((self.attempt, failure))
         self.notices.append(Notice("restarted", self.attempt + 1, failure, remark))
 
     @property
@@ -966,7 +973,7 @@ class Coordinator:
             "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
             "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
-            "restarts": list(self.restarts),
+            "restarts": self.restarts,
             **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),
             **({} if self._shared_state is None else self._shared_state.summary()),
             **({"replaced": replaced} if replaced else {}),
@@ -974,12 +981,8 @@ class Coordinator:
         }
 
 
-def _shorten_restart(restart: dict[str, Any]) -> tuple[int, Failure | None]:
-    """Return number and failure of an attempt for the shared state."""
-    return restart["attempt"], _shorten_failure(from_record(Failure, restart["failure"]))
-
-
 def _shorten_failure(failure: Failure | None) -> Failure | None:
+    """Return a failure without its traceback, for the shared state."""
     if failure is None:
         return None
     return replace(failure, reason=failure.reason[:_MAX_SHARED_REASON_CHARACTERS], traceback="")

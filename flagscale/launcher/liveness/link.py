@@ -148,7 +148,7 @@ class CoordinatorLink:
         self._output = output
         self._search: CoordinatorSearch | None = None
         self._candidacy: Candidacy | None = None
-        if options.addresses and options.on_bad_host != "stop":
+        if options.addresses:
             self._search = CoordinatorSearch(number, len(options.names))
             self.leader = None
         self._last_order_at = now

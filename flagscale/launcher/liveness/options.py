@@ -54,7 +54,7 @@ class Policy:
     min_nnodes: int | None = None
     """Smallest number of hosts that the job goes on with (``on_bad_host: shrink``)."""
     health: HealthCheckKind = "off"
-    """Whether hosts are measured after a failure, unless ``on_bad_host`` is ``stop``."""
+    """Kind of the hardware check after a failure; ``off`` if ``on_bad_host`` is ``stop``."""
 
     @property
     def attempts(self) -> int:

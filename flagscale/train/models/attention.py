@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 from flagscale.train.models.context_parallel import select_attention_groups
-from flagscale.train.models.document_mask import attend_masked, attend_within_documents
+from flagscale.train.models.document_mask import attend_masked, attend_packed
 from flagscale.train.models.gathered_attention import attend_gathered
 from flagscale.train.models.head_exchange import gather_heads, gather_sequence
 
@@ -156,11 +156,9 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         """Compute causal attention within documents; ``mask`` has the form
         ``cu_seqlens`` or ``visible``.
         """
-        if mask.dim() == 1:
-            return attend_within_documents(
-                query, key, value, mask, scale=self.scale, dropout=dropout
-            )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if mask.dim() == 1:
+            return attend_packed(q, k, v, mask, mask, scale=self.scale, dropout=dropout)
         return attend_masked(q, k, v, mask, scale=self.scale, dropout=dropout)
 
     def _dropout_rng(self, dropout: float) -> AbstractContextManager[Any]:

@@ -183,34 +183,6 @@ def visible_mask(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return same_document.tril(diagonal)[:, None]
 
 
-def attend_within_documents(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    scale: float | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Compute causal attention within documents.
-
-    Args:
-        query: [s, b, heads, d].
-        key: [s, b, query groups, d].
-        value: as ``key``, with any head dimension.
-        cu_seqlens: ends of documents, see :func:`compute_cu_seqlens`.
-        scale: factor of the scores; 1/sqrt(d) if None.
-        dropout: dropout probability of the attention weights.
-
-    Returns:
-        [b, heads, s, head dimension of values].
-    """
-    queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    return attend_packed(
-        queries, keys, values, cu_seqlens, cu_seqlens, scale=scale, dropout=dropout
-    )
-
-
 def attend_to_earlier_keys(
     query: torch.Tensor,
     key: torch.Tensor,

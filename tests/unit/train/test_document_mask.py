@@ -19,8 +19,8 @@ from flagscale.train.models import document_mask
 from flagscale.train.models.document_mask import (
     DocumentMaskBuilder,
     attend_masked,
+    attend_packed,
     attend_to_earlier_keys,
-    attend_within_documents,
     visible_mask,
 )
 
@@ -124,8 +124,8 @@ def test_all_forms_equal_attention_per_document(first_lengths: Any, second_lengt
     query = torch.randn(size, 2, 4, 8, generator=generator)
     key, value = torch.randn(2, size, 2, 2, 8, generator=generator)
     cu_seqlens = document_mask.compute_cu_seqlens(numbers)
-    unmasked = attend_within_documents(query, key, value, cu_seqlens, scale=None, dropout=0.0)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    unmasked = attend_packed(q, k, v, cu_seqlens, cu_seqlens, scale=None, dropout=0.0)
     mask = visible_mask(numbers, numbers)
     masked = attend_masked(q, k, v, mask, scale=None, dropout=0.0)
     torch.testing.assert_close(unmasked, masked)
