@@ -10,6 +10,7 @@ good, the processes end, and the search starts new ones.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import signal
@@ -31,9 +32,7 @@ _REQUEST_TIMEOUT_SECONDS = 30.0
 """Seconds without a request after which the ranks end: the search may have been killed."""
 _POLL_SECONDS = 0.02
 _KEPT_FRACTION = 0.01
-"""Fraction of a trial's memory that may stay allocated: megatron.core caches the last 32 tables of
-rotary embeddings, whose size depends on the model.
-"""
+"""Fraction of a trial's memory that may stay allocated, for what grows with the model."""
 _KEPT_BYTES = 1 << 20
 """Bytes that may stay allocated in addition, after a trial of any size."""
 _WORKSPACE_BYTES = 64 << 20
@@ -118,6 +117,7 @@ class TrialSeries:
         # freed already, less would be allowed to stay.
         bytes_of_trial = self._count_bytes()
         parallel_state.get_global_memory_buffer().buffer.clear()
+        _clear_result_caches("megatron.core")
         if not compile_disabled():
             torch.compiler.reset()
         gc.collect()
@@ -165,6 +165,20 @@ def _end_on_sigterm() -> Iterator[None]:
     finally:
         # None stands for a handler that was not installed by Python and cannot be put back by it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+def _clear_result_caches(package: str) -> None:
+    """Forget the results that functions of a package cache (``functools.lru_cache``).
+
+    The cache of a method also refers to the object that it belongs to. That of a rotary embedding
+    keeps the whole model in memory if hooks of the embedding refer to it, as those of
+    ``overlap_param_gather`` do.
+    """
+    for value in gc.get_objects():
+        if type(value) is functools._lru_cache_wrapper and str(value.__module__).startswith(
+            package
+        ):
+            value.cache_clear()
 
 
 def count_tensor_bytes() -> int:

@@ -10,7 +10,11 @@ import torch
 from free_port import free_port
 from support.hang_agent import read_explanation
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.torch,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 
 DATA_GROUP = "the data-parallel group of ranks 0-1"
 KINDS = {

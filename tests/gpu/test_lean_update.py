@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flagscale.config.arguments.rules.optimizer_states import StateFormats
+from flagscale.train.optim.lean_update import get_update
 from flagscale.train.optim.master_adam import MasterWeightAdam
 
 pytestmark = [
@@ -23,6 +24,13 @@ FORMATS = {
 }
 SIZES = (128, 5 * 128 + 17, (1 << 24) + 256, 7, (1 << 23) + 128)
 """The device updates some states of the large ones if all states are in host memory."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """torch limits the number of variants in which one function is compiled in a process."""
+    torch._dynamo.reset()
+    get_update.cache_clear()
 
 
 def train(formats: StateFormats, device: str, fraction: float) -> list[torch.Tensor]:

@@ -153,56 +153,57 @@ def _configure(lab: Any, runner: dict[str, Any], steps: int | None, **logging: A
     )
 
 
-def train_through_faults(faults: int, seed: int) -> dict[str, Any]:
-    """Train through so many faults, and return their times and the largest difference of a loss."""
+def train_through_faults(faults: int, seed: int, directory: Path) -> dict[str, Any]:
+    """Train through so many faults in a new directory, and return their times and the largest
+    difference of a loss.
+    """
     from bed.lab import Bed  # type: ignore[import-not-found]
     from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
 
-    with tempfile.TemporaryDirectory() as directory:
-        bed_directory, shared = Path(directory) / "bed", Path(directory) / "shared"
-        bed_directory.mkdir()
-        shared.mkdir()
-        with Bed.open(bed_directory, _HOSTS, shared=[shared]) as bed:
-            with bed.ssh_config.open("a") as config:
-                config.write("  ConnectTimeout 3\n")
-            with ssh_lab(bed, shared / "series") as lab:
-                checkpoints = str(lab.exp_dir / "checkpoints")
-                runner = {
-                    "nnodes": f"{_HOSTS - 1}:{_HOSTS}",
-                    "on_bad_host": "shrink",
-                    "max_restarts": 10 * faults,
-                    "lost_host_timeout": _LOST_HOST_TIMEOUT,
-                    "hang_detection_timeout": _HANG_TIMEOUT,
-                }
-                _configure(
-                    lab,
-                    runner,
-                    None,
-                    save=checkpoints,
-                    load=checkpoints,
-                    keep_last=2,
-                    non_persistent_save_interval=1,
-                )
-                result = lab.run_action("run", timeout=240)
-                if result.returncode:
-                    raise SystemExit(f"the run did not start\n{result.stderr}")
-                series = FaultSeries(FaultRun(bed, lab), random.Random(seed))
-                wait_for(lambda: len(FaultRun(bed, lab).read_steps(0)) >= _STEPS_BETWEEN, "steps")
-                for _ in range(faults):
-                    series.add_fault()
-                lab.run_action("stop", timeout=180)
-                processes = sum(map(len, lab.remaining_processes().values()))
-                losses = series.read_losses()
-            last_step = max(step for _, step, _ in losses)
-            with ssh_lab(bed, shared / "undisturbed") as lab:
-                local = {"type": "local", "hostfile": None, "nproc_per_node": 1}
-                _configure(lab, local, last_step)
-                result = lab.run_action("test", timeout=900)
-                if result.returncode:
-                    raise SystemExit(f"the undisturbed run failed\n{result.stderr}")
-                from support.training_lab import read_losses
+    bed_directory, shared = directory / "bed", directory / "shared"
+    bed_directory.mkdir(parents=True)
+    shared.mkdir()
+    with Bed.open(bed_directory, _HOSTS, shared=[shared]) as bed:
+        with bed.ssh_config.open("a") as config:
+            config.write("  ConnectTimeout 3\n")
+        with ssh_lab(bed, shared / "series") as lab:
+            checkpoints = str(lab.exp_dir / "checkpoints")
+            runner = {
+                "nnodes": f"{_HOSTS - 1}:{_HOSTS}",
+                "on_bad_host": "shrink",
+                "max_restarts": 10 * faults,
+                "lost_host_timeout": _LOST_HOST_TIMEOUT,
+                "hang_detection_timeout": _HANG_TIMEOUT,
+            }
+            _configure(
+                lab,
+                runner,
+                None,
+                save=checkpoints,
+                load=checkpoints,
+                keep_last=2,
+                non_persistent_save_interval=1,
+            )
+            result = lab.run_action("run", timeout=240)
+            if result.returncode:
+                raise SystemExit(f"the run did not start\n{result.stderr}")
+            series = FaultSeries(FaultRun(bed, lab), random.Random(seed))
+            wait_for(lambda: len(FaultRun(bed, lab).read_steps(0)) >= _STEPS_BETWEEN, "steps")
+            for _ in range(faults):
+                series.add_fault()
+            lab.run_action("stop", timeout=180)
+            processes = sum(map(len, lab.remaining_processes().values()))
+            losses = series.read_losses()
+        last_step = max(step for _, step, _ in losses)
+        with ssh_lab(bed, shared / "undisturbed") as lab:
+            local = {"type": "local", "hostfile": None, "nproc_per_node": 1}
+            _configure(lab, local, last_step)
+            result = lab.run_action("test", timeout=900)
+            if result.returncode:
+                raise SystemExit(f"the undisturbed run failed\n{result.stderr}")
+            from support.training_lab import read_losses
 
-                expected = {row[0]: row[1] for row in read_losses(lab)}
+            expected = {row[0]: row[1] for row in read_losses(lab)}
     # With an absolute tolerance as well: the model learns the mock data by heart, and its loss
     # becomes small.
     excess = [
@@ -228,9 +229,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=50, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--directory", type=Path, help="new directory of the runs, which stays; default: none stays"
+    )
     options = parser.parse_args()
     sys.path.insert(0, str(PROJECT / "tests"))
-    figures = train_through_faults(options.faults, options.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = options.directory or Path(scratch)
+        figures = train_through_faults(options.faults, options.seed, directory.absolute())
     record = {
         **machine.describe_machine("flagscale", "torch"),
         "hosts_are": "namespaces of this machine",

@@ -61,12 +61,15 @@ class FaultRun:
                 os.kill(process.pid, number)
 
     def signal_rank(self, host: str, number: signal.Signals) -> None:
-        """Signal the process that torchrun has started as a rank."""
-        ranks = [
-            process.pid
-            for process in self.lab.run_processes(self.bed[host])
-            if "LOCAL_RANK" in process.environment()
-        ]
+        """Signal the process that torchrun has started as a rank, once there is one."""
+        ranks: list[int] = []
+
+        def has_ranks() -> bool:
+            processes = self.lab.run_processes(self.bed[host])
+            ranks[:] = [p.pid for p in processes if "LOCAL_RANK" in p.environment()]
+            return bool(ranks)
+
+        wait_for(has_ranks, f"rank on {host}")
         os.kill(min(ranks), number)
 
     def read_steps(self, attempt: int) -> list[tuple[float, int]]:

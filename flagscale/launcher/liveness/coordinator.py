@@ -67,7 +67,10 @@ if TYPE_CHECKING:
     from flagscale.launcher.liveness.hardware_check import HardwareCheck
 
 FIRST_BACK_OFF_SECONDS = 1.0
-MAX_BACK_OFF_SECONDS = 60.0
+MAX_BACK_OFF_DOUBLINGS = 6
+"""Most times that the wait before a restart is doubled, to about a minute."""
+STEADY_SECONDS = 300.0
+"""Time after which the failure of an attempt is not taken for a repetition of the last one."""
 # Interval at which all hosts are checked.
 CHECK_SECONDS = 0.25
 # Time for ranks to write their stacks before the slowest one is reported without them.
@@ -132,6 +135,7 @@ class Coordinator:
         self._saves_when_stopped = saves_when_stopped
         self._is_paused = False  # the attempt is being ended for a host that has come back
         self._replacements = 0  # attempts that started because a host has left
+        self._early_failures_in_a_row = 0  # of attempts shorter than STEADY_SECONDS
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
         # Hosts whose part of the attempt is not over.
@@ -143,7 +147,7 @@ class Coordinator:
         self._detected_failures: list[FailureReport] = []
         self._first_failure: Failure | None = None
         self._first_failure_outdated = False
-        self._started_at = now
+        self._started_at = self._attempt_started_at = now
         # Time since which the agents of all hosts must be running; None while they may be starting.
         self._agents_required_since: float | None = None
         self._last_tick_at = self._last_progress_at = self._last_keepalive_at = now
@@ -372,6 +376,7 @@ class Coordinator:
             return min(start + pause_seconds, now)
 
         self._started_at = shift(self._started_at)
+        self._attempt_started_at = shift(self._attempt_started_at)
         if self._hardware_check is not None:
             self._hardware_check.extend(pause_seconds)
         self._last_progress_at = shift(self._last_progress_at)
@@ -896,14 +901,17 @@ class Coordinator:
     def _restart(self, now: float, failure: Failure | None) -> None:
         """Start the next attempt, after a failure or to let a host join."""
         # Waits grow with failures that may repeat. A host that has left cannot fail again.
-        repeated = self.attempt - self._replacements
         remark = self._places.fill(now)
-        wait_seconds = min(FIRST_BACK_OFF_SECONDS * 2**repeated, MAX_BACK_OFF_SECONDS)
-        if remark or failure is None or self._is_taking_over:
+        is_replacement = bool(remark) or failure is None or self._is_taking_over
+        if is_replacement or now - self._attempt_started_at >= STEADY_SECONDS:
+            self._early_failures_in_a_row = 0
+        doublings = min(self._early_failures_in_a_row, MAX_BACK_OFF_DOUBLINGS)
+        if is_replacement:
             self._replacements += 1
-            wait_seconds = FIRST_BACK_OFF_SECONDS
+        else:
+            self._early_failures_in_a_row += 1
         self._enter_phase(JobPhase.WAITING)
-        self._restart_at = now + wait_seconds
+        self._restart_at = now + FIRST_BACK_OFF_SECONDS * 2**doublings
         self._restarts.append((self.attempt, failure))
         self.notices.append(Notice("restarted", self.attempt + 1, failure, remark))
 
@@ -940,6 +948,7 @@ class Coordinator:
 
     def _start_attempt(self, now: float) -> None:
         self.attempt += 1
+        self._attempt_started_at = now
         self._is_taking_over = False
         self._share_state(now)
         self._enter_phase(JobPhase.RUNNING)

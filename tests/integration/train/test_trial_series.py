@@ -28,8 +28,8 @@ sys.exit(train_gpt.main())
 ARGUMENTS = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32
 --global-batch-size 4 --train-iters 50 --exit-interval 2 --lr 1e-3 --vocab-size 4096
 --tokenizer-type NullTokenizer --mock-data --eval-iters 0 --num-workers 0 --device cpu
---position-embedding-type rope --use-distributed-optimizer --overlap-grad-reduce --log-interval 1
---micro-batch-size"""
+--position-embedding-type rope --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --log-interval 1 --micro-batch-size"""
 RECOMPUTE = """--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
 
 

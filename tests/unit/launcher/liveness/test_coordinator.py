@@ -16,6 +16,7 @@ from support.liveness_job import PROGRESS, SPARE, Job, lose
 
 from flagscale.flight_records import FlightRecord, RecordedGroup, RecordedOperation
 from flagscale.health.messages import HealthEvent, PairMeasurement
+from flagscale.launcher.liveness.coordinator import STEADY_SECONDS
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
@@ -413,6 +414,30 @@ def test_waits_do_not_grow_with_replaced_hosts() -> None:
         assert job.orders[-1] == (None, StartAttempt(attempt, (0, attempt + 1)))
         job.fields[attempt + 1] = {}
         job.run(5)
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_attempts", "waits"),
+    [
+        pytest.param((5, 5, 5, 5), (1, 2, 4, 8), id="failures-in-a-row"),
+        pytest.param((5, 5, STEADY_SECONDS, 5), (1, 2, 1, 2), id="after-a-long-attempt"),
+    ],
+)
+def test_waits_grow_with_failures_that_may_repeat(
+    seconds_of_attempts: tuple[float, ...], waits: tuple[int, ...]
+) -> None:
+    job, measured = Job(1, max_restarts=9), []
+    for attempt, seconds in enumerate(seconds_of_attempts):
+        job.run(seconds)
+        job.send_failure(0, 0)
+        job.send_end(0)
+        job.run(1)
+        end = job.now
+        while job.coordinator.attempt == attempt:
+            job.run(1)
+        measured.append(job.now - end)
+        job.fields[0] = {}
+    assert measured == list(waits)
 
 
 def test_lost_spare_in_a_place_is_replaced_by_the_next_one() -> None:
