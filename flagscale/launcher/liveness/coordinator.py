@@ -8,7 +8,8 @@ the monotonic clock.
 An attempt runs until its first failure. Then every host is ordered to end it (or, with
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
 failure reports, and the job either starts once more on all hosts, or is over. In between, the
-hardware of the hosts may be measured, if a spare could replace one (``health``).
+hardware of the hosts may be measured, if a spare could replace one (``health``). Each attempt has
+detectors of its own for hangs (:mod:`.hang_detector`) and early exits (:mod:`.early_exits`).
 
 If hosts may leave the job (``on_bad_host``), the coordinator shares the state of the job with all
 hosts, so that another one can continue from it (:mod:`.succession`).
@@ -33,11 +34,11 @@ from flagscale.launcher.liveness.diagnosis import (
     find_cause,
     host_failure,
 )
+from flagscale.launcher.liveness.early_exits import EarlyExitDetector
 from flagscale.launcher.liveness.hang_detector import HangDetector
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
-    describe_early_exits,
     describe_mesh_position,
     explain_missing_agents,
 )
@@ -49,7 +50,6 @@ from flagscale.launcher.liveness.messages import (
     JobPhase,
     JobState,
     Order,
-    RankExit,
 )
 from flagscale.launcher.liveness.options import Policy
 from flagscale.launcher.liveness.places import Places
@@ -66,8 +66,6 @@ STEADY_SECONDS = 300.0
 """Time after which the failure of an attempt is not taken for a repetition of the last one."""
 # Interval at which all hosts are checked.
 CHECK_SECONDS = 0.25
-# Time that ranks may take to end after the first one has ended with exit code 0.
-EARLY_EXIT_SECONDS = 10.0
 # Limits of the failures of earlier attempts in the state that is shared.
 _MAX_SHARED_RESTARTS = 50
 _MAX_SHARED_REASON_CHARACTERS = 500
@@ -147,10 +145,7 @@ class Coordinator:
         self._start_succeeded = False  # of this attempt
         self._ranks_have_joined = False  # in any attempt
         self._failed_starts_in_a_row = 0
-        # Description of the ranks that ended early, once it is logged, without and with the number
-        # of running ranks.
-        self._early_exit = self._early_exit_remark = ""
-        self._hang_detector = self._create_hang_detector(now)
+        self._create_detectors(now)
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         # Hosts of which a successor expects a first message, until a time: spares among them.
         self._expected_hosts, self._expected_until = set[int](), now
@@ -167,9 +162,10 @@ class Coordinator:
             self._first_failure_outdated = False
             first_report = find_cause([*self._failure_reports.values(), *self._detected_failures])
             self._first_failure = first_report.failure if first_report is not None else None
-            if self._first_failure is not None and self._early_exit:
+            early_exit = self._early_exit_detector.description
+            if self._first_failure is not None and early_exit:
                 # On a line of its own: the first one is compared with the ranks' own reports.
-                reason = f"{self._first_failure.reason}\nbefore that, {self._early_exit}"
+                reason = f"{self._first_failure.reason}\nbefore that, {early_exit}"
                 self._first_failure = replace(self._first_failure, reason=reason)
             failure_remark = self._hang_detector.failure_remark
             if self._first_failure is not None and failure_remark:
@@ -405,29 +401,25 @@ class Coordinator:
         if self.phase is not JobPhase.STOPPING:
             self._add_detected_failure(FailureReport(host.loss, last_seen, FailureKind.HOST_LOST))
 
-    def _detect_early_exit(self, now: float) -> None:
-        """Log once that ranks have ended with exit code 0 while others are running. They may be
-        meant to: the job continues.
-        """
-        if self._early_exit or self.failure is not None:
-            return
-        exits, ages = list[RankExit](), list[float]()
-        for host in self._places.hosts:
-            exits += host.early_exits
-            ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
-        active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
-        running_ranks = sum(host.nproc - host.ended_ranks for host in active_hosts)
-        if max(ages, default=0.0) < EARLY_EXIT_SECONDS or running_ranks <= 0:
-            return
-        others = f"{running_ranks} ranks are" if running_ranks > 1 else "1 rank is"
-        self._early_exit, self.summary_changed = describe_early_exits(exits), True
-        self._early_exit_remark = f"{self._early_exit} while {others} still running"
-        self.notices.append(Notice("early-exit", self.attempt, remark=self._early_exit_remark))
+    def _create_detectors(self, now: float) -> None:
+        """Create the detectors of the attempt, without the state of the last one."""
+        self._early_exit_detector = EarlyExitDetector(self._places, self.attempt)
+        self._hang_detector = HangDetector(
+            self.policy, self._places, self.attempt, self._output_path, now
+        )
 
-    def _create_hang_detector(self, now: float) -> HangDetector:
-        return HangDetector(self.policy, self._places, self.attempt, self._output_path, now)
+    def _detect_early_exit(self, now: float) -> None:
+        """Log once that ranks have ended early. Exits after a failure do not explain it."""
+        if self._early_exit_detector.description or self.failure is not None:
+            return
+        active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
+        notice = self._early_exit_detector.tick(active_hosts, now)
+        if notice is not None:
+            self.notices.append(notice)
+            self.summary_changed = True
 
     def _detect_hang(self, now: float) -> None:
+        """Perform the actions that are due because ranks make no progress or wait for long."""
         active_hosts = {number: self.hosts[number] for number in sorted(self._active_hosts)}
         for action in self._hang_detector.tick(
             active_hosts, now, ranks_have_joined=self._ranks_have_joined
@@ -839,8 +831,7 @@ class Coordinator:
         self._enter_phase(JobPhase.RUNNING)
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
-        self._early_exit = self._early_exit_remark = ""
-        self._hang_detector = self._create_hang_detector(now)
+        self._create_detectors(now)
         self._active_hosts = set(self._places.numbers)
         for host in self._places.hosts:
             host.begin_attempt()
@@ -855,13 +846,14 @@ class Coordinator:
         """Return the state of the job, as shown by ``query``."""
         replaced = {str(number): spare for number, spare in self._places.successors.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
+        is_running = self.phase is JobPhase.RUNNING
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
             "attempts": self._max_attempts,
             "failure": to_plain(self.failure),
-            "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
-            "hang": self._hang_detector.hang_remark if self.phase is JobPhase.RUNNING else "",
+            "early_exit": self._early_exit_detector.remark if is_running else "",
+            "hang": self._hang_detector.hang_remark if is_running else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": self.restarts,
             **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),

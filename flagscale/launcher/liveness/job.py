@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flagscale.launcher.liveness.diagnosis import Failure
-from flagscale.launcher.liveness.hang import format_clock
 from flagscale.launcher.liveness.messages import HostStatus, RankExit
-
-_MAX_LISTED_RANKS = 4
 
 
 @dataclass
@@ -85,16 +81,3 @@ def explain_missing_agents(port: int | None) -> str:
         f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
         "start, or a firewall drops the port"
     )
-
-
-def describe_early_exits(exits: Sequence[RankExit]) -> str:
-    """Return ``rank 3 ended with exit code 0 at 14:02:11``, or the same of several ranks."""
-    exits = sorted(exits, key=lambda rank_exit: rank_exit.time)
-    clock = format_clock(exits[0].time)
-    numbers = [str(r) for r in sorted(exit_.rank for exit_ in exits[:_MAX_LISTED_RANKS])]
-    if len(exits) == 1:
-        return f"rank {numbers[0]} ended with exit code 0 at {clock}"
-    if len(exits) > _MAX_LISTED_RANKS:
-        numbers.append("others")
-    listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
-    return f"ranks {listed} ended with exit code 0 from {clock} on"
