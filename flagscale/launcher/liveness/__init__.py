@@ -14,6 +14,9 @@ agents connect to a *coordinator*, which is part of the agent of one host, at fi
 - ``coordinator``: decisions about the whole job; pure: messages and time in, orders out
 - ``succession``: selection of the host that continues as the coordinator, and its state; pure
 - ``link``: one agent's link to the coordinator, and what it does when that is lost; pure
+- ``hang_detector``: ranks that make no progress or wait too long, and the rank that is to blame;
+  ``hang`` explains it from flight records; pure
+- ``early_exits``: ranks that have ended while others are running; pure
 - ``places``: which host has which node rank, and which ones wait; pure
 - ``member``: one host: its attempt, its orders
 - ``attempt``: one torchrun, from its start until none of its processes is left

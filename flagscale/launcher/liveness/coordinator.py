@@ -8,7 +8,8 @@ the monotonic clock.
 An attempt runs until its first failure. Then every host is ordered to end it (or, with
 ``on_failure: leave``, continues). When each has ended, or is lost, the cause is selected from all
 failure reports, and the job either starts once more on all hosts, or is over. In between, the
-hardware of the hosts may be measured, if a spare could replace one (``health``).
+hardware of the hosts may be measured, if a spare could replace one (``health``). Each attempt has
+detectors of its own for hangs (:mod:`.hang_detector`) and early exits (:mod:`.early_exits`).
 
 If hosts may leave the job (``on_bad_host``), the coordinator shares the state of the job with all
 hosts, so that another one can continue from it (:mod:`.succession`).
@@ -33,19 +34,13 @@ from flagscale.launcher.liveness.diagnosis import (
     find_cause,
     host_failure,
 )
-from flagscale.launcher.liveness.hang import (
-    HangFinding,
-    explain_failed_collective,
-    explain_hang,
-)
+from flagscale.launcher.liveness.early_exits import EarlyExitDetector
+from flagscale.launcher.liveness.hang_detector import HangDetector
 from flagscale.launcher.liveness.job import (
     JobHost,
     Notice,
-    describe_early_exits,
     describe_mesh_position,
     explain_missing_agents,
-    explained_report,
-    stalled_report,
 )
 from flagscale.launcher.liveness.messages import (
     Departure,
@@ -55,8 +50,6 @@ from flagscale.launcher.liveness.messages import (
     JobPhase,
     JobState,
     Order,
-    RankExit,
-    RankProgress,
 )
 from flagscale.launcher.liveness.options import Policy
 from flagscale.launcher.liveness.places import Places
@@ -73,10 +66,6 @@ STEADY_SECONDS = 300.0
 """Time after which the failure of an attempt is not taken for a repetition of the last one."""
 # Interval at which all hosts are checked.
 CHECK_SECONDS = 0.25
-# Time for ranks to write their stacks before the slowest one is reported without them.
-STACK_TIMEOUT_SECONDS = 8.0
-# Time that ranks may take to end after the first one has ended with exit code 0.
-EARLY_EXIT_SECONDS = 10.0
 # Limits of the failures of earlier attempts in the state that is shared.
 _MAX_SHARED_RESTARTS = 50
 _MAX_SHARED_REASON_CHARACTERS = 500
@@ -122,7 +111,7 @@ class Coordinator:
         padded_positions = chain(mesh_positions, repeat(""))
         self.hosts = [JobHost(name, next(padded_positions)) for name in names]
         self.phase = JobPhase.RUNNING
-        self.attempt = 0
+        self.attempt = 0 if job_state is None else job_state.attempt
         self.orders: list[tuple[int | None, Order]] = []
         self.notices: list[Notice] = []
         self.has_handed_over = False
@@ -150,21 +139,13 @@ class Coordinator:
         self._started_at = self._attempt_started_at = now
         # Time since which the agents of all hosts must be running; None while they may be starting.
         self._agents_required_since: float | None = None
-        self._last_tick_at = self._last_progress_at = self._last_keepalive_at = now
+        self._last_tick_at = self._last_keepalive_at = now
         self._last_check_at = now - CHECK_SECONDS
         self._restart_at = 0.0
-        self._stacks_requested_at: float | None = None
         self._start_succeeded = False  # of this attempt
         self._ranks_have_joined = False  # in any attempt
         self._failed_starts_in_a_row = 0
-        # Description of the ranks that ended early, once it is logged, without and with the number
-        # of running ranks.
-        self._early_exit = self._early_exit_remark = ""
-        self._records_requested_at: float | None = None  # because an operation is overdue
-        self._hang_explained = False  # what is overdue now, as far as it can be
-        self._hang_report: FailureReport | None = None  # its cause, if it is known
-        self._blamed_in_collective = False
-        self._hang_remark = self._mismatch = ""  # the second: ranks that disagree on a collective
+        self._create_detectors(now)
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         # Hosts of which a successor expects a first message, until a time: spares among them.
         self._expected_hosts, self._expected_until = set[int](), now
@@ -181,12 +162,14 @@ class Coordinator:
             self._first_failure_outdated = False
             first_report = find_cause([*self._failure_reports.values(), *self._detected_failures])
             self._first_failure = first_report.failure if first_report is not None else None
-            if self._first_failure is not None and self._early_exit:
+            early_exit = self._early_exit_detector.description
+            if self._first_failure is not None and early_exit:
                 # On a line of its own: the first one is compared with the ranks' own reports.
-                reason = f"{self._first_failure.reason}\nbefore that, {self._early_exit}"
+                reason = f"{self._first_failure.reason}\nbefore that, {early_exit}"
                 self._first_failure = replace(self._first_failure, reason=reason)
-            if self._first_failure is not None and self._mismatch:
-                reason = f"{self._first_failure.reason}\n{self._mismatch}"
+            failure_remark = self._hang_detector.failure_remark
+            if self._first_failure is not None and failure_remark:
+                reason = f"{self._first_failure.reason}\n{failure_remark}"
                 self._first_failure = replace(self._first_failure, reason=reason)
         return self._stop_cause or self._first_failure
 
@@ -250,11 +233,8 @@ class Coordinator:
                 self._record_end(node_rank, message.progress)
             case messages.RankFailed():
                 self._add_failure_report(host, message.failure_report, now)
-            case messages.RankStacks():
-                host.rank_stacks = message.ranks
-            case messages.LastRecords():
-                host.last_records = message.ranks
-                host.finished_ranks = message.finished_ranks
+            case messages.RankStacks() | messages.LastRecords():
+                self._hang_detector.receive(node_rank, message)
 
     def _update_host(self, host: JobHost, progress: HostProgress, now: float) -> None:
         ended_ranks = progress.ended_ranks, progress.early_exits
@@ -266,7 +246,7 @@ class Coordinator:
         host.joined, host.nproc = progress.joined, progress.nproc
         if progress.progress_count != host.progress_count:
             host.progress_count = progress.progress_count
-            self._last_progress_at, self._stacks_requested_at = now, None
+            self._hang_detector.record_progress(now)
         self._ranks_have_joined |= host.joined > 0
         self._start_succeeded |= host.joined > 0 or progress.has_run_long
         if progress.failure_report is not None:
@@ -295,11 +275,8 @@ class Coordinator:
 
     def _blame_hang(self, report: FailureReport) -> None:
         """Add the cause of a hang when another rank fails in it: its collective has timed out."""
-        cause = self._hang_report
-        if cause is None or cause in self._detected_failures:
-            return
-        is_own_failure = report.failure.rank == cause.failure.rank
-        if self._blamed_in_collective or not is_own_failure:
+        cause = self._hang_detector.find_cause_of(report)
+        if cause is not None and cause not in self._detected_failures:
             self._detected_failures.append(cause)
 
     def _add_detected_failure(self, report: FailureReport) -> None:
@@ -343,8 +320,7 @@ class Coordinator:
             self._check_quorum(now)
             if self.phase is JobPhase.RUNNING:
                 self._detect_early_exit(now)
-                self._detect_stall(now)
-                self._explain_overdue(now)
+                self._detect_hang(now)
                 self._pause_for_returned_host(now)
         if self.phase is JobPhase.WAITING:
             if now >= self._restart_at and self._is_confirmed():
@@ -379,13 +355,9 @@ class Coordinator:
         self._attempt_started_at = shift(self._attempt_started_at)
         if self._hardware_check is not None:
             self._hardware_check.extend(pause_seconds)
-        self._last_progress_at = shift(self._last_progress_at)
+        self._hang_detector.extend_timeouts(shift)
         if self._agents_required_since is not None:
             self._agents_required_since = shift(self._agents_required_since)
-        if self._stacks_requested_at is not None:
-            self._stacks_requested_at = shift(self._stacks_requested_at)
-        if self._records_requested_at is not None:
-            self._records_requested_at = shift(self._records_requested_at)
         for host in self.hosts:
             if host.last_message_at is not None:
                 host.last_message_at = shift(host.last_message_at)
@@ -429,128 +401,36 @@ class Coordinator:
         if self.phase is not JobPhase.STOPPING:
             self._add_detected_failure(FailureReport(host.loss, last_seen, FailureKind.HOST_LOST))
 
+    def _create_detectors(self, now: float) -> None:
+        """Create the detectors of the attempt, without the state of the last one."""
+        self._early_exit_detector = EarlyExitDetector(self._places, self.attempt)
+        self._hang_detector = HangDetector(
+            self.policy, self._places, self.attempt, self._output_path, now
+        )
+
     def _detect_early_exit(self, now: float) -> None:
-        """Log once that ranks have ended with exit code 0 while others are running. They may be
-        meant to: the job continues.
-        """
-        if self._early_exit or self.failure is not None:
+        """Log once that ranks have ended early. Exits after a failure do not explain it."""
+        if self._early_exit_detector.description or self.failure is not None:
             return
-        exits, ages = list[RankExit](), list[float]()
-        for host in self._places.hosts:
-            exits += host.early_exits
-            ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
         active_hosts = [self.hosts[node_rank] for node_rank in self._active_hosts]
-        running_ranks = sum(host.nproc - host.ended_ranks for host in active_hosts)
-        if max(ages, default=0.0) < EARLY_EXIT_SECONDS or running_ranks <= 0:
-            return
-        others = f"{running_ranks} ranks are" if running_ranks > 1 else "1 rank is"
-        self._early_exit, self.summary_changed = describe_early_exits(exits), True
-        self._early_exit_remark = f"{self._early_exit} while {others} still running"
-        self.notices.append(Notice("early-exit", self.attempt, remark=self._early_exit_remark))
+        notice = self._early_exit_detector.tick(active_hosts, now)
+        if notice is not None:
+            self.notices.append(notice)
+            self.summary_changed = True
 
-    def _detect_stall(self, now: float) -> None:
-        active_hosts = [self.hosts[node_rank] for node_rank in sorted(self._active_hosts)]
-        if not active_hosts or any(
-            not host.nproc or host.joined < host.nproc for host in active_hosts
+    def _detect_hang(self, now: float) -> None:
+        """Perform the actions that are due because ranks make no progress or wait for long."""
+        active_hosts = {number: self.hosts[number] for number in sorted(self._active_hosts)}
+        for action in self._hang_detector.tick(
+            active_hosts, now, ranks_have_joined=self._ranks_have_joined
         ):
-            self._detect_late_start(active_hosts, now)
-            return
-        limit_seconds = self.policy.stall_limit_seconds(
-            in_busy_activity=any(host.in_busy_activity for host in active_hosts)
-        )
-        if limit_seconds is None or now - self._last_progress_at <= limit_seconds:
-            return
-        if self._stacks_requested_at is None:
-            self._stacks_requested_at, self._records_requested_at = now, None
-            self._request_stacks()
-        elif self._have_all_stacks(now, self._stacks_requested_at):
-            ranks = self._list_ranks()
-            report = stalled_report(
-                ranks,
-                now - self._last_progress_at,
-                active_hosts[0].name,
-                self._output_path,
-                self._find_hang(ranks),
-            )
-            self._stacks_requested_at = None
-            self.notices.append(Notice("stalled", self.attempt, report.failure))
-            self._add_detected_failure(replace(report, time=now))
-
-    def _request_stacks(self) -> None:
-        for host in self.hosts:
-            host.rank_stacks = None
-        self._send_order(messages.DumpStacks(self.attempt))
-
-    def _have_all_stacks(self, now: float, requested_at: float) -> bool:
-        """Return True if all hosts have replied, or will not any more."""
-        return now - requested_at > STACK_TIMEOUT_SECONDS or all(
-            self.hosts[node_rank].rank_stacks is not None for node_rank in self._active_hosts
-        )
-
-    def _list_ranks(self) -> list[RankProgress]:
-        """Return the replies of all hosts to the last request."""
-        return [
-            rank
-            for node_rank in sorted(self._active_hosts)
-            for rank in self.hosts[node_rank].rank_stacks or ()
-        ]
-
-    def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
-        """Return the cause of a hang, with the host of its rank, also if that has ended."""
-        finding = explain_hang(ranks)
-        return self._complete_host(finding) if finding is not None else None
-
-    def _complete_host(self, finding: HangFinding) -> HangFinding:
-        if finding.host:
-            return finding
-        rank_count, host_name = 0, self.hosts[0].name
-        for host in self._places.hosts:
-            if rank_count <= finding.rank:
-                host_name = host.name
-            rank_count += host.nproc
-        return replace(finding, host=host_name)
-
-    def _explain_overdue(self, now: float) -> None:
-        """Explain a collective that ranks have been waiting in for long. The job continues: it may
-        be slow, and its ranks have a timeout of their own.
-        """
-        if not any(self.hosts[node_rank].overdue_since for node_rank in self._active_hosts):
-            if self._hang_remark:
-                self.notices.append(Notice("hang", self.attempt, remark="the job goes on"))
-            self._forget_hang()
-        elif self._hang_explained or self._stacks_requested_at is not None:
-            return
-        elif self._records_requested_at is None:
-            self._records_requested_at = now
-            self._request_stacks()
-        elif self._have_all_stacks(now, self._records_requested_at):
-            ranks = self._list_ranks()
-            finding = self._find_hang(ranks)
-            self._hang_explained = True
-            if finding is None:
-                return
-            report = explained_report(finding, ranks, "the others timed out", self._output_path)
-            self._hang_report = replace(report, time=now)
-            self._blamed_in_collective = finding.in_collective
-            self._hang_remark, self.summary_changed = finding.describe(), True
-            self.notices.append(Notice("hang", self.attempt, remark=self._hang_remark))
-
-    def _forget_hang(self) -> None:
-        self.summary_changed |= bool(self._hang_remark)
-        self._records_requested_at, self._hang_report = None, None
-        self._hang_explained, self._hang_remark = False, ""
-
-    def _detect_late_start(self, active_hosts: Sequence[JobHost], now: float) -> None:
-        """Detect a restart whose ranks do not join: at a restart no launcher waits for them and
-        times out.
-        """
-        is_late = now - self._last_progress_at > self.policy.start_timeout
-        if not self.attempt or not self._ranks_have_joined or not is_late:
-            return
-        host = min(active_hosts, key=lambda host: host.joined - host.nproc)
-        reason = f"has ranks that did not join within {self.policy.start_timeout:g} s of a restart"
-        failure = host_failure(host.name, reason, self._output_path)
-        self._add_detected_failure(FailureReport(failure, now, FailureKind.UNEXPLAINED))
+            if isinstance(action, FailureReport):
+                self._add_detected_failure(action)
+            elif isinstance(action, Notice):
+                self.notices.append(action)
+                self.summary_changed = True
+            else:
+                self._send_order(action)
 
     # -- succession -------------------------------------------------------------------------
 
@@ -558,8 +438,8 @@ class Coordinator:
         """Continue from the state of a job whose coordinator is lost. Every host ends its part of
         the attempt by itself.
         """
-        self.attempt, self._places.numbers = state.attempt, list(state.places)
-        self._places.successors, self._replacements = dict(state.successors), state.replacements
+        self._places.numbers, self._replacements = list(state.places), state.replacements
+        self._places.successors = dict(state.successors)
         self._restarts = list(state.restarts)
         self._failed_starts_in_a_row = state.failed_starts_in_a_row
         self._ranks_have_joined = state.ranks_have_joined
@@ -728,13 +608,10 @@ class Coordinator:
 
     def _explain_failed_collective(self) -> None:
         """Add to the failure which ranks disagreed about the collective that it happened in."""
-        ranks = [rank for host in self._places.hosts for rank in host.last_records]
-        finished_ranks = [rank for host in self._places.hosts for rank in host.finished_ranks]
-        finding = explain_failed_collective(ranks, finished_ranks)
-        if self._hang_report is None and finding is not None:
-            self._mismatch = self._complete_host(finding).describe()
+        notice = self._hang_detector.explain_failed_collective()
+        if notice is not None:
+            self.notices.append(notice)
             self._first_failure_outdated = True
-            self.notices.append(Notice("hang", self.attempt, remark=self._mismatch))
 
     # -- hosts that come back -------------------------------------------------------------
 
@@ -954,15 +831,10 @@ class Coordinator:
         self._enter_phase(JobPhase.RUNNING)
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
-        self._stacks_requested_at, self._last_progress_at = None, now
-        self._early_exit = self._early_exit_remark = self._mismatch = ""
-        self._forget_hang()
+        self._create_detectors(now)
         self._active_hosts = set(self._places.numbers)
         for host in self._places.hosts:
-            host.exit_code, host.joined = None, 0
-            host.in_busy_activity, host.progress_count = False, -1
-            host.status, host.ended_ranks, host.early_exits = HostStatus.STARTING, 0, ()
-            host.overdue_since, host.last_records, host.finished_ranks = None, (), ()
+            host.begin_attempt()
         self._send_order(self._start_order())
 
     def _finish_job(self, notice: Notice) -> None:
@@ -974,13 +846,14 @@ class Coordinator:
         """Return the state of the job, as shown by ``query``."""
         replaced = {str(number): spare for number, spare in self._places.successors.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
+        is_running = self.phase is JobPhase.RUNNING
         return {
             "phase": self.phase.value,
             "attempt": self.attempt + 1,
             "attempts": self._max_attempts,
             "failure": to_plain(self.failure),
-            "early_exit": self._early_exit_remark if self.phase is JobPhase.RUNNING else "",
-            "hang": self._hang_remark if self.phase is JobPhase.RUNNING else "",
+            "early_exit": self._early_exit_detector.remark if is_running else "",
+            "hang": self._hang_detector.hang_remark if is_running else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": self.restarts,
             **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),

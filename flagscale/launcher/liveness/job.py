@@ -1,16 +1,11 @@
-"""Coordinator's record of each host, notices of events, and detection of the slowest rank."""
+"""Coordinator's record of each host, and notices of events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, host_failure
-from flagscale.launcher.liveness.hang import HangFinding, format_clock
-from flagscale.launcher.liveness.messages import HostStatus, RankExit, RankProgress
-
-_MAX_LISTED_RANKS = 4
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.liveness.messages import HostStatus, RankExit
 
 
 @dataclass
@@ -44,18 +39,17 @@ class JobHost:
     """Time at which it has come back after it was lost; None once it is in the job."""
     clock_offset: float | None = None
     """Difference between the coordinator's monotonic time and this host's Unix time, in seconds."""
-    rank_stacks: tuple[RankProgress, ...] | None = None
-    """Progress and stack of each rank, in reply to the last request; None until it arrives."""
-
-    last_records: tuple[RankProgress, ...] = ()
-    """Ranks that wrote their flight record when they failed."""
-    finished_ranks: tuple[int, ...] = ()
-    """Ranks that ended with exit code 0 in an attempt that failed here, as far as it is known."""
 
     @property
     def has_left(self) -> bool:
         """True if the job does not use it any more."""
         return self.is_lost or bool(self.sickness)
+
+    def begin_attempt(self) -> None:
+        """Reset what was reported in the last attempt."""
+        self.status, self.exit_code = HostStatus.STARTING, None
+        self.joined, self.progress_count, self.in_busy_activity = 0, -1, False
+        self.ended_ranks, self.early_exits, self.overdue_since = 0, (), None
 
 
 @dataclass(frozen=True)
@@ -87,99 +81,3 @@ def explain_missing_agents(port: int | None) -> str:
         f" at port {port} of the first host (experiment.runner.liveness_port): an agent did not "
         "start, or a firewall drops the port"
     )
-
-
-def describe_early_exits(exits: Sequence[RankExit]) -> str:
-    """Return ``rank 3 ended with exit code 0 at 14:02:11``, or the same of several ranks."""
-    exits = sorted(exits, key=lambda rank_exit: rank_exit.time)
-    clock = format_clock(exits[0].time)
-    numbers = [str(r) for r in sorted(exit_.rank for exit_ in exits[:_MAX_LISTED_RANKS])]
-    if len(exits) == 1:
-        return f"rank {numbers[0]} ended with exit code 0 at {clock}"
-    if len(exits) > _MAX_LISTED_RANKS:
-        numbers.append("others")
-    listed = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
-    return f"ranks {listed} ended with exit code 0 from {clock} on"
-
-
-def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:
-    """Return the rank that the others wait for; None without ranks.
-
-    Ranks are compared by the lowest step, then a stopped process, then one that does not answer
-    although others do, then one whose stack does not wait for another rank.
-    """
-    if not ranks:
-        return None
-    min_step = min((rank.step for rank in ranks if rank.step is not None), default=None)
-    slowest = [rank for rank in ranks if min_step is None or rank.step == min_step]
-    return min(slowest, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
-
-
-def stalled_report(
-    ranks: Sequence[RankProgress],
-    stalled_seconds: float,
-    host: str,
-    output: Path,
-    finding: HangFinding | None = None,
-) -> FailureReport:
-    """Return the report of a job without progress for ``stalled_seconds``.
-
-    Args:
-        host: Host to report if there are no ranks.
-        output: Log to report if there are no ranks.
-        finding: Cause of the stall, if it is known.
-
-    Returns:
-        A report whose time the caller has to set.
-    """
-    if finding is not None:
-        remark = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
-        return explained_report(finding, ranks, remark, output)
-    straggler = find_straggler(ranks)
-    if straggler is None:
-        reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
-        return FailureReport(
-            host_failure(host, reason, output),
-            0.0,
-            FailureKind.PROCESS_KILLED,
-        )
-    reason = (
-        f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
-    )
-    if straggler.doing:
-        reason += f" {straggler.doing}"
-    if straggler.step is not None:
-        reason += f" at step {straggler.step}"
-    if straggler.stopped:
-        reason += "; its process is stopped (SIGSTOP)"
-    elif not straggler.answered:
-        reason += "; it did not report its stack"
-    elif straggler.place:
-        reason += f"; it is in {straggler.place}"
-    failure = Failure(
-        straggler.host,
-        rank=straggler.rank,
-        exit_code=None,
-        reason=reason,
-        traceback=straggler.stack,
-        log=straggler.log,
-    )
-    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)
-
-
-def explained_report(
-    finding: HangFinding, ranks: Sequence[RankProgress], remark: str, output: Path
-) -> FailureReport:
-    """Return the report of a hang whose cause is known from the flight records. The caller has to
-    set its time.
-    """
-    progress = next((rank for rank in ranks if rank.rank == finding.rank), None)
-    failure = Failure(
-        finding.host,
-        rank=finding.rank,
-        exit_code=None,
-        reason=f"{finding.reason} ({remark})",
-        traceback=progress.stack if progress is not None else "",
-        log=progress.log if progress is not None else output,
-    )
-    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)

@@ -32,6 +32,15 @@ class Places:
         """Hosts of the job by node rank, without spares and replaced hosts."""
         return [self._hosts[number] for number in self.numbers]
 
+    def find_host(self, rank: int) -> JobHost:
+        """Return the host of a global rank, from the reported numbers of ranks per host."""
+        rank_count, rank_host = 0, self._hosts[0]
+        for host in self.hosts:
+            if rank_count <= rank:
+                rank_host = host
+            rank_count += host.nproc
+        return rank_host
+
     @property
     def has_free_place(self) -> bool:
         """True if the job has fewer hosts than planned."""

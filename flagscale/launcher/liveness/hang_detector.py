@@ -1,0 +1,336 @@
+"""Detection of hangs in an attempt, and selection of the rank that is to blame.
+
+Ranks that make no progress for too long are a stall, which ends the attempt. Before that, ranks may
+wait in an overdue collective, which is explained while the job continues. Both explanations need
+the stacks and the digests of the flight records of all ranks, which hosts send by order. Ranks that
+failed in a collective have written theirs, which show whether the ranks disagreed about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport, host_failure
+from flagscale.launcher.liveness.hang import (
+    HangFinding,
+    explain_failed_collective,
+    explain_hang,
+)
+from flagscale.launcher.liveness.job import JobHost, Notice
+from flagscale.launcher.liveness.messages import (
+    DumpStacks,
+    LastRecords,
+    Order,
+    RankProgress,
+    RankStacks,
+)
+from flagscale.launcher.liveness.options import Policy
+from flagscale.launcher.liveness.places import Places
+
+# Time for ranks to write their stacks before the slowest one is reported without them.
+STACK_TIMEOUT_SECONDS = 8.0
+
+HangAction = Order | Notice | FailureReport
+"""Order to all hosts, notice to pass on, or failure that ends the attempt."""
+
+
+class HangDetector:
+    """Detector of hangs in one attempt, without I/O.
+
+    It decides when ranks have made no progress for too long, when hosts have to send the stacks of
+    their ranks, which rank is to blame, and whether a failure is the consequence of a hang.
+
+    The caller passes on progress (:meth:`record_progress`) and the replies and last records of
+    hosts (:meth:`receive`), calls :meth:`tick` regularly, and performs the actions that it returns.
+    The last reported progress of each host (:class:`~.job.JobHost`) is read at each call. Each
+    attempt has a detector of its own.
+
+    Attributes:
+        hang_remark: Explanation of the collective that ranks wait in now; empty if there is none.
+        failure_remark: Explanation of the collective that ranks failed in; empty if there is none.
+    """
+
+    def __init__(
+        self, policy: Policy, places: Places, attempt: int, output: Path, now: float
+    ) -> None:
+        """Begin with the start of the attempt.
+
+        Args:
+            policy: Timeouts.
+            places: Hosts of the job by node rank.
+            attempt: Number of the attempt.
+            output: Log of failures that have none of their own.
+            now: Current time.
+        """
+        self.hang_remark = self.failure_remark = ""
+        self._policy = policy
+        self._places = places
+        self._attempt = attempt
+        self._output_path = output
+        self._last_progress_at = now
+        self._rank_stacks: dict[int, tuple[RankProgress, ...]] = {}
+        """Ranks of each host that has replied to the last request, by host."""
+        self._last_records: dict[int, LastRecords] = {}
+        """Records that ranks wrote when they failed, by host."""
+        # Time of a request that is not answered yet, because the job stalls.
+        self._stacks_requested_at: float | None = None
+        # The same because a collective is overdue.
+        self._records_requested_at: float | None = None
+        self._is_explained = False  # what is overdue now, as far as it can be
+        self._cause: FailureReport | None = None  # of the overdue collective, if it is known
+        self._is_cause_in_collective = False
+
+    # -- events -----------------------------------------------------------------------------
+
+    def record_progress(self, now: float) -> None:
+        """Record that a rank has made progress."""
+        self._last_progress_at, self._stacks_requested_at = now, None
+
+    def receive(self, host: int, message: RankStacks | LastRecords) -> None:
+        """Process a message of a host in this attempt."""
+        if isinstance(message, RankStacks):
+            self._rank_stacks[host] = message.ranks
+        else:
+            self._last_records[host] = message
+
+    def extend_timeouts(self, shift: Callable[[float], float]) -> None:
+        """Extend all timeouts by the time in which the coordinator itself did not run.
+
+        Args:
+            shift: Returns the start of a timeout, moved by that time.
+        """
+        self._last_progress_at = shift(self._last_progress_at)
+        if self._stacks_requested_at is not None:
+            self._stacks_requested_at = shift(self._stacks_requested_at)
+        if self._records_requested_at is not None:
+            self._records_requested_at = shift(self._records_requested_at)
+
+    def tick(
+        self, active_hosts: Mapping[int, JobHost], now: float, *, ranks_have_joined: bool
+    ) -> list[HangAction]:
+        """Return the actions that are due, in order.
+
+        Args:
+            active_hosts: Hosts whose part of the attempt is not over, by ascending number.
+            now: Current time.
+            ranks_have_joined: True if the ranks have joined in any attempt.
+        """
+        return [
+            *self._detect_stall(active_hosts, now, ranks_have_joined=ranks_have_joined),
+            *self._explain_overdue(active_hosts, now),
+        ]
+
+    # -- stall ------------------------------------------------------------------------------
+
+    def _detect_stall(
+        self, active_hosts: Mapping[int, JobHost], now: float, *, ranks_have_joined: bool
+    ) -> Iterator[HangAction]:
+        hosts = list(active_hosts.values())
+        if not hosts or any(not host.nproc or host.joined < host.nproc for host in hosts):
+            if self._attempt and ranks_have_joined:
+                yield from self._detect_late_start(hosts, now)
+            return
+        limit_seconds = self._policy.stall_limit_seconds(
+            in_busy_activity=any(host.in_busy_activity for host in hosts)
+        )
+        if limit_seconds is None or now - self._last_progress_at <= limit_seconds:
+            return
+        if self._stacks_requested_at is None:
+            self._stacks_requested_at, self._records_requested_at = now, None
+            yield self._request_stacks()
+        elif self._have_all_stacks(active_hosts, now, self._stacks_requested_at):
+            ranks = self._list_ranks(active_hosts)
+            report = stalled_report(
+                ranks,
+                now - self._last_progress_at,
+                hosts[0].name,
+                self._output_path,
+                self._find_hang(ranks),
+            )
+            self._stacks_requested_at = None
+            yield Notice("stalled", self._attempt, report.failure)
+            yield replace(report, time=now)
+
+    def _detect_late_start(self, hosts: Sequence[JobHost], now: float) -> Iterator[HangAction]:
+        """Detect a restart whose ranks do not join: at a restart no launcher waits for them and
+        times out.
+        """
+        if now - self._last_progress_at <= self._policy.start_timeout:
+            return
+        host = min(hosts, key=lambda host: host.joined - host.nproc)
+        seconds = self._policy.start_timeout
+        reason = f"has ranks that did not join within {seconds:g} s of a restart"
+        failure = host_failure(host.name, reason, self._output_path)
+        yield FailureReport(failure, now, FailureKind.UNEXPLAINED)
+
+    # -- stacks and flight records ----------------------------------------------------------
+
+    def _request_stacks(self) -> DumpStacks:
+        self._rank_stacks.clear()
+        return DumpStacks(self._attempt)
+
+    def _have_all_stacks(
+        self, active_hosts: Mapping[int, JobHost], now: float, requested_at: float
+    ) -> bool:
+        """Return True if all hosts have replied, or will not any more."""
+        return now - requested_at > STACK_TIMEOUT_SECONDS or all(
+            number in self._rank_stacks for number in active_hosts
+        )
+
+    def _list_ranks(self, active_hosts: Mapping[int, JobHost]) -> list[RankProgress]:
+        """Return the replies of all hosts to the last request."""
+        return [rank for number in active_hosts for rank in self._rank_stacks.get(number, ())]
+
+    def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
+        """Return the cause of a hang, with the host of its rank, also if that has ended."""
+        finding = explain_hang(ranks)
+        return self._complete_host(finding) if finding is not None else None
+
+    def _complete_host(self, finding: HangFinding) -> HangFinding:
+        if finding.host:
+            return finding
+        return replace(finding, host=self._places.find_host(finding.rank).name)
+
+    # -- overdue collectives ----------------------------------------------------------------
+
+    def _explain_overdue(
+        self, active_hosts: Mapping[int, JobHost], now: float
+    ) -> Iterator[HangAction]:
+        """Explain a collective that ranks have been waiting in for long. The job continues: it may
+        be slow, and its ranks have a timeout of their own.
+        """
+        if not any(host.overdue_since for host in active_hosts.values()):
+            if self.hang_remark:
+                yield Notice("hang", self._attempt, remark="the job goes on")
+            self._records_requested_at, self._cause = None, None
+            self._is_explained, self.hang_remark = False, ""
+        elif self._is_explained or self._stacks_requested_at is not None:
+            return
+        elif self._records_requested_at is None:
+            self._records_requested_at = now
+            yield self._request_stacks()
+        elif self._have_all_stacks(active_hosts, now, self._records_requested_at):
+            ranks = self._list_ranks(active_hosts)
+            finding = self._find_hang(ranks)
+            self._is_explained = True
+            if finding is None:
+                return
+            report = explained_report(finding, ranks, "the others timed out", self._output_path)
+            self._cause = replace(report, time=now)
+            self._is_cause_in_collective = finding.in_collective
+            self.hang_remark = finding.describe()
+            yield Notice("hang", self._attempt, remark=self.hang_remark)
+
+    def find_cause_of(self, report: FailureReport) -> FailureReport | None:
+        """Return the cause of the overdue collective if a rank has failed in it: the collective has
+        timed out. None if the rank has failed for a reason of its own.
+        """
+        cause = self._cause
+        if cause is None:
+            return None
+        is_own_failure = report.failure.rank == cause.failure.rank
+        return cause if self._is_cause_in_collective or not is_own_failure else None
+
+    def explain_failed_collective(self) -> Notice | None:
+        """Explain the collective that the attempt failed in, if ranks disagreed about it.
+
+        Returns:
+            The notice of the explanation; None if there is none, or the cause was known before.
+        """
+        messages = [
+            self._last_records[number]
+            for number in self._places.numbers
+            if number in self._last_records
+        ]
+        ranks = [rank for message in messages for rank in message.ranks]
+        finished_ranks = [rank for message in messages for rank in message.finished_ranks]
+        finding = explain_failed_collective(ranks, finished_ranks)
+        if self._cause is not None or finding is None:
+            return None
+        self.failure_remark = self._complete_host(finding).describe()
+        return Notice("hang", self._attempt, remark=self.failure_remark)
+
+
+def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:
+    """Return the rank that the others wait for; None without ranks.
+
+    Ranks are compared by the lowest step, then a stopped process, then one that does not answer
+    although others do, then one whose stack does not wait for another rank.
+    """
+    if not ranks:
+        return None
+    min_step = min((rank.step for rank in ranks if rank.step is not None), default=None)
+    slowest = [rank for rank in ranks if min_step is None or rank.step == min_step]
+    return min(slowest, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
+
+
+def stalled_report(
+    ranks: Sequence[RankProgress],
+    stalled_seconds: float,
+    host: str,
+    output: Path,
+    finding: HangFinding | None = None,
+) -> FailureReport:
+    """Return the report of a job without progress for ``stalled_seconds``.
+
+    Args:
+        host: Host to report if there are no ranks.
+        output: Log to report if there are no ranks.
+        finding: Cause of the stall, if it is known.
+
+    Returns:
+        A report whose time the caller has to set.
+    """
+    if finding is not None:
+        remark = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
+        return explained_report(finding, ranks, remark, output)
+    straggler = find_straggler(ranks)
+    if straggler is None:
+        reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
+        return FailureReport(
+            host_failure(host, reason, output),
+            0.0,
+            FailureKind.PROCESS_KILLED,
+        )
+    reason = (
+        f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
+    )
+    if straggler.doing:
+        reason += f" {straggler.doing}"
+    if straggler.step is not None:
+        reason += f" at step {straggler.step}"
+    if straggler.stopped:
+        reason += "; its process is stopped (SIGSTOP)"
+    elif not straggler.answered:
+        reason += "; it did not report its stack"
+    elif straggler.place:
+        reason += f"; it is in {straggler.place}"
+    failure = Failure(
+        straggler.host,
+        rank=straggler.rank,
+        exit_code=None,
+        reason=reason,
+        traceback=straggler.stack,
+        log=straggler.log,
+    )
+    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)
+
+
+def explained_report(
+    finding: HangFinding, ranks: Sequence[RankProgress], remark: str, output: Path
+) -> FailureReport:
+    """Return the report of a hang whose cause is known from the flight records. The caller has to
+    set its time.
+    """
+    progress = next((rank for rank in ranks if rank.rank == finding.rank), None)
+    failure = Failure(
+        finding.host,
+        rank=finding.rank,
+        exit_code=None,
+        reason=f"{finding.reason} ({remark})",
+        traceback=progress.stack if progress is not None else "",
+        log=progress.log if progress is not None else output,
+    )
+    return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)
