@@ -5,8 +5,8 @@
 One rank holds a model in fp32 with Adam's moments in host memory. Measured are a save in the
 foreground, the stall of a save in the background and the time until that one is complete, and a
 load. They are compared with the rate of the disk itself (writing with fsync, reading with an empty
-cache) and with that of the S3 client, which transfers the same files. The S3 server is moto's,
-which is slow: what counts is the ratio to the client's own rate.
+cache to memory that has been used) and with that of the S3 client, which transfers the same files.
+The S3 server is moto's, which is slow: what counts is the ratio to the client's own rate.
 
 Requires the extra ``storage-tests``.
 """
@@ -208,13 +208,17 @@ def measure_disk(directory: Path, root: Path) -> dict[str, float]:
     for target in targets:
         target.unlink()
     _drop_caches(directory)
+    buffers = {path: memoryview(bytearray(path.stat().st_size)) for path in files}
     begin = time.monotonic()
-    buffer = bytearray(8 << 20)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    for path, buffer in buffers.items():
+        _read_whole(path, buffer)
     return {"save_alone": write_seconds, "load_alone": time.monotonic() - begin}
+
+
+def _read_whole(path: Path, buffer: memoryview) -> None:
+    with path.open("rb", buffering=0) as file:
+        while buffer:
+            buffer = buffer[file.readinto(buffer) :]
 
 
 def measure_client(directory: Path) -> dict[str, float]:

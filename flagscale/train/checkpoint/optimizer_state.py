@@ -289,21 +289,29 @@ class _LoadedParameter(NamedTuple):
 
     Attributes:
         optimizer: the distributed optimizer.
-        weight: the model's parameter.
+        parameter: the parameter.
         part: this rank's part.
         tensors: its sharded state, without memory.
     """
 
     optimizer: Any
-    weight: Any
+    parameter: _Parameter
     part: Part
     tensors: dict[str, Any]
+
+    def find_own_tensors(self) -> dict[str, torch.Tensor] | None:
+        """Return the optimizer's own tensors if the state can be read to them; None otherwise."""
+        # Of states that may not be in fp32, the optimizer returns copies.
+        if self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return None
+        return _find_own_tensors(self.optimizer, self.parameter)
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's part of the state, which was read, to the optimizer."""
         part = slice(self.part.start, self.part.end)
         self.optimizer._set_main_param_and_optimizer_states(
-            self.weight, {name: tensor.reshape(-1)[part] for name, tensor in tensors.items()}
+            self.parameter.weight,
+            {name: tensor.reshape(-1)[part] for name, tensor in tensors.items()},
         )
 
 
@@ -319,13 +327,13 @@ class ParameterStates:
         """Add the states of one distributed optimizer, by the index of the parameter."""
         parameters, rank = _list_parameters(optimizer), optimizer.data_parallel_group.rank()
         for index, tensors in states.items():
-            weight, parts = parameters[index]
-            part = next(part for part in parts if part.rank == rank)
+            parameter = parameters[index]
+            part = next(part for part in parameter.parts if part.rank == rank)
             size = sum(tensor.data.numel() for tensor in tensors.values())
             if self._last_size + size > _READ_ELEMENTS:
                 self._groups.append([])
                 self._last_size = 0
-            self._groups[-1].append(_LoadedParameter(optimizer, weight, part, tensors))
+            self._groups[-1].append(_LoadedParameter(optimizer, parameter, part, tensors))
             self._last_size += size
 
     @torch.no_grad()
@@ -339,17 +347,33 @@ class ParameterStates:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         for index in range(int(count)):
             group = self._groups[index] if index < len(self._groups) else []
+            own_tensors = [parameter.find_own_tensors() for parameter in group]
+            targets = [
+                own or {name: _allocate(tensor) for name, tensor in parameter.tensors.items()}
+                for own, parameter in zip(own_tensors, group, strict=True)
+            ]
             loaded = read(
                 {
                     position: {
-                        name: replace(tensor, data=torch.empty_like(tensor.data, device="cpu"))
+                        name: replace(tensor, data=targets[position][name])
                         for name, tensor in parameter.tensors.items()
                     }
                     for position, parameter in enumerate(group)
                 }
             )
-            for position, parameter in enumerate(group):
-                parameter.apply(loaded[position])
+            for position, (parameter, own) in enumerate(zip(group, own_tensors, strict=True)):
+                # megatron.core assembles some tensors from several, in new memory.
+                is_applied = own is not None and all(
+                    loaded[position][name].data_ptr() == tensor.data_ptr()
+                    for name, tensor in own.items()
+                )
+                if not is_applied:
+                    parameter.apply(loaded[position])
+
+
+def _allocate(tensor: Any) -> torch.Tensor:
+    """Return memory of the host for a sharded tensor without memory."""
+    return torch.empty_like(tensor.data, device="cpu")
 
 
 def remove_parameter_states(optimizer: Any, sharded_state_dict: Any) -> ParameterStates:
