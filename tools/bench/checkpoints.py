@@ -68,6 +68,7 @@ def main() -> int:
         "--gib", type=float, default=0.5, help="size of a checkpoint (default: %(default)s)"
     )
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--only", choices=("disk", "s3"), help="one of them; default: both")
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--output", type=Path, help="file of the result")
     options = parser.parse_args()
@@ -83,12 +84,16 @@ def main() -> int:
         rank = Rank(layers, root / "staging")
         disk = rank.open(str(root / "disk"))
         s3 = rank.open(f"s3://{BUCKET}/bench")
-        samples: dict[str, list[dict[str, float]]] = {"disk": [], "s3": []}
+        names = [options.only] if options.only else ["disk", "s3"]
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         directory = root / "disk" / "iter_0000000"
+        rank.measure(*disk)  # a virtual machine gets the memory of files when it is first used
         for _ in range(options.repetitions):
             # The rates alone are measured in turn, because other load on the machine varies.
-            samples["disk"].append({**rank.measure(*disk), **measure_disk(directory, root)})
-            samples["s3"].append({**rank.measure(*s3), **measure_client(directory)})
+            if "disk" in samples:
+                samples["disk"].append({**rank.measure(*disk), **measure_disk(directory, root)})
+            if "s3" in samples:
+                samples["s3"].append({**rank.measure(*s3), **measure_client(directory)})
         size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         for _, checkpointer in (disk, s3):
             checkpointer.close()

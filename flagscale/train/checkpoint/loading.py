@@ -41,7 +41,11 @@ from flagscale.train.checkpoint.collective_errors import (
     raise_on_all_ranks,
     run_on_rank_0,
 )
-from flagscale.train.checkpoint.optimizer_state import ParameterStates, remove_parameter_states
+from flagscale.train.checkpoint.optimizer_state import (
+    ParameterStates,
+    remove_empty_states,
+    remove_parameter_states,
+)
 from flagscale.train.checkpoint.range_reader import AnyCheckpoint, open_checkpoint
 from flagscale.train.checkpoint.sharded_weights import DeferredWeights
 from flagscale.train.layers import lora
@@ -303,6 +307,7 @@ def _apply_state(
                 f"only the model or only the checkpoint has weights {', '.join(differences)}"
             )
     if selected_parts.optimizer:
+        remove_empty_states(state.optimizer, loaded_state["optimizer"])
         insert_groups(loaded_state["optimizer"], state.optimizer)
         with torch.no_grad():
             state.optimizer.load_state_dict(loaded_state["optimizer"])

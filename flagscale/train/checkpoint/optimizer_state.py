@@ -382,9 +382,27 @@ def remove_parameter_states(optimizer: Any, sharded_state_dict: Any) -> Paramete
     The sharded state dict must have been built to load, with :func:`split_by_owner`.
     """
     states = ParameterStates()
-    members = list_members(optimizer)
-    for index, member in enumerate(members):
-        member_state = sharded_state_dict if len(members) == 1 else sharded_state_dict[index]
-        if isinstance(member, DistributedOptimizer) and member_state.get(_FORMAT_KEY) == _FORMAT:
-            states.add(member, member_state.pop(_STATE_KEY))
+    for member, member_state in _list_member_states(optimizer, sharded_state_dict):
+        states.add(member, member_state.pop(_STATE_KEY))
     return states
+
+
+def remove_empty_states(optimizer: Any, loaded_state_dict: Any) -> None:
+    """Remove the states of parameters from what was read of an optimizer, in place.
+
+    They are those of the rank that wrote what all ranks share, if it owned no parameter of a member
+    of the optimizer. Others are read by :class:`ParameterStates`.
+    """
+    for _, member_state in _list_member_states(optimizer, loaded_state_dict):
+        member_state.pop(_STATE_KEY, None)
+
+
+def _list_member_states(optimizer: Any, state_dict: Any) -> list[tuple[Any, Any]]:
+    """Return the distributed optimizers in an optimizer, with their parts of a state dict."""
+    members = list_members(optimizer)
+    pairs = [
+        (member, state_dict if len(members) == 1 else state_dict[index])
+        for index, member in enumerate(members)
+        if isinstance(member, DistributedOptimizer)
+    ]
+    return [(member, state) for member, state in pairs if state.get(_FORMAT_KEY) == _FORMAT]

@@ -257,8 +257,11 @@ def count_state_elements(run: Run) -> dict[str, int]:
     state_dict, _ = save_preprocess(state_dict, False)
     separate_storages(state_dict)
     sizes = {"optimizer": 0, "model": 0}
-    for key in sizes:
-        for tensor in nested_values(state_dict[key]):
+    for name, part in state_dict.items():
+        key = name.rstrip(
+            "0123456789"
+        )  # there are several models in a pipeline with virtual stages
+        for tensor in nested_values(part) if key in sizes else ():
             data = tensor.data if isinstance(tensor, ShardedBase) else None
             if hasattr(data, "untyped_storage"):
                 sizes[key] += data.untyped_storage().nbytes() // data.itemsize

@@ -89,7 +89,7 @@ RESHARDED_PAIRS = (
 )
 SLOW_LAYOUTS = {
     *("meshes", "tied-meshes-turned-do", "meshes-vpp2-do", "meshes-cp2-do", "moe-meshes-ep2-do"),
-    *("moe-meshes-do", "moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
+    *("moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
     *("dp2", "pp2", "cp2-do", "bert-pp2-do", "sgd-one", "sgd-tp2"),
     *("mtp-meshes-do", "mtp-pp2-do", "moe-ep2-dp2-do-hybrid"),
 }
