@@ -78,6 +78,7 @@ class HangDetector:
         self._stacks_requested_at: float | None = None
         # The same because a collective is overdue.
         self._records_requested_at: float | None = None
+        self._is_stall_reported = False  # the stall or late start since the last progress
         self._is_explained = False  # what is overdue now, as far as it can be
         self._cause: FailureReport | None = None  # of the overdue collective, if it is known
         self._is_cause_in_collective = False
@@ -87,6 +88,7 @@ class HangDetector:
     def record_progress(self, now: float) -> None:
         """Record that a rank has made progress."""
         self._last_progress_at, self._stacks_requested_at = now, None
+        self._is_stall_reported = False
 
     def receive(self, host: int, message: RankStacks | LastRecords) -> None:
         """Process a message of a host in this attempt."""
@@ -117,6 +119,8 @@ class HangDetector:
             now: Current time.
             ranks_have_joined: True if the ranks have joined in any attempt.
         """
+        if not active_hosts:
+            return []
         return [
             *self._detect_stall(active_hosts, now, ranks_have_joined=ranks_have_joined),
             *self._explain_overdue(active_hosts, now),
@@ -127,8 +131,13 @@ class HangDetector:
     def _detect_stall(
         self, active_hosts: Mapping[int, JobHost], now: float, *, ranks_have_joined: bool
     ) -> Iterator[HangAction]:
+        """Detect that no rank has made progress for too long. Each stall is reported once: the job
+        continues with ``on_failure: leave``.
+        """
+        if self._is_stall_reported:
+            return
         hosts = list(active_hosts.values())
-        if not hosts or any(not host.nproc or host.joined < host.nproc for host in hosts):
+        if any(not host.nproc or host.joined < host.nproc for host in hosts):
             if self._attempt and ranks_have_joined:
                 yield from self._detect_late_start(hosts, now)
             return
@@ -149,7 +158,7 @@ class HangDetector:
                 self._output_path,
                 self._find_hang(ranks),
             )
-            self._stacks_requested_at = None
+            self._stacks_requested_at, self._is_stall_reported = None, True
             yield Notice("stalled", self._attempt, report.failure)
             yield replace(report, time=now)
 
@@ -159,6 +168,7 @@ class HangDetector:
         """
         if now - self._last_progress_at <= self._policy.start_timeout:
             return
+        self._is_stall_reported = True
         host = min(hosts, key=lambda host: host.joined - host.nproc)
         seconds = self._policy.start_timeout
         reason = f"has ranks that did not join within {seconds:g} s of a restart"

@@ -635,6 +635,18 @@ def test_stall_without_replies_from_hosts() -> None:
     assert job.first_failed_rank == ("h0", None)
 
 
+def test_stall_of_a_job_that_continues_is_reported_once() -> None:
+    job = Job(on_failure="leave")
+    job.run(5)
+    for count in (1, 2):
+        job.moving = False
+        job.run(200)
+        assert job.order_types() == [DumpStacks] * count
+        assert job.notified_events == ["stalled"] * count
+        job.moving = True
+        job.run(1)
+
+
 @pytest.mark.parametrize(
     ("fields", "policy"),
     [
@@ -887,6 +899,21 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
     job.moving = False
     job.run(110)
     assert "did not join within 100 s of a restart" in str(job.coordinator.failure)
+
+
+def test_a_restart_that_ends_well_after_long_without_progress() -> None:
+    job = Job(max_restarts=1, hang_detection_timeout=0.0)
+    job.run(5)
+    job.send_failure(0, 0)
+    for host in (0, 1):
+        job.send_end(host)
+    job.run(5)
+    job.moving = False
+    job.run(110)
+    for host in (0, 1):
+        job.send_end(host, 0)
+    job.run(1)
+    assert (job.coordinator.attempt, job.notified_events) == (1, ["restarted", "finished"])
 
 
 @pytest.mark.parametrize("last", [1, 0])

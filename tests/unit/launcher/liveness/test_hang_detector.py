@@ -206,6 +206,37 @@ def test_only_a_restart_has_to_join_in_time(
     assert len(actions) == is_late
 
 
+def test_stall_is_reported_once_until_there_is_progress() -> None:
+    """The job continues with ``on_failure: leave``."""
+    attempt = Attempt()
+    for _ in range(2):
+        assert attempt.tick(STALL_SECONDS + 1) == [DumpStacks(0)]
+        assert len(attempt.tick(STACK_TIMEOUT_SECONDS + 1)) == 2
+        for _ in range(5):
+            assert attempt.tick(STALL_SECONDS) == []
+        attempt.detector.record_progress(attempt.now)
+
+
+def test_late_start_is_reported_once() -> None:
+    attempt = Attempt(1)
+    attempt.hosts[1].joined = 0
+    assert len(attempt.tick(START_SECONDS + 1)) == 1
+    assert attempt.tick(1) == []
+
+
+def test_attempt_without_active_hosts_is_no_late_start() -> None:
+    attempt = Attempt(1)
+    attempt.active.clear()
+    assert attempt.tick(START_SECONDS + 1) == []
+
+
+def test_end_of_all_hosts_is_not_the_end_of_an_overdue_collective() -> None:
+    attempt = Attempt()
+    attempt.explain_overdue()
+    attempt.active.clear()
+    assert attempt.tick(1) == []
+
+
 def test_pause_extends_the_time_without_progress() -> None:
     attempt = Attempt()
     assert attempt.tick(STALL_SECONDS) == []
