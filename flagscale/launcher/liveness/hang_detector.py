@@ -194,12 +194,11 @@ class HangDetector:
         return [rank for number in active_hosts for rank in self._rank_stacks.get(number, ())]
 
     def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
-        """Return the cause of a hang, with the host of its rank, also if that has ended."""
+        """Return the cause of a hang. The host of a rank that has ended is derived from the number
+        of ranks per host, and empty if a host has not reported its number.
+        """
         finding = explain_hang(ranks)
-        return self._complete_host(finding) if finding is not None else None
-
-    def _complete_host(self, finding: HangFinding) -> HangFinding:
-        if finding.host:
+        if finding is None or finding.host or not all(host.nproc for host in self._places.hosts):
             return finding
         return replace(finding, host=self._places.find_host(finding.rank).name)
 
@@ -228,17 +227,20 @@ class HangDetector:
             if finding is None:
                 return
             report = explained_report(finding, ranks, "the others timed out", self._output_path)
-            self._cause = replace(report, time=now)
+            self._cause = replace(report, time=self._records_requested_at)
             self._is_cause_in_collective = finding.in_collective
             self.hang_remark = finding.describe()
             yield Notice("hang", self._attempt, remark=self.hang_remark)
 
     def find_cause_of(self, report: FailureReport) -> FailureReport | None:
         """Return the cause of the overdue collective if a rank has failed in it: the collective has
-        timed out. None if the rank has failed for a reason of its own.
+        timed out. None if the rank has failed before that, or for a reason of its own.
+
+        Args:
+            report: Failure of the rank, with the time of the coordinator's clock.
         """
         cause = self._cause
-        if cause is None:
+        if cause is None or report.time < cause.time:
             return None
         is_own_failure = report.failure.rank == cause.failure.rank
         return cause if self._is_cause_in_collective or not is_own_failure else None
@@ -249,17 +251,17 @@ class HangDetector:
         Returns:
             The notice of the explanation; None if there is none, or the cause was known before.
         """
-        messages = [
-            self._last_records[number]
-            for number in self._places.numbers
-            if number in self._last_records
-        ]
-        ranks = [rank for message in messages for rank in message.ranks]
-        finished_ranks = [rank for message in messages for rank in message.finished_ranks]
-        finding = explain_failed_collective(ranks, finished_ranks)
+        ranks = list[RankProgress]()
+        host_by_finished_rank = dict[int, str]()
+        for number, host in zip(self._places.numbers, self._places.hosts, strict=True):
+            if (message := self._last_records.get(number)) is not None:
+                ranks += message.ranks
+                host_by_finished_rank |= dict.fromkeys(message.finished_ranks, host.name)
+        finding = explain_failed_collective(ranks, host_by_finished_rank)
         if self._cause is not None or finding is None:
             return None
-        self.failure_remark = self._complete_host(finding).describe()
+        host_name = finding.host or host_by_finished_rank.get(finding.rank, "")
+        self.failure_remark = replace(finding, host=host_name).describe()
         return Notice("hang", self._attempt, remark=self.failure_remark)
 
 

@@ -808,6 +808,23 @@ def test_rank_that_fails_in_a_hang_is_not_the_cause(
     assert is_cause is (failed_rank == 0)
 
 
+def test_hang_is_the_cause_of_a_failure_before_its_explanation() -> None:
+    """The failure is repeated with each heartbeat."""
+    job = Job(on_failure="leave")
+    job.run(5)
+    job.fields[0]["overdue_since"] = 3.0
+    job.run(1)
+    failure = Failure("h0", 0, 1, "failed", "", Path("log"))
+    report = FailureReport(failure, job.clock[0] + job.now, FailureKind.RANK_FAILED)
+    job.fields[0]["failure_report"] = report
+    job.run(1)
+    assert job.coordinator.failure == failure
+    job.send(RankStacks, 0, (recorded_rank(0),))
+    job.send(RankStacks, 1, (replace(recorded_rank(1), record=None),))
+    job.run(2)
+    assert job.first_failed_rank == ("h1", 1)
+
+
 def test_stall_is_explained_from_the_records() -> None:
     job = Job()
     job.run(5)
