@@ -333,16 +333,27 @@ class Prospects:
         ]
 
 
-def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+def _distance(setting: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Return the distance of two settings: factors of two between sizes, 1 for another choice."""
     distance = 0.0
-    for name, value in a.items():
-        other = b[name]
-        if value == other:
+    for name, value in setting.items():
+        other_value = other[name]
+        if value == other_value:
             continue
-        are_sizes = all(isinstance(v, int) and not isinstance(v, bool) for v in (value, other))
-        distance += abs(math.log2(value / other)) if are_sizes else 1.0
+        if _is_size(value) and _is_size(other_value):
+            distance += abs(_log_size(value) - _log_size(other_value))
+        else:
+            distance += 1.0
     return distance
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _log_size(size: int) -> float:
+    """Return the logarithm of a size. Nothing, such as no offloaded layers, is half of 1."""
+    return math.log2(size) if size else -1.0
 
 
 def _win(expectation: Expectation, seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from support.tuning import fake_layout
@@ -97,3 +98,14 @@ def test_many_equal_measurements_do_not_break_the_algebra() -> None:
     layout = fake_layout(1.0)
     belief = Belief(MEASURED_DEVICES, [Observation(layout, 2.0, 0.01)] * 20)
     assert math.isfinite(belief.expect(fake_layout(2.0)).seconds)
+
+
+def test_sizes_of_zero_are_the_farther_the_larger_the_other_one() -> None:
+    """Offloaded layers are such a size."""
+    measured = fake_layout(1.0, cpu_offloading_num_layers=0)
+    belief = Belief(OTHER_DEVICES, [Observation(measured, 1.0, 0.01)])
+    deviations = [
+        belief.expect(fake_layout(1.0, cpu_offloading_num_layers=count)).deviation
+        for count in (0, 1, 2, 8)
+    ]
+    assert all(near < far for near, far in pairwise(deviations))
