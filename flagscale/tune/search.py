@@ -18,6 +18,7 @@ from flagscale.tune.belief import (
     Belief,
     Expectation,
     Observation,
+    Prospects,
 )
 from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial, combine, time_steps
 from flagscale.tune.space import Layout, SearchProblem, Space
@@ -206,7 +207,7 @@ class Search:
                 self.remaining,
                 key=lambda layout: (not is_cheap(layout), self.expect(layout).seconds),
             ), ""
-        prospects = self.belief.compare(self.remaining, best.layout)
+        prospects = self._compare(self.remaining, best.layout)
         probability = prospects.win_probability(algo.tolerance)
         if probability >= 1 - algo.certainty:
             return prospects.most_promising(
@@ -251,10 +252,16 @@ class Search:
             return None
         if best.layout in once:
             return best.layout
-        prospects = self.belief.compare(once, best.layout)
+        prospects = self._compare(once, best.layout)
         if prospects.win_probability(self._tuner.algo.tolerance) < 1 - self._tuner.algo.certainty:
             return None
         return prospects.most_promising()
+
+    def _compare(self, layouts: Sequence[Layout], reference: Layout) -> Prospects:
+        algo = self._tuner.algo
+        return self.belief.compare(
+            layouts, reference, min_gain=algo.tolerance, decisive_chance=1 - algo.certainty
+        )
 
     def is_hopeless(self, timing: Timing) -> bool:
         """Return whether a running trial is slower than the best one, even if both intervals err

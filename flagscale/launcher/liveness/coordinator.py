@@ -270,14 +270,17 @@ class Coordinator:
         if self._failure_reports.get(key) != converted_report:
             self._failure_reports[key] = converted_report
             self._first_failure_outdated = self.summary_changed = True
-        self._blame_hang(report)
+        self._blame_hang(converted_report)
         self._end_attempt()
 
     def _blame_hang(self, report: FailureReport) -> None:
-        """Add the cause of a hang when another rank fails in it: its collective has timed out."""
+        """Add the cause of a hang when another rank fails in it: its collective has timed out. The
+        cause may become known after the failure, so repeated reports count, too.
+        """
         cause = self._hang_detector.find_cause_of(report)
         if cause is not None and cause not in self._detected_failures:
             self._detected_failures.append(cause)
+            self._first_failure_outdated = self.summary_changed = True
 
     def _add_detected_failure(self, report: FailureReport) -> None:
         """Add a failure that was detected here."""

@@ -84,7 +84,7 @@ class Failure:
     """First failure of a run.
 
     Attributes:
-        host: Name of the host.
+        host: Name of the host; empty if it is not known.
         rank: None if the host's script, its agent or torchrun itself failed.
         exit_code: Negative for a signal.
         reason: Text for the user; the first line is a summary.
@@ -113,8 +113,9 @@ class Failure:
 
     def headline(self) -> str:
         """Return a description of one line: rank and reason."""
-        subject = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
-        return escape_controls(f"{subject} {self.reason}".partition("\n")[0])
+        parts = [f"{self.host}:"] if self.host else []
+        parts += [f"rank {self.rank}"] if self.rank is not None else []
+        return escape_controls(" ".join([*parts, self.reason]).partition("\n")[0])
 
 
 def host_failure(host: str, reason: str, log: Path) -> Failure:

@@ -78,6 +78,7 @@ class HangDetector:
         self._stacks_requested_at: float | None = None
         # The same because a collective is overdue.
         self._records_requested_at: float | None = None
+        self._is_stall_reported = False  # the stall or late start since the last progress
         self._is_explained = False  # what is overdue now, as far as it can be
         self._cause: FailureReport | None = None  # of the overdue collective, if it is known
         self._is_cause_in_collective = False
@@ -87,6 +88,7 @@ class HangDetector:
     def record_progress(self, now: float) -> None:
         """Record that a rank has made progress."""
         self._last_progress_at, self._stacks_requested_at = now, None
+        self._is_stall_reported = False
 
     def receive(self, host: int, message: RankStacks | LastRecords) -> None:
         """Process a message of a host in this attempt."""
@@ -117,6 +119,8 @@ class HangDetector:
             now: Current time.
             ranks_have_joined: True if the ranks have joined in any attempt.
         """
+        if not active_hosts:
+            return []
         return [
             *self._detect_stall(active_hosts, now, ranks_have_joined=ranks_have_joined),
             *self._explain_overdue(active_hosts, now),
@@ -127,8 +131,13 @@ class HangDetector:
     def _detect_stall(
         self, active_hosts: Mapping[int, JobHost], now: float, *, ranks_have_joined: bool
     ) -> Iterator[HangAction]:
+        """Detect that no rank has made progress for too long. Each stall is reported once: the job
+        continues with ``on_failure: leave``.
+        """
+        if self._is_stall_reported:
+            return
         hosts = list(active_hosts.values())
-        if not hosts or any(not host.nproc or host.joined < host.nproc for host in hosts):
+        if any(not host.nproc or host.joined < host.nproc for host in hosts):
             if self._attempt and ranks_have_joined:
                 yield from self._detect_late_start(hosts, now)
             return
@@ -149,7 +158,7 @@ class HangDetector:
                 self._output_path,
                 self._find_hang(ranks),
             )
-            self._stacks_requested_at = None
+            self._stacks_requested_at, self._is_stall_reported = None, True
             yield Notice("stalled", self._attempt, report.failure)
             yield replace(report, time=now)
 
@@ -159,6 +168,7 @@ class HangDetector:
         """
         if now - self._last_progress_at <= self._policy.start_timeout:
             return
+        self._is_stall_reported = True
         host = min(hosts, key=lambda host: host.joined - host.nproc)
         seconds = self._policy.start_timeout
         reason = f"has ranks that did not join within {seconds:g} s of a restart"
@@ -184,12 +194,11 @@ class HangDetector:
         return [rank for number in active_hosts for rank in self._rank_stacks.get(number, ())]
 
     def _find_hang(self, ranks: Sequence[RankProgress]) -> HangFinding | None:
-        """Return the cause of a hang, with the host of its rank, also if that has ended."""
+        """Return the cause of a hang. The host of a rank that has ended is derived from the number
+        of ranks per host, and empty if a host has not reported its number.
+        """
         finding = explain_hang(ranks)
-        return self._complete_host(finding) if finding is not None else None
-
-    def _complete_host(self, finding: HangFinding) -> HangFinding:
-        if finding.host:
+        if finding is None or finding.host or not all(host.nproc for host in self._places.hosts):
             return finding
         return replace(finding, host=self._places.find_host(finding.rank).name)
 
@@ -218,17 +227,20 @@ class HangDetector:
             if finding is None:
                 return
             report = explained_report(finding, ranks, "the others timed out", self._output_path)
-            self._cause = replace(report, time=now)
+            self._cause = replace(report, time=self._records_requested_at)
             self._is_cause_in_collective = finding.in_collective
             self.hang_remark = finding.describe()
             yield Notice("hang", self._attempt, remark=self.hang_remark)
 
     def find_cause_of(self, report: FailureReport) -> FailureReport | None:
         """Return the cause of the overdue collective if a rank has failed in it: the collective has
-        timed out. None if the rank has failed for a reason of its own.
+        timed out. None if the rank has failed before that, or for a reason of its own.
+
+        Args:
+            report: Failure of the rank, with the time of the coordinator's clock.
         """
         cause = self._cause
-        if cause is None:
+        if cause is None or report.time < cause.time:
             return None
         is_own_failure = report.failure.rank == cause.failure.rank
         return cause if self._is_cause_in_collective or not is_own_failure else None
@@ -239,17 +251,17 @@ class HangDetector:
         Returns:
             The notice of the explanation; None if there is none, or the cause was known before.
         """
-        messages = [
-            self._last_records[number]
-            for number in self._places.numbers
-            if number in self._last_records
-        ]
-        ranks = [rank for message in messages for rank in message.ranks]
-        finished_ranks = [rank for message in messages for rank in message.finished_ranks]
-        finding = explain_failed_collective(ranks, finished_ranks)
+        ranks = list[RankProgress]()
+        host_by_finished_rank = dict[int, str]()
+        for number, host in zip(self._places.numbers, self._places.hosts, strict=True):
+            if (message := self._last_records.get(number)) is not None:
+                ranks += message.ranks
+                host_by_finished_rank |= dict.fromkeys(message.finished_ranks, host.name)
+        finding = explain_failed_collective(ranks, host_by_finished_rank)
         if self._cause is not None or finding is None:
             return None
-        self.failure_remark = self._complete_host(finding).describe()
+        host_name = finding.host or host_by_finished_rank.get(finding.rank, "")
+        self.failure_remark = replace(finding, host=host_name).describe()
         return Notice("hang", self._attempt, remark=self.failure_remark)
 
 

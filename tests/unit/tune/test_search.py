@@ -11,7 +11,7 @@ from support.tuning import fake_layout, make_problem
 from flagscale.config.tuner_schema import Tuner, TunerAlgorithm, TunerControl
 from flagscale.tune.records import CUT_SHORT, FAILED, MEASURED, Timing, Trial
 from flagscale.tune.search import Search, takes_at_least
-from flagscale.tune.space import Layout, Space
+from flagscale.tune.space import Layout, Space, enumerate_space
 
 FULL = {
     "recompute_granularity": "full",
@@ -171,3 +171,15 @@ def test_memory_has_priority_among_fast_layouts() -> None:
     winner = make_search([fast, lean, slow], trials, tuner).winner
     assert winner is not None
     assert winner.layout is lean
+
+
+def test_search_of_layouts_of_which_some_offload_layers() -> None:
+    sizes = {"hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+    sizes |= {"num_layers": 32, "num_query_groups": 8, "seq_length": 8192, "vocab_size": 128256}
+    problem = make_problem(2, "NVIDIA H100 80GB HBM3", bf16=True, **sizes)
+    space = enumerate_space(problem)
+    counts = {layout.setting["cpu_offloading_num_layers"] for layout in space.candidates}
+    assert 0 in counts
+    assert len(counts) > 1
+    trial = trial_of(space.candidates[0], 10.0)
+    assert Search(problem, space, Tuner(), [trial]).decide(0).layout is not None

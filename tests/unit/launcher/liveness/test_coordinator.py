@@ -635,6 +635,18 @@ def test_stall_without_replies_from_hosts() -> None:
     assert job.first_failed_rank == ("h0", None)
 
 
+def test_stall_of_a_job_that_continues_is_reported_once() -> None:
+    job = Job(on_failure="leave")
+    job.run(5)
+    for count in (1, 2):
+        job.moving = False
+        job.run(200)
+        assert job.order_types() == [DumpStacks] * count
+        assert job.notified_events == ["stalled"] * count
+        job.moving = True
+        job.run(1)
+
+
 @pytest.mark.parametrize(
     ("fields", "policy"),
     [
@@ -796,6 +808,23 @@ def test_rank_that_fails_in_a_hang_is_not_the_cause(
     assert is_cause is (failed_rank == 0)
 
 
+def test_hang_is_the_cause_of_a_failure_before_its_explanation() -> None:
+    """The failure is repeated with each heartbeat."""
+    job = Job(on_failure="leave")
+    job.run(5)
+    job.fields[0]["overdue_since"] = 3.0
+    job.run(1)
+    failure = Failure("h0", 0, 1, "failed", "", Path("log"))
+    report = FailureReport(failure, job.clock[0] + job.now, FailureKind.RANK_FAILED)
+    job.fields[0]["failure_report"] = report
+    job.run(1)
+    assert job.coordinator.failure == failure
+    job.send(RankStacks, 0, (recorded_rank(0),))
+    job.send(RankStacks, 1, (replace(recorded_rank(1), record=None),))
+    job.run(2)
+    assert job.first_failed_rank == ("h1", 1)
+
+
 def test_stall_is_explained_from_the_records() -> None:
     job = Job()
     job.run(5)
@@ -887,6 +916,21 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
     job.moving = False
     job.run(110)
     assert "did not join within 100 s of a restart" in str(job.coordinator.failure)
+
+
+def test_a_restart_that_ends_well_after_long_without_progress() -> None:
+    job = Job(max_restarts=1, hang_detection_timeout=0.0)
+    job.run(5)
+    job.send_failure(0, 0)
+    for host in (0, 1):
+        job.send_end(host)
+    job.run(5)
+    job.moving = False
+    job.run(110)
+    for host in (0, 1):
+        job.send_end(host, 0)
+    job.run(1)
+    assert (job.coordinator.attempt, job.notified_events) == (1, ["restarted", "finished"])
 
 
 @pytest.mark.parametrize("last", [1, 0])

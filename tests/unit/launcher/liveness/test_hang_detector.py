@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,9 @@ class Attempt:
         self.number = number
         self.hosts = [JobHost(f"h{n}", joined=1, nproc=1) for n in range(2)]
         self.active = {0, 1}
+        self.create_detector()
+
+    def create_detector(self) -> None:
         policy = Policy(
             max_restarts=0,
             on_failure="stop",
@@ -110,7 +114,7 @@ class Attempt:
             hang_detection_timeout=STALL_SECONDS,
         )
         places = Places(policy, self.hosts)
-        self.detector = HangDetector(policy, places, number, Path("out"), self.now)
+        self.detector = HangDetector(policy, places, self.number, Path("out"), self.now)
 
     def tick(self, seconds: float, *, ranks_have_joined: bool = True) -> list[HangAction]:
         self.now += seconds
@@ -139,10 +143,10 @@ class Attempt:
         assert isinstance(notice, Notice)
         return notice.remark
 
-
-def rank_failure(rank: int) -> FailureReport:
-    failure = Failure(f"h{rank}", rank, 1, "failed", "", Path("log"))
-    return FailureReport(failure, 0.0, FailureKind.RANK_FAILED)
+    def fail(self, rank: int, seconds_ago: float = 0.0) -> FailureReport:
+        """Return the report of a rank that has failed."""
+        failure = Failure(f"h{rank}", rank, 1, "failed", "", Path("log"))
+        return FailureReport(failure, self.now - seconds_ago, FailureKind.RANK_FAILED)
 
 
 def test_stall_is_notified_before_it_ends_the_attempt() -> None:
@@ -206,6 +210,37 @@ def test_only_a_restart_has_to_join_in_time(
     assert len(actions) == is_late
 
 
+def test_stall_is_reported_once_until_there_is_progress() -> None:
+    """The job continues with ``on_failure: leave``."""
+    attempt = Attempt()
+    for _ in range(2):
+        assert attempt.tick(STALL_SECONDS + 1) == [DumpStacks(0)]
+        assert len(attempt.tick(STACK_TIMEOUT_SECONDS + 1)) == 2
+        for _ in range(5):
+            assert attempt.tick(STALL_SECONDS) == []
+        attempt.detector.record_progress(attempt.now)
+
+
+def test_late_start_is_reported_once() -> None:
+    attempt = Attempt(1)
+    attempt.hosts[1].joined = 0
+    assert len(attempt.tick(START_SECONDS + 1)) == 1
+    assert attempt.tick(1) == []
+
+
+def test_attempt_without_active_hosts_is_no_late_start() -> None:
+    attempt = Attempt(1)
+    attempt.active.clear()
+    assert attempt.tick(START_SECONDS + 1) == []
+
+
+def test_end_of_all_hosts_is_not_the_end_of_an_overdue_collective() -> None:
+    attempt = Attempt()
+    attempt.explain_overdue()
+    attempt.active.clear()
+    assert attempt.tick(1) == []
+
+
 def test_pause_extends_the_time_without_progress() -> None:
     attempt = Attempt()
     assert attempt.tick(STALL_SECONDS) == []
@@ -238,7 +273,7 @@ def test_overdue_collective_is_explained_until_it_ends() -> None:
     attempt.hosts[0].overdue_since = None
     assert attempt.tick(1) == [Notice("hang", 0, remark="the job goes on")]
     assert attempt.detector.hang_remark == ""
-    assert attempt.detector.find_cause_of(rank_failure(0)) is None
+    assert attempt.detector.find_cause_of(attempt.fail(0)) is None
     assert attempt.tick(1) == []
 
 
@@ -270,14 +305,21 @@ def test_stall_takes_over_the_request_of_an_overdue_collective() -> None:
 
 def test_failure_in_an_overdue_collective_is_its_consequence() -> None:
     attempt = Attempt()
-    assert attempt.detector.find_cause_of(rank_failure(0)) is None
+    assert attempt.detector.find_cause_of(attempt.fail(0)) is None
     attempt.explain_overdue()
-    cause = attempt.detector.find_cause_of(rank_failure(0))
+    cause = attempt.detector.find_cause_of(attempt.fail(0))
     assert cause is not None
     assert (cause.failure.host, cause.failure.rank) == ("h1", 1)
     assert cause.failure.reason.endswith("(the others timed out)")
     # The rank that the others wait for fails for a reason of its own.
-    assert attempt.detector.find_cause_of(rank_failure(1)) is None
+    assert attempt.detector.find_cause_of(attempt.fail(1)) is None
+
+
+def test_failure_before_an_overdue_collective_is_no_consequence_of_it() -> None:
+    attempt = Attempt()
+    attempt.explain_overdue()
+    assert attempt.detector.find_cause_of(attempt.fail(0, seconds_ago=1)) is not None
+    assert attempt.detector.find_cause_of(attempt.fail(0, seconds_ago=2)) is None
 
 
 def test_failed_collective_is_explained_from_last_records() -> None:
@@ -308,3 +350,31 @@ def test_rank_that_has_ended_is_named_with_its_host() -> None:
     notice = attempt.detector.explain_failed_collective()
     assert notice is not None
     assert notice.remark.startswith("rank 1 (h1) ended with exit code 0 before the end of")
+
+
+def test_rank_that_has_ended_is_named_with_the_host_that_reported_its_end() -> None:
+    """Not with a host that is derived from numbers of ranks: hosts may not have reported them."""
+    attempt = Attempt()
+    attempt.hosts = [replace(host, nproc=0) for host in attempt.hosts]
+    attempt.hosts.append(JobHost("h2"))
+    attempt.create_detector()
+    attempt.send_last_records(0, recorded_rank(0, failed=True))
+    attempt.send_last_records(1, finished=True)
+    notice = attempt.detector.explain_failed_collective()
+    assert notice is not None
+    assert notice.remark.startswith("rank 1 (h1) ended with exit code 0 before the end of")
+
+
+def test_rank_of_an_unknown_host_is_named_without_one() -> None:
+    attempt = Attempt()
+    attempt.hosts = [JobHost(f"h{n}", nproc=int(n > 0), overdue_since=3.0) for n in range(3)]
+    attempt.create_detector()
+    attempt.tick(1)
+    attempt.reply(0, recorded_rank(0))
+    attempt.reply(1)
+    (notice,) = attempt.tick(1)
+    assert isinstance(notice, Notice)
+    assert notice.remark.startswith("rank 1 never entered all_reduce #2")
+    cause = attempt.detector.find_cause_of(attempt.fail(0))
+    assert cause is not None
+    assert cause.failure.headline().startswith("rank 1 never entered all_reduce #2")
