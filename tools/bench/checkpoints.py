@@ -1,6 +1,7 @@
 """Measure saving and loading of checkpoints, on a disk and on an S3 server of this machine.
 
-    python tools/bench/checkpoints.py --gib 0.5 --output docs/results/checkpoints-cpu.json
+    python tools/bench/checkpoints.py --only disk --output docs/results/checkpoints-disk-cpu.json
+    python tools/bench/checkpoints.py --only s3 --output docs/results/checkpoints-s3-cpu.json
 
 One rank holds a model in fp32 with Adam's moments in host memory. Measured are a save in the
 foreground, the stall of a save in the background and the time until that one is complete, and a
@@ -65,7 +66,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gib", type=float, default=0.5, help="size of a checkpoint (default: %(default)s)"
+        "--gib", type=float, default=2.0, help="size of a checkpoint (default: %(default)s)"
     )
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--only", choices=("disk", "s3"), help="one of them; default: both")

@@ -356,10 +356,10 @@ def _faults_table() -> str:
 
 
 def _checkpoints_table() -> str:
-    results = _read_results("checkpoints-cpu")
     headings = ("", "save, s/GiB", "of the rate alone", "load, s/GiB", "of the rate alone", "stall")
     rows = []
     for name, title in (("disk", "disk"), ("s3", "S3 server")):
+        results = _read_results(f"checkpoints-{name}-cpu")
         row = results[name]
         rows.append(
             (
