@@ -219,7 +219,7 @@ class Coordinator:
                 self._hardware_check.receive(node_rank, message)
         elif isinstance(message, messages.JobStateAccepted):
             if self._shared_state is not None:
-                self._shared_state.accept(node_rank, message)
+                self._shared_state.record_acceptance(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
         if self._is_taking_over and isinstance(message, (messages.Hello, messages.Heartbeat)):
@@ -344,7 +344,7 @@ class Coordinator:
             return
         if self._shared_state is not None and pause_seconds > self.policy.lost_host_timeout / 2:
             # There may be a successor, and received messages may be old.
-            self._shared_state.renew()
+            self._shared_state.require_acceptance_again()
             self._send_order(messages.ShareJobState(self._shared_state.state))
 
         def shift(start: float) -> float:
@@ -445,7 +445,7 @@ class Coordinator:
         self._ranks_have_joined = state.ranks_have_joined
         self._start_succeeded = state.start_succeeded
         self._is_taking_over, self._agents_required_since = True, now
-        voters = {*state.electorates[-1]}
+        voters = {*state.electorates[-1]} - {departure.host for departure in state.departures}
         self._expected_hosts = voters - {self._number}
         self._expected_until = now + self._places.spare_timeout
         for number in voters.union(state.places):
