@@ -241,7 +241,7 @@ class HangDetector:
         """
         messages = [
             self._last_records[number]
-            for number in self._places.numbers
+            for number in self._places.host_by_rank
             if number in self._last_records
         ]
         ranks = [rank for message in messages for rank in message.ranks]

@@ -249,8 +249,8 @@ class CoordinatorLink:
         """Perform the actions that are due without a coordinator.
 
         Returns:
-            True if this host has just noticed that the coordinator is lost, so that a hardware check
-            has to end. A coordinator that hands over has ended it before.
+            True if this host has just noticed that the coordinator is lost: a hardware check has to
+            end. A coordinator that hands over has ended it before.
         """
         member, options = self._member, self._options
         if self.coordinator is not None or member.has_given_up or member.job_finished:
