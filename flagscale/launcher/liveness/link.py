@@ -302,7 +302,7 @@ class CoordinatorLink:
         else:
             reason = f"was not reached within {seconds:g} s of the start"
             reason += explain_missing_agents(options.liveness_port)
-        if self._target == 0:
+        if self._target == 0:  # meshes have no succession
             reason += describe_mesh_position(options.master_place)
         name = options.master_name if self._search is None else options.names[self._target]
         return host_failure(name, reason, self._output)

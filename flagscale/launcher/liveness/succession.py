@@ -139,7 +139,9 @@ class SharedState:
         self._accepted = {self._number}
 
     def has_quorum(self, hosts: Collection[int]) -> bool:
-        """Return True if the contact to these hosts suffices to coordinate the job."""
+        """Return True if the contact to these hosts, the coordinator included, suffices to
+        coordinate the job.
+        """
         return has_half(self.state.electorates, hosts)
 
     def could_elect(self, hosts: Collection[int]) -> bool:
@@ -216,9 +218,8 @@ class CoordinatorSearch:
         if not any(self._number in electorate for electorate in state.electorates):
             return "it has no vote"
         left = self._find_left_hosts(state)
-        remaining = [{*electorate} - left for electorate in state.electorates]
         # Each electorate without those hosts must still be a majority.
-        if not all(map(has_majority, ([e] for e in state.electorates), remaining)):
+        if not all(has_majority([e], {*e} - left) for e in state.electorates):
             return "the agents that are left are not more than half of them"
         return ""
 
@@ -236,6 +237,9 @@ class CoordinatorSearch:
         return sorted(voters - self._find_left_hosts(state))[:MAX_CANDIDATES]
 
     def _find_left_hosts(self, state: JobState) -> set[int]:
+        """Return the hosts that do not vote any more: those that have left the job, and the
+        coordinator or candidate that this agent has lost.
+        """
         return {state.coordinator, *(departure.host for departure in state.departures)}
 
     @property
