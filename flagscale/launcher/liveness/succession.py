@@ -6,10 +6,9 @@ hosts. An agent that has lost the contact to it turns to the lowest-numbered rem
 agent times out and tries the next number. The candidate asks the agents to accept a *proposal*: a
 state of a later term, in which it is the coordinator. It takes over if a majority accepts.
 
-The rules are those of Raft, with terms, joint consensus, and contacts instead of leases. An
-*electorate* is the set of hosts whose agents have a vote: normally one, two or more while it
-changes. Two coordinators never act at the same time for longer than ``lost_host_timeout``, after
-which a coordinator that is cut off stops:
+The rules are Raft's, with joint consensus. An *electorate* is the set of hosts whose agents have a
+vote: normally there is one, and two or more while it changes. Two coordinators never act at the
+same time for longer than ``lost_host_timeout``, after which a coordinator that is cut off stops:
 
 - An agent accepts one coordinator per term, and none of an earlier term.
 - An agent accepts no proposal that continues an older state than its own, so that no accepted state
