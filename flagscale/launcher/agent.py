@@ -191,7 +191,7 @@ class Agent:
             now,
         )
         if node_rank == 0 and not self._returns:
-            self._link.coordinate(now)
+            self._link.start_coordinator(now)
         self._start_time = self._last_run_at = now
         self._heartbeat_at = 0.0
         self._summary_at = -SUMMARY_SECONDS
@@ -433,7 +433,7 @@ class Agent:
         gap = now - self._last_run_at
         if gap > self._options.beat_seconds * 2:
             # Time in which this process itself did not run does not count as silence.
-            self._link.extend(gap)
+            self._link.excuse_pause(gap, now)
         connections = self._connections
         if connections is None:
             return
@@ -444,7 +444,7 @@ class Agent:
             orders = client.poll(ready, now)
             if client.is_new_connection:
                 client.is_new_connection = False
-                self._link.greet(number, now)
+                self._link.send_hello(number, now)
             for received_order in orders:
                 order = self._link.receive_order(number, received_order, now)
                 if order is not None:
@@ -473,7 +473,7 @@ class Agent:
         options = self._options
         # Other hosts reach the coordinator at this address, and find theirs by the way there.
         addresses = self.member.addresses or [options.master_addr]
-        first = addresses[self._link.leader or 0]
+        first = addresses[self._link.followed_host or 0]
         address, peers = (first, ()) if self._coordinator is not None else ("", (first,))
         return HealthWorker(WorkerSettings(options.device, {}, address, peers, LIFETIME_SECONDS))
 
@@ -543,8 +543,8 @@ class Agent:
         return (
             self._connections is not None
             and self._coordinator is None
-            and not self._link.is_reached
-            and not self.member.coordinator_lost
+            and not self._link.was_reached
+            and not self.member.has_given_up
         )
 
     def _has_connected_hosts(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from flagscale.launcher.liveness.messages import (
     ShareJobState,
     StartAttempt,
     StopJob,
+    StopSignalled,
 )
 from flagscale.launcher.liveness.options import AgentOptions
+from flagscale.launcher.liveness.succession import SharedState
 from support.liveness_job import PROGRESS, SPARE
 
 TIMEOUT_SECONDS = 10.0
@@ -43,19 +46,21 @@ class SimulatedMember:
     number: int
     is_spare: bool
     attempt_number: int = 0
-    coordinator_lost: bool = False
+    has_given_up: bool = False
     job_finished: bool = False
     ranks_joined: bool = True
     is_running: bool = True
     ends_at: float | None = None
     failure: Failure | None = None
+    is_stopped: bool = False
     outgoing: list[HostMessage] = field(default_factory=list)
     now: float = 0.0
     steps: int = 0
 
     @property
     def is_over(self) -> bool:
-        return not self.is_running and (self.coordinator_lost or self.job_finished)
+        is_ending = self.has_given_up or self.job_finished or self.is_stopped
+        return not self.is_running and is_ending
 
     def progress(self) -> HostProgress:
         if self.is_spare:
@@ -67,7 +72,15 @@ class SimulatedMember:
         return self.number, self.attempt_number, self.now
 
     def hello(self, job_state: JobState | None = None) -> Hello:
+        if self.is_stopped:
+            self.outgoing.append(StopSignalled(*self._fields(), signal.SIGTERM, None))
         return Hello(*self._fields(), self.progress(), job_state)
+
+    def stop(self) -> None:
+        """Get a signal that stops the job."""
+        self.is_stopped = True
+        self.outgoing.append(StopSignalled(*self._fields(), signal.SIGTERM, None))
+        self._end()
 
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(*self._fields(), self.progress())
@@ -75,13 +88,13 @@ class SimulatedMember:
     def confirm_state(self, state: JobState) -> JobStateAccepted:
         return JobStateAccepted(*self._fields(), *state.version)
 
-    def end_without_coordinator(self, failure: Failure) -> None:
+    def end_ranks_until_successor(self, failure: Failure) -> None:
         self.failure = failure
         self._end()
 
-    def lose_coordinator(self, failure: Failure) -> None:
-        self.coordinator_lost = True
-        self.end_without_coordinator(failure)
+    def end_job_without_coordinator(self, failure: Failure) -> None:
+        self.has_given_up = True
+        self.end_ranks_until_successor(failure)
 
     def _end(self) -> None:
         if self.is_running and self.ends_at is None:
@@ -107,6 +120,37 @@ class SimulatedMember:
             self.outgoing.append(AttemptEnded(*self._fields(), self.progress()))
 
 
+class SharedHistory:
+    """States that coordinators have shared, with checks that none is forgotten that enough hosts
+    have accepted, and that the job is continued after hosts that have coordinated it.
+    """
+
+    def __init__(self) -> None:
+        self._coordinators: dict[int, int] = {}
+        self._continued: dict[int, tuple[int, int]] = {}
+        self._accepted: dict[int, int] = {}
+
+    def record_coordinator(self, number: int, state: JobState | None) -> None:
+        """Record a new coordinator, and the state that it continues."""
+        term = 0 if state is None else state.term
+        assert self._coordinators.setdefault(term, number) == number, "two in one term"
+        if state is None:
+            return
+        self._continued[term] = state.origin
+        assert state.departures[-1].host in self._coordinators.values(), "it never coordinated"
+        for departure in state.departures:
+            assert departure.loss.host == f"h{departure.host}"
+
+    def record_state(self, shared: SharedState | None) -> None:
+        """Record the state that a coordinator shares now."""
+        if shared is not None and shared.is_accepted:
+            term, revision = shared.state.version
+            self._accepted[term] = max(self._accepted.get(term, 0), revision)
+        for later, origin in self._continued.items():
+            for term, revision in self._accepted.items():
+                assert term >= later or (term, revision) <= origin, "a state was forgotten"
+
+
 class SimulatedAgent:
     """One agent, and its end of the connections."""
 
@@ -123,13 +167,14 @@ class SimulatedAgent:
             number, options, self.member, self, self._create_coordinator, Path("out"), run.now
         )
         if number == 0:
-            self.link.coordinate(run.now)
+            self.link.start_coordinator(run.now)
             self.listen()
         else:
             self.connect(0)
 
     def _create_coordinator(self, now: float, job_state: JobState | None) -> Coordinator:
         options = self.options
+        self.run.history.record_coordinator(self.number, job_state)
         return Coordinator(options, options.names, now, Path("out"), job_state=job_state)
 
     # -- connections ------------------------------------------------------------------------
@@ -182,13 +227,13 @@ class SimulatedAgent:
         if self.is_frozen or not self.is_alive:
             return
         if now - self.last_run_at > 2 * self.options.beat_seconds:
-            self.link.extend(now - self.last_run_at)
+            self.link.excuse_pause(now - self.last_run_at, now)
         self.last_run_at = now
         self.member.now = now
         for number, is_connected in list(self.clients.items()):
             if not is_connected and self.run.accepts(number, self.number):
                 self.clients[number] = True
-                self.link.greet(number, now)
+                self.link.send_hello(number, now)
         inbox, self.inbox = self.inbox, []
         for kind, number, content in inbox:
             if kind == "message":
@@ -232,6 +277,7 @@ class SimulatedRun:
         self.now = 1000.0
         self.cut_links: set[frozenset[int]] = set()
         self.remarks: list[str] = []
+        self.history = SharedHistory()
         self._divided_since: dict[int, float] = {}
         fields: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop", "stop_grace": 3.0}
         fields |= {"lost_host_timeout": TIMEOUT_SECONDS, "start_timeout": 100.0}
@@ -281,6 +327,8 @@ class SimulatedRun:
             self.now += TICK_SECONDS
             for agent in self.agents:
                 agent.step(self.now)
+                if agent.link.coordinator is not None:
+                    self.history.record_state(agent.link.coordinator._shared_state)
             self._check_leaders()
 
     def _check_leaders(self) -> None:
@@ -289,7 +337,7 @@ class SimulatedRun:
         """
         leaders: dict[int, set[int]] = {}
         for agent in self.agents:
-            leader = agent.link.leader
+            leader = agent.link.followed_host
             if agent.has_ranks and not agent.is_frozen and leader is not None:
                 leaders.setdefault(agent.member.attempt_number, set()).add(leader)
         attempts = {attempt for attempt, numbers in leaders.items() if len(numbers) > 1}

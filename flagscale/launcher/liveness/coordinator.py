@@ -128,7 +128,7 @@ class Coordinator:
         self._hardware_check: HardwareCheck | None = None
         self._next_check_step = 1
         # Hosts whose part of the attempt is not over.
-        self._active_hosts = set(self._places.numbers)
+        self._active_hosts = set(self._places.host_by_rank)
         self._stop_cause: Failure | None = None  # of a stop that no user requested
         # Failures that hosts have sent, by host and rank.
         self._failure_reports: dict[tuple[str, int | None], FailureReport] = {}
@@ -149,7 +149,7 @@ class Coordinator:
         self._is_taking_over = False  # until the first attempt of this coordinator starts
         # Hosts of which a successor expects a first message, until a time: spares among them.
         self._expected_hosts, self._expected_until = set[int](), now
-        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.numbers))
+        first_state = JobState(0, 0, 0, ((0,),), 0, tuple(self._places.host_by_rank))
         has_successors &= policy.on_bad_host != "stop" and len(names) > 1
         self._shared_state = SharedState(job_state or first_state) if has_successors else None
         if job_state is not None:
@@ -187,7 +187,7 @@ class Coordinator:
         host = self.hosts[node_rank]
         if host.has_left and self._has_new_agent(host, message):
             # While the attempt ends, its place is still to be filled.
-            if node_rank in self._places.numbers:
+            if node_rank in self._places.host_by_rank:
                 return
             self._take_back(node_rank, now)
         elif host.has_left:
@@ -219,7 +219,7 @@ class Coordinator:
                 self._hardware_check.receive(node_rank, message)
         elif isinstance(message, messages.JobStateAccepted):
             if self._shared_state is not None:
-                self._shared_state.accept(node_rank, message)
+                self._shared_state.record_acceptance(node_rank, message)
         elif message.attempt == self.attempt:
             self._process_attempt_message(node_rank, message, now)
         if self._is_taking_over and isinstance(message, (messages.Hello, messages.Heartbeat)):
@@ -347,7 +347,7 @@ class Coordinator:
             return
         if self._shared_state is not None and pause_seconds > self.policy.lost_host_timeout / 2:
             # There may be a successor, and received messages may be old.
-            self._shared_state.renew()
+            self._shared_state.require_acceptance_again()
             self._send_order(messages.ShareJobState(self._shared_state.state))
 
         def shift(start: float) -> float:
@@ -441,14 +441,14 @@ class Coordinator:
         """Continue from the state of a job whose coordinator is lost. Every host ends its part of
         the attempt by itself.
         """
-        self._places.numbers, self._replacements = list(state.places), state.replacements
-        self._places.successors = dict(state.successors)
+        self._places.host_by_rank, self._replacements = list(state.places), state.replacements
+        self._places.replaced_by = dict(state.successors)
         self._restarts = list(state.restarts)
         self._failed_starts_in_a_row = state.failed_starts_in_a_row
         self._ranks_have_joined = state.ranks_have_joined
         self._start_succeeded = state.start_succeeded
         self._is_taking_over, self._agents_required_since = True, now
-        voters = {*state.electorates[-1]}
+        voters = {*state.electorates[-1]} - {departure.host for departure in state.departures}
         self._expected_hosts = voters - {self._number}
         self._expected_until = now + self._places.spare_timeout
         for number in voters.union(state.places):
@@ -458,7 +458,7 @@ class Coordinator:
             host.loss, host.sickness = departure.loss, departure.sickness
             host.is_lost = not departure.sickness
             host.status = HostStatus.LOST if host.is_lost else HostStatus.SICK
-        self._active_hosts = {n for n in self._places.numbers if not self.hosts[n].has_left}
+        self._active_hosts = {n for n in self._places.host_by_rank if not self.hosts[n].has_left}
         self._enter_phase(JobPhase.ENDING)
         predecessor = state.departures[-1]
         failure, seconds = state.failure or predecessor.loss, self.policy.lost_host_timeout
@@ -505,9 +505,9 @@ class Coordinator:
         state = replace(
             shared.state,
             attempt=self.attempt,
-            places=tuple(self._places.numbers),
+            places=tuple(self._places.host_by_rank),
             departures=departures,
-            successors=tuple(self._places.successors.items()),
+            successors=tuple(self._places.replaced_by.items()),
             restarts=tuple(
                 (attempt, _shorten_failure(failure))
                 for attempt, failure in self._restarts[-_MAX_SHARED_RESTARTS:]
@@ -589,12 +589,12 @@ class Coordinator:
 
     def _conclude(self, now: float) -> None:
         """Finish or restart the job after every host has ended this attempt, or is lost."""
-        failed = any(host.is_lost or host.exit_code for host in self._places.hosts)
+        failed = any(host.is_lost or host.exit_code for host in self._places.job_hosts)
         is_paused, self._is_paused = self._is_paused, False
         if self.phase is JobPhase.STOPPING:
             event = "stopped" if self._stop_cause is None else "failed"
             self._finish_job(Notice(event, self.attempt, self.failure))
-        elif is_paused and not any(host.is_lost for host in self._places.hosts):
+        elif is_paused and not any(host.is_lost for host in self._places.job_hosts):
             self._failed_starts_in_a_row = 0
             self._restart(now, None)
         elif not failed and not self._failure_reports and not self._detected_failures:
@@ -633,7 +633,7 @@ class Coordinator:
         host = self.hosts[number]
         host.is_lost, host.loss, host.returned_at, host.clock_offset = False, None, now, None
         host.status, self.summary_changed = HostStatus.SPARE, True
-        self._places.successors.pop(number, None)
+        self._places.take_back(number)
         when = "saves a checkpoint and starts again" if self._saves_when_stopped else "fails"
         self._log_health(f"{host.name} is back, and joins the job when it {when}")
 
@@ -649,7 +649,7 @@ class Coordinator:
         if self.hosts[number].joined or self.phase is not JobPhase.RUNNING:
             self._mark_lost(number, "was lost: its agent has started again", now)
         elif not self.attempt:
-            self._send_order(messages.StartAttempt(0, tuple(self._places.numbers)), number)
+            self._send_order(messages.StartAttempt(0, tuple(self._places.host_by_rank)), number)
 
     def _pause_for_returned_host(self, now: float) -> None:
         """End the attempt in order if a host that has come back can join the job.
@@ -660,7 +660,7 @@ class Coordinator:
             self._saves_when_stopped
             and self._places.has_free_place
             and all(0 < self.hosts[n].nproc <= self.hosts[n].joined for n in self._active_hosts)
-            and self._active_hosts == {*self._places.numbers}
+            and self._active_hosts == {*self._places.host_by_rank}
             and any(
                 host.returned_at is not None
                 and not host.has_left
@@ -684,9 +684,9 @@ class Coordinator:
         return (
             self.policy.health != "off"
             and not self._is_taking_over
-            and not any(host.is_lost for host in self._places.hosts)
+            and not any(host.is_lost for host in self._places.job_hosts)
             and not self._find_start_obstacle()
-            and self._places.count_dispensable(now) > 0
+            and self._places.count_tolerable_losses(now) > 0
         )
 
     def _start_hardware_check(self, now: float) -> None:
@@ -694,7 +694,7 @@ class Coordinator:
         # Only these jobs pay for the import.
         from flagscale.launcher.liveness.hardware_check import HardwareCheck
 
-        hosts = sorted((*self._places.numbers, *self._places.list_spares(now)))
+        hosts = sorted((*self._places.host_by_rank, *self._places.list_live_spares(now)))
         names = compress_names([self.hosts[number].name for number in hosts])
         self._enter_phase(JobPhase.CHECKING)
         self._hardware_check = HardwareCheck(hosts, self._next_check_step, str(self.attempt), now)
@@ -732,20 +732,20 @@ class Coordinator:
         from flagscale.launcher.liveness.hardware_check import describe_sick_hosts
 
         sick = describe_sick_hosts(judgement)
-        for number in sorted(sick.keys() - {*self._places.numbers}):
+        for number in sorted(sick.keys() - {*self._places.host_by_rank}):
             if number == self._number and not self._has_possible_successor(now):
                 continue
             self._mark_sick(number, sick[number])
             self._log_health(f"the spare {self.hosts[number].name} is sick: {sick[number]}")
-        dispensable = self._places.count_dispensable(now)
-        for number in sorted(sick.keys() & {*self._places.numbers}):
+        tolerable_losses = self._places.count_tolerable_losses(now)
+        for number in sorted(sick.keys() & {*self._places.host_by_rank}):
             name, reason = self.hosts[number].name, sick[number]
-            if not dispensable:
+            if not tolerable_losses:
                 remark = "; it stays in the job: no spare is left"
             elif number == self._number and not self._has_possible_successor(now):
                 remark = "; it stays in the job: no other host can coordinate the run"
             else:
-                dispensable -= 1
+                tolerable_losses -= 1
                 self._mark_sick(number, reason)
                 remark = ""
             self._log_health(f"{name} is sick: {reason}{remark}")
@@ -771,7 +771,7 @@ class Coordinator:
         obstacle = self._find_restart_obstacle(now)
         if obstacle:
             attempts_left = self.attempt + 1 < self._max_attempts
-            lost_places = any(host.has_left for host in self._places.hosts)
+            lost_places = any(host.has_left for host in self._places.job_hosts)
             explained = attempts_left or (lost_places and self.policy.on_bad_host != "stop")
             remark = f"the job does not start again: {obstacle}" if explained else ""
             self._finish_job(Notice("failed", self.attempt, self.failure, remark))
@@ -800,7 +800,7 @@ class Coordinator:
         return self.policy.attempts + self._replacements
 
     def _start_order(self) -> messages.StartAttempt:
-        places = tuple(self._places.numbers) if self._replacements else ()
+        places = tuple(self._places.host_by_rank) if self._replacements else ()
         return messages.StartAttempt(self.attempt, places)
 
     def _find_restart_obstacle(self, now: float) -> str:
@@ -809,7 +809,7 @@ class Coordinator:
         The job is not restarted if a host has left that no spare can replace, if the ranks have not
         joined in any attempt, or if they did not join in two attempts in a row.
         """
-        lost = any(host.has_left for host in self._places.hosts)
+        lost = any(host.has_left for host in self._places.job_hosts)
         if lost and self.policy.on_bad_host == "stop":
             if self.attempt + 1 >= self._max_attempts:
                 return "no attempt is left"
@@ -835,8 +835,8 @@ class Coordinator:
         self._failure_reports, self._detected_failures = {}, []
         self._first_failure_outdated, self._start_succeeded = True, False
         self._create_detectors(now)
-        self._active_hosts = set(self._places.numbers)
-        for host in self._places.hosts:
+        self._active_hosts = set(self._places.host_by_rank)
+        for host in self._places.job_hosts:
             host.begin_attempt()
         self._send_order(self._start_order())
 
@@ -847,7 +847,7 @@ class Coordinator:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the job, as shown by ``query``."""
-        replaced = {str(number): spare for number, spare in self._places.successors.items()}
+        replaced = {str(number): spare for number, spare in self._places.replaced_by.items()}
         sick = {str(n): host.sickness for n, host in enumerate(self.hosts) if host.sickness}
         is_running = self.phase is JobPhase.RUNNING
         return {
@@ -859,7 +859,11 @@ class Coordinator:
             "hang": self._hang_detector.hang_remark if is_running else "",
             "hosts": {str(n): host.status.value for n, host in enumerate(self.hosts)},
             "restarts": self.restarts,
-            **({"places": list(self._places.numbers)} if self.policy.on_bad_host != "stop" else {}),
+            **(
+                {"places": list(self._places.host_by_rank)}
+                if self.policy.on_bad_host != "stop"
+                else {}
+            ),
             **({} if self._shared_state is None else self._shared_state.summary()),
             **({"replaced": replaced} if replaced else {}),
             **({"sick": sick} if sick else {}),

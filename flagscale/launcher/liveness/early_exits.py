@@ -48,7 +48,7 @@ class EarlyExitDetector:
             now: Current time.
         """
         exits, ages = list[RankExit](), list[float]()
-        for host in self._places.hosts:
+        for host in self._places.job_hosts:
             exits += host.early_exits
             ages += (now - (e.time + (host.clock_offset or 0.0)) for e in host.early_exits)
         running_ranks = sum(host.nproc - host.ended_ranks for host in active_hosts)

@@ -198,7 +198,11 @@ class HangDetector:
         of ranks per host, and empty if a host has not reported its number.
         """
         finding = explain_hang(ranks)
-        if finding is None or finding.host or not all(host.nproc for host in self._places.hosts):
+        if (
+            finding is None
+            or finding.host
+            or not all(host.nproc for host in self._places.job_hosts)
+        ):
             return finding
         return replace(finding, host=self._places.find_host(finding.rank).name)
 
@@ -253,7 +257,7 @@ class HangDetector:
         """
         ranks = list[RankProgress]()
         host_by_finished_rank = dict[int, str]()
-        for number, host in zip(self._places.numbers, self._places.hosts, strict=True):
+        for number, host in zip(self._places.host_by_rank, self._places.job_hosts, strict=True):
             if (message := self._last_records.get(number)) is not None:
                 ranks += message.ranks
                 host_by_finished_rank |= dict.fromkeys(message.finished_ranks, host.name)

@@ -1,8 +1,12 @@
 """One agent's link to the job's coordinator, and the succession when it is lost. No I/O.
 
 The agent passes what its connections receive, and calls :meth:`CoordinatorLink.check` periodically.
-The link decides whose orders are followed, ends this host's ranks without a coordinator, and
-creates the coordinator if this host becomes it.
+The link decides whose orders are followed, and creates the coordinator if this host becomes it.
+
+It ends this host's ranks as soon as the coordinator is lost, before there is a successor: a host
+that is cut off cannot know when a successor starts them elsewhere. A host ends its part of the job
+for good if no candidate takes over, or if it is itself the candidate and gets no majority, even if
+a later candidate wins. A candidate that cannot listen turns to the next one.
 """
 
 from __future__ import annotations
@@ -30,11 +34,6 @@ from flagscale.launcher.liveness.messages import (
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.launcher.liveness.succession import Candidacy, CoordinatorSearch
 
-_NO_SUCCESSOR = (
-    "; no other host takes over the run, because this one has no contact to more than half of the "
-    "agents"
-)
-
 
 class Connections(Protocol):
     """Connections of this host to others, by their numbers."""
@@ -44,10 +43,12 @@ class Connections(Protocol):
         """Hosts that this one connects to, or tries to."""
 
     def resolve(self, number: int) -> None:
-        """Look up the address of a host, which may be impossible when it is needed."""
+        """Look up and keep the address of a host now; the name server may be unreachable when it is
+        needed. Blocks, so that heartbeats wait for a slow name server.
+        """
 
     def connect(self, number: int) -> None:
-        """Connect to a host, until :meth:`disconnect` is called."""
+        """Connect to a host, and reconnect, until :meth:`disconnect` is called."""
 
     def disconnect(self, number: int) -> None:
         """Close the connection to a host."""
@@ -63,7 +64,7 @@ class Connections(Protocol):
         """
 
     def stop_listening(self) -> None:
-        """Close the connections of the other hosts."""
+        """Close the port, and the connections of the other hosts."""
 
     def send_order(self, number: int | None, order: Order) -> None:
         """Send an order to a host that has connected, or to all."""
@@ -90,24 +91,27 @@ class NoConnections:
 
 
 class LinkedMember(Protocol):
-    """Part of :class:`.member.Member` that the link uses."""
+    """State of this host's ranks: the part of :class:`.member.Member` that the link uses."""
 
     attempt_number: int
-    coordinator_lost: bool
+    has_given_up: bool
     job_finished: bool
 
     @property
-    def ranks_joined(self) -> bool: ...
+    def ranks_joined(self) -> bool:
+        """True if the ranks of all hosts have joined, or will not join any more."""
 
-    def hello(self, job_state: JobState | None = None) -> Hello: ...
+    def hello(self, job_state: JobState | None = None) -> Hello:
+        """Return the first message on a connection, and repeat a stop signal after it."""
 
-    def confirm_state(self, state: JobState) -> JobStateAccepted: ...
+    def confirm_state(self, state: JobState) -> JobStateAccepted:
+        """Return the reply to a state that this host has accepted."""
 
-    def heartbeat(self) -> HostMessage: ...
+    def end_ranks_until_successor(self, failure: Failure) -> None:
+        """End the ranks of this host; a successor may start them again."""
 
-    def end_without_coordinator(self, failure: Failure) -> None: ...
-
-    def lose_coordinator(self, failure: Failure) -> None: ...
+    def end_job_without_coordinator(self, failure: Failure) -> None:
+        """End everything on this host for good."""
 
 
 class CoordinatorLink:
@@ -116,10 +120,11 @@ class CoordinatorLink:
     Args:
         number: Number of this host.
         options: Options of this host's agent.
-        member: This host's part of the job.
+        member: State of this host's ranks.
         connections: Its connections.
         create_coordinator: Creates the coordinator on this host, from a time and a state.
         output: Output file of this host.
+        now: Time in seconds of the monotonic clock, as in all methods.
     """
 
     def __init__(
@@ -136,10 +141,11 @@ class CoordinatorLink:
         """The coordinator, if it is on this host."""
         self.notices: list[Notice] = []
         """Notices for notifications, which the caller removes."""
-        self.is_reached = False
+        self.was_reached = False
         """True if a coordinator has ever been reached."""
-        self.leader: int | None = 0
-        """Number of the host whose orders are followed; None while there is none."""
+        self.followed_host: int | None = 0
+        """Number of the host whose orders are followed; None while there is none. During a search,
+        ``_search.target`` is the candidate, which is not followed yet."""
         self._number = number
         self._options = options
         self._member = member
@@ -149,19 +155,27 @@ class CoordinatorLink:
         self._search: CoordinatorSearch | None = None
         self._candidacy: Candidacy | None = None
         if options.addresses:
+            # Other hosts could coordinate the job. No orders are followed before the first state:
+            # only then this host knows who coordinates, and can vote.
             self._search = CoordinatorSearch(number, len(options.names))
-            self.leader = None
-        self._last_order_at = now
-        self._ranks_joined = False
+            self.followed_host = None
+        self._silent_since = now
+        self._joined_without_contact = False
         self._loss = host_failure(options.master_name, "", output)
+        self._losses: dict[int, Failure] = {}  # of coordinators and candidates, by number
+        self._candidate_has_responded = False
+        self._target_was_reached = False
 
-    def coordinate(self, now: float) -> None:
+    def start_coordinator(self, now: float) -> None:
         """Create the coordinator of a new job."""
-        self.coordinator, self.leader = self._create_coordinator(now, None), self._number
+        self.coordinator = self._create_coordinator(now, None)
+        self.followed_host = self._number
 
-    def extend(self, seconds: float) -> None:
-        """Extend the timeout by a time in which this process itself did not run."""
-        self._last_order_at += seconds
+    def excuse_pause(self, seconds: float, now: float) -> None:
+        """Extend the timeouts by a time in which this process itself did not run."""
+        self._silent_since += seconds
+        if self._candidacy is not None:
+            self._candidacy.extend(seconds, now)
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -179,12 +193,13 @@ class CoordinatorLink:
             for number in self._connections.numbers:
                 self._connections.send_message(number, message)
 
-    def greet(self, number: int, now: float) -> None:
+    def send_hello(self, number: int, now: float) -> None:
         """Send the first message on a new connection to a host."""
-        if self._search is None or number == self._search.target:
-            # An authenticated coordinator has to respond from now on, even if it has not sent an
-            # order yet.
-            self._last_order_at, self.is_reached = now, True
+        is_target = self._search is None or number == self._search.target
+        if is_target and not self._target_was_reached:
+            # An authenticated coordinator or candidate has to respond from now on, even if it has
+            # not sent an order yet. A later connection alone is no sign of life.
+            self._silent_since, self.was_reached, self._target_was_reached = now, True, True
         job_state = self._search.state if self._search is not None else None
         self._connections.send_message(number, self._member.hello(job_state))
 
@@ -194,31 +209,34 @@ class CoordinatorLink:
         Returns:
             The order, if this host has to follow it.
         """
-        if number not in self._connections.numbers:  # another one is followed since
+        if number not in self._connections.numbers:  # left over from a host no longer followed
             return None
         if isinstance(order, ShareJobState):
             if self._search is not None and self._search.accept(order.job_state, number):
-                self._last_order_at, self.is_reached = now, True
+                self._silent_since, self.was_reached = now, True
                 self._follow(number)
                 for candidate in self._search.list_candidates():
                     self._connections.resolve(candidate)
                 message = self._member.confirm_state(order.job_state)
                 self._connections.send_message(number, message)
-        elif number == self.leader and isinstance(order, HandOver):
+        elif number == self.followed_host and isinstance(order, HandOver):
+            # From a coordinator that is sick and leaves the job.
             self._loss = order.loss
+            self._losses[number] = order.loss
             self._begin_search(now)
-        elif number == self.leader:
-            self._last_order_at, self.is_reached = now, True
+        elif number == self.followed_host:
+            self._silent_since, self.was_reached = now, True
             return order
         elif self._search is not None and number == self._search.target:
-            self._last_order_at = now
+            self._silent_since = now
+            self._candidate_has_responded = True
         return None
 
     def _follow(self, number: int) -> None:
         """Follow the orders of a host from now on, and of no other one."""
         if self._candidacy is not None:
             self._end_candidacy()
-        self.leader = number
+        self.followed_host = number
         self._disconnect_others(number)
 
     def _disconnect_others(self, number: int | None = None) -> None:
@@ -231,74 +249,94 @@ class CoordinatorLink:
         """Perform the actions that are due without a coordinator.
 
         Returns:
-            True if the coordinator was lost just now.
+            True if this host has just noticed that the coordinator is lost: a hardware check has to
+            end. A coordinator that hands over has ended it before.
         """
         member, options = self._member, self._options
-        if self.coordinator is not None or member.coordinator_lost or member.job_finished:
+        if self.coordinator is not None or member.has_given_up or member.job_finished:
             return False
         if self._search is not None and self._search.is_searching:
             self._continue_search(self._search, now)
             return False
-        if not self.is_reached and not self._ranks_joined and member.ranks_joined:
+        if not self.was_reached and not self._joined_without_contact and member.ranks_joined:
             # Ranks have joined, so the coordinator has been running: it has to respond from now on.
-            self._ranks_joined, self._last_order_at = True, now
-        response_required = self.is_reached or self._ranks_joined
+            self._joined_without_contact, self._silent_since = True, now
+        response_required = self.was_reached or self._joined_without_contact
         limit_seconds = options.lost_host_timeout if response_required else options.start_timeout
-        if now - self._last_order_at <= limit_seconds:
+        if now - self._silent_since <= limit_seconds:
             return False
         self._loss = self._describe_loss(limit_seconds, was_reached=response_required)
         if response_required:
+            self._losses[self._target] = self._loss
             self._begin_search(now)
         else:
-            self._end_job()
+            self._end_job("", notifies=self._number == 1)
         return True
+
+    @property
+    def _target(self) -> int:
+        return 0 if self._search is None else self._search.target
 
     def _begin_search(self, now: float) -> None:
         """Look for a successor of the coordinator, and end this host's ranks until there is one."""
         if self._search is None:
-            self._end_job()
-        elif self._search.begin():
+            # Host 0, which sends notifications otherwise, cannot.
+            self._end_job("", notifies=self._number == 1)
+        elif self._search.begin_search():
             log_line(
                 f"{self._loss.headline()}; the ranks of this host end until another one coordinates"
             )
-            self._member.end_without_coordinator(self._loss)
-            self.leader = None
+            self._member.end_ranks_until_successor(self._loss)
+            self.followed_host = None
+            self._candidate_has_responded = False
             self._turn_to_candidate(self._search, now)
         else:
-            self._end_job(_NO_SUCCESSOR)
+            # Every remaining host comes to this conclusion.
+            obstacle = self._search.find_obstacle() or "no host could take over"
+            self._end_job(obstacle, notifies=self._search.is_first_remaining)
 
     def _describe_loss(self, seconds: float, *, was_reached: bool) -> Failure:
         options = self._options
-        number = 0 if self._search is None else self._search.target
         if was_reached:
             reason = f"was lost: no word from its agent for {seconds:g} s"
         else:
             reason = f"was not reached within {seconds:g} s of the start"
             reason += explain_missing_agents(options.liveness_port)
-        if number == 0:
+        if self._target == 0:  # meshes have no succession
             reason += describe_mesh_position(options.master_place)
-        name = options.names[number] if self._search is not None else options.master_name
+        name = options.master_name if self._search is None else options.names[self._target]
         return host_failure(name, reason, self._output)
 
-    def _end_job(self, remark: str = "") -> None:
-        """End this host's part of the job for good, because there is no coordinator."""
+    def _find_loss(self, number: int) -> Failure:
+        """Return the loss of a coordinator, which this host may have heard of by others only."""
+        reason = "was lost: the agents that are left have no contact to it"
+        name = self._options.names[number]
+        return self._losses.get(number) or host_failure(name, reason, self._output)
+
+    def _end_job(self, obstacle: str, *, notifies: bool) -> None:
+        """End this host's part of the job for good, because there is no coordinator.
+
+        Args:
+            obstacle: Reason why this host follows no successor.
+            notifies: True if this host sends the notification of the end. It cannot know that the
+                job has not gone on elsewhere.
+        """
+        remark = f"; this host does not follow a successor: {obstacle}" if obstacle else ""
         failure = replace(self._loss, reason=self._loss.reason + remark)
         log_line(f"{failure.headline()}; the job of this host ends")
-        self._member.lose_coordinator(failure)
-        if self._number == 1:
-            # Host 0, which sends notifications otherwise, cannot.
+        self._member.end_job_without_coordinator(failure)
+        if notifies:
             self.notices.append(Notice("failed", self._member.attempt_number, failure))
 
     # -- succession -------------------------------------------------------------------------
 
     def _turn_to_candidate(self, search: CoordinatorSearch, now: float) -> None:
         """Connect to the host that may become the coordinator, or stand as it."""
-        if search.state is None:
-            return
-        self._last_order_at = now
+        assert search.state is not None  # otherwise there is no candidate
+        self._silent_since, self._target_was_reached = now, False
         previous = search.state.coordinator
         has_left = any(departure.host == previous for departure in search.state.departures)
-        # A previous coordinator that was lost may be there again.
+        # Keep the connection to the previous coordinator: it may come back, and is followed again.
         self._disconnect_others(None if has_left else previous)
         if not search.is_candidate:
             self._connections.connect(search.target)
@@ -306,16 +344,18 @@ class CoordinatorLink:
         try:
             self._connections.listen()
         except OSError as error:
-            reason = os.strerror(error.errno or 0)
+            # Not `error.strerror`, which includes the address.
+            reason = os.strerror(error.errno) if error.errno else str(error)
             port = self._options.liveness_port
             log_line(f"this host cannot coordinate the run: port {port}: {reason}")
-            self._last_order_at -= self._options.lost_host_timeout
+            # So that the next check turns to the next candidate.
+            self._silent_since -= self._options.lost_host_timeout
             return
         self._candidacy = Candidacy(
             self._number,
             search.state,
             self._member.attempt_number,
-            self._loss,
+            self._find_loss,
             now,
             self._options.lost_host_timeout,
             self._options.beat_seconds,
@@ -324,34 +364,41 @@ class CoordinatorLink:
     def _continue_search(self, search: CoordinatorSearch, now: float) -> None:
         if self._candidacy is not None:
             self._continue_candidacy(self._candidacy, search, now)
-        elif now - self._last_order_at <= self._options.lost_host_timeout:
+        elif now - self._silent_since <= self._options.lost_host_timeout:
             return
-        elif search.turn():
+        elif search.turn_to_next_candidate():
             self._turn_to_candidate(search, now)
         else:
-            self._end_job(_NO_SUCCESSOR)
+            self._end_job("no candidate has taken over", notifies=False)
 
     def _continue_candidacy(
         self, candidacy: Candidacy, search: CoordinatorSearch, now: float
     ) -> None:
         candidacy.tick(now)
+        if candidacy.obstacle:
+            # A host without contact to any other is more likely cut off than the only one left.
+            # Hosts that have turned to an earlier candidate leave the notification to it.
+            notifies = candidacy.has_contacts and not self._candidate_has_responded
+            self._end_candidacy()
+            self._end_job(candidacy.obstacle, notifies=notifies)
+            return
         orders, candidacy.orders = candidacy.orders, []
         for host, order in orders:
             if isinstance(order, ShareJobState):
                 # This host has voted: it does not go back to the previous coordinator.
-                search.state = order.job_state
+                search.vote_for_own(order.job_state)
                 self._disconnect_others()
             self._connections.send_order(host, order)
         if candidacy.is_elected and candidacy.proposal is not None:
             search.accept(candidacy.proposal, self._number)
-            self._candidacy, self.leader = None, self._number
+            self._candidacy, self.followed_host = None, self._number
             self.coordinator = self._create_coordinator(now, candidacy.proposal)
-            for host, message in candidacy.messages:
+            # The coordinator sends its first state to all. It learns from the heartbeats of the
+            # hosts what the candidacy has dropped.
+            for host, message in candidacy.stop_signals:
                 self.coordinator.receive(host, message, now)
-            self.coordinator.receive(self._number, self._member.heartbeat(), now)
-        elif candidacy.has_failed:
-            self._end_candidacy()
-            self._end_job(_NO_SUCCESSOR)
+            # This may add a stop signal that this host has got in the meantime.
+            self.coordinator.receive(self._number, self._member.hello(), now)
 
     def _end_candidacy(self) -> None:
         self._candidacy = None

@@ -82,8 +82,8 @@ class Member:
         """First failure of the job, as the coordinator sent it."""
         self.job_finished = False
         """True if nothing will be started any more."""
-        self.coordinator_lost = False
-        """True if the link to the coordinator was lost for good."""
+        self.has_given_up = False
+        """True if the coordinator was lost, and this host follows no other one."""
         self.outgoing: list[HostMessage] = []
         self._run_id = run_id
         self._grace_seconds = grace_seconds
@@ -188,9 +188,7 @@ class Member:
     def is_over(self) -> bool:
         """True if this host has done its part and waits for no other."""
         ended = self.attempt.stage is Stage.OVER
-        return ended and (
-            self.job_finished or self.coordinator_lost or self.stop_signal is not None
-        )
+        return ended and (self.job_finished or self.has_given_up or self.stop_signal is not None)
 
     @property
     def ranks_joined(self) -> bool:
@@ -390,16 +388,18 @@ class Member:
             messages.StopSignalled(*self._message_fields(), signal_number, self.stop_cause)
         )
 
-    def end_without_coordinator(self, failure: Failure) -> None:
-        """End the attempt on this host, because the coordinator or the link to it is lost."""
+    def end_ranks_until_successor(self, failure: Failure) -> None:
+        """End the attempt on this host, because the coordinator or the link to it is lost. A
+        successor may start another one.
+        """
         self.failure = failure
         self._end_after_failure()
 
-    def lose_coordinator(self, failure: Failure) -> None:
+    def end_job_without_coordinator(self, failure: Failure) -> None:
         """End everything on this host, because no coordinator can be reached any more."""
-        if not self.coordinator_lost:
-            self.coordinator_lost = True
-            self.end_without_coordinator(failure)
+        if not self.has_given_up:
+            self.has_given_up = True
+            self.end_ranks_until_successor(failure)
 
     def _end_after_failure(self) -> None:
         if self.attempt.stage is Stage.RUNNING and not self.attempt.is_ending:
@@ -419,7 +419,7 @@ class Member:
             return 128 + self.stop_signal if code else 0
         if self.attempt.is_ending and code:
             return 1
-        return 1 if self.coordinator_lost or (code == 0 and self.attempt.is_ending) else code
+        return 1 if self.has_given_up or (code == 0 and self.attempt.is_ending) else code
 
 
 def _replace_options(command: Sequence[str], values: Mapping[str, str]) -> list[str]:

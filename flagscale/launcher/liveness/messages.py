@@ -152,11 +152,12 @@ class JobState:
     """State of the job that another host needs to continue as the coordinator.
 
     Attributes:
-        term: Number of coordinators before this one. Of two states, the one with the higher term
-            is newer, and in one term the one with the higher ``revision``.
-        coordinator: Number of the host that coordinates the job.
+        term: Number of the election that the coordinator has won, or a candidate wants to win.
+        revision: Number of changes of the state. Of two states of coordinators, the one with the
+            higher term is newer, and in one term the one with the higher revision.
+        coordinator: Number of the host that coordinates the job, or wants to.
         electorates: Sets of hosts, each of which has to agree to a new coordinator by a majority:
-            one, or two while the set changes.
+            one, or more while the set changes.
         attempt: Attempt that was ordered to start last.
         places: Number of the host at each node rank.
         departures: Hosts that have left the job.
@@ -168,6 +169,8 @@ class JobState:
         ranks_have_joined: True if the ranks have joined in any attempt.
         start_succeeded: True if they have joined in the last one.
         failure: First failure of the attempt that has ended, if its coordinator hands over.
+        origin_term: Term of the state that a candidate's proposal continues, with the revision of
+            that state; None if a coordinator shares this state.
     """
 
     term: int
@@ -184,11 +187,19 @@ class JobState:
     ranks_have_joined: bool = False
     start_succeeded: bool = False
     failure: Failure | None = None
+    origin_term: int | None = None
 
     @property
     def version(self) -> tuple[int, int]:
-        """Term and revision, by which states are compared."""
+        """Term and revision, which identify the state."""
         return self.term, self.revision
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """Version of the coordinator's state that this one is, or continues: the higher one is
+        newer.
+        """
+        return self.term if self.origin_term is None else self.origin_term, self.revision
 
 
 @dataclass(frozen=True)

@@ -389,3 +389,84 @@ def test_secret_files_are_readable_by_the_user_only(make_plan: MakePlan, tmp_pat
     )
     files.remove_secrets(tmp_path / "job")
     assert not path.exists()
+
+
+def write_slurm_commands(directory: Path, *, nodes: str, failures: int, are_listed: bool) -> None:
+    """Write commands of Slurm that record changes of a job, and fail before they succeed, and a
+    `sleep` that ends a loop after some rounds.
+    """
+    directory.mkdir()
+    calls = directory / "calls"
+    change = f'echo "${{0##*/}} $*" >>{calls}; (($(wc -l <{calls}) > {failures}))'
+    list_nodes = "tr , '\\n' <<<\"$3\"" if are_listed else "false"
+    rounds = directory / "rounds"
+    programs = {
+        "squeue": f"echo {nodes}",
+        "scontrol": f"if [[ $1 == show ]]; then {list_nodes}; else {change}; fi",
+        "scancel": change,
+        "sleep": f"echo >>{rounds}; (($(wc -l <{rounds}) < 6))",
+    }
+    for name, program in programs.items():
+        (directory / name).write_text(f"#!/bin/bash\n{program}\n", encoding="utf-8")
+        (directory / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("case", "requests", "end"),
+    [
+        pytest.param({"nodes": "n0,n1"}, [], None, id="batch-node-is-there"),
+        pytest.param({"are_listed": False}, [], None, id="scontrol-does-not-answer"),
+        pytest.param({}, ["scontrol requeue 12"], None, id="requeued"),
+        pytest.param({"failures": 2}, 3 * ["scontrol requeue 12"], None, id="slurmctld-is-back"),
+        pytest.param(
+            {"starts": 1}, ["scancel 12"], files.JobEnd(1, 1, "batch_node_lost"), id="cancelled"
+        ),
+        pytest.param(
+            {"starts": 1, "failures": 2},
+            3 * ["scancel 12"],
+            files.JobEnd(1, 1, "batch_node_lost"),
+            id="cancelled-later",
+        ),
+        pytest.param({"code": 7}, ["scancel 12"], files.JobEnd(0, 7, ""), id="job-has-ended"),
+        pytest.param({"other_guard": "directory"}, [], None, id="another-guard-acts"),
+        pytest.param({"other_guard": "file"}, [], None, id="directory-cannot-be-created"),
+    ],
+)
+def test_guard_acts_once_the_batch_node_is_lost(
+    tmp_path: Path, case: dict[str, Any], requests: list[str], end: files.JobEnd | None
+) -> None:
+    job_dir, details, bin_dir = (tmp_path / name for name in ("job", "details", "bin"))
+    job_dir.mkdir()
+    starts = case.get("starts", 0)
+    for rank in (0, 1):
+        run_dir = details / f"host_{rank}_node-{rank}" / "run"
+        run_dir.mkdir(parents=True)
+        code = case.get("code")
+        if rank or code is not None:
+            write_json(run_dir / EXIT_FILE, {"code": code or 1, "phase": "job"})
+    if "code" in case:
+        record = {"hosts": {}, "places": [0, 1]}
+        write_json(details / "host_0_node-0" / "run" / LIVENESS_FILE, record)
+    if case.get("other_guard") == "directory":
+        (job_dir / f"guard.{starts}").mkdir()
+    elif case.get("other_guard") == "file":
+        (job_dir / f"guard.{starts}").touch()
+    write_slurm_commands(
+        bin_dir,
+        nodes=case.get("nodes", "n1"),
+        failures=case.get("failures", 0),
+        are_listed=case.get("are_listed", True),
+    )
+    directory = Path(slurm_job.__file__).parent
+    functions = re.findall(
+        r"^\w+\(\) \{.*?^\}[^\n]*$", read_source(directory / "job.sh"), re.DOTALL | re.MULTILINE
+    )
+    program = "\n".join([*functions, read_source(directory / "guard.sh")])
+    arguments = ["run", job_dir, details, 12, starts, 1, "n0", "n0"]
+    arguments += [details / "host_0_node-0" / "run", "replace", 30]
+    command = ["bash", "-c", program, "guard", *map(str, arguments)]
+    environment = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}"}
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    calls = bin_dir / "calls"
+    assert (calls.read_text().splitlines() if calls.exists() else []) == requests
+    assert files.read_end(job_dir) == end
