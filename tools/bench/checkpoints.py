@@ -175,8 +175,11 @@ class Rank:
         # Read from the storage itself, not from copies on this machine.
         for path in self._staging.glob("iter_*/manifest.json"):
             path.unlink()
-        _drop_caches(Path(args.save))
         with gathered_parameters(args, self._state.chunks):
+            # The fork to save has made the state's memory copy-on-write. A run that resumes has
+            # not forked before.
+            checkpointer.load(self._state)
+            _drop_caches(Path(args.save))
             begin, begin_cpu = time.monotonic(), time.process_time()
             checkpointer.load(self._state)
             seconds["load"] = time.monotonic() - begin
