@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main(argv: list[str]) -> dict[str, Any]:
-    """Return losses of three steps, the validation loss, torch's counters and compile seconds."""
+    """Return losses of all steps, the validation loss, torch's counters and compile seconds."""
     os.environ.update(FLAGSCALE_DEVICE="cpu", TORCHDYNAMO_DISABLE="0")
     warnings.filterwarnings("ignore")
     from flagscale.config.arguments.derive import derive_arguments
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     compile_layers(state.modules()[0], backend="aot_eager")
     data: Any = build_data_iterators(args, tokenizer, state.progress, model_chunks=1)
     stepper, deferred_metrics = Stepper(args, config, state, device), DeferredMetrics()
-    for _ in range(3):
+    for _ in range(args.train_iters):
         deferred_metrics.add(*stepper.train(data.train, stop_flags=(False, False)))
     validation = stepper.evaluate(data.valid, 1).loss
     from torch._dynamo.utils import counters

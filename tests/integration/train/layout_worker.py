@@ -296,7 +296,15 @@ def compile_layers_on_cpu(models: list[Any]) -> None:
     import torch
 
     from flagscale.train.layers.layer_compilation import compile_layers
+    from flagscale.train.models import document_mask
 
+    # A CPU attends to one document after another, which cannot be compiled. Devices that compile
+    # have a kernel, or a mask.
+    document_mask.select_mask_form = lambda config, _device: (
+        "document_numbers"
+        if config.context_parallel_size > 1 and config.cp_comm_type != "a2a"
+        else "visible"
+    )
     # Discard the graphs of the previous case: the number of graphs per function is limited.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -56,6 +56,7 @@ HOST_ARGUMENTS: dict[str, tuple[str, str]] = {
     "manual_gc_interval": ("--manual-gc-interval 100", "--manual-gc-interval 2"),
     "peak_tflops": ("--peak-tflops 1", "--peak-tflops 100"),
     "loss_spike_factor": ("--loss-spike-factor 2", "--loss-spike-factor 0"),
+    "straggler_threshold": ("--straggler-threshold 1.05", "--straggler-threshold 1.5"),
     "log_throughput": ("", "--log-throughput"),
     "log_memory_to_tensorboard": ("--log-memory-to-tensorboard", ""),
     "log_learning_rate_to_tensorboard": ("", "--no-log-learning-rate-to-tensorboard"),
