@@ -88,7 +88,8 @@ def main() -> int:
         names = [options.only] if options.only else ["disk", "s3"]
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         directory = root / "disk" / "iter_0000000"
-        rank.measure(*disk)  # a virtual machine gets the memory of files when it is first used
+        # The client transfers these files. A virtual machine gets memory when it is first used.
+        rank.measure(*disk)
         for _ in range(options.repetitions):
             # The rates alone are measured in turn, because other load on the machine varies.
             if "disk" in samples:

@@ -810,13 +810,12 @@ class Coordinator:
         joined in any attempt, or if they did not join in two attempts in a row.
         """
         lost = any(host.has_left for host in self._places.job_hosts)
-        if lost and self.policy.on_bad_host == "stop":
-            if self.attempt + 1 >= self._max_attempts:
-                return "no attempt is left"
-            return "a host was lost"
+        has_attempts_left = self.attempt + 1 < self._max_attempts
+        if lost and self.policy.on_bad_host == "stop" and not has_attempts_left:
+            return "no attempt is left"
         if shortage := self._places.describe_shortage(now):
             return shortage
-        if not (lost or self._is_taking_over) and self.attempt + 1 >= self._max_attempts:
+        if not (lost or self._is_taking_over or has_attempts_left):
             return "no attempt is left"
         return self._find_start_obstacle()
 

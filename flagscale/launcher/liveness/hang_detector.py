@@ -198,13 +198,10 @@ class HangDetector:
         of ranks per host, and empty if a host has not reported its number.
         """
         finding = explain_hang(ranks)
-        if (
-            finding is None
-            or finding.host
-            or not all(host.nproc for host in self._places.job_hosts)
-        ):
+        if finding is None or finding.host:
             return finding
-        return replace(finding, host=self._places.find_host(finding.rank).name)
+        host = self._places.find_host(finding.rank)
+        return finding if host is None else replace(finding, host=host.name)
 
     # -- overdue collectives ----------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Places:
         self.host_by_rank = list(range(len(all_hosts) - spares))
         """Number of the host at each node rank."""
         self.replaced_by: dict[int, int] = {}
-        """For each replaced host, the number of the spare that took its place."""
+        """Number of the spare that took the place of each replaced host."""
         self._policy = policy
         self._all_hosts = all_hosts
         self._planned_count = len(self.host_by_rank)
@@ -37,8 +37,12 @@ class Places:
         """Hosts of the job by node rank, without spares and replaced hosts."""
         return [self._all_hosts[number] for number in self.host_by_rank]
 
-    def find_host(self, rank: int) -> JobHost:
-        """Return the host of a global rank, from the reported numbers of ranks per host."""
+    def find_host(self, rank: int) -> JobHost | None:
+        """Return the host of a global rank, from the reported numbers of ranks per host; None if a
+        host has not reported its number.
+        """
+        if not all(host.nproc for host in self.job_hosts):
+            return None
         rank_count, rank_host = 0, self._all_hosts[0]
         for host in self.job_hosts:
             if rank_count <= rank:

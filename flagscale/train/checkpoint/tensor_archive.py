@@ -24,6 +24,9 @@ except ImportError:  # there is no wheel for this machine
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Signature, and lengths of the name and of the extra field that follow."""
 _SIGNATURE = b"PK\x03\x04"
+_MAX_DESCRIPTIONS = 1024
+_descriptions: dict[bytes, Any] = {}
+"""Tensors without memory, by the pickled description that an archive contains."""
 
 
 def open_tensor(content: memoryview, *, verify: bool) -> torch.Tensor:
@@ -55,13 +58,8 @@ def open_tensor(content: memoryview, *, verify: bool) -> torch.Tensor:
         return elements.as_strided(
             described.size(), described.stride(), int(described.storage_offset())
         )
-    tensor: torch.Tensor = torch.load(_as_file(content), map_location="cpu", weights_only=True)
+    tensor: torch.Tensor = _unpickle(content, "cpu")
     return tensor
-
-
-_descriptions: dict[bytes, Any] = {}
-"""Tensors without memory, by the pickled description that an archive contains."""
-_MAX_DESCRIPTIONS = 1024
 
 
 def _describe(content: memoryview, records: list[zipfile.ZipInfo]) -> Any:
@@ -73,15 +71,16 @@ def _describe(content: memoryview, records: list[zipfile.ZipInfo]) -> Any:
     pickles = [record for record in records if record.filename.endswith("/data.pkl")]
     key = bytes(_locate(content, pickles[0])) if len(pickles) == 1 else b""
     if key not in _descriptions:
-        described = torch.load(_as_file(content), map_location="meta", weights_only=True)
+        described = _unpickle(content, "meta")
         if not key or len(_descriptions) >= _MAX_DESCRIPTIONS:
             return described
         _descriptions[key] = described
     return _descriptions[key]
 
 
-def _as_file(content: memoryview) -> Any:
-    return _Content(content)
+def _unpickle(content: memoryview, device: str) -> Any:
+    file: Any = _Content(content)
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def _list_records(content: memoryview) -> list[zipfile.ZipInfo]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -88,6 +89,8 @@ def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterat
     rank = distributed.RankIdentity.from_environment()
     device = choose_device("auto", rank.local_rank)
     distributed.init_default_group(rank, device, backend=backend, timeout_minutes=2)
+    if cases[0].get("graphs"):
+        select_masks_that_compile()
     for case in cases:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -291,20 +294,24 @@ def score_sequences(
     }
 
 
+def select_masks_that_compile() -> None:
+    """Select document masks as for a device without a kernel for documents.
+
+    A CPU attends to one document after another, which cannot be compiled.
+    """
+    from flagscale.train.models import document_mask
+
+    select = document_mask.select_mask_form
+    device: Any = SimpleNamespace(is_host=False, accelerator=SimpleNamespace(fused_attention=False))
+    document_mask.select_mask_form = lambda config, _device: select(config, device)
+
+
 def compile_layers_on_cpu(models: list[Any]) -> None:
     """Compile the layers on a CPU, where they are not compiled otherwise."""
     import torch
 
     from flagscale.train.layers.layer_compilation import compile_layers
-    from flagscale.train.models import document_mask
 
-    # A CPU attends to one document after another, which cannot be compiled. Devices that compile
-    # have a kernel, or a mask.
-    document_mask.select_mask_form = lambda config, _device: (
-        "document_numbers"
-        if config.context_parallel_size > 1 and config.cp_comm_type != "a2a"
-        else "visible"
-    )
     # Discard the graphs of the previous case: the number of graphs per function is limited.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

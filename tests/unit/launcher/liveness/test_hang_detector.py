@@ -133,6 +133,12 @@ class Attempt:
         message = LastRecords(host, self.number, self.now, ranks, finished_ranks)
         self.detector.receive(host, message)
 
+    def explain_failure_after_end(self) -> Notice | None:
+        """Let rank 0 fail in a collective after the end of rank 1, and return the explanation."""
+        self.send_last_records(0, recorded_rank(0, failed=True))
+        self.send_last_records(1, finished=True)
+        return self.detector.explain_failed_collective()
+
     def explain_overdue(self) -> str:
         """Let rank 0 wait in a collective that rank 1 has not entered, and return the remark."""
         self.hosts[0].overdue_since = 3.0
@@ -337,17 +343,13 @@ def test_failed_collective_is_explained_from_last_records() -> None:
 def test_explained_hang_needs_no_second_explanation() -> None:
     attempt = Attempt()
     attempt.explain_overdue()
-    attempt.send_last_records(0, recorded_rank(0, failed=True))
-    attempt.send_last_records(1, finished=True)
-    assert attempt.detector.explain_failed_collective() is None
+    assert attempt.explain_failure_after_end() is None
     assert attempt.detector.failure_remark == ""
 
 
 def test_rank_that_has_ended_is_named_with_its_host() -> None:
     attempt = Attempt()
-    attempt.send_last_records(0, recorded_rank(0, failed=True))
-    attempt.send_last_records(1, finished=True)
-    notice = attempt.detector.explain_failed_collective()
+    notice = attempt.explain_failure_after_end()
     assert notice is not None
     assert notice.remark.startswith("rank 1 (h1) ended with exit code 0 before the end of")
 
@@ -358,9 +360,7 @@ def test_rank_that_has_ended_is_named_with_the_host_that_reported_its_end() -> N
     attempt.hosts = [replace(host, nproc=0) for host in attempt.hosts]
     attempt.hosts.append(JobHost("h2"))
     attempt.create_detector()
-    attempt.send_last_records(0, recorded_rank(0, failed=True))
-    attempt.send_last_records(1, finished=True)
-    notice = attempt.detector.explain_failed_collective()
+    notice = attempt.explain_failure_after_end()
     assert notice is not None
     assert notice.remark.startswith("rank 1 (h1) ended with exit code 0 before the end of")
 
