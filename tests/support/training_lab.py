@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.launcher.layout import STATUS_DIRECTORY
-from flagscale.status import list_status_files, read_events
+from flagscale.status import Event, list_status_files, read_events
 from support.launch_lab import Lab
 
 PROGRAM = Path(__file__).parents[2] / "flagscale" / "train" / "train_gpt.py"
@@ -56,13 +56,18 @@ def read_losses(lab: Lab, status_directory: str = STATUS_DIRECTORY) -> list[Step
 
     ``status_directory`` is the name of the status directory on each host.
     """
-    steps = []
-    for host in lab.state().hosts:
-        for path in list_status_files(host.run_dir / status_directory):
-            rows = read_events(path)[0]
-            steps += [
-                (e.get("step"), e.get("loss"), e.get("grad_norm"))
-                for e in rows
-                if e.event == "progress"
-            ]
-    return sorted(steps)
+    return sorted(
+        (event.get("step"), event.get("loss"), event.get("grad_norm"))
+        for event in read_events_of_ranks(lab, status_directory)
+        if event.event == "progress"
+    )
+
+
+def read_events_of_ranks(lab: Lab, status_directory: str = STATUS_DIRECTORY) -> list[Event]:
+    """Return the events of all ranks of the last run, from a status directory on each host."""
+    return [
+        event
+        for host in lab.state().hosts
+        for path in list_status_files(host.run_dir / status_directory)
+        for event in read_events(path)[0]
+    ]

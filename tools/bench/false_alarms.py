@@ -26,9 +26,7 @@ from faults import FaultRun, wait_for
 
 from flagscale.bench import machine
 from flagscale.files import write_json
-from flagscale.launcher.layout import STATUS_DIRECTORY
 from flagscale.launcher.liveness.job_record import read_newest_job_record
-from flagscale.status import list_status_files, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 _HOSTS = 4
@@ -72,6 +70,7 @@ def train_undisturbed(minutes: float, busy: int, seed: int) -> dict[str, Any]:
     """Train for so long beside busy processes, and count the alarms."""
     from bed.lab import Bed  # type: ignore[import-not-found]
     from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
+    from support.training_lab import read_events_of_ranks  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as directory:
         bed_directory, shared = Path(directory) / "bed", Path(directory) / "shared"
@@ -96,7 +95,7 @@ def train_undisturbed(minutes: float, busy: int, seed: int) -> dict[str, Any]:
             finally:
                 processes.end()
             job, steps = _read_job(lab), run.read_steps(0)
-            stragglers = sum(event.event == "stragglers" for event in _read_events(lab))
+            stragglers = sum(event.event == "stragglers" for event in read_events_of_ranks(lab))
             lab.run_action("stop", timeout=180)
             return {
                 "minutes": minutes,
@@ -114,7 +113,7 @@ def train_undisturbed(minutes: float, busy: int, seed: int) -> dict[str, Any]:
 
 
 def _start(lab: Any) -> None:
-    from support.training_lab import (  # type: ignore[import-not-found]
+    from support.training_lab import (
         LLAMA,
         PROGRAM,
         train_sections,
@@ -146,15 +145,6 @@ def _start(lab: Any) -> None:
 
 def _read_job(lab: Any) -> dict[str, Any]:
     return read_newest_job_record(lab.state().hosts[0].run_dir)
-
-
-def _read_events(lab: Any) -> list[Any]:
-    return [
-        event
-        for host in lab.state().hosts
-        for path in list_status_files(host.run_dir / STATUS_DIRECTORY)
-        for event in read_events(path)[0]
-    ]
 
 
 def _longest_gap(moments: list[float]) -> float:

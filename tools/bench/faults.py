@@ -34,7 +34,6 @@ from flagscale.bench import machine
 from flagscale.files import read_json, write_json
 from flagscale.launcher.layout import EXIT_FILE, status_directory
 from flagscale.launcher.liveness.job_record import read_newest_job_record
-from flagscale.status import list_status_files, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 _LOST_HOST_TIMEOUT = 4
@@ -74,11 +73,11 @@ class FaultRun:
 
     def read_steps(self, attempt: int) -> list[tuple[float, int]]:
         """Return time and number of the steps that ranks of an attempt have reported."""
+        from support.training_lab import read_events_of_ranks  # type: ignore[import-not-found]
+
         return sorted(
             (event.time, int(event.get("step")))
-            for host in self.lab.state().hosts
-            for path in list_status_files(host.run_dir / status_directory(attempt))
-            for event in read_events(path)[0]
+            for event in read_events_of_ranks(self.lab, status_directory(attempt))
             if event.event == "progress"
         )
 
@@ -223,7 +222,7 @@ def measure_case(case: FaultCase) -> dict[str, Any]:
 def _start(case: FaultCase, run: FaultRun) -> None:
     """Start training, and wait until it is some steps from its start."""
     from support.health_lab import install_chip
-    from support.training_lab import (  # type: ignore[import-not-found]
+    from support.training_lab import (
         LLAMA,
         PROGRAM,
         train_sections,

@@ -31,8 +31,6 @@ from typing import Any
 
 from flagscale.bench import machine
 from flagscale.files import write_json
-from flagscale.launcher.layout import STATUS_DIRECTORY
-from flagscale.status import list_status_files, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
 _HOSTS = 8
@@ -180,14 +178,10 @@ def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -
 
 
 def _straggler_events(lab: Any) -> list[Any]:
+    from support.training_lab import read_events_of_ranks
+
     return sorted(
-        (
-            event
-            for host in lab.state().hosts
-            for path in list_status_files(host.run_dir / STATUS_DIRECTORY)
-            for event in read_events(path)[0]
-            if event.event == "stragglers"
-        ),
+        (event for event in read_events_of_ranks(lab) if event.event == "stragglers"),
         key=lambda event: event.time,
     )
 
